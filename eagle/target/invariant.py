@@ -17,8 +17,10 @@ Whether that is enough for a model is tried, by `find_variance` of `eagle.target
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -136,15 +138,29 @@ def _is_narrow(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
+@cache
+def sums_rows_alike(dtype: torch.dtype) -> bool:
+    """Whether a CPU's kernels for one row and for several sum in the same order in this dtype.
+
+    Torch's own loops of x86 do, and there a second row costs as much as the first. oneDNN's kernels do not.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or dtype not in HALF:
+        return False
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    supports = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return supports is not None and not supports()
+
+
 def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """[.., V], what `read` gives for x [.., D], called with numbers of rows for which it takes the same kernel.
 
-    On a CPU these are all but one row. Elsewhere kernels choose tiles by the number of rows, so it is always the same.
+    On a CPU these are all but one row, if one row has a kernel of its own. Elsewhere kernels choose tiles by the number
+    of rows, so it is always the same.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     if x.device.type == "cpu":
-        if count != 1:
+        if count != 1 or sums_rows_alike(x.dtype):
             return read(x)
         output = read(rows.expand(2, -1).contiguous())
     else:
