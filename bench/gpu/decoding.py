@@ -42,6 +42,7 @@ from eval.tune import chain
 SIZES = {"8 B": 8e9, "1 B": 1e9}
 BATCHES = (1, 8, 32)
 PLAIN, CAPTURED, COMPILED, POLICY = "plain", "captured", "compiled", "policy"
+INVARIANT = "bits that no batch changes"
 # the fastest of these is what tuning would find
 MORE_SHAPES = {"chain 1": chain(1), "chain 2": chain(2), "chain 5": chain(5), "dynamic 4": Budget(4, 3, 2)}
 SMALL_TREE = "dynamic 8"
@@ -91,6 +92,7 @@ def units(context: Context) -> dict[str, Unit]:
         for batch in batches:
             for arm in list_arms(context, batch):
                 listed[f"{size}, batch {batch}, {arm}"] = partial(measure_arm, context, size, batch, arm)
+        listed[f"{size}, {INVARIANT}"] = partial(measure_invariance, context, size)
     if not context.rehearse:  # a CPU compiles for minutes
         for arm in (f"{PLAIN}, {COMPILED}", f"eagle1, chain 3, {COMPILED}"):
             listed[f"{sizes[0]}, batch 1, {arm}"] = partial(measure_arm, context, sizes[0], 1, arm)
@@ -109,6 +111,26 @@ def list_arms(context: Context, batch: int) -> list[str]:
     if context.inputs is not None and (context.inputs / "draft").is_dir():
         arms += ["draft, chain 5", *(name for name in PEERS if name.startswith(ASSISTED))]
     return arms
+
+
+def measure_invariance(context: Context, size: str) -> Figures:
+    """Compare drafted answers with plain decoding's, read by the fastest kernels and invariantly, and time both."""
+    setting = open_setting(context, size)
+    prompts, limit = setting.ask(4), setting.new_tokens
+    invariant = Target(setting.model, setting.target.tokenizer, None, True)
+    figures: Figures = {"variance": invariant.variance()}
+    drafter = find_drafter(setting, "eagle1")
+    for name, target in (("fastest", setting.target), ("invariant", invariant)):
+        none = load_drafter("none", target)
+        decode_here(target, none, prompts, None, Sampling(), 4)
+        timed, plain = decode_here(target, none, prompts, None, Sampling(), limit)
+        drafted = decode_here(target, drafter, prompts, SHAPES["chain 3"], Sampling(), limit)[1]
+        figures[f"identical, {name}"] = sum(map(list.__eq__, drafted, plain))
+        figures[f"plain tokens/s, {name}"] = timed["tokens"] / timed["wall"]
+    ratio = figures["plain tokens/s, invariant"] / figures["plain tokens/s, fastest"]
+    line = f"{figures['identical, fastest']} of {len(prompts)} as plain by the fastest kernels, "
+    line += f"{figures['identical, invariant']} invariantly, at {ratio:.2f} of the speed"
+    return {"line": line, **figures}
 
 
 def measure_arm(context: Context, size: str, batch: int, arm: str) -> Figures:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle.conformance.trial import make_head
 from eagle.target import invariant
 from eagle.target.invariant import FixedRowsLinear, in_fixed_rows, invariant_attention
 from eagle.target.trees.variance import find_variance
@@ -289,3 +290,25 @@ def test_answers_do_not_depend_on_the_budget(targets: dict[Any, Target]) -> None
         for budget in [*chains, Budget(nodes=8), Budget(nodes=25), Budget(nodes=60)]:
             trace = generate(target, drafter, PROMPTS[0], sampling=sampling, budget=budget, **options)
             assert trace.tokens == plain.tokens, (temperature, budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle1", "hass", "eagle3", "dflash", "dspark", "medusa", "hydra", "mtp", "peagle"])
+def test_heads_write_what_plain_decoding_writes(kind: str, targets: dict[Any, Target]) -> None:
+    """By chains and trees, alone and in ragged batches that requests join and leave."""
+    target = target_of(targets, "llama", "bf16")
+    if target.variance() is not None:
+        return
+    head = make_head(kind, target).bind(target.head)
+    lengths = [9, 24, 14, 30]  # of answers: requests leave one after the other
+    prompts = [*PROMPTS, random_tokens(44, seed=5)]
+    for temperature in (0.0, 1.0):
+        sampling = [Sampling(temperature, seed=3, request=row) for row in range(len(prompts))]
+        plain = [
+            generate(target, load_drafter("none", target), prompt, sampling=rule, max_new_tokens=length, stop=[]).tokens
+            for prompt, rule, length in zip(prompts, sampling, lengths, strict=True)
+        ]
+        for budget in (Budget(nodes=3, top_k=1), Budget(nodes=7, top_k=1), Budget(nodes=8), Budget(nodes=25)):
+            options: dict[str, Any] = {"max_new_tokens": lengths, "stop": [], "budget": budget, "batch_size": 2}
+            traces = generate(target, head, prompts, sampling=sampling, **options)
+            assert [trace.tokens for trace in traces] == plain, (temperature, budget)
