@@ -60,22 +60,22 @@ def invariant_attention(
     sequences, heads, count, width = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     groups = heads // kv_heads
-    keys = key.double().transpose(2, 3)
-    values = value.double()
-    # a group's queries become rows of one key/value head: [B, K, G, N, D]
-    rows = query.view(sequences, kv_heads, groups, count, width).double() * (scaling or width**-0.5)
+    # one product for each key/value head, whose rows are the queries of its group: [B * K, G * N, D] @ [B * K, D, S]
+    rows = (query.double() * (scaling or width**-0.5)).reshape(-1, groups, count, width)
+    keys = key.double().flatten(0, 1).transpose(1, 2)
+    values = value.double().flatten(0, 1)
     is_causal = attention_mask is not None and attention_mask.shape[-1] == 1 and length > 1
     mask = None if attention_mask is None or is_causal else _by_groups(attention_mask, count, groups)
     bias = None if position_bias is None else position_bias.view(-1, kv_heads, groups, count, length)
     sinks = None if s_aux is None else s_aux.double().view(1, kv_heads, groups, 1, 1)
-    output = query.new_empty(sequences, kv_heads, groups, count, value.shape[-1])
+    pieces = []
     step = max(1, MAX_SCORES // (sequences * heads * length))
     for start in range(0, count, step):
         end = min(start + step, count)
         # of a causal prompt later keys are hidden from these queries
         visible = length - count + end if is_causal else length
-        queries = rows[:, :, :, start:end].flatten(2, 3)
-        scores = torch.matmul(queries, keys[..., :visible]).view(sequences, kv_heads, groups, end - start, visible)
+        products = torch.bmm(rows[:, :, start:end].flatten(1, 2), keys[..., :visible])
+        scores = products.view(sequences, kv_heads, groups, end - start, visible)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if bias is not None:
@@ -85,10 +85,11 @@ def invariant_attention(
         if is_causal and end - start > 1:
             hidden = torch.ones(end - start, visible, dtype=torch.bool, device=scores.device)
             scores.masked_fill_(hidden.triu_(visible - (end - start) + 1), float("-inf"))
-        weights = _softmax(scores, sinks).flatten(2, 3)
-        summed = torch.matmul(weights, values[:, :, :visible])
-        output[:, :, :, start:end] = summed.view(sequences, kv_heads, groups, end - start, -1)
-    return output.view(sequences, heads, count, -1).transpose(1, 2).contiguous(), None
+        weights = _softmax(scores, sinks).view(products.shape)
+        summed = torch.bmm(weights, values[:, :visible]).to(query.dtype)
+        pieces.append(summed.view(sequences, heads, end - start, -1))
+    output = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(INVARIANT, invariant_attention)
