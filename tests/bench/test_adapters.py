@@ -14,6 +14,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_both_heads_are_measured_at_every_mark(
     tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import save_head
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_every_stage_has_its_rows(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left alone and refreshed after every stage, others anew at the end; the answers learned are in capitals."""
