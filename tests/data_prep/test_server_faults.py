@@ -294,8 +294,8 @@ def test_a_conversation_that_failed_waits_before_it_is_asked_again(tiny_target: 
         section = section_of(tmp_path / "out", endpoint=proxy.url, in_flight=1)
         begin(tmp_path / "out", {})
         reader = Reader(tiny_target.tokenizer, DataSection(train="-"))
-        assert not answer_all(tmp_path / "out", jobs_of(16), pool_at(section, first=0.4), reader, section)
-    assert times[1] - times[0] >= 0.2 and times[2] - times[1] >= 0.4 and between[1] - between[0] > 1
+        assert not answer_all(tmp_path / "out", jobs_of(16), pool_at(section, first=1.5), reader, section)
+    assert times[1] - times[0] >= 0.75 and times[2] - times[1] >= 1.5 and between[1] - between[0] > 1
 
 
 def test_waits_grow_and_differ_by_the_seed() -> None:
