@@ -84,13 +84,40 @@ def compare_answers(target: Model, prompts: list[list[int]]) -> list[dict[str, A
     return rows
 
 
+def try_types(dtype: torch.dtype) -> dict[str, Any]:
+    """What changes the bits of each causal type of transformers, as a tiny random model; None if nothing is known."""
+    from tests.every_type import TYPES, build
+
+    found: dict[str, Any] = {}
+    for name in progress(TYPES, "try", len(TYPES), unit="types"):
+        try:
+            target = Target(build(name).to(dtype).eval())
+            found[name] = target.variance()
+        except Exception as error:  # a type that is no target is a row of the table, too
+            found[name] = f"no target: {type(error).__name__}: {str(error)[:100]}"
+    return found
+
+
+def keep(name: str, result: dict[str, Any]) -> None:
+    """Write a result beside the others."""
+    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    RESULT.write_text(json.dumps({**kept, name: result}, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure, print the rows and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m bench.invariance", description=__doc__)
-    parser.add_argument("target", help="a folder of save_pretrained")
+    parser.add_argument("target", help="a folder of save_pretrained, or `types` for every causal type as a tiny model")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.target == "types":
+        found = try_types(getattr(torch, args.dtype))
+        alike = sum(said is None for said in found.values())
+        others = {name: said for name, said in found.items() if said is not None}
+        print(f"{alike} of {len(found)} types give the same bits; the others:", *others.items(), sep="\n")
+        keep(f"types, {args.dtype}", {"same bits": alike, "types": len(found), "others": others})
+        return
     options = {"dtype": args.dtype, "device": "cpu"}
     targets = {
         "invariant": Target.load(args.target, **options, invariant=True),
@@ -115,9 +142,7 @@ def main() -> None:
         print(row)
     for name, rows in answers.items():
         print(name, sum(row["identical"] for row in rows), "of", sum(row["answers"] for row in rows), "identical")
-    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    name = f"{Path(args.target).name}, {args.dtype}"
-    RESULT.write_text(json.dumps({**kept, name: result}, indent=1) + "\n")
+    keep(f"{Path(args.target).name}, {args.dtype}", result)
 
 
 if __name__ == "__main__":
