@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
-from eagle.log import progress
+from eagle.log import progress, script
 from eagle.target.target import Target as Model
 
 RESULT = Path(__file__).parents[1] / "docs/results/invariance.json"
@@ -104,12 +104,12 @@ def keep(name: str, result: dict[str, Any]) -> None:
     RESULT.write_text(json.dumps({**kept, name: result}, indent=1) + "\n")
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Measure, print the rows and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m bench.invariance", description=__doc__)
     parser.add_argument("target", help="a folder of save_pretrained, or `types` for every causal type as a tiny model")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.target == "types":
         found = try_types(getattr(torch, args.dtype))
@@ -146,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

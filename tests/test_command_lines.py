@@ -81,6 +81,7 @@ WRONG: dict[str, list[list[str]]] = {
     "bench/drift.py": [["--head", GONE], ["--seeds", "few"], ["target.path=no/such/folder"]],
     "bench/cost_growth.py": [["--rounds", "few"]],
     "bench/adapters.py": [["--rounds", "few"], ["--head", GONE]],
+    "bench/invariance.py": [[GONE], [GONE, "--dtype", "float64"]],
     "bench/shared_prefixes.py": [[GONE], [GONE, "--conversations", "few"]],
     "bench/read_speed.py": [[GONE], [GONE, "--counts", "few"]],
     "bench/quantised.py": [["--seeds", "few"], ["target.path=no/such/folder"], ["--formats", "unknown"]],

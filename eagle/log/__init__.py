@@ -37,6 +37,7 @@ from eagle.web import hide_users
 Item = TypeVar("Item")
 WIDE = 100  # columns of a terminal that has room for a bar
 OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
+LOST_AFTER = 10.0  # seconds after which a Ctrl-C that ended nothing comes again
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
 LOST = ("Connection reset by peer", "Connection closed by peer", "remote process exited")  # in gloo's and NCCL's words
@@ -167,16 +168,21 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
 
     tell, again = sys.unraisablehook, []
 
+    def send_after(seconds: float) -> None:
+        again.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)))
+        again[-1].daemon = True
+        again[-1].start()
+
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        send_after(LOST_AFTER)  # code of an extension module that is being imported may swallow what is raised here
         signal.default_int_handler(number, frame)
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
         """Python drops what is raised inside a `__del__`: the interrupt comes anew once that has returned."""
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             return tell(lost)
-        again.append(threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)))
-        again[-1].start()
+        send_after(0.01)
 
     signal.signal(signal.SIGINT, note)
     sys.unraisablehook = send_again

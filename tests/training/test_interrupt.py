@@ -61,6 +61,31 @@ def test_ctrl_c_inside_a_destructor_is_not_lost(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (130, "\nstopped; give the same command again\n")
 
 
+SWALLOWED = """
+import os, signal, time
+from eagle import log
+
+log.LOST_AFTER = 0.2
+
+def main(argv):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(50)
+    except BaseException:
+        pass  # as code that runs within an import of an extension module
+    time.sleep(50)
+
+log.script(main)
+"""
+
+
+def test_ctrl_c_that_is_swallowed_comes_again(tmp_path: Path) -> None:
+    """A library that catches everything does not keep a command going."""
+    (tmp_path / "program.py").write_text(SWALLOWED)
+    done = finished([sys.executable, str(tmp_path / "program.py")], seconds=40)
+    assert (done.returncode, done.stdout) == (130, "\nstopped; give the same command again\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [None, "ddp"])
 def test_ctrl_c_in_training_says_where_it_goes_on(config: str | None, tiny_target_dir: Path, tmp_path: Path) -> None:
