@@ -57,10 +57,11 @@ def time_forwards(targets: dict[str, Model], context: int) -> list[dict[str, Any
     return rows
 
 
-def compare_answers(target: Model, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def compare_answers(target: Model, prompts: list[list[int]], largest: int) -> list[dict[str, Any]]:
     """How many drafted answers are plain decoding's, by drafter, budget and temperature, alone and in batches."""
     rows = []
     budgets = {"chain of 3": Budget(nodes=3, top_k=1), "tree of 8": Budget(nodes=8), "tree of 25": Budget(nodes=25)}
+    budgets = {name: budget for name, budget in budgets.items() if budget.nodes <= largest}
     for temperature in (0.0, 0.7, 1.0):
         rules = [Sampling(temperature, seed=5, request=i) for i in range(len(prompts))]
         plain = [
@@ -108,6 +109,7 @@ def main(argv: list[str]) -> None:
     """Measure, print the rows and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m bench.invariance", description=__doc__)
     parser.add_argument("target", help="a folder of save_pretrained, or `types` for every causal type as a tiny model")
+    parser.add_argument("--largest", type=int, default=25, help="nodes of the largest draft (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -128,7 +130,7 @@ def main(argv: list[str]) -> None:
     timed = [time_forwards(targets, context) for context in progress(contexts, "time", len(contexts), unit="contexts")]
     asked = ["What is a tree?", "Write a short story about a dog.", "Count to twenty.", "Why is the sky blue?"]
     prompts = [targets["invariant"].chat(text) for text in asked]
-    answers = {name: compare_answers(target, prompts) for name, target in targets.items()}
+    answers = {name: compare_answers(target, prompts, args.largest) for name, target in targets.items()}
     result = {
         "target": repr(targets["invariant"]),
         "kernels": torch.backends.cpu.get_cpu_capability(),
