@@ -38,9 +38,15 @@ FAST = [
 ]  # grouped, windows and caps, sinks and experts, MLA, sdpa
 
 
-def families(*names: str) -> list[Any]:
-    """These families, of which all but a few are slow."""
-    return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in names]
+def families(*names: str, seldom: bool = False) -> list[Any]:
+    """These families, of which all but a few are slow; of what is done `seldom` two of three are long, too."""
+    cases = []
+    for i, name in enumerate(names):
+        marks = [] if name in FAST else [pytest.mark.slow]
+        if seldom and name not in FAST and i % 3:
+            marks.append(pytest.mark.long)
+        cases.append(pytest.param(name, marks=marks))
+    return cases
 
 
 def attend_naively(
@@ -170,6 +176,7 @@ def test_bits_do_not_depend_on_what_is_read_together(name: str, dtype: str, targ
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe"])
 def test_bits_do_not_depend_on_long_contexts(name: str) -> None:
     """After 3,000 tokens too."""
@@ -180,7 +187,7 @@ def test_bits_do_not_depend_on_long_contexts(name: str) -> None:
         assert find_variance(target.reader, 3000) is None
 
 
-@pytest.mark.parametrize("name", families(*FAMILIES, *OTHER_MEANS))
+@pytest.mark.parametrize("name", families(*FAMILIES, *OTHER_MEANS, seldom=True))
 def test_drafted_output_is_plain_decodings(name: str, targets: dict[Any, Target]) -> None:
     """By right and wrong trees around an answer, random ones and n-grams, alone and in ragged batches."""
     target = target_of(targets, name, "bf16")
@@ -292,8 +299,11 @@ def test_answers_do_not_depend_on_the_budget(targets: dict[Any, Target]) -> None
             assert trace.tokens == plain.tokens, (temperature, budget)
 
 
+SELDOM = [pytest.param(kind, marks=pytest.mark.long) for kind in ("hass", "dspark", "hydra", "mtp", "peagle")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle1", "hass", "eagle3", "dflash", "dspark", "medusa", "hydra", "mtp", "peagle"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash", "medusa", *SELDOM])
 def test_heads_write_what_plain_decoding_writes(kind: str, targets: dict[Any, Target]) -> None:
     """By chains and trees, alone and in ragged batches that requests join and leave."""
     target = target_of(targets, "llama", "bf16")
