@@ -92,9 +92,10 @@ class TreeReader:
         if TABLES in means.extras:
             place_tables(self)
         # past the property, of which other configs would hear
+        if means.keeps_bits:
+            fix_rows(self.model)
         if means.invariant:
             self.settings[SWITCH] = INVARIANT
-            fix_rows(self.model)
         elif means.grouped:
             self.settings[SWITCH] = GROUPED
 
@@ -109,12 +110,15 @@ class TreeReader:
         """Return what changes the bits of a token's state in half precision, found out once; None: nothing found."""
         if self.found_variance is None:
             self.check(rows=2)
-            self.found_variance = find_variance(self) or ""
+            if self.count_attending() and not self.means.keeps_bits:  # a short trial may find nothing
+                self.found_variance = "its kernels sum in an order of their own"
+            else:
+                self.found_variance = find_variance(self) or ""
         return self.found_variance or None
 
     def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
         """[.., V], the LM head's logits at states [.., D], by the means of this reader."""
-        return in_fixed_rows(head.logits, hidden) if self.means.invariant else head.logits(hidden)
+        return in_fixed_rows(head.logits, hidden) if self.means.keeps_bits else head.logits(hidden)
 
     @property
     def reads_on_device(self) -> bool:

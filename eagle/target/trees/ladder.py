@@ -95,8 +95,10 @@ def _try_invariant(reader: Any, probe: Probe) -> None:
         is_right = _reads_right(reader, probe, replace(means, invariant=True))
     finally:
         ATTENDED.reset(token)
-    if len(attended) < reader.count_attending():  # the others call kernels by themselves
+    if is_right and len(attended) < reader.count_attending():  # the others call kernels by themselves
         is_right = _reads_right(reader, probe, replace(means, invariant=True, sums=True))
+    if not is_right:  # attention that chooses keys by an index, say
+        is_right = _reads_right(reader, probe, replace(means, grouped=False, sums=True))
     if not is_right:
         reader.take(means)
         probe.find_misreading()  # which measures the states

@@ -24,9 +24,15 @@ class Means:
     cheaper: bool = False  # both ways are right, and each forward takes the cheaper one
     whole: bool = False  # the whole model reads paths as rows, with its own cache
     singly: bool = False  # and rows of one token by themselves
-    invariant: bool = False  # half precision whose bits do not depend on rows, padding and columns
-    sums: bool = False  # and all sums of products in fp64, where attention cannot be replaced by `invariant_attention`
+    # half precision whose bits do not depend on rows, padding and columns
+    invariant: bool = False  # attention by `invariant_attention`
+    sums: bool = False  # all sums of products in fp64, where attention cannot be replaced, or not everywhere
     extras: tuple[str, ...] = ()
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether a token's bits should not depend on what is read with it."""
+        return self.invariant or self.sums
 
     def describe(self, *, has_mixers: bool = False) -> str:
         """In words, as logs and result files name it."""
