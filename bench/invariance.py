@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.machine import made_on
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.log import progress, script
 from eagle.target.target import Target as Model
@@ -131,15 +132,13 @@ def main(argv: list[str]) -> None:
     asked = ["What is a tree?", "Write a short story about a dog.", "Count to twenty.", "Why is the sky blue?"]
     prompts = [targets["invariant"].chat(text) for text in asked]
     answers = {name: compare_answers(target, prompts, args.largest) for name, target in targets.items()}
-    result = {
-        "target": repr(targets["invariant"]),
-        "kernels": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "threads": 1,
-        "described": {name: target.describe() for name, target in targets.items()},
-        "forwards": [row for rows in timed for row in rows],
-        "answers": answers,
-    }
+    result = made_on(
+        target=repr(targets["invariant"]),
+        kernels=torch.backends.cpu.get_cpu_capability(),
+        described={name: target.describe() for name, target in targets.items()},
+        forwards=[row for rows in timed for row in rows],
+        answers=answers,
+    )
     for row in result["forwards"]:
         print(row)
     for name, rows in answers.items():
