@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from eagle import __version__
-from eagle.log import script
+from eagle.log import interrupted_by_user, script
 from eagle.shipped import HELP_PAGE, STAGES
 
 
@@ -75,6 +75,14 @@ USAGE = "usage: eagle VERB [arguments]      `eagle VERB --help` tells the argume
 
 def main(argv: list[str] | None = None) -> None:
     """Run the verb with the arguments that follow it."""
+    # importing what reads the arguments takes long enough for a Ctrl-C
+    with interrupted_by_user(lambda: "give the same command again"):
+        verb, rest, status = find_verb(argv)
+    script(verb, rest, status=status)
+
+
+def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
+    """Return what runs the verb, its arguments and the status of its refusals; ends with what asks for no verb."""
     plugins, trusts, argv = take_code_options(sys.argv[1:] if argv is None else argv)
     name, *rest = argv or [""]
     if name in HELP:
@@ -93,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         show(text)
     reach_stages()
     verb = partial(run_verb, name, VERBS[name], plugins=plugins, trusts_heads=trusts)
-    script(verb, rest, status=2 if name in VERDICTS else 1)
+    return verb, rest, 2 if name in VERDICTS else 1
 
 
 def show(text: str) -> NoReturn:
