@@ -21,11 +21,11 @@ from eagle.core.budget import Budget
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose
 from eagle.decoding.decode import generate
-from eagle.decoding.near_ties import last_place
 from eagle.disk import write_text
 from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
+from eagle.target.bits.near_ties import last_place
 from eagle.target.structure import cache_name_of
 from eagle.target.talk import inputs_of
 from eagle.target.target import Target

@@ -17,11 +17,11 @@ from eagle.core.verify import Sampling
 from eagle.decoding.cycle_times import SIZES, measure_costs
 from eagle.decoding.decode import generate
 from eagle.decoding.forward_costs import Costs
-from eagle.decoding.near_ties import measure_tie
 from eagle.device import ThreadsOfLongWork
 from eagle.disk import lock_path, write_text
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
+from eagle.target.bits.near_ties import measure_tie
 from eagle.target.target import Target
 from eagle.training.trackers import Trackers
 from eval.costs import NOT_DRAFTING

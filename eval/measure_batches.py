@@ -12,7 +12,7 @@ from typing import Any
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.decoding.loop import Decoding
-from eagle.decoding.near_ties import measure_tie
+from eagle.target.bits.near_ties import measure_tie
 from eval.load_run import MeasuredDrafter
 from eval.measurement import Measurement
 from eval.prompts import Case

@@ -27,10 +27,10 @@ from eagle.core.verify import Sampling
 from eagle.decoding.beam import beam_search
 from eagle.decoding.decode import generate
 from eagle.decoding.goodput import Goodput
-from eagle.decoding.near_ties import first_difference, measure_tie
 from eagle.device import choose_threads
 from eagle.formats.checkpoint import check_drafter, load_drafter
-from eagle.target.invariant import HALF
+from eagle.target.bits.invariant import HALF
+from eagle.target.bits.near_ties import first_difference, measure_tie
 from eagle.target.target import Target
 
 

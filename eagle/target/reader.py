@@ -18,8 +18,9 @@ from eagle.core.arguments import is_setting
 from eagle.core.drafter import TargetHead
 from eagle.device import upload
 from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, why_no_trees
+from eagle.target.bits.invariant import INVARIANT, SumsInFp64, can_be_invariant, fix_rows, in_fixed_rows
+from eagle.target.bits.variance import find_variance
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
-from eagle.target.invariant import INVARIANT, SumsInFp64, can_be_invariant, fix_rows, in_fixed_rows
 from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers, holder_of
 from eagle.target.taps import PLAIN, Layout, find_layout, tell_what_works
 from eagle.target.trees.attention_rows import find_attention
@@ -27,7 +28,6 @@ from eagle.target.trees.ladder import Probe, climb
 from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
 from eagle.target.trees.positions import Places, first_position, place_tables
-from eagle.target.trees.variance import find_variance
 from eagle.target.twin import share_weights, with_own_hooks
 from eagle.target.weights.quantised import quantization_of, why_rows_mix
 

@@ -22,8 +22,8 @@ from eagle.core.drafter import ColumnBytes, Drafter
 from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, check_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
+from eagle.target.bits.invariant import HALF
 from eagle.target.borrowed import borrow_head
-from eagle.target.invariant import HALF
 from eagle.target.loading import (
     adapt_model,
     check_model,

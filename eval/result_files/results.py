@@ -14,8 +14,8 @@ import torch
 
 from eagle.core.budget import Budget
 from eagle.decoding.forward_costs import Costs
-from eagle.decoding.near_ties import MAX_TIE
 from eagle.markup import Html, table
+from eagle.target.bits.near_ties import MAX_TIE
 from eval.costs import asked_budgets, model_seconds
 from eval.result_files.figures import format_number
 from eval.result_files.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.conformance.trial import make_head
-from eagle.target import invariant
-from eagle.target.invariant import FixedRowsLinear, in_fixed_rows, invariant_attention
-from eagle.target.trees.variance import find_variance
+from eagle.target.bits import invariant
+from eagle.target.bits.invariant import FixedRowsLinear, in_fixed_rows, invariant_attention
+from eagle.target.bits.variance import find_variance
 from tests.batches import Request
 from tests.families import FAMILIES, OTHER_MEANS, RandomTrees, build, random_tokens
 from tests.target.test_half_precision import Forgiving

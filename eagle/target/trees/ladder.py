@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle.target.attention import attention_limits, can_group, layer_windows, near_limits
+from eagle.target.bits.invariant import ATTENDED
 from eagle.target.cache import TreeCache
-from eagle.target.invariant import ATTENDED
 from eagle.target.structure import base_of
 from eagle.target.trees.means import FAILURES, OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.positions import counts_columns, first_position, table_builders

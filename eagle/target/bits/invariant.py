@@ -10,7 +10,7 @@ token. Two measures make the order irrelevant:
 - linear layers read fixed numbers of rows. On a CPU one row is read as two, because a product of a matrix and a vector
   has another kernel than one of two matrices. On other devices 64 rows are read at a time.
 
-Whether that is enough for a model is tried, by `find_variance` of `eagle.target.trees.variance`.
+Whether that is enough for a model is tried, by `find_variance` of `eagle.target.bits.variance`.
 """
 
 # B sequences, N new tokens, S cached and new keys, H heads, K key/value heads, G = H / K groups, D head width
