@@ -90,8 +90,7 @@ class Side:
         target.reader.checked = True  # the means that are asked for, not the cheapest that pass
         self.state, self.model = target.open(), model
         self.state.admit(0, prompt, room=1024)
-        while not self.state.read_prompts():
-            pass
+        self.state.finish_prompts()
         self.state.cache.measure()  # as the check of means does
 
     def cycle(self, tree: DraftTree) -> tuple[float, float]:

@@ -18,7 +18,6 @@ import torch
 from bench.machine import made_on
 from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.log import progress, script
-from eagle.target.target import Target as Model
 
 RESULT = Path(__file__).parents[1] / "docs/results/invariance.json"
 CONTEXTS = (30, 300, 1500, 3000)
@@ -27,7 +26,7 @@ REPEATS = 7
 TOKENS = 40
 
 
-def read_chain(target: Model, state: Any, nodes: int) -> float:
+def read_chain(target: Target, state: Any, nodes: int) -> float:
     """CPU seconds of a forward over a root and a chain of this many nodes, of which nothing is kept."""
     tokens = torch.arange(1, nodes + 2)[None] % target.vocab_size
     seen = torch.ones(1, nodes + 1, nodes + 1, dtype=torch.bool).tril()
@@ -36,14 +35,13 @@ def read_chain(target: Model, state: Any, nodes: int) -> float:
     return process_time() - begun
 
 
-def time_forwards(targets: dict[str, Model], context: int) -> list[dict[str, Any]]:
+def time_forwards(targets: dict[str, Target], context: int) -> list[dict[str, Any]]:
     """A row for each number of nodes: medians, and the ratio of both with its range over the repeats."""
     states = {}
     for name, target in targets.items():
         states[name] = target.open()
         states[name].admit(0, [*(torch.arange(context) * 7 % (target.vocab_size - 4) + 3).tolist()], room=64)
-        while not states[name].read_prompts():
-            pass
+        states[name].finish_prompts()
     rows = []
     for nodes in NODES:
         seconds: dict[str, list[float]] = {name: [] for name in targets}
@@ -58,7 +56,7 @@ def time_forwards(targets: dict[str, Model], context: int) -> list[dict[str, Any
     return rows
 
 
-def compare_answers(target: Model, prompts: list[list[int]], largest: int) -> list[dict[str, Any]]:
+def compare_answers(target: Target, prompts: list[list[int]], largest: int) -> list[dict[str, Any]]:
     """How many drafted answers are plain decoding's, by drafter, budget and temperature, alone and in batches."""
     rows = []
     budgets = {"chain of 3": Budget(nodes=3, top_k=1), "tree of 8": Budget(nodes=8), "tree of 25": Budget(nodes=25)}

@@ -161,8 +161,7 @@ class _Search:
         """Step until the search is over."""
         limit, drafted = self.beams.limit, self.budget.nodes + len(self.leaves)
         self.texts.admit(ROW, self.prompt, limit + drafted)
-        while not (outputs := self.texts.read_prompts()):
-            pass
+        outputs = self.texts.finish_prompts()
         self.drafts.admit(0)
         self._tell_prompt()
         self._step(outputs[ROW].output.logits, self.leaves, -1)

@@ -19,7 +19,6 @@ from eagle.core.drafter import TargetHead
 from eagle.device import upload
 from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, why_no_trees
 from eagle.target.bits.invariant import INVARIANT, SumsInFp64, can_be_invariant, fix_rows, in_fixed_rows
-from eagle.target.bits.variance import find_variance
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
 from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers, holder_of
 from eagle.target.taps import PLAIN, Layout, find_layout, tell_what_works
@@ -51,7 +50,6 @@ class TreeReader:
         self.refusal: str | None = None  # why no means were found: they are looked for once
         self.follows_steps = False  # whether the truth is the model's own steps by one token, as in `generate`
         self.reads_rows: bool | None = None  # None: not tried yet
-        self.found_variance: str | None = None  # None: not looked for yet, "": none
         self.layouts: dict[int, Layout] = {}  # of the taps that a text has shown
         self.arguments = inspect.signature(type(base_of(model)).forward).parameters
         self.can_be_invariant = invariant and can_be_invariant(model, vars(config).get(SWITCH))
@@ -105,16 +103,6 @@ class TreeReader:
         if kinds:
             return sum(STATEFUL.search(kind) is None for kind in kinds)
         return len(self.layers) - len(self.stateful)
-
-    def variance(self) -> str | None:
-        """Return what changes the bits of a token's state in half precision, found out once; None: nothing found."""
-        if self.found_variance is None:
-            self.check(rows=2)
-            if self.count_attending() and not self.means.keeps_bits:  # a short trial may find nothing
-                self.found_variance = "its kernels sum in an order of their own"
-            else:
-                self.found_variance = find_variance(self) or ""
-        return self.found_variance or None
 
     def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
         """[.., V], the LM head's logits at states [.., D], by the means of this reader."""

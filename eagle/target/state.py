@@ -83,9 +83,7 @@ class TargetState:
         """Replace all rows by one prompt and read it; returns it with the token chosen after it."""
         self.clear()
         self.admit(row, prompt, room)
-        while not (outputs := self.read_prompts()):
-            pass
-        return outputs[row].commit(choose)
+        return self.finish_prompts()[row].commit(choose)
 
     def release(self, row: int, *, wipe: bool = False) -> None:
         """Release a row: its slot becomes free and keeps its text until it is reused, or nothing after `wipe`."""
@@ -170,6 +168,13 @@ class TargetState:
         logits = self.extend(dict(zip(rows, left, strict=True)))
         ended = [row for row in rows if self.length(row) == len(self.prompts[row])]
         return {row: self._end_prompt(row, logits[row]) for row in ended}
+
+    def finish_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
+        """Read all admitted prompts to their ends, by forwards of up to `most` tokens; returns their outputs."""
+        outputs: dict[int, PromptOutput] = {}
+        while self.prompts:
+            outputs |= self.read_prompts(most)
+        return outputs
 
     def _end_prompt(self, row: int, logits: Tensor) -> PromptOutput:
         """Move a row whose prompt is read to the rows being decoded, and return its prompt's output."""

@@ -23,6 +23,7 @@ from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, check_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
 from eagle.target.bits.invariant import HALF
+from eagle.target.bits.variance import find_variance
 from eagle.target.borrowed import borrow_head
 from eagle.target.loading import (
     adapt_model,
@@ -78,6 +79,7 @@ class Target(Talk):
         self.head = borrow_head(model, (embedding, output), tokens, states.get(0), states[-1])
         self.border = rope_border(self.config)  # no text may grow across it
         self.viewed: TargetView | None = None
+        self.found_variance: str | None = None  # None: not looked for yet, "": none
         self.spare: TargetState | None = None
         self.weight_mark = WeightMark(model)
         self.model_mark = ModelMark(model, self.config, self.reader.hooked, volatile)
@@ -118,13 +120,18 @@ class Target(Talk):
         if self.model.dtype not in HALF:
             return None
         with self.lock:
-            return self.reader.variance()
+            if self.found_variance is None:
+                self.reader.check(rows=2)
+                if self.reader.count_attending() and not self.reader.means.keeps_bits:
+                    self.found_variance = "its kernels sum in an order of their own"  # a short trial may not meet it
+                else:
+                    self.found_variance = find_variance(self) or ""
+            return self.found_variance or None
 
     def _describe_bits(self) -> str:
         if self.model.dtype not in HALF:
             return ""
-        variance = self.reader.variance()
-        return f"; {variance}" if variance else "; the same bits in steps, chunks, trees and batches"
+        return f"; {self.variance() or 'the same bits in steps, chunks, trees and batches'}"
 
     def _name_adapter(self) -> str:
         return "" if self.adapter is None else f"; with the adapter {self.adapter}"

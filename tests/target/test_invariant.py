@@ -167,7 +167,7 @@ def test_bits_do_not_depend_on_what_is_read_together(name: str, dtype: str, targ
     said = target.variance()
     assert target.reader.means.invariant
     if said is None:
-        assert find_variance(target.reader, 200) is None
+        assert find_variance(target, 200) is None
         assert "the same bits in steps, chunks, trees and batches" in target.describe()
     else:
         assert said in target.describe()
@@ -184,7 +184,7 @@ def test_bits_do_not_depend_on_long_contexts(name: str) -> None:
     model.config.max_position_embeddings = 4096
     target = Target(model)
     if target.variance() is None:
-        assert find_variance(target.reader, 3000) is None
+        assert find_variance(target, 3000) is None
 
 
 @pytest.mark.parametrize("name", families(*FAMILIES, *OTHER_MEANS, seldom=True))
@@ -268,7 +268,7 @@ def test_planted_faults_are_seen(fault: Any) -> None:
     if target.variance() is not None:
         return
     fault(target)
-    assert find_variance(target.reader, 120) is not None
+    assert find_variance(target, 120) is not None
 
 
 def test_it_can_be_left_out_and_fp32_has_no_need_of_it() -> None:

@@ -2,7 +2,7 @@
 
 A kernel chooses the order of its sums by the number of rows, by padding, and by where a key lies in the cache. With 8
 or 11 bits of mantissa another order is often another number, so that a tree would give other tokens than steps by one
-token. Two measures make the order irrelevant:
+token. Three measures make the order irrelevant:
 
 - attention sums in fp64: bf16 and fp16 numbers have products of at most 22 bits, so sums of thousands of them are
   exact to far more bits than the result is rounded to;
