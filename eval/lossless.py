@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from eagle.disk import write_text
 from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
-from eagle.target.bits.near_ties import last_place
+from eagle.target.bits.near_ties import add_noise, first_difference, in_last_places
 from eagle.target.structure import cache_name_of
 from eagle.target.talk import inputs_of
 from eagle.target.target import Target
@@ -61,7 +60,7 @@ class Divergence:
     gap: float | None  # by how much the model prefers its own token, in units of plain logits
     rounding: float  # largest difference of the model's logits between reading token by token and all at once
     is_models_own: bool = False  # the model itself writes the drafted tokens where it decodes in its other way
-    ulps: float | None = None  # the gap in units of the last place of the model's largest logit
+    ulps: float | None = None  # the gap in units of the last place of the larger logit
 
     @property
     def is_rounding(self) -> bool:
@@ -183,24 +182,21 @@ def find_divergence(
     """
     if drafted == answer.tokens:
         return None
-    shorter = min(len(drafted), len(answer.tokens))
-    at = next((place for place in range(shorter) if drafted[place] != answer.tokens[place]), shorter)
+    at = first_difference(drafted, answer.tokens)
     token = drafted[at] if at < len(drafted) else None
     expected = answer.tokens[at] if at < len(answer.tokens) else None
-    gap = None
+    gap = ulps = None
     if token is not None and expected is not None:
         if steps_differ:
             own = decode_untouched(model, Choose(answer.choose.sampling), answer.prompt, [], at + 1)
-            scores = own.last_logits[-1].float()
+            logits = own.last_logits[-1].float()
         else:
-            scores = _logits(model, answer.prompt, answer.tokens[:at])[-1].float()
-        if (offered := answer.choose.offer(len(scores), scores.device)) is not None:
-            scores = scores + offered([len(answer.prompt) + at])[0]
+            logits = _logits(model, answer.prompt, answer.tokens[:at])[-1].float()
+        scores = add_noise(logits, answer.choose, len(answer.prompt) + at)
         gap = float(scores[expected] - scores[token])
+        ulps = in_last_places(scores, logits, (expected, token), model.dtype)
     texts = ["" if each is None else tokenizer.decode([each]) for each in (token, expected)]
     rounding = least_rounding(answer) if steps_differ else measure_rounding(model, answer)
-    unit = last_place(max(float(rows.abs().max()) for rows in answer.last_logits), model.dtype)
-    ulps = None if gap is None or not math.isfinite(gap) else abs(gap) / unit
     return Divergence(key, at, token, expected, (texts[0], texts[1]), gap, rounding, ulps=ulps)
 
 

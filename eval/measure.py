@@ -21,7 +21,6 @@ from eagle.device import ThreadsOfLongWork
 from eagle.disk import lock_path, write_text
 from eagle.log import interrupted_by_user, progress, script
 from eagle.recipe import Recipe, command_line
-from eagle.target.bits.near_ties import measure_tie
 from eagle.target.target import Target
 from eagle.training.trackers import Trackers
 from eval.costs import NOT_DRAFTING
@@ -78,31 +77,25 @@ def _answers(measurement: Measurement, case: Case, order: list[str]) -> Iterator
             measurement.missing[case.question.set] += len(measurement.drafters)
             return  # later turns are longer still
         stored = measurement.answers(case, turn, 1)
-        new: dict[str, Row] = {}
-        tokens: dict[str, list[int]] = {}
-        for name in order:
-            if name not in stored:
-                new[name], tokens[name] = _answer(measurement, case, turn, name, prompt)
-        plain = (stored | new)["none"]
+        new = {name: _answer(measurement, case, turn, name, prompt) for name in order if name not in stored}
+        if "none" in new:
+            measurement.plain_tokens[case.key(turn), 1] = new["none"][1].tokens
+        plain = new["none"][0] if "none" in new else stored["none"]
         for name in (name for name in measurement.drafters if name in new):
-            identical = measurement.is_identical(name, case, new[name], plain)
-            new[name]["identical"] = identical
-            if identical is False and "none" in tokens:
-                sampling = case.sampling(turn)
-                tie = measure_tie(measurement.target, prompt, tokens["none"], tokens[name], sampling)
-                new[name]["tie"] = tie if tie is None else round(tie, 3)
-            yield new[name]
+            row, trace = new[name]
+            measurement.compare(row, plain, case, turn, trace)
+            yield row
 
 
-def _answer(measurement: Measurement, case: Case, turn: int, name: str, prompt: list[int]) -> tuple[Row, list[int]]:
-    """The row of one drafter's answer to a turn, and its tokens."""
+def _answer(measurement: Measurement, case: Case, turn: int, name: str, prompt: list[int]) -> tuple[Row, Trace]:
+    """The row of one drafter's answer to a turn, and its trace."""
     tokens = measurement.recipe.eval.max_new_tokens
     measured, sampling = measurement.drafters[name], case.sampling(turn)
     trace, wall, cpu = time_answer(measurement.target, measured, prompt, sampling, tokens)
     row = {**measurement.describe(name, case, turn), **row_of(trace, wall, cpu)}
     if measurement.is_in_pieces(case):
         row["pieces"] = trace.pieces()
-    return row, trace.tokens
+    return row, trace
 
 
 def time_answer(

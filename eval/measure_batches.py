@@ -12,7 +12,6 @@ from typing import Any
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.decoding.loop import Decoding
-from eagle.target.bits.near_ties import measure_tie
 from eval.load_run import MeasuredDrafter
 from eval.measurement import Measurement
 from eval.prompts import Case
@@ -109,15 +108,10 @@ class Batches:
         plain = row if self.name == "none" else measurement.answers(case, text.turn, self.batch_size)["none"]
         pieces = self.batch_size == measurement.batch_sizes[0] and measurement.is_in_pieces(case)
         more = {"pieces": text.trace.pieces()} if pieces else {}
-        identical = measurement.is_identical(self.name, case, row, plain)
-        row = {**about, **row, **more, "identical": identical}
-        key = case.key(text.turn), self.batch_size
         if self.name == "none":
-            measurement.plain_tokens[key] = text.trace.tokens
-        elif identical is False and key in measurement.plain_tokens:
-            own, sampling = measurement.plain_tokens[key], case.sampling(text.turn)
-            tie = measure_tie(measurement.target, text.trace.prompt, own, text.trace.tokens, sampling)
-            row["tie"] = tie if tie is None else round(tie, 3)
+            measurement.plain_tokens[case.key(text.turn), self.batch_size] = text.trace.tokens
+        row = {**about, **row, **more}
+        measurement.compare(row, plain, case, text.turn, text.trace)
         return row
 
 

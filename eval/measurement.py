@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle.core.trace import Trace
 from eagle.recipe import Recipe
+from eagle.target.bits.near_ties import measure_tie
 from eagle.target.target import Target
 from eval.load_run import MeasuredDrafter
 from eval.processes import ALONE, Processes
@@ -28,7 +30,7 @@ class Measurement:
     results: ResultsWriter
     processes: Processes = ALONE
     missing: Counter[str] = field(default_factory=Counter)  # answers by set, for which the model has no positions
-    plain_tokens: dict[Any, list[int]] = field(default_factory=dict)  # of this run's batches, by question and size
+    plain_tokens: dict[Any, list[int]] = field(default_factory=dict)  # of this run, by question and batch size
 
     def cases(self) -> list[Case]:
         """All questions of this process at all temperatures with all seeds."""
@@ -82,7 +84,15 @@ class Measurement:
         of_set = [question for question in self.questions if question.set == case.question.set]
         return case.question in of_set[:IN_PIECES]
 
-    def is_identical(self, name: str, case: Case, row: Row, plain: Row) -> bool | None:
-        """Whether an answer is plain decoding's token by token; None where it need not be."""
-        is_sampled = self.drafters[name].is_sampled and case.temperature > 0
-        return None if is_sampled else row["digest"] == plain["digest"]
+    def compare(self, row: Row, plain: Row, case: Case, turn: int, trace: Trace) -> None:
+        """Note in an answer's row whether it is plain decoding's, None where it need not be, and how near they part.
+
+        How near is known where this run has decoded plainly, too.
+        """
+        drafts = self.drafters[row["drafter"]]
+        is_sampled = drafts.is_sampled and case.temperature > 0
+        row["identical"] = None if is_sampled else row["digest"] == plain["digest"]
+        own = self.plain_tokens.get((case.key(turn), row.get("batch_size", 1)))
+        if row["identical"] is False and own is not None:
+            tie = measure_tie(self.target, trace.prompt, own, trace.tokens, case.sampling(turn))
+            row["tie"] = None if tie is None else round(tie, 3)

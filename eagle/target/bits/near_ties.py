@@ -8,8 +8,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from eagle.core.verify import Choose, Sampling
+from eagle.target.talk import with_answer
 from eagle.target.target import Target
 
 MAX_TIE = 64.0  # units in the last place: 2% of a logit in bf16, more than rounding through many layers makes
@@ -35,18 +37,23 @@ def measure_tie(
     if at == min(len(answer), len(other)):
         return None
     state = target.open()
-    state.admit(0, [*prompt, *answer[:at]])
-    while not (outputs := state.read_prompts()):
-        pass
-    logits = outputs[0].output.logits[-1].float()
-    scores = logits
-    offered = Choose(sampling or Sampling()).offer(len(logits), logits.device)
-    if offered is not None:
-        scores = logits + offered([len(prompt) + at])[0]
-    tokens = [answer[at], other[at]]
+    state.admit(0, with_answer(prompt, list(answer[:at])))
+    logits = state.finish_prompts()[0].output.logits[-1].float()
+    scores = add_noise(logits, Choose(sampling or Sampling()), len(prompt) + at)
+    return in_last_places(scores, logits, (answer[at], other[at]), target.model.dtype)
+
+
+def add_noise(logits: Tensor, choose: Choose, position: int) -> Tensor:
+    """Return scores [V] of the token at a position, of which the highest is chosen: logits, and noise if sampled."""
+    offered = choose.offer(len(logits), logits.device)
+    return logits if offered is None else logits + offered([position])[0]
+
+
+def in_last_places(scores: Tensor, logits: Tensor, tokens: tuple[int, int], dtype: torch.dtype) -> float | None:
+    """Return the gap between two tokens' scores in units of the last place of the larger logit; None if unbounded."""
     gap = float((scores[tokens[0]] - scores[tokens[1]]).abs())
-    largest = float(logits[tokens].abs().max())
-    return gap / last_place(largest, target.model.dtype) if math.isfinite(gap) else None
+    largest = float(logits[list(tokens)].abs().max())
+    return gap / last_place(largest, dtype) if math.isfinite(gap) else None
 
 
 def last_place(number: float, dtype: torch.dtype) -> float:
