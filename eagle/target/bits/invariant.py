@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -32,7 +31,6 @@ from transformers import AttentionInterface
 
 HALF = (torch.bfloat16, torch.float16)
 INVARIANT = "eagle_invariant"
-ATTENDED: ContextVar[set[int]] = ContextVar("attended")  # layers whose attention was called, where that is noted
 MAX_SCORES = 2**22  # fp64 scores that are held at once: 32 MB
 TILE = 64  # rows of every product on devices that are no CPU, where as many cost what one costs
 # arguments that choose keys by their own indices, which no mask tells of
@@ -55,8 +53,6 @@ def invariant_attention(
     chosen = [name for name in CHOOSING if options.get(name) is not None]
     if chosen:
         raise ValueError(f"attention got {', '.join(chosen)}, which choose keys beside the mask; expected none")
-    if (attended := ATTENDED.get(None)) is not None:
-        attended.add(vars(module).get("layer_idx", len(attended)))
     sequences, heads, count, width = query.shape
     kv_heads, length = key.shape[1], key.shape[2]
     groups = heads // kv_heads

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.target.attention import attention_limits, can_group, layer_windows, near_limits
-from eagle.target.bits.invariant import ATTENDED
+from eagle.target.attention import attention_limits, can_group, layer_windows, near_limits, observing
 from eagle.target.cache import TreeCache
 from eagle.target.structure import base_of
 from eagle.target.trees.means import FAILURES, OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
@@ -90,23 +89,22 @@ def _try_invariant(reader: Any, probe: Probe) -> None:
     if not reader.can_be_invariant or means.whole:
         return
     attended = set[int]()
-    token = ATTENDED.set(attended)
-    try:
-        is_right = _reads_right(reader, probe, replace(means, invariant=True))
-    finally:
-        ATTENDED.reset(token)
+    reader.take(replace(means, invariant=True))
+    with observing(reader.settings, lambda layer, *_: attended.add(layer)):
+        is_right = _reads_right(reader, probe)
     if is_right and len(attended) < reader.count_attending():  # the others call kernels by themselves
-        is_right = _reads_right(reader, probe, replace(means, invariant=True, sums=True))
+        reader.take(replace(means, invariant=True, sums=True))
+        is_right = _reads_right(reader, probe)
     if not is_right:  # attention that chooses keys by an index, say
-        is_right = _reads_right(reader, probe, replace(means, grouped=False, sums=True))
+        reader.take(replace(means, grouped=False, sums=True))
+        is_right = _reads_right(reader, probe)
     if not is_right:
         reader.take(means)
         probe.find_misreading()  # which measures the states
 
 
-def _reads_right(reader: Any, probe: Probe, means: Means) -> bool:
-    """Whether a reader reads the small tree right by these means, which it takes."""
-    reader.take(means)
+def _reads_right(reader: Any, probe: Probe) -> bool:
+    """Whether a reader reads the small tree right by the means that it has taken."""
     try:
         return not any([probe.find_misreading() for _ in reader.mixers.each_way()])
     except FAILURES:
