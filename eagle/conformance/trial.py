@@ -33,9 +33,12 @@ def make_head(name: str, target: Target, seed: int = 0, **settings_given: Any) -
     weights = {"weights": target.tensor} if method.reads.weights else {}
     head = method.for_target(settings, target.config, target.head, **weights)
     # levels that start as equal copies of the LM head draft equal probabilities, whose order is rounding's
+    earlier: list[torch.Tensor] = []
     for parameter in head.parameters():
         if parameter.requires_grad and parameter.dim() > 1:
-            parameter.data.add_(TIE_BREAKING * parameter.std() * torch.randn_like(parameter))
+            if any(torch.equal(parameter, other) for other in earlier):
+                parameter.data.add_(TIE_BREAKING * parameter.std() * torch.randn_like(parameter))
+            earlier.append(parameter)
     return head.to(target.device)
 
 

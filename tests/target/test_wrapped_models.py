@@ -174,6 +174,11 @@ def test_a_forward_under_autocast_is_refused() -> None:
 def test_accelerates_mixed_precision_is_refused() -> None:
     """It hands out fp32, of products in bf16."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    prepare = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model
-    with pytest.raises(ValueError, match="put in the place of its class's, as by accelerate's mixed precision"):
-        Target(prepare(build("llama"), evaluation_mode=True))
+    forget_precision = accelerate.state.AcceleratorState._reset_state  # it holds for every accelerator of a process
+    forget_precision(reset_partial_state=True)
+    try:
+        prepare = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model
+        with pytest.raises(ValueError, match="put in the place of its class's, as by accelerate's mixed precision"):
+            Target(prepare(build("llama"), evaluation_mode=True))
+    finally:
+        forget_precision(reset_partial_state=True)
