@@ -18,6 +18,7 @@ from eagle.core.arguments import is_setting
 from eagle.core.drafter import TargetHead
 from eagle.device import upload
 from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, why_no_trees
+from eagle.target.bits.blocks import reading_blocks
 from eagle.target.bits.invariant import INVARIANT, SumsInFp64, can_be_invariant, fix_rows, in_fixed_rows
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
 from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers, holder_of
@@ -212,12 +213,23 @@ class TreeReader:
         taken = {name: value for name, value in inputs.items() if name in self.arguments}
         self.place(Places(starts, positions, count, columns, self.masks), cache)
         try:
-            sums = SumsInFp64() if self.means.sums else nullcontext()
-            with sums, self.reading(cache, seen, count, positions.shape[1]):
+            with (
+                SumsInFp64() if self.means.sums else nullcontext(),
+                self._reading_blocks(starts, positions, count, is_chain=seen is None),
+                self.reading(cache, seen, count, positions.shape[1]),
+            ):
                 output = self.base(**taken, use_cache=True)
         finally:
             self.place(None, cache)
         return output if isinstance(output, Tensor) else output.last_hidden_state
+
+    def _reading_blocks(
+        self, starts: Sequence[int], positions: Tensor, count: int, *, is_chain: bool
+    ) -> AbstractContextManager[None]:
+        """A context in which attention may read earlier keys in blocks, on a CPU whose bits must not change."""
+        if not self.means.invariant or self.masks.device.type != "cpu":
+            return nullcontext()
+        return reading_blocks(starts, positions, count, is_chain=is_chain)
 
     def from_origin(self, positions: Tensor) -> Tensor:
         """Positions as the model counts them, from its own first one."""

@@ -5,7 +5,8 @@ or 11 bits of mantissa another order is often another number, so that a tree wou
 token. Three measures make the order irrelevant:
 
 - attention sums in fp64: bf16 and fp16 numbers have products of at most 22 bits, so sums of thousands of them are
-  exact to far more bits than the result is rounded to;
+  exact to far more bits than the result is rounded to. On a CPU a fused kernel reads the keys well before a query, in
+  blocks at fixed places (`eagle.target.bits.blocks`);
 - where a model's layers call kernels of attention by themselves, all sums of products are in fp64 (`SumsInFp64`);
 - linear layers read fixed numbers of rows. On a CPU one row is read as two, because a product of a matrix and a vector
   has another kernel than one of two matrices. On other devices 64 rows are read at a time.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface
+
+from eagle.target.bits.blocks import BLOCKS, Piece, read_blocks
 
 HALF = (torch.bfloat16, torch.float16)
 INVARIANT = "eagle_invariant"
@@ -49,46 +52,92 @@ def invariant_attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention summed in fp64: softmax(q k^T * scaling + mask) v."""
+    """Scaled dot-product attention, softmax(q k^T * scaling + mask) v, in sums whose order does not matter."""
     chosen = [name for name in CHOOSING if options.get(name) is not None]
     if chosen:
         raise ValueError(f"attention got {', '.join(chosen)}, which choose keys beside the mask; expected none")
     sequences, heads, count, width = query.shape
-    kv_heads, length = key.shape[1], key.shape[2]
-    groups = heads // kv_heads
-    # one product for each key/value head, whose rows are the queries of its group: [B * K, G * N, D] @ [B * K, D, S]
-    rows = (query.double() * (scaling or width**-0.5)).reshape(-1, groups, count, width)
-    keys = key.double().flatten(0, 1).transpose(1, 2)
-    values = value.double().flatten(0, 1)
-    is_causal = attention_mask is not None and attention_mask.shape[-1] == 1 and length > 1
-    mask = None if attention_mask is None or is_causal else _by_groups(attention_mask, count, groups)
-    bias = None if position_bias is None else position_bias.view(-1, kv_heads, groups, count, length)
-    sinks = None if s_aux is None else s_aux.double().view(1, kv_heads, groups, 1, 1)
-    pieces = []
-    step = max(1, MAX_SCORES // (sequences * heads * length))
-    for start in range(0, count, step):
-        end = min(start + step, count)
-        # of a causal prompt later keys are hidden from these queries
-        visible = length - count + end if is_causal else length
-        products = torch.bmm(rows[:, :, start:end].flatten(1, 2), keys[..., :visible])
-        scores = products.view(sequences, kv_heads, groups, end - start, visible)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if bias is not None:
-            scores += bias[..., start:end, :visible]
-        if mask is not None:
-            scores += mask[..., start:end, :]
-        if is_causal and end - start > 1:
-            hidden = torch.ones(end - start, visible, dtype=torch.bool, device=scores.device)
-            scores.masked_fill_(hidden.triu_(visible - (end - start) + 1), float("-inf"))
-        weights = _softmax(scores, sinks).view(products.shape)
-        summed = torch.bmm(weights, values[:, :visible]).to(query.dtype)
-        pieces.append(summed.view(sequences, heads, end - start, -1))
-    output = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-    return output.transpose(1, 2).contiguous(), None
+    groups = heads // key.shape[1]
+    is_causal = attention_mask is not None and attention_mask.shape[-1] == 1 and key.shape[2] > 1
+    terms = [] if attention_mask is None or is_causal else [_by_groups(attention_mask, count, groups)]
+    if position_bias is not None:
+        terms.append(position_bias.view(-1, key.shape[1], groups, count, key.shape[2]))
+    call = _Call(query, key, value, terms, is_causal, scaling or width**-0.5, softcap, s_aux)
+    takes_blocks = softcap is None and position_bias is None and attention_mask is not None
+    pieces = _pieces_of(query, key, value, attention_mask) if takes_blocks else None
+    if pieces is None:
+        pieces = _cut(sequences, count, max(1, MAX_SCORES // (sequences * heads * key.shape[2])))
+    output = query.new_empty(sequences, count, heads, value.shape[-1])
+    for piece in pieces:
+        output[piece.sequences, piece.queries] = call.read(piece)
+    return output, None
 
 
 AttentionInterface.register(INVARIANT, invariant_attention)
+
+
+class _Call(NamedTuple):
+    """What one layer's attention was called with, which is read piece by piece."""
+
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, K, S, D]
+    value: Tensor  # [B, K, S, D']
+    terms: list[Tensor]  # added to scores: [1 or B, 1 or K, 1 or G, N, S]
+    is_causal: bool
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # [H]
+
+    def read(self, piece: Piece) -> Tensor:
+        """[B, N, H, D'], the attention of a piece's queries."""
+        b, n = piece.sequences, piece.queries
+        size, length = n.stop - n.start, self.key.shape[2]
+        # of a causal prompt later keys are hidden from these queries
+        keys = slice(piece.start, length - self.query.shape[2] + n.stop if self.is_causal else length)
+        # the queries of a group are rows of one product: [B * K, G * N, D]
+        rows = self.query[b, :, n].unflatten(1, (self.key.shape[1], -1)).flatten(2, 3).flatten(0, 1)
+        scores = self._score(rows, self.key[b, :, keys].flatten(0, 1))
+        # the same numbers as [B, K, G, N, T]
+        by_group = scores.view(-1, self.key.shape[1], rows.shape[1] // size, size, scores.shape[-1])
+        for term in self.terms:
+            by_group += term[b if len(term) > 1 else slice(None), ..., n, keys]
+        if self.is_causal and size > 1:
+            by_group.masked_fill_(_later(by_group), float("-inf"))
+        blocks = None
+        if piece.stop:
+            blocks = read_blocks(rows, self.key[b], self.value[b], piece.stop, self.scale)
+            piece.hide(by_group, blocks[1].view(*by_group.shape[:-1], -1))
+        sinks = None
+        if self.sinks is not None:
+            sinks = self.sinks.view(by_group.shape[1:3])[None, :, :, None, None].expand(*by_group.shape[:-1], 1)
+            sinks = sinks.reshape(*scores.shape[:-1], 1)
+        attended = _attend(scores, self.value[b, :, keys].flatten(0, 1), blocks, sinks)
+        return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
+
+    def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """[B * K, R, T] in fp64: products of rows [B * K, R, D] and keys [B * K, T, D], times the scale, capped."""
+        nothing = rows.new_empty(1, dtype=torch.float64)
+        products = torch.baddbmm(nothing, rows.double(), keys.double().transpose(1, 2), beta=0, alpha=self.scale)
+        return products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
+
+
+def _pieces_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> list[Piece] | None:
+    """The queries in pieces that read blocks of keys; None where none does."""
+    blocks = BLOCKS.get()
+    if blocks is None or mask.shape[1] > 1 or not blocks.fit(query, key, value):
+        return None
+    groups = query.shape[1] // key.shape[1]
+    if mask.shape[-1] == 1:
+        return blocks.cut(groups, None)
+    # a window or a chunk hides the first key, and then perhaps a part of a block
+    first = mask[:, 0, : query.shape[2], 0]
+    return blocks.cut(groups, first if mask.dtype == torch.bool else first >= 0)
+
+
+def _cut(sequences: int, count: int, at_once: int) -> list[Piece]:
+    """So many queries in pieces that read no blocks."""
+    ends = range(at_once, count + at_once, at_once)
+    return [Piece(slice(0, sequences), slice(end - at_once, min(end, count)), 0, 0, None, None) for end in ends]
 
 
 def _by_groups(mask: Tensor, count: int, groups: int) -> Tensor:
@@ -100,13 +149,33 @@ def _by_groups(mask: Tensor, count: int, groups: int) -> Tensor:
     return mask[:, :, None, :count]  # where groups are rows, all of them have the same mask
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over keys, with a sink as one key more that has no value."""
-    if sinks is None:
-        return scores.softmax(-1)
-    highest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
+def _later(scores: Tensor) -> Tensor:
+    """[N, T], whether a key comes after a query, for scores [.., N, T] that end with the last query's own key."""
+    count, keys = scores.shape[-2:]
+    return torch.ones(count, keys, dtype=torch.bool, device=scores.device).triu_(keys - count + 1)
+
+
+def _attend(scores: Tensor, values: Tensor, blocks: tuple[Tensor, Tensor] | None, sinks: Tensor | None) -> Tensor:
+    """[X, R, D'], means of values [X, T, D'] and of what blocks gave, by the softmax of scores [X, R, T] in fp64.
+
+    Each part of the keys has an output and the logarithm of its sum of exp(score). A sink is a key without a value.
+    """
+    if blocks is None and sinks is None:
+        return scores.softmax(-1) @ values.double()
+    highest = scores.amax(-1, keepdim=True)
     weights = (scores - highest).exp_()
-    return weights / (weights.sum(-1, keepdim=True) + (sinks - highest).exp())
+    total = weights.sum(-1, keepdim=True)
+    logs = [highest + total.log()]
+    if sinks is not None:
+        logs.append(sinks.double())
+    if blocks is not None:
+        logs.append(blocks[1].double())
+    shares = torch.cat(logs, -1).softmax(-1)
+    output = (weights @ values.double()) * (shares[..., :1] / total)
+    if blocks is not None:
+        outputs = blocks[0].double()  # [X, R, J, D]
+        output += (shares[..., None, -outputs.shape[2] :] @ outputs).squeeze(-2)
+    return output
 
 
 SUMS = {
