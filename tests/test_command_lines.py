@@ -72,30 +72,18 @@ WRONG: dict[str, list[list[str]]] = {
     "recipes/tiny/make_long.py": [["--steps", "few"], ["unknown"]],
     "recipes/tiny/make_seeing_target.py": [["--images", "few"], ["unknown"]],
     "recipes/tiny/demo.py": [["unknown"]],
-    "bench/batch_speed.py": [["--model", GONE, "--chats", GONE]],
     "tests/doctor/broken_heads.py": [
         ["--target", GONE, "--heads", GONE],
         ["--heads", GONE, "--rows", GONE, "--tokens", "few"],
     ],
     "bench/decode_speed.py": [["--rounds", "few"]],
-    "bench/drift.py": [["--head", GONE], ["--seeds", "few"], ["target.path=no/such/folder"]],
-    "bench/cost_growth.py": [["--rounds", "few"]],
-    "bench/adapters.py": [["--rounds", "few"], ["--head", GONE]],
     "bench/invariance.py": [[GONE], [GONE, "--dtype", "float64"]],
-    "bench/shared_prefixes.py": [[GONE], [GONE, "--conversations", "few"]],
-    "bench/read_speed.py": [[GONE], [GONE, "--counts", "few"]],
-    "bench/quantised.py": [["--seeds", "few"], ["target.path=no/such/folder"], ["--formats", "unknown"]],
-    "bench/seeing_vllm.py": [[GONE, GONE], [GONE, GONE, "--prompts", "few"]],
-    "bench/packed_speed.py": [[GONE], [GONE, "--sizes", "7 B"]],
-    "bench/hybrid_speed.py": [["--rounds", "few"], ["--dtypes", "float16"]],
-    "bench/extract_speed.py": [["--model", GONE, "--data", GONE]],
     "tests/recipes/training_memory.py": [["--out"], ["unknown"]],
     "tests/doctor/other_heads.py": [
         ["out", "--set", "unknown", "--seed", "1"],
         ["out", "--set", "tuning", "--seed", "few"],
     ],
     "bench/speed_tables.py": [[GONE], [GONE, "--dtypes", "float16"]],
-    "bench/widen.py": [[GONE, "--chats", GONE], [GONE, "--sizes", "7 B"]],
     "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
     "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE], ["eagle3", "--speculators", GONE]],
 }
@@ -106,7 +94,7 @@ FREE = {
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
     *("recipes/tiny/make_seeing_target.py", "tests.engines.layout_sources"),
     *("bench/decode_speed.py", "tests/recipes/training_memory.py", "bench/rehearsal.py"),
-    *("bench/train_speed.py", "bench/hybrid_speed.py", "bench/cost_growth.py"),
+    "bench/train_speed.py",
 }
 
 

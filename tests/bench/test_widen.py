@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.widen import count_equal, find_mlps, widen, widened_model
+from bench.widen import find_mlps, widen, widened_model
 from tests.families import build, random_tokens
+
+
+@torch.inference_mode()
+def count_equal(model: Any, wide: Any, prompts: Sequence[list[int]], new_tokens: int) -> tuple[int, float]:
+    """How many greedy answers of a model are the widened one's, and the largest relative difference of their logits.
+
+    The widened model reads each answer in one forward; it writes that answer if it would choose each of its tokens.
+    """
+    equal, worst = 0, 0.0
+    for prompt in prompts:
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        ids = torch.tensor([prompt])
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        logits = wide(text[:, :-1], logits_to_keep=new_tokens).logits[0]
+        expected = model(text[:, :-1], logits_to_keep=new_tokens).logits[0]
+        worst = max(worst, float((logits - expected).abs().max() / expected.abs().max()))
+        equal += int(torch.equal(logits.argmax(-1), text[0, len(prompt) :]))
+    return equal, worst
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
