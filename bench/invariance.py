@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -17,13 +18,17 @@ import torch
 
 from bench.machine import made_on
 from eagle import Budget, Sampling, Target, generate, load_drafter
+from eagle.conformance.trial import make_head
+from eagle.core.drafter import TrainableDrafter
+from eagle.drafters import DRAFTERS
 from eagle.log import progress, script
 
 RESULT = Path(__file__).parents[1] / "docs/results/invariance.json"
 CONTEXTS = (30, 300, 1500, 3000)
 NODES = (0, 8, 25)  # of a chain beside the root; 0 is a step by one token
 REPEATS = 7
-TOKENS = 40
+LONG = "Sum up this list in one sentence: " + ", ".join(f"item {i} costs {i * 7 % 90} dollars" for i in range(1, 75))
+TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 def read_chain(target: Target, state: Any, nodes: int) -> float:
@@ -56,31 +61,38 @@ def time_forwards(targets: dict[str, Target], context: int) -> list[dict[str, An
     return rows
 
 
-def compare_answers(target: Target, prompts: list[list[int]], largest: int) -> list[dict[str, Any]]:
+def find_drafter(name: str, target: Target) -> Any:
+    """A drafter by a name or a folder; a method with weights by its name is an untrained head."""
+    if name in DRAFTERS and issubclass(DRAFTERS[name], TrainableDrafter):
+        return make_head(name, target).bind(target.head)
+    return load_drafter(name, target)
+
+
+def compare_answers(target: Target, prompts: list[list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """How many drafted answers are plain decoding's, by drafter, budget and temperature, alone and in batches."""
     rows = []
-    budgets = {"chain of 3": Budget(nodes=3, top_k=1), "tree of 8": Budget(nodes=8), "tree of 25": Budget(nodes=25)}
-    budgets = {name: budget for name, budget in budgets.items() if budget.nodes <= largest}
-    for temperature in (0.0, 0.7, 1.0):
+    budgets = {f"chain of {nodes}": Budget(nodes=nodes, top_k=1) for nodes in (3, 7)}
+    budgets |= {f"tree of {nodes}": Budget(nodes=nodes) for nodes in (8, 25, 60)}
+    budgets = {name: budget for name, budget in budgets.items() if budget.nodes <= args.largest}
+    options: dict[str, Any] = {"max_new_tokens": args.tokens, "stop": []}
+    drafters = {Path(name).name: find_drafter(name, target) for name in args.drafters}
+    cases = [(rule, *case) for rule in TEMPERATURES for case in product(drafters, budgets, (1, len(prompts) - 1))]
+    plain: dict[float, list[list[int]]] = {}
+    for temperature, drafter, budget, size in progress(cases, "compare", len(cases), unit="arms"):
         rules = [Sampling(temperature, seed=5, request=i) for i in range(len(prompts))]
-        plain = [
-            generate(target, load_drafter("none", target), prompt, sampling=rule, max_new_tokens=TOKENS, stop=[]).tokens
-            for prompt, rule in zip(prompts, rules, strict=True)
-        ]
-        for drafter in ("ngram", "suffix"):
-            for name, budget in budgets.items():
-                for size in (1, 3):
-                    drafts = load_drafter(drafter, target)
-                    options: dict[str, Any] = {
-                        "budget": budget,
-                        "max_new_tokens": TOKENS,
-                        "stop": [],
-                        "batch_size": size,
-                    }
-                    traces = generate(target, drafts, prompts, sampling=rules, **options)
-                    same = sum(trace.tokens == tokens for trace, tokens in zip(traces, plain, strict=True))
-                    about = {"temperature": temperature, "drafter": drafter, "budget": name, "batch_size": size}
-                    rows.append({**about, "identical": same, "answers": len(prompts)})
+        if temperature not in plain:
+            none = load_drafter("none", target)
+            alone = [
+                generate(target, none, prompt, sampling=rule, **options)
+                for prompt, rule in zip(prompts, rules, strict=True)
+            ]
+            plain[temperature] = [trace.tokens for trace in alone]
+        traces = generate(
+            target, drafters[drafter], prompts, sampling=rules, budget=budgets[budget], batch_size=size, **options
+        )
+        same = sum(trace.tokens == tokens for trace, tokens in zip(traces, plain[temperature], strict=True))
+        about = {"temperature": temperature, "drafter": drafter, "budget": budget, "batch_size": size}
+        rows.append({**about, "identical": same, "answers": len(prompts)})
     return rows
 
 
@@ -108,10 +120,13 @@ def main(argv: list[str]) -> None:
     """Measure, print the rows and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m bench.invariance", description=__doc__)
     parser.add_argument("target", help="a folder of save_pretrained, or `types` for every causal type as a tiny model")
+    parser.add_argument("--drafters", nargs="+", default=["ngram", "suffix"], help="methods and folders of heads")
+    parser.add_argument("--tokens", type=int, default=40, help="of an answer (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of every forward (default: %(default)s)")
     parser.add_argument("--largest", type=int, default=25, help="nodes of the largest draft (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     if args.target == "types":
         found = try_types(getattr(torch, args.dtype))
         alike = sum(said is None for said in found.values())
@@ -127,12 +142,14 @@ def main(argv: list[str]) -> None:
     limit = targets["invariant"].max_positions or max(CONTEXTS)
     contexts = [context for context in CONTEXTS if context + 64 <= limit]
     timed = [time_forwards(targets, context) for context in progress(contexts, "time", len(contexts), unit="contexts")]
-    asked = ["What is a tree?", "Write a short story about a dog.", "Count to twenty.", "Why is the sky blue?"]
+    asked = ["What is a tree?", "Write a short story about a dog.", "Count to twenty.", LONG]
     prompts = [targets["invariant"].chat(text) for text in asked]
-    answers = {name: compare_answers(target, prompts, args.largest) for name, target in targets.items()}
+    answers = {name: compare_answers(target, prompts, args) for name, target in targets.items()}
     result = made_on(
         target=repr(targets["invariant"]),
         kernels=torch.backends.cpu.get_cpu_capability(),
+        threads=args.threads,
+        tokens=args.tokens,
         described={name: target.describe() for name, target in targets.items()},
         forwards=[row for rows in timed for row in rows],
         answers=answers,
@@ -141,7 +158,8 @@ def main(argv: list[str]) -> None:
         print(row)
     for name, rows in answers.items():
         print(name, sum(row["identical"] for row in rows), "of", sum(row["answers"] for row in rows), "identical")
-    keep(f"{Path(args.target).name}, {args.dtype}", result)
+    threads = f", {args.threads} threads" if args.threads > 1 else ""
+    keep(f"{Path(args.target).name}, {args.dtype}, {result['kernels']}{threads}", result)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,9 @@ def invariant_attention(
     if position_bias is not None:
         terms.append(position_bias.view(-1, key.shape[1], groups, count, key.shape[2]))
     call = _Call(query, key, value, terms, is_causal, scaling or width**-0.5, softcap, s_aux)
-    takes_blocks = softcap is None and position_bias is None and attention_mask is not None
-    pieces = _pieces_of(query, key, value, attention_mask) if takes_blocks else None
+    pieces = None
+    if softcap is None and position_bias is None and attention_mask is not None:
+        pieces = _pieces_of(query, key, value, attention_mask)
     if pieces is None:
         pieces = _cut(sequences, count, max(1, MAX_SCORES // (sequences * heads * key.shape[2])))
     output = query.new_empty(sequences, count, heads, value.shape[-1])
