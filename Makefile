@@ -95,10 +95,11 @@ runs/tiny/peagle/head: | runs/tiny/features3
 runs/tiny/eagle3-normed/head: | runs/tiny/features3
 	$(TRAIN) $(EAGLE3) drafter.draft_vocab=null drafter.norm_before_residual=true train.out=runs/tiny/eagle3-normed
 
-lint: $(READY)  ## style and types
+lint: $(READY)  ## style, types and density
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m docs_build.density
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

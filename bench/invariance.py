@@ -144,22 +144,23 @@ def main(argv: list[str]) -> None:
     timed = [time_forwards(targets, context) for context in progress(contexts, "time", len(contexts), unit="contexts")]
     asked = ["What is a tree?", "Write a short story about a dog.", "Count to twenty.", LONG]
     prompts = [targets["invariant"].chat(text) for text in asked]
-    answers = {name: compare_answers(target, prompts, args) for name, target in targets.items()}
+    threads = f", {args.threads} threads" if args.threads > 1 else ""
+    kernels = torch.backends.cpu.get_cpu_capability()
     result = made_on(
         target=repr(targets["invariant"]),
-        kernels=torch.backends.cpu.get_cpu_capability(),
-        threads=args.threads,
+        kernels=kernels,
         tokens=args.tokens,
         described={name: target.describe() for name, target in targets.items()},
         forwards=[row for rows in timed for row in rows],
-        answers=answers,
+        answers={},
     )
     for row in result["forwards"]:
         print(row)
-    for name, rows in answers.items():
+    for name, target in targets.items():
+        rows = compare_answers(target, prompts, args)
         print(name, sum(row["identical"] for row in rows), "of", sum(row["answers"] for row in rows), "identical")
-    threads = f", {args.threads} threads" if args.threads > 1 else ""
-    keep(f"{Path(args.target).name}, {args.dtype}, {result['kernels']}{threads}", result)
+        result["answers"][name] = rows
+        keep(f"{Path(args.target).name}, {args.dtype}, {kernels}{threads}", result)
 
 
 if __name__ == "__main__":
