@@ -123,6 +123,7 @@ def test_they_are_installed_here(package: str) -> None:
     assert package in entries_of(package)
 
 
+@pytest.mark.slow
 def test_they_are_missing_there(run_without: Callable[..., Any]) -> None:
     """No import, no version and no look-up finds them, and accelerate takes them for missing."""
     code = f"""
@@ -146,12 +147,14 @@ import torch, transformers, safetensors
     assert sorted(ended.stdout.splitlines()) == sorted([*lines, *lines])
 
 
+@pytest.mark.slow
 def test_all_else_works_without_them(run_without: Callable[..., Any], words: list[str], tmp_path: Path) -> None:
     """Extraction, training, measuring, exporting and decoding; no answer depends on its drafter."""
     ended = run_without(WORKS, tmp_path / "run", words[1].removeprefix("target.path="), *words)
     assert ended.returncode == 0 and "all of it works" in ended.stdout, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_what_needs_one_names_it(run_without: Callable[..., Any], words: list[str], tmp_path: Path) -> None:
     """In one sentence, with what to install, and without a traceback."""
     (tmp_path / "chats.parquet").write_bytes(b"PAR1")

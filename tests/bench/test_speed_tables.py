@@ -87,6 +87,7 @@ def test_a_run_in_parts_is_one_run(recipe: Path, tmp_path: Path) -> None:
     assert len(places) == len({*places})
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_is_counted(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one drafter, whose last token is another one."""
     decode = speed_arms.decode_here

@@ -180,6 +180,7 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(command, tmp_path_factory.mktemp("runs") / "whole", "train.checkpoint_every=4", "train.keep=9")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_comes_to_the_same_bits(whole: Path, command: list[str], tmp_path: Path) -> None:
     """After five stops, at each of its checkpoints; metrics too; and it is another head than without drafts."""
     assert any(row.get("drafts/rejected", 0) > 0 for row in rows(whole))
@@ -193,6 +194,7 @@ def test_a_run_that_was_stopped_comes_to_the_same_bits(whole: Path, command: lis
     assert apart(weights(plain), weights(whole)) > 1e-4
 
 
+@pytest.mark.slow
 def test_texts_are_written_anew_behind_a_checkpoint(whole: Path, command: list[str], tmp_path: Path) -> None:
     """A planted fault: one that went on with what it had written would not be what a stopped run comes to."""
     other = run(command, tmp_path / "other", "train.checkpoint_every=12")

@@ -152,6 +152,7 @@ def learned(name: str, target: Target, texts: Batch, steps: int) -> Any:
     return head.eval()
 
 
+@pytest.mark.slow
 def test_levels_of_medusa_in_the_wrong_order_are_named(target: Target, texts: Batch) -> None:
     """Its blocks, its LM heads, or both together as where whole levels were read in another order."""
     few = select_texts(texts, 0, 2)

@@ -54,6 +54,7 @@ def head(comparison: Comparison, arm: str) -> bytes:
     return (comparison.arms[arm].folder(comparison.folder, 0) / "last/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_each_head_is_that_of_a_run_made_for_its_count(
     done: Comparison, values: dict[str, Any], tmp_path: Path
 ) -> None:
