@@ -76,103 +76,137 @@ class _Run:
     commit: str
 
     def __post_init__(self) -> None:
-        accelerator, settings = self.accelerator, self.recipe.train
-        self.settings = settings
-        self.out = Path(settings.out)
-        masks = (self.features.mask(index) for index in range(len(self.features)))
-        self.plan = Plan([int(trim_mask(gate_mask(mask, settings.gate)).sum()) for mask in masks], settings)
+        accelerator = self.accelerator
+        self.settings = self.recipe.train
+        self.out = Path(self.settings.out)
+        self.plan = Plan(self._count_learned(), self.settings)
         self.print(
             f"{len(self.plan.training)} conversations to learn from, {len(self.plan.validation)} held out, "
             f"{self.plan.unusable} left out because nothing in them is supervised; {len(self.plan)} steps"
         )
-        self.head = self.head.to(accelerator.device).train()
+        self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.sharded = self.settings.shard_head and accelerator.num_processes > 1
         self.pins = accelerator.device.type in PINNED
+        self.head = self.head.to(accelerator.device).train()
         self.dealer = Dealer(self.head, self.features, self.plan, accelerator.process_index, accelerator.num_processes)
+        self._prepare()
+        self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", self.settings.keep)
+        self.stems = Checkpoints(accelerator, self.out / "stem", 1)
+        # how far the run is, which a checkpoint brings back
+        self.step = 0
+        self.skipped = 0
+        self.choice = Choice()
+        # since the last line of the log: steps with norm, tokens and losses; and parts of this process, with losses
+        self.window: list[tuple[int, Tensor]] = []
+        self.parts: list[tuple[int, Sequence[int], Tensor]] = []
+        self.loss_names: list[str] = []
+        self.decoding_seconds = 0.0
+        self.metrics: TrackedMetrics | None = None
+        self.note = ""
+
+    def _count_learned(self) -> list[int]:
+        """Return how many tokens of each conversation are learned."""
+        masks = (self.features.mask(i) for i in range(len(self.features)))
+        return [int(trim_mask(gate_mask(mask, self.settings.gate)).sum()) for mask in masks]
+
+    def _prepare(self) -> None:
+        """Make the head and its optimizer ready to train as the launcher asks: plain, sharded or under DeepSpeed."""
+        settings = self.settings
         if settings.compile:
             self.head.compile_parts()
         if settings.on_policy is not None:
             self.head.register_forward_hook(DraftsLoss(settings.on_policy, settings.dtype))
-        self.deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.sharded = settings.shard_head and accelerator.num_processes > 1
-        # whole weights, where those that train may be split
+        # holds whole weights, where the head that trains holds a share of each
         self.mirror = copy.deepcopy(self.head) if self.deepspeed or self.sharded else self.head
+        prepare = self.accelerator.prepare
         if self.sharded:
             shard_head(self.head)
-        rates: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "weight_decay": settings.weight_decay}
-        self.optimizer = torch.optim.AdamW(self._trainable_weights(), **rates, fused=True)
-        prepare = partial(prepare_sharded, accelerator) if self.sharded else accelerator.prepare
+            prepare = partial(prepare_sharded, self.accelerator)
+        self.optimizer = torch.optim.AdamW(
+            self._trainable_weights(),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
         self.model, self.prepared = prepare(self.head, self.optimizer)
-        self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", settings.keep)
-        self.stems = Checkpoints(accelerator, self.out / "stem", 1)
-        self.step = self.skipped = 0
-        self.choice, self.decoding_seconds = Choice(), 0.0
-        self.window: list[tuple[int, Tensor]] = []  # steps since the last log, with norm, tokens and losses
-        self.parts: list[tuple[int, Sequence[int], Tensor]] = []  # of this process since the last log
-        self.loss_names: list[str] = []
-        self.metrics: TrackedMetrics | None = None
 
     def train(self) -> None:
         """Run the remaining steps, with logs, validations and checkpoints between them."""
-        if self.step >= len(self.plan) or self.choice.has_ended(self.settings.patience):
+        settings = self.settings
+        if self.step >= len(self.plan) or self.choice.has_ended(settings.patience):
             self.print(f"{self.out} holds this run, complete: another train.out, or its removal, starts anew")
             return
         if self.accelerator.is_main_process:
             self.metrics = TrackedMetrics(self.recipe, before=self.step)
         batches = self.dealer.batches(self.step, self.pins)
-        self.note = ""
         self.begun = self.log_time = perf_counter()
-        if self.settings.init is not None and not self.step:
+        if settings.init is not None and not self.step:
             self._decode_start()
-        bar = {"show": self.accelerator.is_main_process, "done": self.step, "note": lambda: self.note}
-        for number in progress(range(self.step, len(self.plan)), "train", len(self.plan), unit="steps", **bar):
-            self._advance(number, batches)
-            self.step = number + 1
+        for step in progress(
+            range(self.step, len(self.plan)),
+            "train",
+            len(self.plan),
+            unit="steps",
+            show=self.accelerator.is_main_process,
+            done=self.step,
+            note=lambda: self.note,
+        ):
+            self._advance(step, batches)
+            self.step = step + 1
             is_last = self.step == len(self.plan)
-            validate, checkpoint = (
-                is_last or self.step % (interval or self.plan.steps_an_epoch) == 0
-                for interval in (self.settings.validate_every, self.settings.checkpoint_every)
-            )
-            if validate or checkpoint or self.step % LOG_EVERY == 0:
+            validates = is_last or self._is_due(settings.validate_every)
+            keeps = is_last or self._is_due(settings.checkpoint_every)
+            if validates or keeps or self.step % LOG_EVERY == 0:
                 self._log()
-            if validate:
+            if validates:
                 self._validate(is_last)
-            ends = validate and self.choice.has_ended(self.settings.patience)
-            if checkpoint or ends:
+            ends = validates and self.choice.has_ended(settings.patience)
+            if keeps or ends:
                 self._checkpoint(self.checkpoints)
-                if self.settings.on_policy is not None:  # a run that goes on from here writes its texts anew
+                if settings.on_policy is not None:  # a run that goes on from here writes its texts anew
                     batches = self.dealer.batches(self.step, self.pins)
-            if self.settings.schedule == "wsd" and self.step == self.plan.stem_steps:
+            if settings.schedule == "wsd" and self.step == self.plan.stem_steps:
                 self._checkpoint(self.stems)
             if ends:
                 self.print(f"the run ends: {self.choice.stale} validations brought no better head")
                 break
-        if reached := describe_reached(self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror):
+        self._report()
+
+    def _is_due(self, interval: int | None) -> bool:
+        """Whether something is due after this step that is done every `interval` steps, or once an epoch."""
+        return self.step % (interval or self.plan.steps_an_epoch) == 0
+
+    def _report(self) -> None:
+        """Say how far the run came beside published ones, and what it gained over the head of `train.init`."""
+        reached = describe_reached(self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror)
+        if reached:
             self.print(reached)
         if self.decoding and self.choice.start and self.choice.counts:
             self.print(self.choice.describe_gain(self.decoding))
         if self.metrics:
             self.metrics.close()
 
-    def _advance(self, number: int, batches: Iterator[Batch]) -> None:
-        """One step: forward and backward of this process's parts, clip, update."""
+    def _advance(self, step: int, batches: Iterator[Batch]) -> None:
+        """Take one step: forward and backward of this process's parts of the batch, clip, update."""
         accelerator = self.accelerator
         for group in self.prepared.param_groups:
-            group["lr"] = self.plan.lr(number)
+            group["lr"] = self.plan.lr(step)
         tokens = 0
         sums = torch.zeros((), device=accelerator.device)
-        torch.manual_seed(self.settings.seed + number)  # for texts that are sampled now
-        for texts, batch, share in self.dealer.deal(number, batches, self._count, self._add_up):
-            torch.manual_seed(self.settings.seed + number)  # what has no text's seed is drawn alike in all parts
+        torch.manual_seed(self.settings.seed + step)  # for texts that are sampled now
+        for conversations, batch, share in self.dealer.deal(step, batches, self._count, self._add_up):
+            torch.manual_seed(self.settings.seed + step)  # what has no text's seed is drawn alike in all parts
             with accelerator.accumulate(self.model):
                 losses = self.model(batch.to(accelerator.device), self.frozen)
                 # processes are averaged over, accumulated parts too
                 accelerator.backward(losses["total"] * (share * self.dealer.count))
             self.loss_names = list(losses)
-            self.parts.append((number, texts, losses["total"].detach()))
+            self.parts.append((step, conversations, losses["total"].detach()))
             tokens += len(batch.tokens)
             sums = sums + torch.stack([loss.detach().float() for loss in losses.values()]) * share
         norm = self._update().to(sums.device) / accelerator.num_processes  # the same on all; the log sums them
-        self.window.append((number, torch.cat([norm[None], sums.new_full((1,), tokens), sums])))
+        self.window.append((step, torch.cat([norm[None], sums.new_full((1,), tokens), sums])))
 
     @torch.no_grad()
     def _count(self, batch: Batch) -> Tensor:
@@ -209,30 +243,40 @@ class _Run:
         """Write means since the last log, and the conversations of steps whose gradients were not finite."""
         if not self.window:
             return
-        numbers, rows = zip(*self.window, strict=True)
-        table = dict(zip(numbers, self.accelerator.reduce(torch.stack(rows), "sum").tolist(), strict=True))
-        tokens_per_second = sum(row[1] for row in table.values()) / (perf_counter() - self.log_time)
-        finite = {number: row for number, row in table.items() if isfinite(row[0])}
-        if skipped := sorted(table.keys() - finite.keys()):
-            bad_parts = [part for number, part, loss in self.parts if number in skipped and not loss.isfinite()]
-            indices = [index for parts in gather_object([bad_parts]) for part in parts for index in part]
-            self.skipped += len(skipped)
-            conversations = indices or "not known"
-            self.print(f"skipped steps {skipped}: their gradients are not finite; conversations {conversations}")
-            self._write(step=numbers[-1], skipped=skipped, conversations=indices)
+        steps = [step for step, _ in self.window]
+        last = steps[-1]
+        # the only wait for the device: norm, tokens and losses of each step, summed over all processes
+        sums = self.accelerator.reduce(torch.stack([row for _, row in self.window]), "sum").tolist()
+        tokens_per_second = sum(row[1] for row in sums) / (perf_counter() - self.log_time)
+        rows = dict(zip(steps, sums, strict=True))
+        skipped = sorted(step for step, row in rows.items() if not isfinite(row[0]))
+        if skipped:
+            self._log_skipped(last, skipped)
+        finite = [row for step, row in rows.items() if step not in skipped]
         if finite:
-            norm, _, *means = (sum(column) / len(finite) for column in zip(*finite.values(), strict=True))
-            self.note = f"loss {means[0]:.3f}, {tokens_per_second:,.0f} tokens/s, {memory_gb():.1f} GB"
+            norm, _, *losses = (sum(column) / len(finite) for column in zip(*finite, strict=True))
+            self.note = f"loss {losses[0]:.3f}, {tokens_per_second:,.0f} tokens/s, {memory_gb():.1f} GB"
             self._write(
-                step=numbers[-1],
-                lr=self.plan.lr(numbers[-1]),
+                step=last,
+                lr=self.plan.lr(last),
                 gradient_norm=norm,
                 tokens_per_second=tokens_per_second,
                 memory_gb=memory_gb(),
-                **dict(zip(self.loss_names, means, strict=True)),
+                **dict(zip(self.loss_names, losses, strict=True)),
             )
-        self.window, self.parts = [], []
+        self.window = []
+        self.parts = []
         self.log_time = perf_counter()
+
+    def _log_skipped(self, last: int, skipped: list[int]) -> None:
+        """Name the conversations of steps that were skipped, as far as their loss was not finite either."""
+        bad = [conversations for step, conversations, loss in self.parts if step in skipped and not loss.isfinite()]
+        everywhere = gather_object([bad])  # of every process
+        indices = [index for of_process in everywhere for conversations in of_process for index in conversations]
+        self.skipped += len(skipped)
+        named = indices or "not known"
+        self.print(f"skipped steps {skipped}: their gradients are not finite; conversations {named}")
+        self._write(step=last, skipped=skipped, conversations=indices)
 
     def _write(self, **row: Any) -> None:
         if self.metrics:
@@ -253,12 +297,9 @@ class _Run:
     def _validate(self, is_last: bool) -> None:
         """Compute figures on the held-out conversations; save the head as the last and, if it is, as the best."""
         self.head.eval()  # on-policy features look at its mode, though the whole head is validated
-        head, metrics = self._whole_head().eval(), {}
-        if self.plan.validation:
-            about = self.accelerator, self.dealer, head, self.frozen, self.settings, self.plan.validation
-            shares = gather_object([sum_share(*about, pins=self.pins)])
-            metrics = figures(reduce(add_sums, [share for share in shares if share]))
-        start, is_main = perf_counter(), self.accelerator.is_main_process
+        head = self._whole_head().eval()
+        metrics = self._compute_figures(head)
+        start = perf_counter()
         counts = decode_once(self.accelerator, self.decoding, head, self.features, self.plan.validation)
         metrics |= {f"decoded_{name}": acceptance(rows) for name, rows in counts.items()}
         is_best = self.choice.add(self.step, counts, metrics) or self.settings.choose == "last"
@@ -268,18 +309,33 @@ class _Run:
             hint = ": raise train.validate_every" if share > DECODING_SHARE else ""
             comparison = self.choice.describe(self.step, counts, metrics, self.decoding)
             self.print(f"{comparison}; decoding took {share:.1%} of the time{hint}")
-        if is_main:
+        if self.accelerator.is_main_process:
             self._write(step=self.step - 1, validation=metrics)
-            try:
-                for name in ["last", "head"] if is_best else ["last"]:
-                    save_head(self.out / name, head, self.recipe.dump(), self._provenance(metrics))
-            except DISK_FAULTS as error:
-                fault = f"the disk refused the head of step {self.step} in {self.out}: {error}. Make room on it"
-                if is_last:
-                    raise ValueError(f"{fault}, and give the same command again") from error
-                self.print(f"{fault}; training goes on")
+            self._save(head, metrics, is_best=is_best, is_last=is_last)
         self.accelerator.wait_for_everyone()
         self.head.train()
+
+    def _compute_figures(self, head: TrainableDrafter) -> dict[str, Any]:
+        """Return the figures of the held-out conversations, each process's share of them put together."""
+        if not self.plan.validation:
+            return {}
+        share = sum_share(
+            self.accelerator, self.dealer, head, self.frozen, self.settings, self.plan.validation, pins=self.pins
+        )
+        shares = gather_object([share])
+        return figures(reduce(add_sums, [sums for sums in shares if sums]))
+
+    def _save(self, head: TrainableDrafter, metrics: dict[str, Any], *, is_best: bool, is_last: bool) -> None:
+        """Save the head in its folders. A disk that refuses it ends the run only at the last step."""
+        names = ["last", "head"] if is_best else ["last"]
+        try:
+            for name in names:
+                save_head(self.out / name, head, self.recipe.dump(), self._provenance(metrics))
+        except DISK_FAULTS as error:
+            fault = f"the disk refused the head of step {self.step} in {self.out}: {error}. Make room on it"
+            if is_last:
+                raise ValueError(f"{fault}, and give the same command again") from error
+            self.print(f"{fault}; training goes on")
 
     def _whole_head(self) -> TrainableDrafter:
         """The head with its unsharded weights, on every process."""
