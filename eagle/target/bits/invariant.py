@@ -108,12 +108,15 @@ class _Call(NamedTuple):
         if piece.stop:
             blocks = read_blocks(rows, self.key[b], self.value[b], piece.stop, self.scale)
             piece.hide(by_group, blocks[1].view(*by_group.shape[:-1], -1))
-        sinks = None
-        if self.sinks is not None:
-            sinks = self.sinks.view(by_group.shape[1:3])[None, :, :, None, None].expand(*by_group.shape[:-1], 1)
-            sinks = sinks.reshape(*scores.shape[:-1], 1)
-        attended = _attend(scores, self.value[b, :, keys].flatten(0, 1), blocks, sinks)
+        attended = _attend(scores, self.value[b, :, keys].flatten(0, 1), blocks, self._sinks(by_group))
         return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
+
+    def _sinks(self, scores: Tensor) -> Tensor | None:
+        """[B * K, G * N, 1], the sink of each row of scores [B, K, G, N, T]; None for a layer without sinks."""
+        if self.sinks is None:
+            return None
+        by_head = self.sinks.view(1, *scores.shape[1:3], 1, 1)
+        return by_head.expand(*scores.shape[:4], 1).flatten(0, 1).flatten(1, 2)
 
     def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
         """[B * K, R, T] in fp64: products of rows [B * K, R, D] and keys [B * K, T, D], times the scale, capped."""
