@@ -66,13 +66,15 @@ def read_prompt(target: Target, args: argparse.Namespace) -> list[int]:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    """Stream an answer, and say what it took and, if asked, how it compares with plain decoding."""
     if args.typical and args.policy:
         raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
     options = parse_options(args.option)
     check_drafter(args.drafter, options)
     target = Target.load(args.target, dtype=args.dtype or "auto", images=bool(args.image))
     drafter = load_drafter(args.drafter, target, **options)
-    none, prompt = load_drafter("none", target), read_prompt(target, args)
+    none = load_drafter("none", target)
+    prompt = read_prompt(target, args)
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
     sampling = Sampling(args.temperature, typical=PUBLISHED if args.typical else None)
@@ -82,19 +84,21 @@ def _generate(args: argparse.Namespace) -> None:
             generate(target, drafts, prompt, **{**decoding, "max_new_tokens": min(8, args.max_new_tokens)})
     coloured = supports_colour(sys.stdout)
     policy = _measure_policy(target, drafter, prompt, sampling) if args.policy else None
-    # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
-    likeliest = replace(drafter.budget or Budget(), draw="likeliest") if args.typical else None
-    budget = policy or likeliest
+    budget: Any = policy
+    if args.typical:
+        # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
+        budget = replace(drafter.budget or Budget(), draw="likeliest")
     target.forget()
     drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **decoding)
     print()
     legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
     print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
-    if (trees := target.describe()) != "mask":
+    trees = target.describe()
+    if trees != "mask":
         print(f"trees are read by {trees}", file=sys.stderr)
     if policy is not None:
-        levels = fmean([cycle.depth for cycle in drafted.trace.cycles] or [0])
-        print(f"policy: {levels:.1f} levels a cycle, of 0 to {policy.budget.depth}", file=sys.stderr)
+        depths = [cycle.depth for cycle in drafted.trace.cycles]
+        print(f"policy: {fmean(depths or [0]):.1f} levels a cycle, of 0 to {policy.budget.depth}", file=sys.stderr)
     if args.typical:
         print("typical acceptance is LOSSY: the answer does not follow the model's distribution", file=sys.stderr)
     if args.compare:

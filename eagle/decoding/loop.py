@@ -199,36 +199,48 @@ class Decoding:
 
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
         """A tree for each row whose drafts do not fail; the root alone if nothing is to be drafted."""
-        levels = {row.number: self.state.levels(row.number, row.left) for row in rows}
-        budgets, drafting = self._budgets(levels), list[Row]()
+        budgets = self._budgets({row.number: self.state.levels(row.number, row.left) for row in rows})
+        drafting = self._find_drafting(rows, budgets)
+        trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows if row.is_running}
+        for row in drafting:
+            del trees[row.number]
+        trees |= self._draft(drafting, budgets, stays=self._stays_on_device(rows))
+        for number, tree in trees.items():
+            with self.rows[number].fail_alone():
+                self.state.check_tree(number, tree)
+        return {number: tree for number, tree in trees.items() if self.rows[number].is_running}
+
+    def _find_drafting(self, rows: list[Row], budgets: dict[int, Budget]) -> list[Row]:
+        """The rows whose budgets allow drafts."""
+        drafting = []
         for row in rows:
             with row.fail_alone():
                 budget = find_budget(budgets, row.number)
                 row.draw = check_draw(row.draw, budget.draw)
                 check_confidence(budget, self.drafter)
-                drafting += [] if budget.is_empty else [row]
-        trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows if row.is_running}
-        if drafting:
-            positions = self.target.max_positions or sys.maxsize
-            updates = {row.number: Committed.join(row.pending) for row in drafting}
-            proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in drafting})
-            stays = self._stays_on_device(rows)
-            for row in drafting:
-                row.pending = []
-                trees.pop(row.number)
-                with row.fail_alone():
-                    if row.number in errors:
-                        raise errors[row.number]
-                    root, most = updates[row.number].root, positions - self.state.length(row.number) - 1
-                    tree: Any = proposed.get(row.number)
-                    if stays and lies_on_device(tree) and tree.levels <= most:
-                        trees[row.number] = tree  # checked once it is read
-                    else:
-                        trees[row.number] = check_draft(tree, root, most, self.target.vocab_size)
-        for number in [*trees]:
-            with self.rows[number].fail_alone():
-                self.state.check_tree(number, trees[number])
-        return {number: tree for number, tree in trees.items() if self.rows[number].is_running}
+                if not budget.is_empty:
+                    drafting.append(row)
+        return drafting
+
+    def _draft(self, rows: list[Row], budgets: dict[int, Budget], *, stays: bool) -> dict[int, DraftTree]:
+        """The drafter's trees for these rows, checked; those that stay on the device are checked once they are read."""
+        if not rows:
+            return {}
+        updates = {row.number: Committed.join(row.pending) for row in rows}
+        proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in rows})
+        positions = self.target.max_positions or sys.maxsize
+        trees = {}
+        for row in rows:
+            row.pending = []
+            with row.fail_alone():
+                if row.number in errors:
+                    raise errors[row.number]
+                tree: Any = proposed.get(row.number)
+                max_depth = positions - self.state.length(row.number) - 1
+                if not (stays and lies_on_device(tree) and tree.levels <= max_depth):
+                    tree = check_draft(tree, updates[row.number].root, max_depth, self.target.vocab_size)
+                trees[row.number] = tree
+        return trees
 
     def _stays_on_device(self, rows: list[Row]) -> bool:
         """Whether nothing on the host needs a tree before the target has read it."""
