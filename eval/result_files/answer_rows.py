@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def row_of(trace: Trace, wall: float, cpu: float) -> Row:
-    """A trace as the columns of a row."""
+    """Return a trace as the columns of a row."""
     return {
         "prompt_tokens": len(trace.prompt),
         "tokens": len(trace.tokens),
@@ -28,26 +28,30 @@ def row_of(trace: Trace, wall: float, cpu: float) -> Row:
 
 
 def cycle_of(cycle: Cycle) -> Row:
-    """A cycle as a row holds it."""
-    confidence = [(round(prob, 4), accepted) for prob, accepted in cycle.confidence]
-    return {
+    """Return a cycle as a row holds it."""
+    row = {
         "nodes": cycle.nodes,
         "depth": cycle.depth,
         "accepted": cycle.accepted,
         "committed": cycle.committed,
         "context": cycle.context,
         "path": cycle.path,
-        **({"confidence": confidence} if confidence else {}),
-        "seconds": {part: round(seconds, 7) for part, seconds in (cycle.seconds or {}).items()},
     }
+    if cycle.confidence:
+        row["confidence"] = [(round(prob, 4), accepted) for prob, accepted in cycle.confidence]
+    row["seconds"] = {part: round(seconds, 7) for part, seconds in (cycle.seconds or {}).items()}
+    return row
 
 
 def batch_row_of(trace: Trace, share: float, cpu_share: float, latency: float, session: str) -> Row:
-    """The row of an answer written in a batch: its share of each step's seconds, and those since it was admitted.
+    """Return the row of an answer decoded in a batch: its share of each step's seconds, and those since admission.
 
-    Cycles of one session with one number are the same forward, of so many `rows`; their seconds are the whole cycle's.
+    Cycles of one session with one number are the same forward, of so many `rows`. Their seconds are the whole cycle's.
     """
-    row = {**row_of(trace, share, cpu_share), "latency": round(latency, 6), "session": session}
-    shared = [{"number": cycle.number, "rows": cycle.rows} for cycle in trace.cycles]
-    row["cycles"] = [{**cycle, **place} for cycle, place in zip(row["cycles"], shared, strict=True)]
+    row = row_of(trace, share, cpu_share)
+    row["latency"] = round(latency, 6)
+    row["session"] = session
+    for recorded, cycle in zip(row["cycles"], trace.cycles, strict=True):
+        recorded["number"] = cycle.number
+        recorded["rows"] = cycle.rows
     return row

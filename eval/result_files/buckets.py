@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +16,7 @@ ENOUGH = 50  # cycles; fewer tell nothing about a bucket
 
 @dataclass(frozen=True)
 class Buckets:
-    """Ranges of tokens, each a `factor` times as wide as those before it, and how many tokens stood before a cycle."""
+    """Ranges of tokens, each `factor` times as wide as those before it, and the tokens before each cycle."""
 
     title: str
     first: int  # tokens, where the second bucket begins
@@ -23,36 +24,48 @@ class Buckets:
     count: Callable[[Answer], Sequence[int]]  # of each cycle of an answer
 
     def find(self, tokens: int) -> int:
-        """The index of the bucket for a number of tokens."""
+        """Return the index of the bucket for a number of tokens."""
+        # 40 buckets reach further than any context
         return bisect_right([self.start(bucket) for bucket in range(1, 40)], tokens)
 
     def start(self, bucket: int) -> int:
-        """The fewest tokens of a bucket."""
-        return self.first * self.factor ** (bucket - 1) if bucket else 0
+        """Return the fewest tokens of a bucket."""
+        if not bucket:
+            return 0
+        return self.first * self.factor ** (bucket - 1)
 
     def name(self, bucket: int) -> str:
-        """The bucket's range as text."""
+        """Return the bucket's range as text."""
         end = _short(self.start(bucket + 1))
-        return f"{_short(self.start(bucket))} to {end}" if bucket else f"below {end}"
+        if not bucket:
+            return f"below {end}"
+        return f"{_short(self.start(bucket))} to {end}"
 
     def acceptance_lengths(self, group: Group) -> dict[int, Estimate]:
-        """τ with its interval by bucket, where there are enough cycles."""
+        """Return τ with its interval by bucket, where there are enough cycles."""
+        num_cycles: Counter[int] = Counter()
         rows: dict[int, dict[Key, list[Row]]] = {}
         for answer in group.answers:
+            # the interval resamples whole conversations
+            conversation = prompt_key(answer)[:2]
             for tokens, cycle in zip(self.count(answer), cycles(answer), strict=True):
-                conversations = rows.setdefault(self.find(tokens), {})
-                conversations.setdefault(prompt_key(answer)[:2], []).append((cycle["committed"], 1))
-        return {bucket: estimate(part) for bucket, part in sorted(rows.items()) if _count(part.values()) >= ENOUGH}
+                bucket = self.find(tokens)
+                num_cycles[bucket] += 1
+                by_conversation = rows.setdefault(bucket, {})
+                by_conversation.setdefault(conversation, []).append((cycle["committed"], 1))
+        enough = [bucket for bucket in sorted(rows) if num_cycles[bucket] >= ENOUGH]
+        return {bucket: estimate(rows[bucket]) for bucket in enough}
 
 
 def count_context(answer: Answer) -> list[int]:
-    """Tokens of the text that the target had read before each cycle."""
+    """Return the tokens in the target's context before each cycle."""
     return [cycle["context"] for cycle in cycles(answer)]
 
 
 def count_written(answer: Answer) -> list[int]:
-    """Tokens of the answer that stood before each cycle; the first is the prompt's."""
-    return list(accumulate((cycle["committed"] for cycle in cycles(answer)), initial=1))[:-1]
+    """Return the tokens of the answer before each cycle; the first token is the prefill's."""
+    committed = [cycle["committed"] for cycle in cycles(answer)]
+    return list(accumulate(committed, initial=1))[:-1]
 
 
 CONTEXT = Buckets("tokens of context", 512, 2, count_context)
@@ -61,13 +74,9 @@ EVERY = (CONTEXT, WRITTEN)
 
 
 def several_buckets(lengths: Sequence[dict[int, Estimate]]) -> list[int]:
-    """The buckets that occur in any group, in order; none if there is only one."""
-    buckets = sorted({bucket for part in lengths for bucket in part})
+    """Return the buckets that occur in any group, in order; none if there is only one."""
+    buckets = sorted(set[int]().union(*lengths))
     return buckets if len(buckets) > 1 else []
-
-
-def _count(parts: Iterable[Sequence[Row]]) -> int:
-    return sum(map(len, parts))
 
 
 def _short(tokens: int) -> str:

@@ -21,6 +21,7 @@ from eval.result_files.figures import format_number
 from eval.result_files.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
 
 Answer = dict[str, Any]  # one row of a results file
+GroupKey = tuple[int, float, str]  # batch size, temperature, drafter
 Key = tuple[Any, ...]  # set, conversation, turn, temperature, seed, batch size
 ANSWER = {"drafter", "temperature", "tokens", "seconds", "cycles", "loops", "identical"}  # what every row has
 RULES = {
@@ -31,29 +32,40 @@ RULES = {
 
 
 def device_name(device: str) -> str:
-    """The name of the device that figures belong to: the accelerator's, or the processor's model."""
+    """Return the name of the accelerator, or the processor's model."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")  # of Linux, where the standard library knows the architecture alone
-    model = re.search(r"model name\s*:\s*(.*\S)", info.read_text()) if info.is_file() else None
-    return model[1] if model else platform.processor() or platform.machine()
+    # Linux: the standard library knows the architecture alone
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        model = re.search(r"model name\s*:\s*(.*\S)", info.read_text())
+        if model:
+            return model[1]
+    return platform.processor() or platform.machine()
 
 
 def ends_in_loop(tokens: Sequence[int], window: int = 64, period: int = 16) -> bool:
-    """Whether the last `window` tokens repeat with a period of at most `period`."""
+    """Return whether the last `window` tokens repeat with a period of at most `period`."""
     tail = list(tokens[-window:])
-    return len(tail) == window and any(tail[step:] == tail[:-step] for step in range(1, period + 1))
+    if len(tail) < window:
+        return False
+    return any(tail[step:] == tail[:-step] for step in range(1, period + 1))
 
 
 def prompt_key(answer: Answer) -> Key:
-    """The key of an answer's prompt and of how it was asked; its first two items are the conversation."""
-    conversation = answer.get("conversation", answer.get("prompt"))
-    prompt = answer.get("set"), conversation, answer.get("turn", 0)
-    return *prompt, answer["temperature"], answer.get("seed", 0), answer.get("batch_size", 1)
+    """Return the key of a prompt and its settings. The first two items are the conversation."""
+    return (
+        answer.get("set"),
+        answer.get("conversation", answer.get("prompt")),
+        answer.get("turn", 0),
+        answer["temperature"],
+        answer.get("seed", 0),
+        answer.get("batch_size", 1),
+    )
 
 
 def item_key(item: Answer) -> Key:
-    """The key of a line of a results file: a header, the steps of a batch, or an answer."""
+    """Return the key of a line of a results file: a header, the steps of a batch, or an answer."""
     if "batch" in item:
         return "batch", item["batch"]["session"], item["batch"]["step"]
     if isinstance(item.get("run"), dict):
@@ -62,35 +74,35 @@ def item_key(item: Answer) -> Key:
 
 
 def cycles(answer: Answer) -> list[Answer]:
-    """The cycles of an answer; empty where the file holds only their number."""
+    """Return the cycles of an answer, or none where the file holds only their number."""
     return answer["cycles"] if isinstance(answer["cycles"], list) else []
 
 
 def count_cycles(answer: Answer) -> Row:
-    """Committed tokens and cycles of an answer."""
+    """Return the committed tokens and the cycles of an answer."""
     if isinstance(answer["cycles"], int):
         return answer["committed"], answer["cycles"]
     return sum(cycle["committed"] for cycle in answer["cycles"]), len(answer["cycles"])
 
 
 def count_seconds(answer: Answer) -> Row:
-    """Tokens and seconds of an answer, prefill included; in a batch its share of the seconds."""
+    """Return the tokens and seconds of an answer, prefill included; in a batch its share of the seconds."""
     return answer["tokens"], answer["seconds"]
 
 
 def count_cpu_seconds(answer: Answer) -> Row:
-    """Tokens and CPU seconds of an answer, which other work on the machine leaves alone."""
+    """Return the tokens and CPU seconds of an answer, which other work on the machine does not change."""
     return answer["tokens"], answer["cpu_seconds"]
 
 
 def speed_up(sums: Any) -> Any:
-    """(tokens / seconds) of a drafter over (tokens / seconds) of its baseline, from these four columns."""
+    """Return (tokens / seconds) of a drafter over (tokens / seconds) of its baseline, from these four columns."""
     return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of many answers: the columns that each answer adds, and a statistic of the columns' sums."""
+    """A figure of many answers: the columns of each answer, and a statistic of the columns' sums."""
 
     columns: Callable[[Answer], Row]
     statistic: Statistic = ratio
@@ -101,7 +113,8 @@ TOKENS_PER_SECOND = Metric(count_seconds)
 SPEED_UP = Metric(lambda answer: (*count_seconds(answer), *count_seconds(answer["baseline"])), speed_up)
 CPU_SPEED_UP = Metric(lambda answer: (*count_cpu_seconds(answer), *count_cpu_seconds(answer["baseline"])), speed_up)
 MODELLED_SPEED_UP = Metric(lambda answer: answer["modelled"], speed_up)  # prefill excluded
-LATENCY = Metric(lambda answer: (answer["latency"] if "latency" in answer else answer["seconds"], 1))  # mean seconds
+# mean seconds; a prompt decoded alone has no latency beside its seconds
+LATENCY = Metric(lambda answer: (answer["latency"] if "latency" in answer else answer["seconds"], 1))
 
 
 @dataclass(frozen=True)
@@ -118,73 +131,95 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The drafter, with its run where there are several."""
-        return f"{self.run} · {self.drafter}" if self.run else self.drafter
+        """Return the drafter's name, with its run where there are several."""
+        if not self.run:
+            return self.drafter
+        return f"{self.run} · {self.drafter}"
+
+    @property
+    def drafts(self) -> bool:
+        """Return whether this is a drafter, not plain decoding."""
+        return self.drafter != "none"
+
+    @property
+    def cycles(self) -> list[Answer]:
+        """Return the recorded cycles of all answers."""
+        recorded = []
+        for answer in self.answers:
+            recorded += cycles(answer)
+        return recorded
 
     def estimate(self, metric: Metric) -> Estimate:
-        """The metric over all answers, with its interval over conversations."""
+        """Return the metric over all answers, with its interval over conversations."""
         rows: dict[Key, list[Row]] = {}
         for answer in self.answers:
             rows.setdefault(prompt_key(answer)[:2], []).append(metric.columns(answer))
         return estimate(rows, metric.statistic)
 
     def compare(self, other: Group, metric: Metric) -> Difference:
-        """The metric of this group less that of another, over the prompts that both answered."""
-        mine, others = ({prompt_key(row): metric.columns(row) for row in group.answers} for group in (self, other))
+        """Return the metric of this group minus that of another, over the prompts that both answered."""
+        mine = {prompt_key(row): metric.columns(row) for row in self.answers}
+        others = {prompt_key(row): metric.columns(row) for row in other.answers}
         return estimate_difference(others, mine, lambda key: key[:2], metric.statistic)
 
     def select(self, keep: Callable[[Answer], bool]) -> Group:
-        """The group of those answers that `keep` accepts."""
+        """Return a group of the answers that `keep` accepts."""
         return replace(self, answers=[answer for answer in self.answers if keep(answer)])
 
     @property
     def has_cpu_seconds(self) -> bool:
-        """Whether all answers tell the CPU's seconds."""
-        return all("cpu_seconds" in row for answer in self.answers for row in (answer, answer["baseline"]))
+        """Return whether all answers and baselines have CPU seconds."""
+        return all("cpu_seconds" in row and "cpu_seconds" in row["baseline"] for row in self.answers)
 
     @property
     def had_to_wait(self) -> bool:
-        """Whether answers took a tenth more time than their CPU seconds, because other work used the machine."""
-        return self.has_cpu_seconds and sum(row["seconds"] - 1.1 * row["cpu_seconds"] for row in self.answers) > 0.0
+        """Return whether answers took over 1.1 times their CPU seconds, because other work used the machine."""
+        if not self.has_cpu_seconds:
+            return False
+        return sum(row["seconds"] - 1.1 * row["cpu_seconds"] for row in self.answers) > 0.0
 
     @property
     def is_modelled(self) -> bool:
-        """Whether the bare costs of its forwards are known."""
+        """Return whether all answers have modelled seconds."""
         return all("modelled" in answer for answer in self.answers)
 
     @property
     def identical(self) -> int:
-        """Number of answers with exactly the tokens of `none`."""
+        """Return the number of answers with exactly the tokens of `none`."""
         return sum(answer["identical"] is True for answer in self.answers)
 
     @property
     def differing(self) -> int:
-        """Number of answers that differ from `none` and should not; sampled drafts need not be identical."""
+        """Return the number of answers that differ from `none` and should not."""
+        # the column is None for sampled drafts, which need not be identical
         return sum(answer["identical"] is False for answer in self.answers)
 
     @property
+    def _ties(self) -> list[float | None]:
+        return [answer.get("tie") for answer in self.answers if answer["identical"] is False]
+
+    @property
     def parting(self) -> str:
-        """How near the ties are at which answers part from those of `none`; empty if none does."""
-        parted = [answer for answer in self.answers if answer["identical"] is False]
-        if not parted:
+        """Describe how near the ties are at which answers differ from `none`; empty if none does."""
+        ties = self._ties
+        if not ties:
             return ""
-        ties = [answer.get("tie") for answer in parted]
         measured = [tie for tie in ties if tie is not None]
-        unknown = len(ties) - len(measured)
         if not measured:
             return "the others part at ties that were not measured"
-        more = f", {unknown} not measured" if unknown else ""
-        return f"the others part at near-ties of at most {max(measured):.2g} units in the last place{more}"
+        text = f"the others part at near-ties of at most {max(measured):.2g} units in the last place"
+        if len(measured) < len(ties):
+            text += f", {len(ties) - len(measured)} not measured"
+        return text
 
     @property
     def parts_widely(self) -> bool:
-        """Whether an answer parts from that of `none` where no rounding can decide."""
-        ties = [answer.get("tie") for answer in self.answers if answer["identical"] is False]
-        return any(tie is not None and tie > MAX_TIE for tie in ties)
+        """Return whether an answer differs from `none` where rounding cannot be the reason."""
+        return any(tie is not None and tie > MAX_TIE for tie in self._ties)
 
     @property
     def looping(self) -> float:
-        """Share of answers that end in a loop."""
+        """Return the share of answers that end in a loop."""
         return sum(answer["loops"] for answer in self.answers) / len(self.answers)
 
     def _repr_html_(self) -> str:
@@ -192,13 +227,23 @@ class Group:
 
 
 def show_groups(groups: Sequence[Group]) -> Html:
-    """The groups as a table for a notebook."""
+    """Return the groups as a table for a notebook."""
     rows = []
     for group in groups:
-        speed_up = "1.00 ×" if group.drafter == "none" else format_number(group.estimate(SPEED_UP), " ×")
-        length, speed = group.estimate(ACCEPTANCE_LENGTH), group.estimate(TOKENS_PER_SECOND)
-        numbers = (format_number(length), format_number(speed, digits=0), speed_up, group.identical)
-        rows.append((f"{group.temperature:g}", group.name, len(group.answers), *numbers))
+        gain = "1.00 ×"
+        if group.drafts:
+            gain = format_number(group.estimate(SPEED_UP), " ×")
+        rows.append(
+            (
+                f"{group.temperature:g}",
+                group.name,
+                len(group.answers),
+                format_number(group.estimate(ACCEPTANCE_LENGTH)),
+                format_number(group.estimate(TOKENS_PER_SECOND), digits=0),
+                gain,
+                group.identical,
+            )
+        )
     return table(rows, ("T", "drafter", "answers", "τ", "tokens/s", "speed-up", "identical"))
 
 
@@ -213,62 +258,83 @@ class Results:
 
     @property
     def header(self) -> dict[str, Any]:
-        """The header of the newest rows."""
+        """Return the header of the newest rows."""
         return self.headers[-1] if self.headers else {}
 
     def _repr_html_(self) -> str:
         return show_groups(self.groups())
 
     def settings(self, drafter: str) -> dict[str, Any]:
-        """Head and budget of a drafter, from the header."""
+        """Return head and budget of a drafter, from the header."""
         drafters = self.header.get("drafters")
-        return (drafters.get(drafter) or {}) if isinstance(drafters, dict) else {}
+        # headers of early releases list names alone
+        if not isinstance(drafters, dict):
+            return {}
+        return drafters.get(drafter) or {}
 
     def groups(self, label: str = "") -> list[Group]:
-        """The answers by batch size, temperature and drafter, with modelled seconds where costs are known."""
+        """Group the answers by batch size, temperature and drafter; add modelled seconds where costs are known."""
         baselines = {prompt_key(answer): answer for answer in self.answers if answer["drafter"] == "none"}
-        groups: dict[tuple[int, float, str], list[Answer]] = {}
+        answers: dict[GroupKey, list[Answer]] = {}
+        # answers are copied, so that reading the groups twice adds to fresh rows
         for answer in self.answers:
-            if (key := prompt_key(answer)) not in baselines:
+            key = prompt_key(answer)
+            if key not in baselines:
                 raise ValueError(
                     f"{self.path}: `{answer['drafter']}` answered {key} and `none` did not; "
                     "every figure needs its baseline in the same run: let eval.measure finish, then report again"
                 )
-            group = groups.setdefault((key[-1], answer["temperature"], answer["drafter"]), [])
-            group.append({**answer, "baseline": baselines[key]})
-        for (batch_size, _, name), rows in groups.items():
-            self._add_modelled(name, rows, batch_size)
-        steps: dict[tuple[int, float, str], list[Answer]] = {}
+            paired = {**answer, "baseline": baselines[key]}
+            answers.setdefault((key[-1], answer["temperature"], answer["drafter"]), []).append(paired)
+        steps: dict[GroupKey, list[Answer]] = {}
         for batch in self.batches:
             steps.setdefault((batch["batch_size"], batch["temperature"], batch["drafter"]), []).append(batch)
-        return [
-            Group(label, key[2], key[1], self._rule(key[2], key[1]), rows, key[0], tuple(steps.get(key, ())))
-            for key, rows in groups.items()
-        ]
+        groups = []
+        for group_key, rows in answers.items():
+            batch_size, temperature, drafter = group_key
+            self._add_modelled(drafter, rows, batch_size)
+            group = Group(
+                run=label,
+                drafter=drafter,
+                temperature=temperature,
+                rule=self._rule(drafter, temperature),
+                answers=rows,
+                batch_size=batch_size,
+                steps=tuple(steps.get(group_key, ())),
+            )
+            groups.append(group)
+        return groups
 
     def _add_modelled(self, drafter: str, answers: list[Answer], batch_size: int) -> None:
-        """Tokens and seconds of each answer and of its baseline, at the costs in the header if it has them."""
+        """Add tokens and seconds of each answer and its baseline, at the costs in the header if it has them."""
         bare = (self.header.get("costs") or {}).get(drafter)
         if bare is None or (batch_size > 1 and not bare.get("batches")):
             return
-        costs, limit = Costs.parse(bare), self.header.get("new_tokens")
-        values = self.settings(drafter)["budget"]
-        paths = values.get("paths")
-        budget = Budget(**{**values, "paths": paths and tuple(map(tuple, paths))})
-        if "policy" in self.settings(drafter):  # budgets change from cycle to cycle: drafts cost what they took
+        costs = Costs.parse(bare)
+        settings = self.settings(drafter)
+        values = dict(settings["budget"])
+        # JSON has no tuples, and budgets are hashed
+        if values.get("paths"):
+            values["paths"] = tuple(map(tuple, values["paths"]))
+        if "policy" in settings:
+            # its budgets change from cycle to cycle: drafts cost what they took
             costs = replace(costs, first=None, level=None)
-
-        def seconds(rows: list[Answer], budget: Budget | None) -> list[float]:
-            rows = [{**row, "cycles": cycles(row)} for row in rows]
-            return model_seconds(costs, rows, [asked_budgets(row["cycles"], budget, limit) for row in rows])
-
+        seconds = self._model_seconds(costs, answers, Budget(**values))
         baselines = [answer["baseline"] for answer in answers]
-        for answer, *both in zip(answers, seconds(answers, budget), seconds(baselines, None), strict=True):
-            (tokens, _), (baseline_tokens, _) = count_cycles(answer), count_cycles(answer["baseline"])
-            answer["modelled"] = tokens, both[0], baseline_tokens, both[1]
+        baseline_seconds = self._model_seconds(costs, baselines, None)
+        for i, answer in enumerate(answers):
+            tokens, _ = count_cycles(answer)
+            baseline_tokens, _ = count_cycles(answer["baseline"])
+            answer["modelled"] = tokens, seconds[i], baseline_tokens, baseline_seconds[i]
+
+    def _model_seconds(self, costs: Costs, answers: Sequence[Answer], budget: Budget | None) -> list[float]:
+        limit = self.header.get("new_tokens")
+        rows = [{**answer, "cycles": cycles(answer)} for answer in answers]
+        budgets = [asked_budgets(row["cycles"], budget, limit) for row in rows]
+        return model_seconds(costs, rows, budgets)
 
     def _rule(self, drafter: str, temperature: float) -> str:
-        """How a drafter chose its tokens, from its budget in the header."""
+        """Return how a drafter chose its tokens, from its budget in the header."""
         settings = self.settings(drafter)
         if "weights" in settings and settings["weights"] is None:
             return "proposed without probabilities"
@@ -283,41 +349,50 @@ def read_results(path: str | Path) -> Results:
     headers: list[dict[str, Any]] = []
     answers: dict[Any, Answer] = {}
     batches: dict[Key, Answer] = {}
-    for number, item in _read_lines(Path(path)):
+    for line_number, item in _read_lines(Path(path)):
         if isinstance(item.get("run"), dict):
             headers.append(item["run"])
             if "id" not in item["run"]:
-                headers, answers, batches = headers[-1:], {}, {}
+                headers = headers[-1:]
+                answers = {}
+                batches = {}
         elif "batch" in item:
             batches[item_key(item)] = item["batch"]
+        elif "conversation" in item:
+            # an answer that was measured again replaces the earlier one
+            key = (item["drafter"], *prompt_key(item))
+            answers[key] = item
         else:
-            answers[(item["drafter"], *prompt_key(item)) if "conversation" in item else number] = item
+            answers[line_number] = item
     return Results(Path(path), headers, list(answers.values()), tuple(batches.values()))
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Parse line by line; a last line that was cut off while it was written is left out."""
+    """Yield number and item of each line; a last line that was cut off while it was written is left out."""
     if not path.is_file():
         raise ValueError(f"no results at {path}: expected a file that eval.measure wrote")
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for line_number, line in enumerate(file, start=1):
             try:
-                yield number, _parse_line(path, number, line)
+                yield line_number, _parse_line(path, line_number, line)
             except ValueError:
                 if line.endswith(b"\n"):
                     raise
 
 
-def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """A header, steps of a batch or an answer; anything else is refused by its place."""
+def _parse_line(path: Path, line_number: int, line: bytes) -> dict[str, Any]:
+    """Return a header, the steps of a batch or an answer, and refuse anything else by its line."""
     try:
         item = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{path}:{number} is not JSON ({error}): remove that line or measure again") from None
-    missing = ANSWER - item.keys() if isinstance(item, dict) else ANSWER
-    is_other = isinstance(item, dict) and any(isinstance(item.get(name), dict) for name in ("run", "batch"))
+        raise ValueError(f"{path}:{line_number} is not JSON ({error}): remove that line or measure again") from None
+    # a line that is no object at all lacks every column
+    fields = item if isinstance(item, dict) else {}
+    missing = ANSWER - fields.keys()
+    is_other = isinstance(fields.get("run"), dict) or isinstance(fields.get("batch"), dict)
     if missing and not is_other:
         raise ValueError(
-            f"{path}:{number} is no answer: {', '.join(sorted(missing))} missing; remove that line or measure again"
+            f"{path}:{line_number} is no answer: {', '.join(sorted(missing))} missing; "
+            "remove that line or measure again"
         )
     return item

@@ -1,4 +1,6 @@
-"""Bootstrap intervals of figures over conversations, and differences paired by prompt."""
+"""Compute bootstrap intervals over conversations, and differences paired by prompt."""
+
+# C clusters (conversations), D bootstrap samples, K columns
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Estimate(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """The sign of a significant difference: 0 where the interval contains zero."""
+        """Return the sign of a significant difference, 0 where the interval contains zero."""
         return (self.low > 0) - (self.high < 0)
 
 
@@ -37,33 +39,34 @@ class Difference(NamedTuple):
 
 
 def ratio(sums: Any) -> Any:
-    """The first column over the second: tokens per cycle, tokens per second."""
+    """Return the first column over the second: tokens per cycle, tokens per second."""
     return sums[0] / sums[1]
 
 
 def interval(
     values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
-    """Bootstrap interval of a statistic of column sums, resampling whole clusters: their rows are not independent.
-
-    With a single cluster the interval is infinite.
-    """
-    number = len(values_by_cluster)
-    if number < 2:
+    """Return the bootstrap interval of a statistic of column sums, infinite for a single cluster."""
+    num_clusters = len(values_by_cluster)
+    if num_clusters < 2:
         return -inf, inf
-    samples = statistic((draw_counts(number, draws, seed) @ column_sums(values_by_cluster)).T)
-    samples = samples[samples.isfinite()]  # not finite where no row of a draw was counted
+    # whole clusters are resampled, because their rows are not independent
+    sums = draw_counts(num_clusters, draws, seed) @ column_sums(values_by_cluster)  # [D, K]
+    samples = statistic(sums.T)  # [D]
+    # not finite where no row of a sample was counted
+    samples = samples[samples.isfinite()]
     if not len(samples):
         return -inf, inf
-    tail = _tail(number, level)
+    tail = _tail(num_clusters, level)
     low, high = torch.quantile(samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)).tolist()
     return low, high
 
 
 def estimate(values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0) -> Estimate:
-    """The statistic of all rows, with its interval."""
+    """Return the statistic of all rows, with its interval."""
     value = statistic(column_sums(values_by_cluster).sum(0))
-    return Estimate(float(value), *interval(values_by_cluster, statistic, draws, seed))
+    low, high = interval(values_by_cluster, statistic, draws, seed)
+    return Estimate(float(value), low, high)
 
 
 def estimate_difference(
@@ -74,9 +77,9 @@ def estimate_difference(
     draws: int = 2000,
     seed: int = 0,
 ) -> Difference:
-    """The second's statistic minus the first's, over shared prompts; `cluster` maps a prompt to its conversation.
+    """Return the second's statistic minus the first's, over the prompts that both have.
 
-    Both are resampled together, so a prompt that is easy for both cancels out.
+    `cluster` maps a prompt to its conversation.
     """
     shared = [prompt for prompt in first if prompt in second]
     if not shared:
@@ -84,34 +87,39 @@ def estimate_difference(
             f"the two share no prompt: {len(first)} and {len(second)} answers have no key in common; "
             "measure both on the same prompt sets, temperatures and seeds"
         )
+    # columns of both stand side by side and are resampled together: a prompt that is easy for both cancels out
     width = len(first[shared[0]])
     rows: dict[Hashable, list[Row]] = {}
     for prompt in shared:
         rows.setdefault(cluster(prompt), []).append([*first[prompt], *second[prompt]])
-    difference = estimate(rows, lambda sums: statistic(sums[width:]) - statistic(sums[:width]), draws, seed)
-    return Difference(difference, len(shared))
+
+    def subtract(sums: Any) -> Any:
+        return statistic(sums[width:]) - statistic(sums[:width])
+
+    return Difference(estimate(rows, subtract, draws, seed), len(shared))
 
 
 def column_sums(clusters: Clusters) -> Tensor:
-    """Column sums of every cluster  # [clusters, columns]"""
+    """Return the column sums of every cluster  # [C, K]"""
     return torch.stack([torch.tensor(rows, dtype=torch.float64).sum(0) for rows in clusters.values()])
 
 
 @lru_cache(maxsize=8)
 def draw_counts(number: int, draws: int, seed: int) -> Tensor:
-    """How often each draw contains each cluster  # [draws, clusters]"""
+    """Return how often each bootstrap sample contains each of `number` clusters  # [D, C]"""
     picks = torch.randint(number, (draws, number), generator=torch.Generator().manual_seed(seed))
     counts = torch.zeros(draws, number, dtype=torch.float64)
     return counts.scatter_add_(1, picks, torch.ones_like(counts))
 
 
 def _tail(number: int, level: float) -> float:
-    """The share to cut off at each end, less than (1 - level) / 2 where clusters are few.
+    """Return the share to cut off at each end, less than (1 - level) / 2 where clusters are few.
 
     Percentiles of a bootstrap are too narrow by sqrt((n-1)/n) and by the thin tails of the normal distribution.
-    Cutting at Φ(-t sqrt(n/(n-1))) makes up for both (Hesterberg 2015, "expanded percentile"). t is Student's, by the
-    expansion in 1/df of Abramowitz and Stegun 26.7.5.
+    Cutting at Φ(-t sqrt(n/(n-1))) makes up for both (Hesterberg 2015, "expanded percentile").
     """
-    z, df = NormalDist().inv_cdf((1 + level) / 2), number - 1
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    df = number - 1
+    # Student's t by its expansion in 1/df (Abramowitz and Stegun 26.7.5)
     student = z + (z**3 + z) / (4 * df) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
     return NormalDist().cdf(-student * sqrt(number / df))

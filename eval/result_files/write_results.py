@@ -13,9 +13,10 @@ from eval.result_files.results import Key, Results, item_key, prompt_key, read_r
 
 
 def read_stored(path: Path) -> Results:
-    """The rows of earlier runs, if any; a torn last line is cut off the file, and what processes left is merged."""
+    """Return the rows of earlier runs. A torn last line is cut off the file, and what processes left is merged."""
     if not path.exists():
-        for part in _parts(path):  # the header that says what made them is gone
+        # the header that says what made them is gone
+        for part in _parts(path):
             print(f"{part} belongs to no results file, and is removed")
             part.unlink()
         return Results(path, [], [])
@@ -26,20 +27,22 @@ def read_stored(path: Path) -> Results:
 
 
 def part_of(path: Path, rank: int) -> Path:
-    """The file of one of several processes, beside the results."""
+    """Return the file of one of several processes, beside the results."""
     return path.with_name(f"{path.stem}.process{rank}{path.suffix}")
 
 
 def merge_parts(path: Path) -> None:
-    """Append what the files of processes hold and the results do not, and remove them."""
+    """Append the rows of the processes' files that the results lack, and remove these files."""
     parts = _parts(path)
     if not parts:
         return
     known = {item_key(json.loads(line)) for line in path.read_bytes().splitlines()}
     for part in parts:
         lines = part.read_bytes().splitlines(keepends=True)
+        # a merge that was interrupted has copied some of them
+        new = [line for line in lines if item_key(json.loads(line)) not in known]
         with path.open("ab") as file:
-            file.write(b"".join(line for line in lines if item_key(json.loads(line)) not in known))
+            file.write(b"".join(new))
         part.unlink()
 
 
@@ -71,7 +74,9 @@ class ResultsWriter:
                 if row["run"] == self.id:
                     self._remember(row)
         elif stored.headers or stored.answers:
-            aside = self.path.with_stem(f"{self.path.stem}-{stored.header.get('id', secrets.token_hex(4))}")
+            # early releases wrote no id
+            old_id = stored.header.get("id", secrets.token_hex(4))
+            aside = self.path.with_stem(f"{self.path.stem}-{old_id}")
             self.path.rename(aside)
             print(f"what {self.path} held is in {aside} now, and measuring begins anew")
 
@@ -84,23 +89,26 @@ class ResultsWriter:
         self.add_batch(None, rows)
 
     def add_batch(self, batch: dict[str, Any] | None, rows: Iterable[Row]) -> None:
-        """Write what steps of a batch took, and the answers that ended in the last of them."""
+        """Write the seconds of a batch's steps, and the answers that ended in the last of them."""
         rows = list(rows)
-        steps = [] if batch is None else [{"run": self.id, "batch": batch}]
-        self._append([*steps, *({"run": self.id, **row} for row in rows)])
+        lines = [{"run": self.id, **row} for row in rows]
+        if batch is not None:
+            lines.insert(0, {"run": self.id, "batch": batch})
+        self._append(lines)
         for row in rows:
             self._remember(row)
 
     def _is_same(self, header: dict[str, Any]) -> bool:
-        """Whether the file was made with these settings; prints the names of those that differ."""
-        other = [key for key, value in self.settings.items() if header.get(key) != value]
-        if other:
-            print(f"{self.path} was made by something else ({', '.join(other)})")
-        return not other
+        """Return whether the file was made with these settings; print the names of those that differ."""
+        changed = [key for key, value in self.settings.items() if header.get(key) != value]
+        if changed:
+            print(f"{self.path} was made by something else ({', '.join(changed)})")
+        return not changed
 
     def _remember(self, row: Row) -> None:
         self.rows.setdefault(prompt_key(row), {})[row["drafter"]] = row
 
     def _append(self, lines: list[Row]) -> None:
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         with self.path.open("a") as file:
-            file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+            file.write(text)
