@@ -51,11 +51,17 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 
 
 def page(paths: Sequence[str | Path]) -> str:
-    """The whole page for one results file, or for several side by side."""
+    """Return the whole page for one results file, or for several that are compared."""
     report = ReportData.load(paths)
-    parts = {name: draw(report) for name, (_, draw) in SECTIONS.items()}
-    links = [tag("a", SECTIONS[name][0], href=f"#{name}") for name, part in parts.items() if part]
-    body = tag("main", _top(report, links), list(parts.values()))
+    links = []
+    content = []
+    for name, (title, draw) in SECTIONS.items():
+        part = draw(report)
+        content.append(part)
+        # a section without data is empty, and has no link
+        if part:
+            links.append(tag("a", title, href=f"#{name}"))
+    body = tag("main", _top(report, links), content)
     style = Html((Path(__file__).parent / "page/page.css").read_text(encoding="utf-8"))
     head = [
         tag("meta", charset="utf-8"),
@@ -69,88 +75,119 @@ def page(paths: Sequence[str | Path]) -> str:
 
 
 def _top(report: ReportData, links: list[Html]) -> Html:
-    """Title, target, amount, machine and links; then the fastest drafters."""
+    """Return title, target, amount and machine, then the fastest drafters."""
     newest = next(iter(report.runs.values())).header
-    facts = [str(newest[key]) for key in ("machine", "date") if key in newest]
-    if (size := report.groups[0].batch_size) > 1:
-        facts.append(f"sections below are of {size} texts at a time unless they say otherwise")
-    number = sum(len(run.answers) for run in report.runs.values())
-    about = ", ".join([f"{number} answers", *facts])
-    line = tag("p", "Target ", tag("code", _target(report)), ". ", about, class_="soft")
+    num_answers = sum(len(run.answers) for run in report.runs.values())
+    facts = [f"{num_answers} answers"]
+    facts += [str(newest[key]) for key in ("machine", "date") if key in newest]
+    batch_size = report.groups[0].batch_size
+    if batch_size > 1:
+        facts.append(f"sections below are of {batch_size} texts at a time unless they say otherwise")
+    line = tag("p", "Target ", tag("code", _target(report)), ". ", ", ".join(facts), class_="soft")
     return html([tag("header", tag("h1", "Acceptance report"), line, tag("nav", links)), verdicts(report)])
 
 
 def _target(report: ReportData) -> str:
-    return ", ".join(dict.fromkeys(str(run.header.get("target", "unknown")) for run in report.runs.values()))
+    targets = [str(run.header.get("target", "unknown")) for run in report.runs.values()]
+    return ", ".join(dict.fromkeys(targets))
 
 
 def markdown(path: str | Path) -> str:
-    """The results as tables with intervals: overall, by batch size, context and place in the answer where several
-    of these are there; and what made them.
+    """Return the results as tables with intervals, and what made them.
+
+    The first table is over all; others are by batch size, context and position where there are several of these.
     """
     results = read_results(path)
     every = results.groups()
     groups = fewest_at_a_time(every)
+    lines = _overall_lines(groups)
+    if any(group.batch_size > 1 for group in every):
+        lines += ["", *_batch_lines(every)]
+    for buckets in EVERY:
+        lines += _bucket_lines([group for group in groups if group.drafts], buckets)
+    # nested values would not fit a line
+    header = [
+        f"{key} {value}" for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)
+    ]
+    return "\n".join([*lines, "", f"<sub>{', '.join(header)}</sub>"])
+
+
+def _overall_lines(groups: Sequence[Group]) -> list[str]:
+    """Return a table by temperature and drafter."""
     speeds = {"speed-up": SPEED_UP}
+    # CPU seconds are of interest where wall time was disturbed
     if any(group.had_to_wait for group in groups) and all(group.has_cpu_seconds for group in groups):
         speeds["in CPU seconds"] = CPU_SPEED_UP
     if groups and all(group.is_modelled for group in groups):
         speeds["in modelled time"] = MODELLED_SPEED_UP
     columns = ["T", "drafter", "acceptance length τ", "tokens/s", *speeds, "output", "answers that loop"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines = [_row(columns), "|" + "---|" * len(columns)]
     for group in groups:
-        gains = ["1.00 ×" if group.drafter == "none" else _format(group, metric, " ×") for metric in speeds.values()]
-        lines.append(
-            f"| {group.temperature:g} | `{group.drafter}` | {_format(group, ACCEPTANCE_LENGTH)} | "
-            f"{_format(group, TOKENS_PER_SECOND, digits=0)} | {' | '.join(gains)} | {_output(group)} | "
-            f"{group.looping:.0%} |"
-        )
-    if any(group.batch_size > 1 for group in every):
-        lines += ["", *_batch_lines(every)]
-    for buckets in EVERY:
-        lines += _bucket_lines([group for group in groups if group.drafter != "none"], buckets)
-    header = {key: value for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)}
-    return "\n".join([*lines, "", f"<sub>{', '.join(f'{key} {value}' for key, value in header.items())}</sub>"])
+        cells = [f"{group.temperature:g}", f"`{group.drafter}`", _format(group, ACCEPTANCE_LENGTH)]
+        cells.append(_format(group, TOKENS_PER_SECOND, digits=0))
+        cells += [_format_gain(group, metric) for metric in speeds.values()]
+        lines.append(_row([*cells, _output(group), f"{group.looping:.0%}"]))
+    return lines
 
 
 def _batch_lines(groups: Sequence[Group]) -> list[str]:
-    """A table by temperature and number of texts at a time."""
+    """Return a table by temperature and batch size."""
     columns = ["T", "texts at a time", "drafter", "texts a step", "tokens/s", "speed-up"]
     columns += ["in modelled time", "latency", "acceptance length τ", "output"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines = [_row(columns), "|" + "---|" * len(columns)]
     for group in sorted(groups, key=lambda group: (group.temperature, group.batch_size)):
-        drafts = group.drafter != "none"
-        speed = _format(group, SPEED_UP, " ×") if drafts else "1.00 ×"
-        modelled = _format(group, MODELLED_SPEED_UP, " ×") if drafts and group.is_modelled else "–"
-        cells = [f"{group.temperature:g}", str(group.batch_size), f"`{group.drafter}`", f"{texts_in_a_step(group):.1f}"]
-        cells += [_format(group, TOKENS_PER_SECOND, digits=0), speed, modelled, _format(group, LATENCY, " s")]
-        lines.append(f"| {' | '.join([*cells, _format(group, ACCEPTANCE_LENGTH), describe_output(group)])} |")
+        modelled = "–"
+        if group.drafts and group.is_modelled:
+            modelled = _format(group, MODELLED_SPEED_UP, " ×")
+        cells = [
+            f"{group.temperature:g}",
+            str(group.batch_size),
+            f"`{group.drafter}`",
+            f"{texts_in_a_step(group):.1f}",
+            _format(group, TOKENS_PER_SECOND, digits=0),
+            _format_gain(group, SPEED_UP),
+            modelled,
+            _format(group, LATENCY, " s"),
+            _format(group, ACCEPTANCE_LENGTH),
+            describe_output(group),
+        ]
+        lines.append(_row(cells))
     return lines
 
 
 def _bucket_lines(groups: Sequence[Group], buckets: Buckets) -> list[str]:
-    """A table of τ by temperature, drafter and bucket; nothing where all cycles are in one bucket."""
+    """Return a table of τ by temperature, drafter and bucket; nothing where all cycles are in one bucket."""
     lengths = [buckets.acceptance_lengths(group) for group in groups]
-    if not (every := several_buckets(lengths)):
+    shown = several_buckets(lengths)
+    if not shown:
         return []
-    columns = ["T", f"τ by {buckets.title}", *map(buckets.name, every)]
-    lines = ["", f"| {' | '.join(columns)} |", "|---|---|" + "---:|" * len(every)]
+    columns = ["T", f"τ by {buckets.title}", *map(buckets.name, shown)]
+    lines = ["", _row(columns), "|---|---|" + "---:|" * len(shown)]
     for group, length in zip(groups, lengths, strict=True):
-        cells = [format_number(length[bucket]) if bucket in length else "–" for bucket in every]
-        lines.append(f"| {group.temperature:g} | `{group.drafter}` | {' | '.join(cells)} |")
+        # a drafter has no figure where it has too few cycles
+        cells = [format_number(length[bucket]) if bucket in length else "–" for bucket in shown]
+        lines.append(_row([f"{group.temperature:g}", f"`{group.drafter}`", *cells]))
     return lines
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _format(group: Group, metric: Metric, unit: str = "", digits: int = 2) -> str:
     return format_number(group.estimate(metric), unit, digits)
 
 
+def _format_gain(group: Group, metric: Metric) -> str:
+    return _format(group, metric, " ×") if group.drafts else "1.00 ×"
+
+
 def _output(group: Group) -> str:
-    """Whether the answers are those of `none`, for a cell of a table."""
-    if group.differing:
-        text = f"{group.identical} of {group.identical + group.differing} identical; {group.parting}"
-        return f"**{text}**" if group.parts_widely else text
-    return "identical" if group.identical else "same distribution"
+    """Describe whether the answers are those of `none`, in bold where rounding cannot be the reason."""
+    if not group.differing:
+        return "identical" if group.identical else "same distribution"
+    text = f"{group.identical} of {group.identical + group.differing} identical; {group.parting}"
+    return f"**{text}**" if group.parts_widely else text
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The section on batches: throughput, speed-up and latency by the number of texts that are written side by side."""
+"""Build the section on batches: throughput, speed-up and latency by batch size."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PLAIN = Estimate(1, -inf, inf)
 
 
 class Doublings(Scale):
-    """An axis of logarithms to base 2, with the numbers themselves beside it."""
+    """An axis of logarithms to base 2 that shows the numbers themselves."""
 
     def format(self, value: float) -> str:
-        """The number whose logarithm this is."""
+        """Return the number whose logarithm this is."""
         return f"{2**value:g}"
 
 
 def batches(report: ReportData) -> Html:
-    """Every drafter at every batch size, as a table and as plots over the batch size."""
+    """Show every drafter at every batch size, as a table and as plots over the batch size."""
     title = "Many texts at a time"
     lead = (
         "So many texts are written side by side, and a text begins when one before it has ended. The seconds of each "
@@ -44,51 +44,69 @@ def batches(report: ReportData) -> Html:
     )
     if max(group.batch_size for group in report.every) == 1:
         return section("batches", title, lead, missing("One text at a time: eval.batch_size=[1, 4, 16] adds batches."))
-    parts = [
-        (heading, [_row(group) for group in sorted(groups, key=lambda group: group.batch_size)])
-        for heading, groups in by_temperature(report.every)
-    ]
+    parts = []
     figures = []
     for heading, groups in by_temperature(report.every):
-        drafting = [group for group in groups if group.drafter != "none"]
-        figures.append(_draw(f"Speed-up, {heading}", report, drafting, SPEED_UP, "× plain decoding"))
-        figures.append(_draw(f"Tokens per second, {heading}", report, groups, TOKENS_PER_SECOND, "tokens/s"))
+        by_size = sorted(groups, key=lambda group: group.batch_size)
+        parts.append((heading, [_row(group) for group in by_size]))
+        drafting = [group for group in groups if group.drafts]
+        figures.append(_draw(f"Speed-up, {heading}", report, drafting, SPEED_UP, unit="× plain decoding"))
+        figures.append(_draw(f"Tokens per second, {heading}", report, groups, TOKENS_PER_SECOND, unit="tokens/s"))
     return section("batches", title, lead, table(COLUMNS, parts), legend(report.names), panels(*figures))
 
 
 def _row(group: Group) -> list[object]:
-    """The cells of a drafter at one batch size."""
-    drafts = group.drafter != "none"
-    speeds: list[object] = [cell(group.estimate(SPEED_UP), " ×") if drafts else "1 ×", "–"]
-    if drafts and group.is_modelled:
-        speeds[1] = cell(group.estimate(MODELLED_SPEED_UP), " ×")
-    rate, latency = cell(group.estimate(TOKENS_PER_SECOND), digits=1), cell(group.estimate(LATENCY), " s")
-    length, texts = cell(group.estimate(ACCEPTANCE_LENGTH)), f"{texts_in_a_step(group):.1f}"
-    return [group.batch_size, code(group.name), texts, rate, *speeds, latency, length, describe_output(group)]
+    """Return the cells of a drafter at one batch size."""
+    speed_up: object = "1 ×"
+    modelled: object = "–"
+    if group.drafts:
+        speed_up = cell(group.estimate(SPEED_UP), " ×")
+        if group.is_modelled:
+            modelled = cell(group.estimate(MODELLED_SPEED_UP), " ×")
+    return [
+        group.batch_size,
+        code(group.name),
+        f"{texts_in_a_step(group):.1f}",
+        cell(group.estimate(TOKENS_PER_SECOND), digits=1),
+        speed_up,
+        modelled,
+        cell(group.estimate(LATENCY), " s"),
+        cell(group.estimate(ACCEPTANCE_LENGTH)),
+        describe_output(group),
+    ]
 
 
 def texts_in_a_step(group: Group) -> float:
-    """Mean texts of a step."""
-    steps = sum(batch["steps"] for batch in group.steps)
-    return sum(batch["texts"] for batch in group.steps) / steps if steps else 1.0
+    """Return the mean number of requests in a step."""
+    num_steps = sum(batch["steps"] for batch in group.steps)
+    # answers that were decoded alone record no steps
+    if not num_steps:
+        return 1.0
+    return sum(batch["texts"] for batch in group.steps) / num_steps
 
 
 def points_by_size(groups: Sequence[Group], metric: Metric) -> Points:
-    """The metric over the logarithm of the batch size."""
+    """Return the metric over the logarithm of the batch size."""
     by_size = sorted(groups, key=lambda group: group.batch_size)
     return [(log2(group.batch_size), group.estimate(metric)) for group in by_size]
 
 
-def _draw(title: str, report: ReportData, groups: Sequence[Group], metric: Metric, unit: str) -> Html:
-    """A line for every drafter, and one for plain decoding."""
-    names = dict.fromkeys(group.name for group in groups)
-    series = [
-        (report.series[name], points_by_size([group for group in groups if group.name == name], metric))
-        for name in names
-    ]
-    places = sorted({place for _, points in series for place, _ in points})
+def _draw(title: str, report: ReportData, groups: Sequence[Group], metric: Metric, *, unit: str) -> Html:
+    """Draw a line for every drafter, and one for plain decoding."""
+    by_name: dict[str, list[Group]] = {}
+    for group in groups:
+        by_name.setdefault(group.name, []).append(group)
+    series = []
+    ends: list[float] = []
+    for name, sizes in by_name.items():
+        points = points_by_size(sizes, metric)
+        series.append((report.series[name], points))
+        for _, value in points:
+            ends += value.value, value.high
+    logarithms = sorted({log2(group.batch_size) for group in groups})
     if metric is SPEED_UP:
-        series.insert(0, (0, [(place, PLAIN) for place in places]))
-    y = Scale.over([end for _, points in series for _, value in points for end in (value.value, value.high)])
-    x = Doublings(places[0], max(places[-1], places[0] + 1), step=1)
-    return draw_plot(title, series, x, y, ("texts at a time", unit))
+        # plain decoding is the unit, at every size
+        series.insert(0, (0, [(x, PLAIN) for x in logarithms]))
+        ends += PLAIN.value, PLAIN.high
+    x_axis = Doublings(logarithms[0], max(logarithms[-1], logarithms[0] + 1), step=1)
+    return draw_plot(title, series, x=x_axis, y=Scale.over(ends), axes=("texts at a time", unit))

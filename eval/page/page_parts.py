@@ -1,9 +1,9 @@
-"""Parts that the sections of the report share: its data, headings, tables, panels and figures by task."""
+"""Load the report's data, and build what its sections share: headings, tables, panels and figures by task."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from eval.result_files.figures import Scale, draw_dots
 from eval.result_files.results import Answer, Group, Metric, Results, read_results, show_groups
 from eval.result_files.statistics import Estimate
 
-Rows = list[tuple[str, list[tuple[int, Estimate]]]]  # names, each with figures by series
+Points = list[tuple[int, Estimate]]  # figures by series
+Rows = list[tuple[str, Points]]  # by name
 
 
 @dataclass(frozen=True)
@@ -21,39 +22,40 @@ class ReportData:
 
     runs: dict[str, Results]  # by label; the label of a single run is empty
     every: list[Group]  # by temperature, at all batch sizes
-    groups: list[Group]  # those with the fewest texts at a time
+    groups: list[Group]  # those with the smallest batch size
     series: dict[str, int]  # a number for every drafter, 0 for `none`
 
     @classmethod
     def load(cls, paths: Sequence[str | Path]) -> ReportData:
-        """Read results files and label each by the part of its path that tells them apart."""
+        """Read results files, and label each by the part of its path in which they differ."""
         runs = {label: read_results(path) for label, path in zip(labels(paths), paths, strict=True)}
-        every = [group for label, run in runs.items() for group in run.groups(label)]
-        every.sort(key=lambda group: group.temperature)
-        groups = fewest_at_a_time(every)
-        if not groups:
+        every = []
+        for label, run in runs.items():
+            every += run.groups(label)
+        if not every:
             raise ValueError(f"no answers in {', '.join(map(str, paths))}: run eval.measure first")
-        names = dict.fromkeys(group.name for group in every if group.drafter != "none")
-        series = {name: number for number, name in enumerate(names, start=1)}
-        series |= {group.name: 0 for group in every if group.drafter == "none"}
-        return cls(runs, every, groups, series)
+        every.sort(key=lambda group: group.temperature)
+        names = dict.fromkeys(group.name for group in every if group.drafts)
+        series = {name: i for i, name in enumerate(names, start=1)}
+        series |= {group.name: 0 for group in every if not group.drafts}
+        return cls(runs, every, fewest_at_a_time(every), series)
 
     def _repr_html_(self) -> str:
         return show_groups(self.every)
 
     @property
     def drafting(self) -> list[Group]:
-        """The groups that draft: all but `none`."""
-        return [group for group in self.groups if group.drafter != "none"]
+        """Return the groups of drafters, without plain decoding."""
+        return [group for group in self.groups if group.drafts]
 
     @property
     def names(self) -> dict[str, int]:
-        """The drafters and their numbers, for a legend."""
-        return {name: number for name, number in self.series.items() if number}
+        """Return the drafters and their series, for a legend."""
+        return {name: series for name, series in self.series.items() if series}
 
 
 def fewest_at_a_time(groups: Sequence[Group]) -> list[Group]:
-    """Of each run the groups of its smallest batch size: acceptance does not depend on it."""
+    """Return the groups of each run's smallest batch size, since acceptance does not depend on it."""
     sizes: dict[str, int] = {}
     for group in groups:
         sizes[group.run] = min(group.batch_size, sizes.get(group.run, group.batch_size))
@@ -61,7 +63,7 @@ def fewest_at_a_time(groups: Sequence[Group]) -> list[Group]:
 
 
 def labels(paths: Sequence[str | Path]) -> list[str]:
-    """A short name for every file: the first of file name, folder and whole path in which they all differ."""
+    """Return a short name for each file: the first of file name, folder and path in which they all differ."""
     if len(paths) == 1:
         return [""]
     full = [Path(path).resolve() for path in paths]
@@ -73,7 +75,7 @@ def labels(paths: Sequence[str | Path]) -> list[str]:
 
 
 def by_temperature(groups: Iterable[Group]) -> list[tuple[str, list[Group]]]:
-    """Groups under the heading of their temperature."""
+    """Return the groups of each temperature, with a heading."""
     parts: dict[str, list[Group]] = {}
     for group in groups:
         parts.setdefault(f"T = {group.temperature:g}", []).append(group)
@@ -81,72 +83,84 @@ def by_temperature(groups: Iterable[Group]) -> list[tuple[str, list[Group]]]:
 
 
 def section(name: str, title: str, lead: object, *content: object) -> Html:
-    """A part of the page with an address of its own."""
+    """Return a section of the page, with an anchor to link to."""
     return tag("section", tag("h2", title), tag("p", lead), content, id=name)
 
 
 def panels(*figures: object) -> Html:
-    """Figures side by side where there is room."""
+    """Lay figures side by side where there is room."""
     return tag("div", figures, class_="panels two" if len(figures) in (2, 4) else "panels")
 
 
 def missing(*message: object) -> Html:
-    """A note that data are missing, and what would make them."""
+    """Return a note that data are missing, and what would make them."""
     return tag("p", message, class_="missing")
 
 
 def code(name: object) -> Html:
-    """A name in typewriter letters."""
+    """Return a name in typewriter letters."""
     return tag("code", name)
 
 
 def table(columns: Sequence[str], parts: Iterable[tuple[str, Sequence[Sequence[object]]]]) -> Html:
-    """Rows under a heading for every part; on a phone each row becomes a card, so a cell knows its column's name."""
+    """Return a table of rows under a heading for each part."""
     body = []
     for heading, rows in parts:
         if heading:
             body.append(tag("tr", tag("td", heading, colspan=len(columns)), class_="part"))
         for row in rows:
-            body.append(tag("tr", [tag("td", tag("div", c), data_label=n) for n, c in zip(columns, row, strict=True)]))
+            # on a phone each row becomes a card, so a cell knows its column's name
+            cells = [tag("td", tag("div", value), data_label=name) for name, value in zip(columns, row, strict=True)]
+            body.append(tag("tr", cells))
     head = tag("thead", tag("tr", [tag("th", name, scope="col") for name in columns]))
     return tag("table", head, tag("tbody", body))
 
 
 def cell(value: Estimate, unit: str = "", digits: int = 2, signed: bool = False) -> Html:
-    """A figure in a table, with its interval in small letters."""
-    sign = "+" if signed else ""
+    """Return a number for a table, with its interval in small letters."""
     if not isfinite(value.value):
         return html("–")
-    text = f"{value.value:{sign}.{digits}f}{unit} "
+    form = f"{'+' if signed else ''}.{digits}f"
+    text = f"{value.value:{form}}{unit} "
     if not isfinite(value.low):
         return html([text, tag("span", "one conversation: no interval", class_="low")])
-    interval = f"{value.low:{sign}.{digits}f} to {value.high:{sign}.{digits}f}"
+    interval = f"{value.low:{form}} to {value.high:{form}}"
     return html([text.replace("-", "−"), tag("span", interval.replace("-", "−"), class_="low")])
 
 
 def task_of(answer: Answer) -> str:
-    """The prompt set, and the task within it."""
-    return " · ".join(str(part) for part in (answer.get("set") or "prompts", answer.get("task")) if part)
+    """Return the prompt set of an answer, and its task within the set."""
+    prompt_set = answer.get("set") or "prompts"
+    if not answer.get("task"):
+        return str(prompt_set)
+    return f"{prompt_set} · {answer['task']}"
 
 
 def figures_by_task(report: ReportData, label: str, metric: Metric, start: float = 0, unit: str = "") -> list[Html]:
-    """A panel per temperature with the metric of each drafter by set and task."""
+    """Draw a panel per temperature with the metric of each drafter by set and task."""
     lines: dict[str, Rows] = {}
     for heading, groups in by_temperature(report.drafting):
-        tasks: dict[str, list[tuple[int, Estimate]]] = {
-            task_of(answer): [] for group in groups for answer in group.answers
-        }
-        for name, points in tasks.items():
-            for group in groups:
-                part = group.select(lambda answer, name=name: task_of(answer) == name)  # type: ignore[misc]
-                if part.answers:
-                    points.append((report.series[group.name], part.estimate(metric)))
+        tasks: dict[str, Points] = {}
+        for group in groups:
+            by_name: dict[str, list[Answer]] = {}
+            for answer in group.answers:
+                by_name.setdefault(task_of(answer), []).append(answer)
+            for name, answers in by_name.items():
+                estimate = replace(group, answers=answers).estimate(metric)
+                tasks.setdefault(name, []).append((report.series[group.name], estimate))
         lines[heading] = list(tasks.items())
-    return side_by_side(f"{label} by task", lines, start, unit)
+    return side_by_side(f"{label} by task", lines, start=start, unit=unit)
 
 
-def side_by_side(label: str, lines: dict[str, Rows], start: float, unit: str, note: str = "") -> list[Html]:
-    """A panel per temperature, all over one axis; plain decoding is at 1."""
-    values = [value for rows in lines.values() for _, points in rows for _, value in points]
-    scale = Scale.over([1, *(end for value in values for end in value)], start)
-    return [draw_dots(f"{label}, {heading}", rows, scale, 1, unit, note) for heading, rows in lines.items()]
+def side_by_side(label: str, lines: dict[str, Rows], *, start: float = 0, unit: str = "", note: str = "") -> list[Html]:
+    """Draw a panel per temperature, all on one scale; plain decoding is at 1."""
+    ends: list[float] = [1]
+    for rows in lines.values():
+        for _, points in rows:
+            for _, value in points:
+                ends += value
+    scale = Scale.over(ends, start)
+    return [
+        draw_dots(f"{label}, {heading}", rows, scale, reference=1, unit=unit, note=note)
+        for heading, rows in lines.items()
+    ]

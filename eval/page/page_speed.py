@@ -1,4 +1,4 @@
-"""Sections on speed: the headline, pairwise comparison, speed by task, and the time of a cycle."""
+"""Build the sections on speed: the headline, pairwise comparison, speed by task, and the time of a cycle."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise
 from eagle.markup import Html, tag
 from eval.page.page_parts import (
     ReportData,
+    Rows,
     by_temperature,
     cell,
     code,
@@ -17,6 +18,7 @@ from eval.page.page_parts import (
     side_by_side,
     table,
 )
+from eval.page.page_theory import cycle_seconds
 from eval.result_files.figures import draw_stack, legend
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
@@ -25,7 +27,7 @@ from eval.result_files.results import (
     SPEED_UP,
     TOKENS_PER_SECOND,
     Group,
-    cycles,
+    Metric,
 )
 from eval.result_files.statistics import Estimate
 
@@ -38,27 +40,33 @@ AGAINST_PLAIN = {
 
 
 def verdicts(report: ReportData) -> Html:
-    """The fastest drafter at every temperature in a large figure, also where it is slower than plain decoding."""
+    """Show the fastest drafter at every temperature in large letters, also where plain decoding is faster."""
     return tag("ul", [_verdict(*part) for part in by_temperature(report.drafting)], class_="verdicts")
 
 
 def _verdict(heading: str, groups: list[Group]) -> Html:
+    """Return the fastest drafter of a temperature, its speed-up, and the drafters that are level with it."""
     best = max(groups, key=_speed)
-    speed, length = best.estimate(SPEED_UP), best.estimate(ACCEPTANCE_LENGTH)
-    level = [g.name for g in groups if g is not best and not best.compare(g, SPEED_UP).estimate.sign]
-    names = [f"{heading}: ", code(best.name), *[[", level with ", code(name)] for name in level]]
+    speed = best.estimate(SPEED_UP)
+    length = best.estimate(ACCEPTANCE_LENGTH)
+    names: list[object] = [f"{heading}: ", code(best.name)]
+    for group in groups:
+        if group is not best and not best.compare(group, SPEED_UP).estimate.sign:
+            names += [", level with ", code(group.name)]
+    # a speed-up of 1 is the speed of plain decoding
     sign = Estimate(speed.value - 1, speed.low - 1, speed.high - 1).sign
     modelled = Html()
     if best.is_modelled:
         value, low, high = best.estimate(MODELLED_SPEED_UP)
         modelled = tag("p", f"{value:.2f} × in modelled time ({low:.2f} to {high:.2f})")
-    return tag("li", [
+    return tag(
+        "li",
         tag("span", names, class_="when"),
         tag("span", f"{speed.value:.2f} ×", class_="big"),
         tag("p", f"{AGAINST_PLAIN[sign]} (95% interval {speed.low:.2f} to {speed.high:.2f})"),
         modelled,
         tag("p", f"{length.value:.2f} tokens per target forward; output {describe_output(best)}"),
-    ])  # fmt: skip
+    )
 
 
 def _speed(group: Group) -> float:
@@ -66,30 +74,25 @@ def _speed(group: Group) -> float:
 
 
 def describe_output(group: Group) -> str:
-    """Whether the group's answers are those of `none`."""
+    """Describe whether the group's answers are those of `none`."""
     if group.differing:
         return f"identical in {group.identical} of {group.identical + group.differing}; {group.parting}"
-    return f"identical in {group.identical} of {len(group.answers)}" if group.identical else "of the same distribution"
+    if group.identical:
+        return f"identical in {group.identical} of {len(group.answers)}"
+    return "of the same distribution"
 
 
 def headline(report: ReportData) -> Html:
-    """Every drafter at every temperature."""
+    """Show every drafter at every temperature."""
+    # columns that no drafter needs are left out
     has_modelled = any(group.is_modelled for group in report.drafting)
     waited = any(group.had_to_wait for group in report.drafting)
-    columns = ["drafter", "τ", "tokens/s", "speed-up", *["in CPU seconds"] * waited, *["modelled"] * has_modelled]
+    columns = ["drafter", "τ", "tokens/s", "speed-up"]
+    if waited:
+        columns.append("in CPU seconds")
+    if has_modelled:
+        columns.append("modelled")
     columns += ["output", "loops"]
-
-    def row(group: Group) -> list[object]:
-        drafts = group.drafter != "none"
-        speed = cell(group.estimate(SPEED_UP), " ×") if drafts else "1 ×"
-        in_cpu = cell(group.estimate(CPU_SPEED_UP), " ×") if group.has_cpu_seconds and drafts else "–"
-        rate = cell(group.estimate(TOKENS_PER_SECOND), digits=1)
-        modelled = cell(group.estimate(MODELLED_SPEED_UP), " ×") if group.is_modelled and drafts else "–"
-        output = tag("span", describe_output(group), class_="warn" if group.differing else None)
-        length = cell(group.estimate(ACCEPTANCE_LENGTH))
-        speeds = [speed, *[in_cpu] * waited, *[modelled] * has_modelled]
-        return [code(group.name), length, rate, *speeds, output, f"{group.looping:.0%}"]
-
     lead = (
         "τ is the acceptance length: tokens committed per target forward, its own included, prefill excluded. Speed-up "
         "is tokens per second over those of plain decoding (none) on the same prompts in the same run, in wall time, "
@@ -97,61 +100,93 @@ def headline(report: ReportData) -> Html:
         "recorded cycles at the costs of bare forwards and of the loop instead, which other work does not disturb. "
         "Beside each figure is its 95% interval: bootstrap over prompts, clustered by conversation."
     )
-    rows = [(heading, [row(group) for group in groups]) for heading, groups in by_temperature(report.groups)]
-    lines = {
-        heading: [(group.name, [(report.series[group.name], group.estimate(SPEED_UP))]) for group in groups]
-        for heading, groups in by_temperature(report.drafting)
-    }
-    figures = side_by_side("Speed-up", lines, 0, " ×", "The dashed line is plain decoding.")
-    return section("headline", "How fast, and how sure", lead, table(columns, rows), panels(*figures))
+    parts = []
+    for heading, groups in by_temperature(report.groups):
+        parts.append((heading, [_headline_row(group, waited, has_modelled) for group in groups]))
+    lines: dict[str, Rows] = {}
+    for heading, groups in by_temperature(report.drafting):
+        lines[heading] = [(group.name, [(report.series[group.name], group.estimate(SPEED_UP))]) for group in groups]
+    figures = side_by_side("Speed-up", lines, unit=" ×", note="The dashed line is plain decoding.")
+    return section("headline", "How fast, and how sure", lead, table(columns, parts), panels(*figures))
+
+
+def _headline_row(group: Group, waited: bool, has_modelled: bool) -> list[object]:
+    """Return the cells of a drafter, with CPU and modelled time where the table has these columns."""
+    speeds: list[object] = [_gain(group, SPEED_UP, group.drafts, "1 ×")]
+    if waited:
+        speeds.append(_gain(group, CPU_SPEED_UP, group.drafts and group.has_cpu_seconds))
+    if has_modelled:
+        speeds.append(_gain(group, MODELLED_SPEED_UP, group.drafts and group.is_modelled))
+    return [
+        code(group.name),
+        cell(group.estimate(ACCEPTANCE_LENGTH)),
+        cell(group.estimate(TOKENS_PER_SECOND), digits=1),
+        *speeds,
+        tag("span", describe_output(group), class_="warn" if group.differing else None),
+        f"{group.looping:.0%}",
+    ]
+
+
+def _gain(group: Group, metric: Metric, is_measured: bool, otherwise: str = "–") -> object:
+    return cell(group.estimate(metric), " ×") if is_measured else otherwise
 
 
 def comparison(report: ReportData) -> Html:
-    """Differences between drafters by prompt; without a ranking where the interval contains zero."""
+    """Show differences between drafters by prompt, without a ranking where the interval contains zero."""
     if len(report.drafting) < 2:
         return Html()
     has_modelled = all(group.is_modelled for group in report.drafting)
     columns = ["drafter", "against", "prompts", "difference in τ", "in speed-up"]
-    columns += ["in modelled speed-up"] * has_modelled
-    parts = [
-        (heading, [_compare(*pair, has_modelled) for pair in _pairs(groups)])
-        for heading, groups in by_temperature(report.drafting)
-    ]
+    if has_modelled:
+        columns.append("in modelled speed-up")
+    parts = []
+    for heading, groups in by_temperature(report.drafting):
+        rows = [_compare(group, other, has_modelled) for group, other in _pairs(groups)]
+        if rows:
+            parts.append((heading, rows))
     lead = (
         "Pairs answered the same prompts, and each difference is taken by prompt, with its 95% interval. Where the "
         "interval holds zero the report does not rank: no difference shown."
     )
-    return section("comparison", "Who is ahead", lead, table(columns, [part for part in parts if part[1]]))
+    return section("comparison", "Who is ahead", lead, table(columns, parts))
 
 
 def _pairs(groups: list[Group]) -> list[tuple[Group, Group]]:
-    """Each drafter against the fastest of its run, and each run's against the same drafter in the run before it."""
+    """Pair each drafter with the fastest of its run, and each run's with the same drafter in the run before."""
+    by_run: dict[str, list[Group]] = {}
+    by_drafter: dict[str, list[Group]] = {}
+    for group in groups:
+        by_run.setdefault(group.run, []).append(group)
+        by_drafter.setdefault(group.drafter, []).append(group)
     pairs = []
-    for run in dict.fromkeys(group.run for group in groups):
-        fastest, *others = sorted((group for group in groups if group.run == run), key=lambda group: -_speed(group))
-        pairs += [(fastest, other) for other in others]
-    for name in dict.fromkeys(group.drafter for group in groups):
-        pairs += [(later, before) for before, later in pairwise(g for g in groups if g.drafter == name)]
-    if not pairs:  # runs of one drafter each, under names of their own
-        pairs = [(later, before) for before, later in pairwise(groups)]
+    for of_run in by_run.values():
+        fastest, *slower = sorted(of_run, key=lambda group: -_speed(group))
+        pairs += [(fastest, other) for other in slower]
+    for of_drafter in by_drafter.values():
+        pairs += [(later, earlier) for earlier, later in pairwise(of_drafter)]
+    # runs of one drafter each, under names of their own
+    if not pairs:
+        pairs = [(later, earlier) for earlier, later in pairwise(groups)]
     return pairs
 
 
 def _compare(group: Group, other: Group, has_modelled: bool) -> list[object]:
     length = group.compare(other, ACCEPTANCE_LENGTH)
-    speeds = [group.compare(other, metric) for metric in (SPEED_UP, *[MODELLED_SPEED_UP] * has_modelled)]
+    metrics = [SPEED_UP, MODELLED_SPEED_UP] if has_modelled else [SPEED_UP]
     cells = [_difference(length.estimate, "longer", "shorter")]
-    cells += [_difference(speed.estimate, "faster", "slower") for speed in speeds]
+    for metric in metrics:
+        cells.append(_difference(group.compare(other, metric).estimate, "faster", "slower"))
     return [code(group.name), code(other.name), length.pairs, *cells]
 
 
 def _difference(value: Estimate, more: str, less: str) -> list[object]:
-    """A difference and its meaning in a word."""
-    return [cell(value, signed=True), tag("div", {1: more, -1: less, 0: "no difference shown"}[value.sign])]
+    """Return a difference and its meaning in a word."""
+    words = {1: more, -1: less, 0: "no difference shown"}
+    return [cell(value, signed=True), tag("div", words[value.sign])]
 
 
 def speed_by_task(report: ReportData) -> Html:
-    """Speed-up by prompt set and task."""
+    """Show the speed-up by prompt set and task."""
     lead = "Speed-up in wall time by prompt set and task. Left of the dashed line plain decoding is faster."
     figures = figures_by_task(report, "Speed-up", SPEED_UP, unit=" ×")
     if all(group.is_modelled for group in report.drafting):
@@ -160,29 +195,28 @@ def speed_by_task(report: ReportData) -> Html:
 
 
 def time_split(report: ReportData) -> Html:
-    """Milliseconds of a mean cycle, by part."""
+    """Show the milliseconds of a mean cycle, by part."""
     title = "Where the time goes"
     lead = (
         "A cycle is one target forward with the draft before it and the bookkeeping after it. The draft pays while τ "
         "is larger than the length of its cycle in cycles of plain decoding."
     )
-    timed = [group for group in report.groups if _cycle_seconds(group)]
+    timed = [group for group in report.groups if cycle_seconds(group.cycles)]
     if not timed:
         return section("time", title, lead, missing("These results keep no seconds per cycle."))
     chips = [tag("li", tag("i", class_=part), tag("span", part)) for part in PARTS]
-    figures = [
-        draw_stack(f"Milliseconds per cycle, {heading}", [(g.name, mean_milliseconds(g)) for g in groups], "ms")
-        for heading, groups in by_temperature(timed)
-    ]
+    figures = []
+    for heading, groups in by_temperature(timed):
+        rows = [(group.name, mean_milliseconds(group)) for group in groups]
+        figures.append(draw_stack(f"Milliseconds per cycle, {heading}", rows, "ms"))
     return section("time", title, lead, tag("ul", chips, class_="legend"), panels(*figures))
 
 
-def _cycle_seconds(group: Group) -> list[dict[str, float]]:
-    """Seconds by part of every cycle that has them."""
-    return [cycle["seconds"] for answer in group.answers for cycle in cycles(answer) if cycle.get("seconds")]
-
-
 def mean_milliseconds(group: Group) -> list[tuple[str, float]]:
-    """Mean milliseconds of a cycle, by part."""
-    timed = _cycle_seconds(group)
-    return [(part, 1000 * sum(seconds.get(part, 0.0) for seconds in timed) / len(timed)) for part in PARTS]
+    """Return the mean milliseconds of a cycle, by part."""
+    timed = cycle_seconds(group.cycles)
+    means = []
+    for part in PARTS:
+        total = sum(seconds.get(part, 0.0) for seconds in timed)
+        means.append((part, 1000 * total / len(timed)))
+    return means

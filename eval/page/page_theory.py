@@ -1,4 +1,4 @@
-"""The section on theory: τ and speed as predicted from acceptance and bare costs, against the measured ones."""
+"""Build the section on theory: τ and speed predicted from acceptance and bare costs, against measured ones."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 from eagle.markup import Html
 from eval.page.page_parts import ReportData, by_temperature, cell, code, missing, panels, section, table
 from eval.result_files.figures import Scale, draw_plot, legend
-from eval.result_files.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Answer, Group, cycles
+from eval.result_files.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Group, cycles
 from eval.result_files.statistics import Estimate
 
+Cycle = dict[str, Any]  # as a row holds it
 Agreement = list[tuple[int, list[tuple[float, Estimate]]]]  # of predicted and measured, by series
 Shapes = Counter[tuple[int, int]]  # cycles by accepted tokens and levels of the tree
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """(1 - alpha^(gamma+1)) / (1 - alpha): tokens per target forward of a chain with independent acceptances.
+    """Return the tokens per target forward of a chain of `gamma` tokens, accepted independently with rate `alpha`.
 
-    Leviathan et al. 2023 (arXiv 2211.17192); alpha is the acceptance rate of a drafted token, gamma the chain's length.
+    (1 - alpha^(gamma+1)) / (1 - alpha), equation 1 of Leviathan et al. 2023 (arXiv 2211.17192).
     """
     check_rate(alpha, gamma)
-    return gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    if alpha == 1:
+        return gamma + 1.0
+    return (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def tokens_of_rates(rates: Sequence[float]) -> float:
-    """1 + r1 + r1 r2 + ...: tokens per target forward; a rate is given that the position before was accepted."""
+    """Return 1 + r1 + r1 r2 + ..., the tokens per target forward.
+
+    A rate is given that the position before was accepted.
+    """
     return 1 + sum(accumulate(rates, mul))
 
 
@@ -38,17 +45,23 @@ def check_rate(alpha: float, gamma: int = 0) -> None:
         raise ValueError(f"alpha = {alpha}, gamma = {gamma}: expected a probability, and a chain of 0 or more tokens")
 
 
-def count_shapes(answers: Iterable[Answer]) -> Shapes:
-    """Count the cycles of answers by accepted tokens and levels of the tree."""
-    return Counter((cycle["accepted"], cycle["depth"]) for answer in answers for cycle in cycles(answer))
+def count_shapes(recorded: Iterable[Cycle]) -> Shapes:
+    """Count cycles by accepted tokens and levels of the tree."""
+    return Counter((cycle["accepted"], cycle["depth"]) for cycle in recorded)
 
 
 def count_level(shapes: Shapes, level: int, reached: bool = True) -> tuple[int, int]:
-    """Cycles that accepted a level's token, and all cycles, or those that accepted the level before and had this."""
-    accepted = sum(count for (length, _), count in shapes.items() if length >= level)
-    tried = sum(
-        count for (length, depth), count in shapes.items() if not reached or (depth >= level and length >= level - 1)
-    )
+    """Return the cycles that accepted a level's token, and those that tried it.
+
+    All cycles count as tried, or those that accepted the level before and had this one.
+    """
+    accepted = 0
+    tried = 0
+    for (length, depth), count in shapes.items():
+        if length >= level:
+            accepted += count
+        if not reached or (depth >= level and length >= level - 1):
+            tried += count
     return accepted, tried
 
 
@@ -63,28 +76,34 @@ class Rates:
     @classmethod
     def count(cls, group: Group) -> Rates:
         """Count over the cycles of a group."""
-        shapes = count_shapes(group.answers)
+        shapes = count_shapes(group.cycles)
         depths: Counter[int] = Counter()
         for (_, depth), times in shapes.items():
             depths[depth] += times
-        levels = [count_level(shapes, level) for level in range(1, max(depths) + 1)]
-        by_level = [accepted / max(tried, 1) for accepted, tried in levels]
-        accepted, tried = (sum(counts) for counts in zip((0, 0), *levels, strict=True))
-        return cls(accepted / max(tried, 1), by_level, depths)
+        total_accepted = 0
+        total_tried = 0
+        by_level = []
+        for level in range(1, max(depths) + 1):
+            accepted, tried = count_level(shapes, level)
+            # a level that no cycle reached has a rate of 0
+            by_level.append(accepted / max(tried, 1))
+            total_accepted += accepted
+            total_tried += tried
+        return cls(total_accepted / max(total_tried, 1), by_level, depths)
 
     @property
     def mean_depth(self) -> float:
-        """Levels of a mean tree."""
+        """Return the mean levels of a tree."""
         return self._mean(float)
 
     @property
     def by_alpha(self) -> float:
-        """Tokens per target forward if every level had the same chance, whatever came before it."""
+        """Return the tokens per target forward if all levels had one rate, independent of what came before."""
         return self._mean(lambda depth: expected_tokens(self.alpha, depth))
 
     @property
     def by_position(self) -> float:
-        """Tokens per target forward if every level had its own chance, whatever came before it."""
+        """Return the tokens per target forward if each level had its own rate, independent of what came before."""
         return self._mean(lambda depth: tokens_of_rates(self.by_level[:depth]))
 
     def _mean(self, value: Callable[[int], float]) -> float:
@@ -92,9 +111,9 @@ class Rates:
 
 
 def theory(report: ReportData) -> Html:
-    """Predicted against measured τ and speed."""
+    """Show predicted against measured τ and speed."""
     title = "Measured against theory"
-    groups_with_cycles = [group for group in report.drafting if any(cycles(answer) for answer in group.answers)]
+    groups_with_cycles = [group for group in report.drafting if group.cycles]
     lead = (
         "If every drafted token were kept with the same chance α, whatever came before it, a cycle of γ levels would "
         "commit (1 − α^(γ+1)) / (1 − α) tokens. “By position” gives each level its own chance; both are means over "
@@ -105,59 +124,95 @@ def theory(report: ReportData) -> Html:
     if not groups_with_cycles:
         return section("theory", title, lead, missing("These results keep no cycles."))
     has_modelled = any(group.is_modelled for group in groups_with_cycles)
-    lead += (
-        "Predicted speed-up is that of modelled time, from bare forwards measured outside of the loop."
-        if has_modelled
-        else "Predicted speed-up is τ over break-even: the header has no bare costs (eval.costs) to model it from."
-    )
+    if has_modelled:
+        how = "modelled"
+        lead += "Predicted speed-up is that of modelled time, from bare forwards measured outside of the loop."
+    else:
+        how = "τ over break-even"
+        lead += "Predicted speed-up is τ over break-even: the header has no bare costs (eval.costs) to model it from."
     columns = ["drafter", "α", "levels", "τ by α", "τ by position", "τ measured", "break-even τ"]
     columns += ["predicted", "measured"]
     parts = []
-    lengths, speeds = Agreement(), Agreement()
+    lengths = Agreement()
+    speeds = Agreement()
     for heading, groups in by_temperature(groups_with_cycles):
         rows = []
         for group in groups:
-            rates, series = Rates.count(group), report.series[group.name]
-            length, speed = group.estimate(ACCEPTANCE_LENGTH), group.estimate(SPEED_UP)
+            series = report.series[group.name]
+            rates = Rates.count(group)
             even = break_even(group)
+            # unknown without seconds of cycles and bare costs: the plot has no point then
             predicted = predict_speed_up(group, even)
-            lengths.append((series, [(rates.by_alpha, length)]))
+            lengths.append((series, [(rates.by_alpha, group.estimate(ACCEPTANCE_LENGTH))]))
             if predicted:
-                speeds.append((series, [(predicted, speed)]))
-            rows.append([
-                code(group.name), f"{rates.alpha:.2f}", f"{rates.mean_depth:.1f}", f"{rates.by_alpha:.2f}",
-                f"{rates.by_position:.2f}", cell(length), f"{even:.2f}" if even else "–",
-                f"{predicted:.2f} ×" if predicted else "–", cell(speed, " ×"),
-            ])  # fmt: skip
+                speeds.append((series, [(predicted, group.estimate(SPEED_UP))]))
+            rows.append(_row(group, rates, even, predicted))
         parts.append((heading, rows))
-    figures = [_draw_agreement("τ", "from α", lengths, 1)]
+    figures = [_draw_agreement("τ", "from α", lengths, low=1)]
     if speeds:
-        figures.append(_draw_agreement("Speed-up", "modelled" if has_modelled else "τ over break-even", speeds, 0))
+        figures.append(_draw_agreement("Speed-up", how, speeds, low=0))
     return section("theory", title, lead, table(columns, parts), legend(report.names), panels(*figures))
 
 
-def _draw_agreement(what: str, how: str, series: Agreement, low: float) -> Html:
-    top = [value for _, points in series for at, e in points for value in (at, e.value, e.high)]
-    both = Scale.over(top, low)
-    title, note = f"{what}: measured over predicted", "On the dashed line they agree."
-    axes = (f"predicted ({how})", "measured")
-    return draw_plot(title, series, both, both, axes, note, joined=False, diagonal=True)
+def _row(group: Group, rates: Rates, even: float | None, predicted: float | None) -> list[object]:
+    return [
+        code(group.name),
+        f"{rates.alpha:.2f}",
+        f"{rates.mean_depth:.1f}",
+        f"{rates.by_alpha:.2f}",
+        f"{rates.by_position:.2f}",
+        cell(group.estimate(ACCEPTANCE_LENGTH)),
+        f"{even:.2f}" if even else "–",
+        f"{predicted:.2f} ×" if predicted else "–",
+        cell(group.estimate(SPEED_UP), " ×"),
+    ]
+
+
+def _draw_agreement(what: str, how: str, series: Agreement, *, low: float) -> Html:
+    """Draw measured over predicted values, both on one scale."""
+    values: list[float] = []
+    for _, points in series:
+        for predicted, measured in points:
+            values += predicted, measured.value, measured.high
+    scale = Scale.over(values, low)
+    return draw_plot(
+        f"{what}: measured over predicted",
+        series,
+        x=scale,
+        y=scale,
+        axes=(f"predicted ({how})", "measured"),
+        note="On the dashed line they agree.",
+        joined=False,
+        diagonal=True,
+    )
 
 
 def break_even(group: Group) -> float | None:
-    """Mean seconds of a cycle over those of a cycle of plain decoding; None where they were not kept."""
-    drafting = _mean_cycle_seconds(group.answers)
-    plain = _mean_cycle_seconds(answer["baseline"] for answer in group.answers)
-    return drafting / plain if drafting and plain else None
+    """Return a cycle's mean seconds over those of plain decoding, or None where they were not recorded."""
+    plain = []
+    for answer in group.answers:
+        plain += cycles(answer["baseline"])
+    drafting_seconds = _mean_cycle_seconds(group.cycles)
+    plain_seconds = _mean_cycle_seconds(plain)
+    if not drafting_seconds or not plain_seconds:
+        return None
+    return drafting_seconds / plain_seconds
 
 
-def _mean_cycle_seconds(answers: Iterable[Answer]) -> float:
-    seconds = [sum(cycle["seconds"].values()) for a in answers for cycle in cycles(a) if cycle.get("seconds")]
+def cycle_seconds(recorded: Iterable[Cycle]) -> list[dict[str, float]]:
+    """Return the seconds by part of each cycle that has them."""
+    return [cycle["seconds"] for cycle in recorded if cycle.get("seconds")]
+
+
+def _mean_cycle_seconds(recorded: Iterable[Cycle]) -> float:
+    seconds = [sum(parts.values()) for parts in cycle_seconds(recorded)]
     return sum(seconds) / len(seconds) if seconds else 0.0
 
 
 def predict_speed_up(group: Group, even: float | None) -> float | None:
-    """Modelled speed-up where there are bare costs, else τ over break-even."""
+    """Return the modelled speed-up where there are bare costs, else τ over break-even."""
     if group.is_modelled:
         return group.estimate(MODELLED_SPEED_UP).value
-    return group.estimate(ACCEPTANCE_LENGTH).value / even if even else None
+    if not even:
+        return None
+    return group.estimate(ACCEPTANCE_LENGTH).value / even
