@@ -24,41 +24,54 @@ from recipes.tiny import demo
 
 
 def main(argv: list[str]) -> None:
-    """Read the recipe, open its features, train; with `--check`, try every stage on a little data and start nothing."""
-    if {"-h", "--help"} & set(argv):
-        raise SystemExit(print(f"usage: eagle train [RECIPE] [key=value ...] [--check]\n\n{__doc__}"))
+    """Train the head of a recipe; with `--check`, try every stage on a little data instead."""
+    if "-h" in argv or "--help" in argv:
+        print(f"usage: eagle train [RECIPE] [key=value ...] [--check]\n\n{__doc__}")
+        raise SystemExit
     args = parse_train(argv)
-    path = args.recipe
-    recipe = resolve_dtype(Recipe.load(path or demo.RECIPE, args.overrides))
+    source = args.recipe or demo.RECIPE
+    recipe = resolve_dtype(Recipe.load(source, args.overrides))
     if recipe.joint is not None:
         raise ValueError(
-            f"{path} has a section `joint`, which trains the target too: use `eagle train RECIPE` without "
+            f"{args.recipe} has a section `joint`, which trains the target too: use `eagle train RECIPE` without "
             "--check, or recipes/train_medusa2.py"
         )
-    if path is None and not Path(recipe.target.path).exists() and "LOCAL_RANK" not in os.environ:
+    # Processes of `accelerate launch` must not all make the demo's model at once.
+    is_launched = "LOCAL_RANK" in os.environ
+    if args.recipe is None and not Path(recipe.target.path).exists() and not is_launched:
         demo.run(demo.TO_TRAIN)
     if args.check:
         check(recipe)
-        return
+    else:
+        train_head(recipe, source)
+
+
+def train_head(recipe: Recipe, source: str) -> None:
+    """Open the features of a recipe, initialise its head, and train it."""
     accelerator = launch(recipe.train)
-    if accelerator.device.type == "cpu":  # not by timing: a run that goes on must round as it began
+    if accelerator.device.type == "cpu":
+        # The number of threads is not chosen by timing: a resumed run must round as it did before.
         threads = torch.get_num_threads()
         hint = "; OMP_NUM_THREADS=1 is often faster on a shared machine" if threads > 1 else ""
         accelerator.print(f"threads: {threads}{hint}")
-    settings = settings_of(recipe.drafter.model_dump(), path or demo.RECIPE)
-    target, features = open_features(recipe, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
-    torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
+    settings = settings_of(recipe.drafter.model_dump(), source)
+    tokenize = partial(read_examples, recipe)
+    target, features = open_features(recipe, settings, tokenize, main=accelerator.is_main_process)
+
+    # The same seed must give the same initial weights, whatever was sampled before.
+    torch.manual_seed(recipe.train.seed)
     head = first_head(recipe, settings, target, features)
-    features = follow_head(
-        recipe, settings, target, features, head, weights_split=splits_weights(accelerator, recipe.train)
-    )
-    frozen = target.head.cast(getattr(torch, recipe.train.dtype))
+    is_sharded = splits_weights(accelerator, recipe.train)
+    features = follow_head(recipe, settings, target, features, head=head, weights_split=is_sharded)
+    target_head = target.head.cast(getattr(torch, recipe.train.dtype))
+
     decoding = open_decoding(recipe, target)
     if isinstance(target, Borrowed) and recipe.train.decode is None and recipe.train.validation:
         accelerator.print(NOT_DECODED)
     if decoding is None and recipe.features.store:
-        del target  # only its embedding and LM head are needed
-    folder = train(accelerator, recipe, head, frozen, features, decoding, commit())
+        # Stored features replace the target's layers; training reads only its embedding and LM head.
+        del target
+    folder = train(accelerator, recipe, head, target_head, features=features, decoding=decoding, commit=commit())
     accelerator.print(f"head in {folder.resolve()}")
     accelerator.end_training()
 

@@ -22,7 +22,7 @@ from eagle.training.train_joint import train_jointly
 
 
 def main(argv: list[str]) -> None:
-    """Read the recipe, load target and head, train both, and say what came out."""
+    """Train the target and the heads of a recipe together."""
     args = command_line("eagle train", __doc__).parse_intermixed_args(argv)
     recipe = resolve_dtype(Recipe.load(args.recipe, args.overrides))
     if recipe.joint is None:
@@ -31,12 +31,18 @@ def main(argv: list[str]) -> None:
         raise ValueError("a target that trains is whole on every process: leave features.shard_target out")
     accelerator = launch(recipe.train)
     settings = settings_of(recipe.drafter.model_dump(), args.recipe)
-    live = recipe.model_copy(update={"features": recipe.features.model_copy(update={"store": None})})
-    _, features = open_features(live, settings, partial(read_examples, recipe), main=accelerator.is_main_process)
-    assert isinstance(features, LiveFeatures)  # as nothing is stored
-    torch.manual_seed(recipe.train.seed)  # the first weights are part of the run
+
+    # The target changes at every step, so that its features cannot be stored.
+    live_features = recipe.features.model_copy(update={"store": None})
+    live_recipe = recipe.model_copy(update={"features": live_features})
+    tokenize = partial(read_examples, recipe)
+    _, features = open_features(live_recipe, settings, tokenize, main=accelerator.is_main_process)
+    assert isinstance(features, LiveFeatures)
+
+    # The same seed must give the same initial weights, whatever was sampled before.
+    torch.manual_seed(recipe.train.seed)
     head = first_head(recipe, settings, features.target, features)
-    folder = train_jointly(accelerator, recipe, head, features, commit())
+    folder = train_jointly(accelerator, recipe, head, features, commit=commit())
     accelerator.print(
         f"a NEW target in {(folder / 'target').resolve()}: its answers are not those of {recipe.target.path}; the KL "
         "from it is in provenance.json there\n"
