@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -34,19 +35,23 @@ SHIPPED = (
     *("qwen3-next-80b", "qwen3.5-9b", "nemotron-3-nano", "gemma-3n", "llama-4-scout"),
 )
 CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
-TOKENS = 1_330  # of a ShareGPT conversation cut at 2,048: its published 740 GB at a width of 4,096 in bf16
+# Mean tokens of a ShareGPT conversation cut at 2,048, from its published 740 GB at a width of 4,096 in bf16.
+TOKENS = 1_330
 SUPERVISED = 0.75  # share of these tokens
 CARDS = 8
-ZERO_BUCKET = 500_000_000  # gradients that DeepSpeed, left to itself, sends at a time
+# Gradients that DeepSpeed sends at a time by default.
+ZERO_BUCKET = 500_000_000
 PRECISION = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16}
-TFLOPS = 300.0  # a second on a card, 30% of what an H100 is sold with
+# Per second and GPU: 30% of the peak of an H100.
+TFLOPS = 300.0
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The facts of a target that a forecast needs."""
+    """The sizes of a target that a forecast needs."""
 
+    # The first eight are named as in transformers' LlamaConfig, which `config` fills with them.
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -56,145 +61,182 @@ class Sizes:
     head_dim: int
     tie_word_embeddings: bool
     parameters: int
-    active: int  # parameters that one token visits
-    text: TextMemory | None = None  # of a target that keeps states of a text
-    bits: int | None = None  # of a weight of the layers, where they are quantised
+    active: int  # parameters used for one token: not all experts
+    text: TextMemory | None = None  # of a target with recurrent states
+    bits: int | None = None  # per weight of quantised layers
 
     @property
     def config(self) -> LlamaConfig:
-        """As much of the target's config as a head is made from."""
+        """Return the part of the target's config that a head is made from."""
         return LlamaConfig(**{field.name: getattr(self, field.name) for field in fields(self)[:8]})
 
     @property
     def frozen(self) -> int:
-        """Parameters that a head borrows: embedding and LM head."""
-        return (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        """Return the number of parameters that a head shares with the target: embedding and LM head."""
+        matrices = 1 if self.tie_word_embeddings else 2
+        return matrices * self.vocab_size * self.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One run: parameters of the head, bytes, and hours of one card."""
+    """Size, memory and time of one run."""
 
-    parameters: int
+    parameters: int  # of the head
     width: int  # of the head's MLP
-    tokens: int  # of the data
-    token_bytes: int  # of a token's features, stored
+    tokens: int  # in the data
+    token_bytes: int  # of the stored features of one token
     features: int  # bytes on disk
-    memory: int  # bytes on each card, training on stored features
-    target: int  # bytes of the target's weights, on all cards together, while features are made
-    extract_hours: float
-    train_hours: float
+    memory: int  # bytes on each GPU while training on stored features
+    target: int  # bytes of the target's weights over all GPUs, during extraction
+    extract_hours: float  # of one GPU
+    train_hours: float  # of one GPU
 
 
 def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARDS, tflops: float = TFLOPS) -> Forecast:
-    """The memory, disk and time that a recipe will need."""
+    """Return the memory, disk and time that a recipe needs."""
     if recipe.joint is not None:
         raise ValueError("no forecast is made of a target that trains with its heads: joint=null forecasts them alone")
-    settings, train = settings_of(recipe.drafter.model_dump(), "recipe"), recipe.train
+    settings = settings_of(recipe.drafter.model_dump(), "recipe")
     head = empty_head(settings, sizes.config)
-    tokens = min(conversations, recipe.data.limit or conversations) * min(TOKENS, recipe.data.max_length)
-    stored = recipe.features.store is not None
-    parts = parts_of(tap_identity(roles_of(settings, sizes.config)))
-    size = round(token_bytes(parts, recipe.features.dtype, sizes.hidden_size, SUPERVISED))
-    hours = 3600 * tflops * 1e12
+    epochs = recipe.train.epochs
+    max_length = recipe.data.max_length
+    is_stored = recipe.features.store is not None
+
+    num_conversations = min(conversations, recipe.data.limit or conversations)
+    tokens = num_conversations * min(TOKENS, max_length)
+    tensors = parts_of(tap_identity(roles_of(settings, sizes.config)))
+    bytes_per_token = round(token_bytes(tensors, recipe.features.dtype, sizes.hidden_size, SUPERVISED))
+
+    # A forward pass costs two FLOPs per active parameter; without a store it is repeated in every epoch.
+    extractions = 1 if is_stored else epochs
+    extract_flops = extractions * 2 * sizes.active * tokens
+    train_flops = epochs * tokens * token_flops(head, sizes.config, max_length)
+    flops_per_hour = 3600 * tflops * 1e12
     return Forecast(
-        parameters(head),
-        head.shape.intermediate_size,
-        tokens,
-        size,
-        stored * tokens * size,
-        card_bytes(recipe, head, sizes, cards),
-        target_bytes(sizes),
-        (1 if stored else train.epochs) * 2 * sizes.active * tokens / hours,
-        train.epochs * tokens * token_flops(head, sizes.config, recipe.data.max_length) / hours,
+        parameters=parameters(head),
+        width=head.shape.intermediate_size,
+        tokens=tokens,
+        token_bytes=bytes_per_token,
+        features=tokens * bytes_per_token if is_stored else 0,
+        memory=card_bytes(recipe, head, sizes, cards),
+        target=target_bytes(sizes),
+        extract_hours=extract_flops / flops_per_hour,
+        train_hours=train_flops / flops_per_hour,
     )
 
 
 def empty_head(settings: Any, config: Any) -> TrainableDrafter:
-    """The head of a target's config, without its numbers."""
+    """Return the head that a recipe would train on a target, on the device `meta`."""
     method = DRAFTERS[settings.kind]
+    options: dict[str, Any] = {"supervised": ()}
+    if method.reads.weights:
+        options["weights"] = empty_weights(config).__getitem__
     with torch.device("meta"):
-        weights = {"weights": empty_weights(config).__getitem__} if method.reads.weights else {}
-        return method.for_target(settings, config, empty_target_head(config, torch.float32), supervised=(), **weights)
+        target_head = empty_target_head(config, torch.float32)
+        return method.for_target(settings, config, target_head, **options)
 
 
 def empty_weights(config: Any) -> dict[str, Tensor]:
-    """The target's tensors by name, without their numbers."""
+    """Return the target's tensors by name, on the device `meta`."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).state_dict()
 
 
 def parameters(module: nn.Module) -> int:
-    """How many numbers a module has."""
+    """Return the number of parameters of a module."""
     return sum(tensor.numel() for tensor in module.parameters())
 
 
 def card_bytes(
     recipe: Recipe, head: TrainableDrafter, sizes: Sizes, cards: int, itemsize: int = 2, stage: int = 0
 ) -> int:
-    """The most that one card holds at worst, where texts are as long as may be, and all of them supervised."""
-    train, length = recipe.train, recipe.data.max_length
-    texts = -(-train.batch_size // (cards * train.accumulation))
-    held = training_bytes(head, sizes.config, texts * [length], PRECISION[train.dtype], train.accumulation)
-    held += exchange_bytes(learned(head), cards, stage)
-    if recipe.features.store and not train.decode and train.on_policy is None:
-        return held
-    split = cards if recipe.features.shard_target else 1
-    held += target_bytes(sizes, split, itemsize)
-    if PRECISION[train.dtype].itemsize == itemsize:
-        held -= itemsize * sizes.frozen  # what is borrowed is the target's own
-    if recipe.features.store:
-        return held
-    states = texts * length * len({*head.taps, *head.teacher_taps}) * sizes.hidden_size * itemsize
-    ahead = 0 if recipe.features.shard_target else MAX_PENDING
-    return held + (1 + ahead) * states + reading_bytes(sizes, texts, length)
+    """Return the peak memory of one GPU if all sequences have maximum length and are supervised throughout.
+
+    `itemsize` is that of the target's weights, `stage` that of ZeRO.
+    """
+    train = recipe.train
+    features = recipe.features
+    dtype = PRECISION[train.dtype]
+    length = recipe.data.max_length
+    sequences = math.ceil(train.batch_size / (cards * train.accumulation))
+    total = training_bytes(head, sizes.config, sequences * [length], dtype, accumulation=train.accumulation)
+    total += exchange_bytes(learned(head), cards, stage)
+    if features.store and not train.decode and train.on_policy is None:
+        return total
+
+    # From here on the target is in memory too.
+    num_shards = cards if features.shard_target else 1
+    total += target_bytes(sizes, num_shards, itemsize)
+    if dtype.itemsize == itemsize:
+        # The head uses the target's embedding and LM head directly; in another precision it keeps a copy.
+        total -= itemsize * sizes.frozen
+    if features.store:
+        return total
+    taps = {*head.taps, *head.teacher_taps}
+    batch_bytes = sequences * length * len(taps) * sizes.hidden_size * itemsize
+    # Batches that a thread computes ahead; a sharded target computes each one when it is needed.
+    ahead = 0 if features.shard_target else MAX_PENDING
+    return total + (1 + ahead) * batch_bytes + reading_bytes(sizes, sequences, length)
 
 
 def learned(head: nn.Module) -> int:
-    """How many numbers training changes."""
+    """Return the number of trainable parameters."""
     return sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
 
 def exchange_bytes(learned: int, ranks: int, stage: int = 0) -> int:
-    """The memory that ZeRO's stages 2 and 3 add to a process; DDP, whose gradients are its buckets, adds nothing."""
+    """Return the memory that ZeRO-2 or ZeRO-3 adds to a process; DDP adds none, as its gradients are its buckets."""
     if ranks == 1 or stage == 0:
         return 0
-    # gradients, moments and with stage 3 weights are split, and so is the copy of weights that ZeRO updates
-    split = {2: 12, 3: 16}[stage]
-    return round(learned * (4 / ranks - split * (1 - 1 / ranks))) + 4 * ZERO_BUCKET
+    # Bytes per parameter that are sharded: ZeRO-2 gradients and moments (4 + 8), ZeRO-3 also weights (4).
+    sharded = {2: 12, 3: 16}[stage]
+    # The fp32 copy of the weights that ZeRO updates is sharded as well.
+    per_parameter = 4 / ranks - sharded * (1 - 1 / ranks)
+    return round(learned * per_parameter) + 4 * ZERO_BUCKET
 
 
 def target_bytes(sizes: Sizes, split: int = 1, itemsize: int = 2) -> int:
-    """The target on a card: whole, or a share of its layers, two of which are whole while they are read."""
+    """Return the bytes of the target's weights on one of `split` GPUs."""
     layers = (sizes.parameters - sizes.frozen) * (sizes.bits or 8 * itemsize) // 8
+    # A sharded target gathers the running layer and the next one.
     gathered = 2 * layers // sizes.num_hidden_layers if split > 1 else 0
     return itemsize * sizes.frozen + layers // split + gathered
 
 
 def reading_bytes(sizes: Sizes, texts: int, length: int) -> int:
-    """The memory of the target beside its weights while it reads: that of one dense layer of its sizes, in bf16."""
-    config = LlamaConfig(**{**sizes.config.to_dict(), "num_hidden_layers": 1, "vocab_size": 8})
-    texts = max(min(texts, BATCH_TOKENS // length), 1)
+    """Return the peak activation memory of the target's forward pass over `texts` sequences of this length.
+
+    It is measured on one dense bf16 layer of the target's sizes, as layers run one after another.
+    """
+    config = sizes.config
+    config.num_hidden_layers = 1
+    config.vocab_size = 8
+    batch_size = max(min(texts, BATCH_TOKENS // length), 1)
     with Footprint() as footprint, torch.no_grad():
         model = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
-        footprint.most = weights = footprint.held
-        model(torch.zeros(texts, length, dtype=torch.long), use_cache=False)
+        weights = footprint.held
+        # Initialising the weights may have taken more for a moment.
+        footprint.most = weights
+        model(torch.zeros(batch_size, length, dtype=torch.long), use_cache=False)
     return footprint.most - weights
 
 
 def training_bytes(
     head: TrainableDrafter, config: Any, lengths: Sequence[int], dtype: torch.dtype, accumulation: int = 1
 ) -> int:
-    """The most that two whole steps hold at once, of parts with texts of these lengths, all of them supervised."""
+    """Return the peak memory of two training steps over sequences of these lengths, supervised throughout."""
+    # With accumulation, a second micro-batch meets the gradients of the first; a third needs no more.
+    micro_batches = min(accumulation, 2)
     with Footprint().on_accelerator() as footprint:
         run = EmptyRun(head, config, dtype)
-        for _ in range(2):  # the second beside AdamW's moments
-            run.step(lengths, 1.0, min(accumulation, 2))  # a second part beside the first one's gradients
+        # The peak comes in the second step, when AdamW's moments exist.
+        for _ in range(2):
+            run.step(lengths, 1.0, micro_batches)
     return footprint.most
 
 
 def token_flops(head: TrainableDrafter, config: Any, max_length: int, supervised: float = SUPERVISED) -> float:
-    """Of a step, for each token of a usual text."""
+    """Return the FLOPs of a training step per token, for a sequence of average length."""
     length = min(TOKENS, max_length)
     with Footprint().on_accelerator() as footprint:
         EmptyRun(head, config, torch.float32).step([length], supervised)
@@ -202,66 +244,77 @@ def token_flops(head: TrainableDrafter, config: Any, max_length: int, supervised
 
 
 def sizes_of(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Sizes:
-    """The sizes of a target: of a published one from the table, else from its config."""
-    known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
-    if path in known and revision is None:
-        return read_sizes(known[path])
+    """Return the sizes of a target from the table of published targets, else from its config."""
+    table = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
+    # The table describes the default revision.
+    if path in table and revision is None:
+        return read_sizes(table[path])
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     return replace(sizes_of_config(config.get_text_config()), bits=weight_bits(quantization_of(config)))
 
 
 def sizes_of_target(target: TargetSection) -> Sizes:
-    """The sizes of a recipe's target."""
+    """Return the sizes of a recipe's target."""
     return sizes_of(target.path, target.revision, trust_remote_code=target.trust_remote_code)
 
 
 def read_sizes(row: dict[str, Any]) -> Sizes:
-    """The sizes of a row of the table."""
-    return Sizes(**{**row, "text": TextMemory(*row["text"]) if "text" in row else None})
+    """Return the sizes in a row of the table."""
+    memory = TextMemory(*row["text"]) if "text" in row else None
+    return Sizes(**{**row, "text": memory})
 
 
 def sizes_of_config(config: Any) -> Sizes:
-    """The sizes of the model that a config describes."""
+    """Return the sizes of the model that a config describes."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    idle = 1 - (getattr(config, "num_experts_per_tok", None) or 1) / next(filter(None, counts), 1)
-    experts = sum(tensor.numel() for name, tensor in model.named_parameters() if ".experts." in name)
-    shape = head_shape(config)  # configs without attention, as Mamba's, or with other names lack some of its sizes
+    # Each token uses `num_experts_per_tok` of the experts, which families count under different names.
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    counts = [getattr(config, name, None) for name in names]
+    num_experts = next(filter(None, counts), 1)
+    num_active = getattr(config, "num_experts_per_tok", None) or 1
+    in_experts = sum(tensor.numel() for name, tensor in model.named_parameters() if ".experts." in name)
+    total = parameters(model)
+    # `head_shape` fills what configs without attention (Mamba) lack or call otherwise.
+    shape = head_shape(config)
     return Sizes(
-        config.vocab_size,
-        config.hidden_size,
-        shape.intermediate_size,
-        shape.num_attention_heads,
-        shape.num_key_value_heads,
-        config.num_hidden_layers,
-        shape.head_dim,
-        bool(getattr(config, "tie_word_embeddings", False)),
-        parameters(model),
-        round(parameters(model) - experts * idle),
-        text_memory(model),
-        weight_bits(quantization_of(config)),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        num_hidden_layers=config.num_hidden_layers,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        parameters=total,
+        active=round(total - in_experts * (1 - num_active / num_experts)),
+        text=text_memory(model),
+        bits=weight_bits(quantization_of(config)),
     )
 
 
 def conversations_of(recipe: Recipe) -> int:
-    """How many conversations there are, as far as that is known without fetching them."""
-    again = None if Path(recipe.data.train).exists() else recipe.regenerate
-    source = again.source if again else recipe.data.train
+    """Return the number of conversations in a recipe's data, without downloading anything."""
+    source = recipe.data.train
+    is_answered = True
+    if recipe.regenerate and not Path(source).exists():
+        # The data will be the target's answers to these questions.
+        source = recipe.regenerate.source
+        is_answered = False
     if Path(source).exists():
-        return count_conversations(recipe.data, source, answered=again is None)
+        return count_conversations(recipe.data, source, answered=is_answered)
     if recipe.data.limit or source in CONVERSATIONS:
         return recipe.data.limit or CONVERSATIONS[source]
     raise ValueError(f"how many conversations {source} holds is not known: give --conversations N")
 
 
 def count_conversations(data: DataSection, source: str, *, answered: bool = True) -> int:
-    """How many conversations a source holds, by reading it."""
+    """Return the number of conversations in a source by reading it."""
     return sum(1 for _ in read_conversations(source, answered=answered, **read_options(data)))
 
 
 def table(rows: dict[str, Forecast]) -> str:
-    """Forecasts as Markdown."""
+    """Return forecasts as a Markdown table."""
     lines = [
         "| run | head | MLP width | tokens | bytes a token | features on disk | a GPU, training "
         "| the target, extracting | GPU hours: features | training |",
@@ -278,41 +331,48 @@ def table(rows: dict[str, Forecast]) -> str:
 
 
 def of_recipes(words: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None) -> str:
-    """The table of some recipes, each with `key=value` of the words, and of the states that their targets keep."""
+    """Return the tables of forecasts and of recurrent states for recipes; `key=value` words apply to each of them."""
     overrides = [word for word in words if "=" in word]
-    paths = [word for word in words if "=" not in word] or shipped()
-    rows, texts = {}, dict[str, TextMemory]()
-    for path in paths:
+    paths = [word for word in words if "=" not in word]
+    forecasts = {}
+    states = {}
+    for path in paths or shipped():
         recipe = Recipe.load(path, overrides)
         sizes = sizes_of_target(recipe.target)
-        rows[f"`{path}`"] = forecast(recipe, sizes, conversations or conversations_of(recipe), cards, tflops)
-        texts |= {recipe.target.path: sizes.text} if sizes.text else {}
-    return f"{table(rows)}\n\n{table_of_states(texts)}" if texts else table(rows)
+        count = conversations or conversations_of(recipe)
+        forecasts[f"`{path}`"] = forecast(recipe, sizes, count, cards, tflops=tflops)
+        if sizes.text:
+            states[recipe.target.path] = sizes.text
+    if not states:
+        return table(forecasts)
+    return f"{table(forecasts)}\n\n{table_of_states(states)}"
 
 
 def shipped() -> list[str]:
-    """The recipes for cards that come with the project, but for those that train the target too."""
-    paths = [path for folder in SHIPPED for path in sorted((RECIPES / folder).glob("*.yaml"))]
+    """Return the paths of the shipped GPU recipes that train a head alone."""
+    paths: list[Path] = []
+    for folder in SHIPPED:
+        paths += sorted((RECIPES / folder).glob("*.yaml"))
     return [str(path.relative_to(STAGES)) for path in paths if Recipe.load(path).joint is None]
 
 
 def of_targets() -> str:
-    """The table of known targets, each with what `llama-3.1-8b` says."""
+    """Return the table of published targets, each with the recipe llama-3.1-8b/eagle1."""
     recipe = Recipe.load("llama-3.1-8b/eagle1")
-    known = sorted(json.loads(KNOWN.read_text()).items(), key=lambda item: item[1]["parameters"])
-    return table({name: forecast(recipe, read_sizes(sizes), 68_000) for name, sizes in known})
+    targets = sorted(json.loads(KNOWN.read_text()).items(), key=lambda item: item[1]["parameters"])
+    return table({name: forecast(recipe, read_sizes(row), 68_000) for name, row in targets})
 
 
 def main(argv: list[str]) -> None:
-    """Print the forecasts of the recipes that are named, or of all shipped recipes and all known targets."""
+    """Print the forecasts of the recipes that are named, or of all shipped recipes and published targets."""
     parser = recipe_parser("eagle forecast", __doc__)
     parser.add_argument("words", nargs="*", metavar="RECIPE|key=value", help="recipes, and key=value laid over each")
     parser.add_argument("--cards", type=int, default=CARDS, help="that share a step")
     parser.add_argument("--tflops", type=float, default=TFLOPS, help="that a card computes a second")
     parser.add_argument("--conversations", type=int, help="of the data, where that is not known")
-    asked = parser.parse_intermixed_args(argv)
-    print(of_recipes(asked.words, asked.cards, asked.tflops, asked.conversations))
-    if not asked.words:
+    args = parser.parse_intermixed_args(argv)
+    print(of_recipes(args.words, args.cards, args.tflops, args.conversations))
+    if not args.words:
         print(f"\n{of_targets()}")
 
 
