@@ -1,10 +1,10 @@
-"""What a run of training steps holds and computes, counted on tensors without numbers: it takes no memory.
+"""Count the memory and FLOPs of training steps on tensors without values, which take no memory.
 
-Torch documents no way to run without numbers, to see every operation or to look up its formula of an operation's FLOPs.
-What is taken from its inner modules for that is imported here alone (`INNER`), and a test tells what torch has moved.
+Torch documents no way to run without values, to see every operation, or to look up the formula of its FLOPs.
+Only this module imports what it takes from torch's private modules for that (`INNER`); a test names what torch moves.
 """
 
-# N tokens of all texts, S supervised slots, h heads of queries, k of keys, w width of a head
+# S supervised positions, h query heads, w width of a head
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ INNER = (FakeTensor, FakeTensorMode, unset_fake_temporarily, TorchDispatchMode, 
 
 
 class Footprint(TorchDispatchMode):
-    """Tensors made under it have no numbers. Counts their bytes as long as anything holds them, and FLOPs."""
+    """Makes tensors without values, and counts the bytes of those that are alive, their peak, and FLOPs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flops = self.held = self.most = 0
+        self.flops = 0
+        self.held = 0  # bytes alive now
+        self.most = 0  # their peak
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.known = WeakIdKeyDictionary()
 
@@ -51,22 +53,33 @@ class Footprint(TorchDispatchMode):
         self.fake.__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Computes sizes alone, and counts by torch's own formulas, which see what autograd functions compute too."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
-            with unset_fake_temporarily():  # masks on the host, which decide shapes
-                return function(*args, **(kwargs or {}))
+        """Run an operation on fake tensors, and count its FLOPs and the storage that it allocates."""
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            # Masks on the host need real values, as they decide shapes.
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
         if function is torch.ops.aten._local_scalar_dense.default:
-            return True  # there is no number to ask; transformers asks whether all texts are whole, which they are
-        output = function(*args, **(kwargs or {}))
-        if formula := flop_registry.get(function.overloadpacket):
-            self.flops += formula(*args, **(kwargs or {}), out_val=output)
+            # A fake tensor has no value; transformers asks only whether no sequence is padded, which is true.
+            return True
+        output = function(*args, **kwargs)
+        # Counting here and not by FlopCounterMode includes what autograd functions compute.
+        count_flops = flop_registry.get(function.overloadpacket)
+        if count_flops:
+            self.flops += count_flops(*args, **kwargs, out_val=output)
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self.known:
-                self.known[storage] = True
-                self._hold(storage.nbytes())
-                weakref.finalize(storage, self._hold, -storage.nbytes())
+            if isinstance(tensor, Tensor):
+                self._watch(tensor.untyped_storage())
         return output
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage from now until it is freed; views of one storage count once."""
+        if storage in self.known:
+            return
+        self.known[storage] = True
+        self._hold(storage.nbytes())
+        weakref.finalize(storage, self._hold, -storage.nbytes())
 
     def _hold(self, count: int) -> None:
         self.held += count
@@ -74,52 +87,60 @@ class Footprint(TorchDispatchMode):
 
     @contextmanager
     def on_accelerator(self) -> Iterator[Footprint]:
-        """Tensors on the CPU, which autocast knows, are worked on in an accelerator's chunks, by its attention."""
+        """Compute on the CPU, which autocast supports, in the chunks and with the attention of an accelerator."""
         with large_chunks(), changed(spans.ATTEND, cpu=self.attend), changed(block_spans.ATTEND, cpu=self.attend_block):
             with self:
                 yield self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-        """The fused attention of accelerators, of whose kernel only the sizes are known."""
+        """Run the fused attention of accelerators with a kernel that computes sizes only."""
         self._count_pairs(query, spans)
-        return attend_flex(query, key, value, spans, own, _kernel)
+        return attend_flex(query, key, value, spans, own, kernel=_kernel)
 
     def attend_block(
         self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool
     ) -> Tensor:
-        """That of blocks, each token of which is a query of its own."""
+        """Run the fused attention of blocks, each token of which is a query, with a kernel that computes sizes only."""
         self._count_pairs(query.flatten(2), spans)
-        return attend_block_flex(query, key, value, spans, own, causal=causal, kernel=_kernel)
+        return attend_block_flex(query, key, value, spans, own=own, causal=causal, kernel=_kernel)
 
     def _count_pairs(self, query: Tensor, spans: Spans) -> None:
-        """The products of queries [h, S, w] with all that they see of their texts."""
-        most = None if spans.window is None else spans.window.sinks + spans.window.recent
-        runs = spans.split_runs(max(len(spans.rows), 1))
-        seen = [row - begin + 1 for begin, rows in runs for row in rows]
-        pairs = sum(seen) if most is None else sum(min(count, most) for count in seen)
-        products = 7 if query.requires_grad else 2  # the backward pass makes five, one of them for the second time
-        self.flops += products * 2 * query.shape[0] * query.shape[2] * pairs
+        """Count the FLOPs of queries [h, S, w] that attend to their sequences."""
+        window = spans.window
+        num_pairs = 0
+        for begin, positions in spans.split_runs(max(len(spans.rows), 1)):
+            for position in positions:
+                num_keys = position - begin + 1
+                if window is not None:
+                    num_keys = min(num_keys, window.sinks + window.recent)
+                num_pairs += num_keys
+        # Two products forward; five backward, one of which recomputes the scores.
+        num_products = 7 if query.requires_grad else 2
+        num_heads = query.shape[0]
+        head_dim = query.shape[2]
+        self.flops += num_products * 2 * num_heads * head_dim * num_pairs
 
 
 @contextmanager
 def large_chunks() -> Iterator[None]:
-    """The chunks of logits that accelerators work on, for tensors on the CPU too."""
+    """Let losses on the CPU compute logits in the chunks of an accelerator."""
     with changed(objectives.LOGITS, cpu=None), changed(objectives.AT_ONCE, cpu=None):
         yield
 
 
 @contextmanager
 def changed(table: dict[str, Any], **entries: Any) -> Iterator[None]:
-    """A table of this project's, by type of device, with other entries while this lasts; None takes one out."""
-    before = dict(table)
+    """Replace entries of a table by type of device for a while; None removes one."""
+    original = dict(table)
     try:
         for device, entry in entries.items():
             table.pop(device)
-            table.update({} if entry is None else {device: entry})
+            if entry is not None:
+                table[device] = entry
         yield
     finally:
         table.clear()
-        table.update(before)
+        table.update(original)
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Any]:
@@ -128,68 +149,82 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor
 
 
 class _Sizes(torch.autograd.Function):
-    """The tensors that the kernel of fused attention makes and keeps."""
+    """Allocate the tensors that the kernel of fused attention makes and keeps."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        output, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        output = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, lse)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, lse = ctx.saved_tensors
-        torch.empty_like(lse)  # of each row, how far its output follows its gradient
+        # The kernel also keeps the dot product of output and gradient for each query.
+        torch.empty_like(lse)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 class EmptyRun:
-    """A head in training as `eagle.training.train` does it, all of it made under the footprint that is active."""
+    """Trains a head as `eagle.training.train` does, with fake tensors of the active footprint."""
 
     def __init__(self, head: TrainableDrafter, config: Any, dtype: torch.dtype) -> None:
-        self.dtype, self.frozen = dtype, empty_target_head(config, dtype)
+        self.dtype = dtype
+        self.frozen = empty_target_head(config, dtype)
         self.head = type(head)(head.settings, head.shape).train()
-        for part, weight in zip(self.head.parameters(), head.parameters(), strict=True):
-            part.requires_grad_(weight.requires_grad)
+        for copied, weight in zip(self.head.parameters(), head.parameters(), strict=True):
+            copied.requires_grad_(weight.requires_grad)
         self.learned = [weight for weight in self.head.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(self.learned, fused=True)
 
     def batch(self, lengths: Sequence[int], supervised: float) -> Batch:
-        """Texts of these lengths, so much of each supervised, at its end."""
+        """Return sequences of these lengths; the last tokens of each, a share `supervised`, are supervised."""
+        num_tokens = sum(lengths)
         taps = tuple(dict.fromkeys((*self.head.taps, *self.head.teacher_taps)))
-        tokens = torch.zeros(sum(lengths), dtype=torch.long)
-        features = torch.zeros(sum(lengths), len(taps), self.frozen.weight.shape[1], dtype=self.dtype)
+        tokens = torch.zeros(num_tokens, dtype=torch.long)
+        features = torch.zeros(num_tokens, len(taps), self.frozen.weight.shape[1], dtype=self.dtype)
+        masks = []
+        # Masks decide shapes, so that they need real values.
         with unset_fake_temporarily():
-            masks = [torch.arange(length) >= 2 + round((length - 2) * (1 - supervised)) for length in lengths]
+            for length in lengths:
+                # The first token that a head can predict is the third.
+                first = 2 + round((length - 2) * (1 - supervised))
+                masks.append(torch.arange(length) >= first)
             mask = torch.cat(masks)
-        return Batch(tokens, mask, features, tuple(lengths), taps, tuple(range(len(lengths))))
+        sequence_ids = tuple(range(len(lengths)))
+        return Batch(tokens, mask, features, tuple(lengths), taps, sequence_ids)
 
     def step(self, lengths: Sequence[int], supervised: float, parts: int = 1) -> None:
-        """Forward and backward of each part, clip by norm, update."""
+        """Accumulate the gradients of `parts` micro-batches, clip them by norm, and update the weights."""
         for _ in range(parts):
             self.losses(self.batch(lengths, supervised))["total"].backward()
         norm = nn.utils.clip_grad_norm_(self.learned, 1.0)
+        # The fused AdamW reads this attribute to skip a step without waiting for the device.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """One forward, in the precision of the run."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        """Return the losses of a batch, computed in the precision of the run."""
+        with self._autocast():
             return self.head(batch, self.frozen)
 
     @torch.no_grad()
     def validate(self, lengths: Sequence[int], supervised: float, trees: dict[str, Paths]) -> None:
-        """Held-out texts between two steps."""
+        """Validate on held-out sequences between two steps."""
         batch = self.batch(lengths, supervised)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        with self._autocast():
             self.head.validate(batch, self.frozen, trees)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
 
 def empty_target_head(config: Any, dtype: torch.dtype) -> TargetHead:
-    """The tensors that a head borrows."""
+    """Return the embedding and LM head that a head shares with its target, without values."""
     embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-    output = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+    lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
     if config.tie_word_embeddings:
-        output.weight = embedding.weight
-    return TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
+        lm_head.weight = embedding.weight
+    return TargetHead(embedding.requires_grad_(False), lm_head.requires_grad_(False))

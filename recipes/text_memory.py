@@ -1,8 +1,8 @@
-"""The memory that one text takes beside a target's weights, counted on tensors without numbers."""
+"""Count the memory that one sequence takes beside a target's weights, on tensors without values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,47 +14,61 @@ NOT_KEPT = ("loss", "aux_loss", "logits", "router_logits", "hidden_states", "att
 
 
 class TextMemory(NamedTuple):
-    """Bytes of one text."""
+    """Bytes that a target keeps for one sequence."""
 
-    states: int  # recurrent and convolution states, as large for every text
-    token: int  # keys and values that each token adds
+    states: int  # recurrent and convolution states, whatever the length
+    token: int  # keys and values of each token
 
 
 def text_memory(model: Any) -> TextMemory | None:
-    """What a model on the device `meta` keeps of a text, None where that is keys and values alone."""
+    """Return what a model on the device `meta` keeps for a sequence, None if that is keys and values alone."""
     layers = DynamicCache(config=model.config).layers
     if not model._is_stateful and all(isinstance(layer, DynamicLayer) for layer in layers):
         return None
-    model.set_experts_implementation("batched_mm")  # the loop over experts asks which tokens they have
-    one, two = (kept_bytes(model, length) for length in (1, 2))
-    return TextMemory(2 * one - two, two - one) if 2 * one > two else None
+    # The default loop over experts needs the values of tensors.
+    model.set_experts_implementation("batched_mm")
+    one = kept_bytes(model, 1)
+    two = kept_bytes(model, 2)
+    per_token = two - one
+    states = one - per_token
+    return TextMemory(states, per_token) if states > 0 else None
 
 
 @torch.no_grad()
 def kept_bytes(model: Any, length: int) -> int:
-    """The bytes of floating-point tensors that a model keeps of a text of zeros, for the next token to read."""
+    """Return the bytes of floating-point tensors that a model keeps of a sequence for the next token."""
     output = model(torch.zeros(1, length, dtype=torch.long, device=model.device), use_cache=True)
-    seen: set[int] = set()
-    tensors = [part for name in output if name not in NOT_KEPT for part in find_tensors(output[name], seen)]
-    tensors += [part for module in model.modules() for part in vars(module).values() if isinstance(part, Tensor)]
-    return sum(part.numel() * part.element_size() for part in tensors if part.is_floating_point())
+    visited: set[int] = set()
+    tensors: list[Tensor] = []
+    for name in output:
+        if name not in NOT_KEPT:
+            tensors += find_tensors(output[name], visited)
+    # Some models keep states as plain attributes of their modules.
+    for module in model.modules():
+        tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_floating_point())
 
 
 def find_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors in lists, dictionaries and attributes below a value, each once."""
+    """Yield every tensor in nested lists, dictionaries and attributes once; `seen` collects visited objects."""
     if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
         return
-    parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
-    for part in value.values() if isinstance(value, dict) else parts:
-        yield from find_tensors(part, seen)
+    if isinstance(value, dict):
+        children: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple):
+        children = value
+    else:
+        children = getattr(value, "__dict__", {}).values()
+    for child in children:
+        yield from find_tensors(child, seen)
 
 
 def table_of_states(texts: Mapping[str, TextMemory]) -> str:
-    """The states of a text of some targets, as Markdown."""
+    """Return the recurrent states of targets as a Markdown table."""
     lines = [
         "| target | states of a text | keys and values of a token | tokens with as many bytes |",
         "|---|---:|---:|---:|",
@@ -66,8 +80,7 @@ def table_of_states(texts: Mapping[str, TextMemory]) -> str:
 
 
 def count_in_words(number: int, digits: int = 0) -> str:
-    """A number in B with `digits`, or in M without; one that would be written as 0 in full."""
-    in_full = number < (10**6 if digits else 500_000)
-    if in_full:
+    """Return a number in billions with `digits`, or in millions without; in full if it would round to zero."""
+    if number < (10**6 if digits else 500_000):
         return f"{number:,}"
     return f"{number / 1e9:.{digits}f} B" if digits else f"{number / 1e6:.0f} M"
