@@ -1,15 +1,15 @@
-"""Decoding of held-out prompts while a head is trained: what tells which of its checkpoints accepts most."""
+"""Decode held-out prompts while a head is trained, to find the checkpoint with the longest acceptance length."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eagle.core.arguments import PromptTokens
 from eagle.core.budget import Budget
@@ -26,7 +26,7 @@ from eagle.target.target import Target
 from eagle.training.choice import Counts, judged
 from eval.result_files.statistics import estimate_difference
 
-PROMPTS = 24  # that are decoded by default, all at once
+PROMPTS = 24  # decoded by default, in one batch
 NOT_DECODED = (
     "held-out prompts are not decoded, as features are stored and the target is not loaded: train.decode=24 loads it, "
     "and keeps the head that accepts most"
@@ -34,23 +34,23 @@ NOT_DECODED = (
 
 
 class HeldOut:
-    """The first prompts of held-out conversations, answered by the target with drafts of the head in training."""
+    """Decodes the first prompts of held-out conversations with the head in training."""
 
     def __init__(self, recipe: Recipe, target: Target, count: int) -> None:
-        self.target, self.count, self.limit = target, count, recipe.eval.max_new_tokens
-        self.samplings = [Sampling(temperature) for temperature in sorted({0.0, *recipe.eval.temperatures})]
+        self.target = target
+        self.count = count
+        self.max_new_tokens = recipe.eval.max_new_tokens
+        temperatures = sorted({0.0, *recipe.eval.temperatures})
+        self.samplings = [Sampling(temperature) for temperature in temperatures]
         self.prompts: list[list[int]] | None = None
 
     def decode(self, head: TrainableDrafter, features: Features, held_out: Sequence[int]) -> Counts:
-        """Tokens and cycles of every prompt, by draft and temperature."""
+        """Return tokens and cycles of every prompt, by kind of draft and temperature."""
         if self.prompts is None:
-            count = min(self.count, len(held_out))
-            chosen = [held_out[number * len(held_out) // count] for number in range(count)]
-            texts = [prompt_of(self.target, example) for example in features.read(chosen)]
-            most = self.target.max_positions
-            self.prompts = [text for text in texts if text and (most is None or len(text) + self.limit <= most)]
+            self.prompts = self._choose_prompts(features, held_out)
         if not self.prompts:
             return {}
+        # Training goes on with the original head, in its own precision.
         drafter: Any = in_dtype(copy.deepcopy(head).to(self.target.device), self.target.model.dtype)
         drafter.bind(self.target.head)
         counts = {}
@@ -60,44 +60,56 @@ class HeldOut:
                 drafter,
                 self.prompts,
                 budget=Budget.fixed(PUBLISHED_TREE),
-                sampling=[replace(sampling, request=number) for number in range(len(self.prompts))],
-                max_new_tokens=self.limit,
+                # Each prompt has its own noise, so that answers do not depend on the batch.
+                sampling=[replace(sampling, request=i) for i in range(len(self.prompts))],
+                max_new_tokens=self.max_new_tokens,
                 batch_size=PROMPTS,
             )
-            cycles = [trace.checked().cycles for trace in traces]
-            at = f"_at_{sampling.temperature:g}" if sampling.temperature else ""
-            counts[f"tree_tau{at}"] = [[sum(cycle.committed for cycle in each), len(each)] for each in cycles]
+            suffix = f"_at_{sampling.temperature:g}" if sampling.temperature else ""
+            rows = []
+            for trace in traces:
+                cycles = trace.checked().cycles
+                rows.append([sum(cycle.committed for cycle in cycles), len(cycles)])
+            counts[f"tree_tau{suffix}"] = rows
         return counts
 
+    def _choose_prompts(self, features: Features, held_out: Sequence[int]) -> list[list[int]]:
+        """Return the prompts of evenly spaced held-out examples that leave room for an answer."""
+        count = min(self.count, len(held_out))
+        indices = [held_out[i * len(held_out) // count] for i in range(count)]
+        prompts = [prompt_of(self.target, example) for example in features.read(indices)]
+        max_positions = self.target.max_positions or math.inf
+        return [prompt for prompt in prompts if prompt and len(prompt) + self.max_new_tokens <= max_positions]
+
     def compare(self, first: Counts, second: Counts) -> tuple[float, float, float]:
-        """How much longer the second's acceptance length with the tree is, and its interval, paired by prompt."""
-        return tuple(estimate_difference(judged(first), judged(second), cluster=itemgetter(1)).estimate)  # type: ignore[return-value]
+        """Return by how much the second acceptance length is longer, with its interval, paired by prompt."""
+        difference = estimate_difference(judged(first), judged(second), cluster=itemgetter(1))
+        return tuple(difference.estimate)  # type: ignore[return-value]
 
 
 def open_decoding(recipe: Recipe, target: Target | Borrowed) -> HeldOut | None:
-    """What decodes while the recipe's head is trained; None without a whole target on this device."""
+    """Return what decodes held-out prompts during training; None without a whole target on this device."""
     count = PROMPTS if recipe.train.decode is None else recipe.train.decode
     if recipe.train.decode and not recipe.train.validation:
         raise ValueError(
             f"train.decode is {count} and train.validation is 0: the prompts are those of held-out conversations, so "
             "hold some out, as train.validation=0.05, or leave train.decode away"
         )
-    if not isinstance(target, Target) or recipe.features.shard_target or not count or not recipe.train.validation:
+    is_wanted = count and recipe.train.validation
+    if not is_wanted or not isinstance(target, Target) or recipe.features.shard_target:
         return None
     return HeldOut(recipe, target, count)
 
 
 def prompt_of(target: Target, example: Example) -> list[int]:
-    """What stands before a conversation's first answer, or with images before the last, behind all of them."""
-    answers = example.loss_mask.nonzero()[:, 0]
-    if example.shown is None or not len(answers):
-        return first_prompt(example.tokens, example.loss_mask)
-    begins = answers[torch.cat([torch.ones(1, dtype=torch.bool), answers.diff() > 1])]
-    tokens = example.tokens[: int(begins[-1])]
+    """Return the tokens before a conversation's first answer; with images, those before its last one."""
+    positions = example.loss_mask.nonzero()[:, 0]
+    if not len(positions):
+        return []
+    if example.shown is None:
+        return example.tokens[: int(positions[0])].tolist()
+    # An answer starts where the supervised positions have a gap; before the last one stand all images.
+    starts_answer = torch.cat([torch.ones(1, dtype=torch.bool), positions.diff() > 1])
+    last_start = int(positions[starts_answer][-1])
+    tokens = example.tokens[:last_start]
     return PromptTokens(tokens.tolist(), prepare_media(target.processor, example.shown, tokens))
-
-
-def first_prompt(tokens: Tensor, loss_mask: Tensor) -> list[int]:
-    """What stands before a conversation's first answer."""
-    answers = loss_mask.nonzero()
-    return tokens[: int(answers[0])].tolist() if len(answers) else []

@@ -20,32 +20,38 @@ SHOWN = 20  # prompts by name
 
 
 def read_prompts(recipe: Recipe) -> dict[str, str]:
-    """Every turn of the recipe's evaluation prompts, and all questions that are held out, by their names."""
-    every = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"count": 10**9})})
-    texts = {
-        f"{asked.set} {asked.id}{f', turn {turn + 1}' if turn else ''}": text
-        for asked in questions(every)
-        for turn, text in enumerate(asked.turns)
-    }
+    """Return the text of every turn of the recipe's evaluation prompts and held-out questions, by name."""
+    # `eval.count` limits what is measured; training on any prompt of a set is a leak.
+    unlimited = recipe.eval.model_copy(update={"count": 10**9})
+    texts = {}
+    for prompt in questions(recipe.model_copy(update={"eval": unlimited})):
+        for turn, text in enumerate(prompt.turns, start=1):
+            # The first turn has the name of its prompt.
+            suffix = f", turn {turn}" if turn > 1 else ""
+            texts[f"{prompt.set} {prompt.id}{suffix}"] = text
     heldout = recipe.data.heldout
     if heldout is None or heldout in question_sets(recipe).values():
         return texts
-    broken, seeing = recipe.data.allow_broken, recipe.data.images is not None
-    for conversation in read_conversations(heldout, answered=False, allow_broken=broken, images=seeing):
-        asked_here = [turn["content"] for turn in conversation.messages if turn["role"] == "user"]
-        texts |= {f"data.heldout {conversation.id}, turn {turn}": text for turn, text in enumerate(asked_here, 1)}
+    conversations = read_conversations(
+        heldout, answered=False, allow_broken=recipe.data.allow_broken, images=recipe.data.images is not None
+    )
+    for conversation in conversations:
+        asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
+        for turn, text in enumerate(asked, start=1):
+            texts[f"data.heldout {conversation.id}, turn {turn}"] = text
     return texts
 
 
 def main(argv: list[str]) -> None:
-    """Print the prompts that stand in the recipe's training data, and in how many of its examples."""
-    parser = command_line("eagle overlap", __doc__)
-    args = parser.parse_intermixed_args(argv)
+    """Print the prompts that occur in the recipe's training data, and in how many of its examples."""
+    args = command_line("eagle overlap", __doc__).parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     prompts = read_prompts(recipe)
-    cache, tokenizer = open_cache(recipe), load_tokenizer(recipe)
+    cache = open_cache(recipe)
+    tokenizer = load_tokenizer(recipe)
     tokens = {name: np.asarray(encode(text, tokenizer)[0]) for name, text in prompts.items()}
-    counts = find_overlap(cache, tokens, {name: text_key(text) for name, text in prompts.items()})
+    keys = {name: text_key(text) for name, text in prompts.items()}
+    counts = find_overlap(cache, tokens, keys)
     for name, count in list(counts.items())[:SHOWN]:
         print(f"{name}: in {count:,} of the examples")
     if len(counts) > SHOWN:
