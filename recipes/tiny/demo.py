@@ -31,9 +31,14 @@ from eval.result_files.results import (
     read_results,
 )
 
-TARGET, HEAD, DATA = "runs/demo/target", "runs/demo/eagle1/head", "runs/demo/data"
-RESULTS, CERTIFICATE = "runs/demo/eagle1/results.jsonl", "runs/demo/eagle1/lossless.json"
-MASKS, REPORT, EXPORTED = "runs/demo/mask.html", "runs/demo/report.html", "runs/demo/vllm"
+TARGET = "runs/demo/target"
+HEAD = "runs/demo/eagle1/head"
+DATA = "runs/demo/data"
+RESULTS = "runs/demo/eagle1/results.jsonl"
+CERTIFICATE = "runs/demo/eagle1/lossless.json"
+MASKS = "runs/demo/mask.html"
+REPORT = "runs/demo/report.html"
+EXPORTED = "runs/demo/vllm"
 QUESTION = "What do you know about otters?"
 ABOUT = """\
 A language model writes one token per forward pass. A draft head guesses the
@@ -50,8 +55,10 @@ NEXT = f"""\
 
 
 QUIET = {
-    "GOMP_SPINCOUNT": "10000",  # threads that wait do not hold up other work for long
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # a model this small is loaded at once
+    # Waiting threads soon sleep, so that they do not slow down other work.
+    "GOMP_SPINCOUNT": "10000",
+    # A model this small is loaded at once.
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "PYTHONWARNINGS": "ignore",
 }
 
@@ -140,53 +147,64 @@ STAGES = [
 
 def run(stages: Sequence[Stage]) -> None:
     """Run the stages in order; stop at the first that fails."""
-    left, right = torch.ones(512, 256), torch.ones(256, 1024)  # as large as the matrices that are trained
+    # The best number of threads for training is timed on matrices of the head's size.
+    left = torch.ones(512, 256)
+    right = torch.ones(256, 1024)
     threads = choose_threads(lambda: [left @ right for _ in range(8)])
-    decoding = {**QUIET, **os.environ}
-    training = {**decoding, "OMP_NUM_THREADS": str(threads)}
+    plain_env = {**QUIET, **os.environ}
+    training_env = {**plain_env, "OMP_NUM_THREADS": str(threads)}
     console = Console(highlight=False)
     for number, stage in enumerate(stages, start=1):
         console.print(f"\n[bold]\\[{number}/{len(stages)}] {stage.title}[/bold] (about {stage.seconds} s)")
         console.print(stage.about, style="dim", soft_wrap=True)
-        decodes = stage.command[1] in ("eval.measure", "eval.lossless", "eagle")  # these choose their threads
-        process = subprocess.run([sys.executable, *stage.command], env=decoding if decodes else training)
+        # Programs that decode choose their own number of threads.
+        is_decoding = stage.command[1] in ("eval.measure", "eval.lossless", "eagle")
+        env = plain_env if is_decoding else training_env
+        process = subprocess.run([sys.executable, *stage.command], env=env)
         if process.returncode:
             sys.exit(f"stage {number} failed: {' '.join(stage.command)}")
 
 
 def outcome(results: Results) -> Table:
-    """Acceptance length, speed and speed-up of each drafter at each temperature."""
+    """Return a table of acceptance length, speed and speedup of each drafter at each temperature."""
     table = Table()
     for name in ("T", "drafter", "tokens per pass (τ)", "tokens/s", "speed-up"):
         table.add_column(name, justify="left" if name == "drafter" else "right")
     for group in results.groups():
-        length, speed = group.estimate(ACCEPTANCE_LENGTH), group.estimate(TOKENS_PER_SECOND)
-        gain = "1.00 ×" if group.drafter == "none" else format_number(group.estimate(SPEED_UP), " ×")
-        style = "green" if group.drafter not in ("none", "ngram") else None
-        cells = (format_number(length), format_number(speed, digits=0), gain)
-        table.add_row(f"{group.temperature:g}", group.drafter, *cells, style=style)
+        # Plain decoding is what others are compared with.
+        is_plain = group.drafter == "none"
+        length = format_number(group.estimate(ACCEPTANCE_LENGTH))
+        speed = format_number(group.estimate(TOKENS_PER_SECOND), digits=0)
+        speedup = "1.00 ×" if is_plain else format_number(group.estimate(SPEED_UP), " ×")
+        style = None if is_plain or group.drafter == "ngram" else "green"
+        temperature = f"{group.temperature:g}"
+        table.add_row(temperature, group.drafter, length, speed, speedup, style=style)
     return table
 
 
 def verdict(results: Results, certificate: Path) -> str:
-    """The head's speed-up in one line, and whether the output is unchanged in another."""
+    """Return the head's speedup at each temperature, and whether the output is unchanged, a line each."""
     lines = []
     for group in results.groups():
-        if group.drafter not in ("none", "ngram"):
-            speed = format_number(group.estimate(SPEED_UP))
-            busy = ""
-            if group.had_to_wait:
-                cpu = format_number(group.estimate(CPU_SPEED_UP))
-                busy = f"; in CPU seconds {cpu} times, as other work had part of this machine"
-            lines.append(f"With the head at T = {group.temperature:g}: {speed} times as fast{busy}")
+        if group.drafter in ("none", "ngram"):
+            continue
+        speedup = format_number(group.estimate(SPEED_UP))
+        line = f"With the head at T = {group.temperature:g}: {speedup} times as fast"
+        if group.had_to_wait:
+            # Wall time alone would blame the head for what other processes did.
+            cpu = format_number(group.estimate(CPU_SPEED_UP))
+            line += f"; in CPU seconds {cpu} times, as other work had part of this machine"
+        lines.append(line)
     verdicts = json.loads(certificate.read_text())["verdicts"]
-    same, answers = (sum(verdict[key] for verdict in verdicts) for key in ("identical", "answers"))
+    identical = sum(verdict["identical"] for verdict in verdicts)
+    answers = sum(verdict["answers"] for verdict in verdicts)
     lossless = "yes" if all(verdict["lossless"] for verdict in verdicts) else "NO"
-    return "\n".join([*lines, f"Lossless: {lossless}, {same} of {answers} answers are the model's own"])
+    lines.append(f"Lossless: {lossless}, {identical} of {answers} answers are the model's own")
+    return "\n".join(lines)
 
 
 def show_report(path: Path) -> None:
-    """Print where the report is, and open it where there is a screen."""
+    """Print where the report is, and open it if there is a screen."""
     print(f"Report: {path}")
     has_screen = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if sys.stdout.isatty() and has_screen:
@@ -200,9 +218,8 @@ def main(argv: list[str]) -> None:
     print(f"{ABOUT}\n\n{len(STAGES)} stages, two to five minutes on two cores.", flush=True)
     run(STAGES)
     results = read_results(RESULTS)
-    print(
-        f"\nDone in {(perf_counter() - start) / 60:.1f} minutes, on {results.header.get('machine', 'this machine')}.\n"
-    )
+    minutes = (perf_counter() - start) / 60
+    print(f"\nDone in {minutes:.1f} minutes, on {results.header.get('machine', 'this machine')}.\n")
     Console().print(outcome(results))
     print(verdict(results, Path(CERTIFICATE)))
     show_report(Path(REPORT))

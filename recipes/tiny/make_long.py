@@ -19,8 +19,12 @@ from eagle.device import fastest_dtype
 from eagle.disk import apply_umask, lock_folder
 from eagle.log import script
 from recipes.tiny.make_target import perplexity
+from recipes.tiny.train_target import update
 
-LONG, SHORT, STEPS, LR = 8192, 512, 16, 5e-4
+LONG = 8192
+SHORT = 512
+STEPS = 16
+LR = 5e-4
 CONTEXTS = (512, 2048, 8000)  # tokens of the prompts
 ROLES = {"human": "user", "gpt": "assistant"}
 MARK = "<|{}|>\n{}<|end|>\n"  # a turn, as the target's chat template prints it
@@ -28,43 +32,54 @@ Turn = dict[str, str]
 
 
 def read_turns(path: Path) -> list[list[Turn]]:
-    """The turns of each conversation of a file."""
+    """Return the turns of each conversation of a file."""
     return [json.loads(line)["conversations"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def join_turns(conversations: list[list[Turn]], tokenizer: Any, length: int) -> Iterator[list[Turn]]:
-    """Conversations end to end, of at most so many tokens together."""
-    joined, total = list[Turn](), 1
+    """Concatenate conversations up to `length` tokens; longer ones are left out."""
+    joined: list[Turn] = []
+    total = 1  # the token at the beginning
     for turns in conversations:
         count = len(tokenizer(render_turns(turns), add_special_tokens=False)["input_ids"])
         if joined and total + count > length:
             yield joined
-            joined, total = [], 1
+            joined = []
+            total = 1
         if count < length:
-            joined, total = [*joined, *turns], total + count
+            joined = [*joined, *turns]
+            total += count
 
 
 def render_turns(turns: list[Turn]) -> str:
-    """Turns as the target's chat template prints them."""
+    """Return turns as the target's chat template prints them."""
     return "".join(MARK.format(ROLES[turn["from"]], turn["value"]) for turn in turns)
 
 
 def write_prompts(texts: list[list[Turn]], tokenizer: Any, folder: Path) -> None:
-    """The last question of each text behind so many tokens of what stands before it, as one message of a user."""
+    """Write the last question of each sequence after about `CONTEXTS` tokens of context, as one user message."""
     for context in CONTEXTS:
-        lines = []
+        records = []
         for number, turns in enumerate(texts):
-            asked = max(place for place, turn in enumerate(turns) if turn["from"] == "human")
-            first = asked
-            while first > 1 and len(tokenizer(render_turns(turns[first - 2 : asked + 1]))["input_ids"]) < context:
-                first -= 2  # a question and its answer
-            text = render_turns(turns[first : asked + 1]).removeprefix("<|user|>\n").removesuffix("<|end|>\n")
-            lines.append(json.dumps({"id": f"{context}-{number}", "conversations": [{"from": "human", "value": text}]}))
-        (folder / f"prompts-{context}.jsonl").write_text("\n".join(lines) + "\n")
+            last = max(i for i, turn in enumerate(turns) if turn["from"] == "human")
+            first = last
+            # A question and its answer at a time, until the context is long enough.
+            while first > 1 and len(tokenizer(render_turns(turns[first - 2 : last + 1]))["input_ids"]) < context:
+                first -= 2
+            # The chat template will print the marks around a message again.
+            text = render_turns(turns[first : last + 1]).removeprefix("<|user|>\n").removesuffix("<|end|>\n")
+            turn = {"from": "human", "value": text}
+            records.append({"id": f"{context}-{number}", "conversations": [turn]})
+        write_lines(folder / f"prompts-{context}.jsonl", records)
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as JSON Lines."""
+    path.write_text("\n".join(map(json.dumps, records)) + "\n")
 
 
 def train(model: Any, rows: list[torch.Tensor], steps: int, bf16: bool) -> None:
-    """Train in place on every token, with a rate that falls to zero."""
+    """Train in place on every token with a learning rate that falls linearly to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     for step in tqdm(range(steps), desc="training", unit="step"):
         row = rows[step % len(rows)][None]
@@ -72,45 +87,55 @@ def train(model: Any, rows: list[torch.Tensor], steps: int, bf16: bool) -> None:
             group["lr"] = LR * (steps - step) / steps
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             logits = model(input_ids=row, use_cache=False).logits
-        cross_entropy(logits[0, :-1].float(), row[0, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        model.zero_grad()
+        loss = cross_entropy(logits[0, :-1].float(), row[0, 1:])
+        update(model, loss, [optimizer])
 
 
 def make_long(start: Path, out: Path, steps: int) -> dict[str, float]:
-    """Write `target/` and `data/` to `out`; the perplexity of held-out texts of full length before and after."""
+    """Write `target/` and `data/` to `out`; return the perplexity of a long held-out sequence before and after."""
     tokenizer = AutoTokenizer.from_pretrained(start / "target")
     model = LlamaForCausalLM.from_pretrained(start / "target", dtype=torch.float32, attn_implementation="sdpa")
-    data = {split: read_turns(start / "data" / f"{split}.jsonl") for split in ("train", "heldout")}
-    texts = {split: list(join_turns(turns, tokenizer, LONG - 64)) for split, turns in data.items()}
-    rows = {
-        split: [tokenizer(render_turns(turns), return_tensors="pt")["input_ids"][0] for turns in some]
-        for split, some in texts.items()
-    }
+    conversations = read_turns(start / "data" / "train.jsonl")
+    # Some tokens stay free for an answer.
+    train_turns = join_turns(conversations, tokenizer, LONG - 64)
+    heldout_turns = list(join_turns(read_turns(start / "data" / "heldout.jsonl"), tokenizer, LONG - 64))
+    rows = [encode_turns(turns, tokenizer) for turns in train_turns]
+    heldout_row = encode_turns(heldout_turns[0], tokenizer)[None]
     model.config.max_position_embeddings = LONG
-    held = rows["heldout"][0][None]
-    report = {"perplexity_before": perplexity(model, held)}
-    train(model, rows["train"][::-1], steps, fastest_dtype("cpu") == torch.bfloat16)
-    report["perplexity"] = perplexity(model.eval(), held)
+    before = perplexity(model, heldout_row)
+    train(model, rows[::-1], steps, fastest_dtype("cpu") == torch.bfloat16)
+    after = perplexity(model.eval(), heldout_row)
+
+    # Both folders are made elsewhere and then moved, so that a stopped run leaves the old ones.
     with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as name:
         folder = Path(name)
         shutil.copytree(start / "target", folder / "target")
         model.save_pretrained(folder / "target")
-        settings = json.loads((folder / "target" / "tokenizer_config.json").read_text())
-        settings["model_max_length"] = LONG
-        (folder / "target" / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        raise_max_length(folder / "target" / "tokenizer_config.json")
         (folder / "data").mkdir()
         for length in (SHORT, LONG):
-            joined = join_turns(data["train"], tokenizer, length - 64)
-            lines = [json.dumps({"id": str(place), "conversations": turns}) for place, turns in enumerate(joined)]
-            (folder / "data" / f"train-{length}.jsonl").write_text("\n".join(lines) + "\n")
-        write_prompts([turns for turns in texts["heldout"] if len(turns) > 60], tokenizer, folder / "data")
+            joined = join_turns(conversations, tokenizer, length - 64)
+            records = [{"id": str(i), "conversations": turns} for i, turns in enumerate(joined)]
+            write_lines(folder / "data" / f"train-{length}.jsonl", records)
+        long_enough = [turns for turns in heldout_turns if len(turns) > 60]
+        write_prompts(long_enough, tokenizer, folder / "data")
         apply_umask(folder)
-        for part in ("data", "target"):
-            shutil.rmtree(out / part, ignore_errors=True)
-            shutil.move(folder / part, out / part)
-    return report
+        for subfolder in ("data", "target"):
+            shutil.rmtree(out / subfolder, ignore_errors=True)
+            shutil.move(folder / subfolder, out / subfolder)
+    return {"perplexity_before": before, "perplexity": after}
+
+
+def raise_max_length(path: Path) -> None:
+    """Write the new maximum length to a tokenizer's settings."""
+    settings = json.loads(path.read_text())
+    settings["model_max_length"] = LONG
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def encode_turns(turns: list[Turn], tokenizer: Any) -> torch.Tensor:
+    """Return the tokens of turns, [T]."""
+    return tokenizer(render_turns(turns), return_tensors="pt")["input_ids"][0]
 
 
 def main(argv: list[str]) -> None:

@@ -11,10 +11,10 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distributions
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from platform import python_version
 from time import perf_counter, process_time
@@ -33,9 +33,14 @@ from recipes.tiny import corpora, train_target, train_tokenizer
 from recipes.tiny.train_target import BATCH, train
 from recipes.tiny.train_tokenizer import END, MAX_LENGTH
 
-WINDOW, NUM_STORIES, HELD_OUT_STORIES = 512, 3000, 24
-PROMPT_EVERY, NEW_TOKENS = 13, 160  # of the greedy answers whose loops are counted
-SYSTEM, SYSTEM_EVERY = "You answer questions about Python's libraries.", 8
+WINDOW = 512
+NUM_STORIES = 3000
+HELD_OUT_STORIES = 24
+# Of the greedy answers whose loops are counted.
+PROMPT_EVERY = 13
+NEW_TOKENS = 160
+SYSTEM = "You answer questions about Python's libraries."
+SYSTEM_EVERY = 8
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -48,45 +53,52 @@ SIZES: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "hybrid": {  # every second layer keeps a gated delta rule's state in place of keys and values
+    # Every second layer keeps a gated delta rule's state in place of keys and values.
+    "hybrid": {
         "model_type": "qwen3_5_text",
         "layer_types": 5 * ["linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 32,
-        "linear_value_head_dim": 64,  # so that its matrices are as many numbers as the Llama's attention
+        # The layer's matrices then have as many parameters as the Llama's attention.
+        "linear_value_head_dim": 64,
         "num_key_value_heads": 2,
     },
 }
 Record = dict[str, Any]
+Seconds = dict[str, dict[str, float]]
+# The records of each split, and counts of what was kept and dropped.
+Splits = tuple[dict[str, list[Record]], dict[str, Counter[str]]]
 
 
 class Corpus(NamedTuple):
-    """Conversations to train on, and where and how long the target of them is trained."""
+    """Conversations to train on, and how the target is trained on them."""
 
     out: str
     steps: int
-    read: Callable[[int | None], tuple[dict[str, list[Record]], dict[str, Counter[str]]]]
+    read: Callable[[int | None], Splits]
 
 
-def read_docstrings(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
-    """Conversations of both splits, at most `limit` to train on, and counts of kept and dropped docstrings."""
+def read_docstrings(limit: int | None) -> Splits:
+    """Return docstring conversations, at most `limit` to train on, and how many docstrings were kept and dropped."""
     seen: set[str] = set()
     counts = {"train": Counter[str](), "heldout": Counter[str]()}
-    limits = {"train": limit, "heldout": limit and max(1, limit // 8)}
-    splits = {
-        split: list(islice(corpora.docstring_conversations(split == "heldout", seen, counts[split]), limits[split]))
-        for split in counts
-    }
+    train = corpora.docstring_conversations(False, seen, counts["train"])
+    splits = {"train": list(islice(train, limit))}
+    # A text that is in both splits stays in the first.
+    heldout = corpora.docstring_conversations(True, seen, counts["heldout"])
+    splits["heldout"] = list(islice(heldout, limit and max(1, limit // 8)))
     return splits, counts
 
 
-def read_stories(limit: int | None) -> tuple[dict[str, list[Record]], dict[str, Counter[str]]]:
-    """Stories of both splits, none of which asks a question of the other; nothing is dropped."""
-    held_out = islice(corpora.draw_stories(seed=1), HELD_OUT_STORIES)
-    asked = {record["conversations"][0]["value"]: record for record in held_out}  # one that is drawn twice counts once
-    train = list(islice(corpora.draw_stories(seed=0, avoid=asked), limit or NUM_STORIES))
-    return {"train": train, "heldout": list(asked.values())}, {}
+def read_stories(limit: int | None) -> Splits:
+    """Return stories; no question occurs in both splits, and nothing is dropped."""
+    heldout: dict[str, Record] = {}
+    for record in islice(corpora.draw_stories(seed=1), HELD_OUT_STORIES):
+        # A question that is drawn twice counts once.
+        heldout[record["conversations"][0]["value"]] = record
+    train = list(islice(corpora.draw_stories(seed=0, avoid=heldout), limit or NUM_STORIES))
+    return {"train": train, "heldout": list(heldout.values())}, {}
 
 
 CORPORA = {
@@ -103,51 +115,66 @@ def make_target(
     corpus: str = "docstrings",
     model: str = "llama",
 ) -> dict[str, Any]:
-    """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; returns the report."""
-    steps = CORPORA[corpus].steps if steps is None else steps
-    settings: dict[str, Any] = {"corpus": corpus, "model": model, "steps": steps, "seed": seed}
-    settings |= {"max_conversations": max_conversations, "made_with": list_versions()}
-    folder = Path(out or CORPORA[corpus].out + ("" if model == "llama" else f"-{model}"))
+    """Write `target/`, `data/` and `target_report.json` to `out`, unless they are there; return the report."""
+    settings: dict[str, Any] = {
+        "corpus": corpus,
+        "model": model,
+        "steps": CORPORA[corpus].steps if steps is None else steps,
+        "seed": seed,
+        "max_conversations": max_conversations,
+        "made_with": list_versions(),
+    }
+    suffix = "" if model == "llama" else f"-{model}"
+    folder = Path(out or CORPORA[corpus].out + suffix)
     return make_once(folder, settings, lambda unfinished, begun: build(unfinished, begun, settings))
 
 
 def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path], dict[str, Any]]) -> dict[str, Any]:
-    """Publish in `out` what `build` makes in a folder, unless it is there with these settings; returns the report.
+    """Publish in `out` what `build` makes in a folder, unless it is there with these settings; return the report.
 
-    `build` also gets a file for its training state: it outlives a run that is stopped, and is of these settings alone.
+    `build` also gets a file for its training state, which outlives a stopped run and belongs to these settings.
     """
-    if report := read_report(out, settings):
+    report = read_report(out, settings)
+    if report:
         print(f"{out / 'target'} is already there, made with the same settings")
         return report
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    begun = out / f".training-{key}.pt"
     with lock_folder(out), tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as name:
-        folder, begun = Path(name), out / f".training-{key}.pt"
+        folder = Path(name)
         report = {"settings": settings, **build(folder, begun)}
         (folder / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
         apply_umask(folder)
         publish(folder, out)
+        # Also the states of stopped runs with other settings.
         for path in out.glob(".training-*.pt"):
             path.unlink()
     return report
 
 
 def list_versions() -> dict[str, str]:
-    """The versions that decide the weights beside the settings: a hash of this code, and of the packages it uses."""
-    modules = [str(module.__file__) for module in (train_target, train_tokenizer, corpora)]
-    files: list[str | Path] = [__file__, *modules, corpora.STORIES]
-    code = b"".join(Path(file).read_bytes() for file in files)
+    """Return what decides the weights besides the settings: a hash of this code, and versions of packages."""
+    modules = (train_target, train_tokenizer, corpora)
+    files = [__file__, *(str(module.__file__) for module in modules), str(corpora.STORIES)]
     installed = {package.name: package.version for package in distributions()}
     packages = [*corpora.PACKAGES, "transformers", "tokenizers", "sentencepiece"]
     versions = {package: installed.get(package, "not installed") for package in packages}
-    return {"code": hashlib.sha256(code).hexdigest()[:16], "python": python_version(), **versions}
+    return {"code": hash_files(files), "python": python_version(), **versions}
+
+
+def hash_files(files: Iterable[str]) -> str:
+    """Return a hash of the contents of files, in their order."""
+    content = b"".join(Path(file).read_bytes() for file in files)
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read_report(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of an earlier run with these settings; it is published last, so its target is complete."""
+    """Return the report of an earlier run with these settings; it is published last, so its target is complete."""
     try:
         report = json.loads((out / "target_report.json").read_text())
         return report if report["settings"] == settings and (out / "target").is_dir() else None
-    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
+    except (OSError, ValueError, KeyError, TypeError):
+        # No report, or a damaged one.
         return None
 
 
@@ -161,32 +188,34 @@ def publish(folder: Path, out: Path) -> None:
 
 
 def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Make corpus, tokenizer and model in `folder`; returns the figures of the report."""
-    steps, seed = settings["steps"], settings["seed"]
-    seconds: dict[str, dict[str, float]] = {}
+    """Make corpus, tokenizer and model in `folder`; return the figures of the report."""
+    steps = settings["steps"]
+    seed = settings["seed"]
+    bf16 = fastest_dtype("cpu") == torch.bfloat16
+    seconds: Seconds = {}
     with phase(seconds, "corpus"):
         splits, counts = CORPORA[settings["corpus"]].read(settings["max_conversations"])
         (folder / "data").mkdir()
         for split, records in splits.items():
-            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-            (folder / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+            write_records(folder / "data" / f"{split}.jsonl", records)
     with phase(seconds, "tokenizer"):
         tokenizer = train_tokenizer.train(splits["train"], folder / "target")
+        # Neighbours in the corpus are of one module; a row should hold several.
         random.Random(seed).shuffle(splits["train"])
-        train_rows, heldout_rows = (pack_conversations(records, tokenizer) for records in splits.values())
+        train_rows = pack_conversations(splits["train"], tokenizer)
+        heldout_rows = pack_conversations(splits["heldout"], tokenizer)
     with phase(seconds, "training"):
         torch.manual_seed(seed)
-        model, bf16 = new_model(tokenizer, settings["model"]), fastest_dtype("cpu") == torch.bfloat16
-        train(model, train_rows, steps, seed, bf16, begun)
+        model = new_model(tokenizer, settings["model"])
+        train(model, train_rows, steps, seed, bf16=bf16, begun=begun)
         model.save_pretrained(folder / "target")
     with phase(seconds, "measuring"):
         answers = greedy_answers(model, tokenizer, splits["heldout"])
-        perplexities = {
-            "perplexity": perplexity(model, heldout_rows),
-            "bigram_perplexity": bigram_perplexity(train_rows, heldout_rows, len(tokenizer)),
-        }
+        model_perplexity = perplexity(model, heldout_rows)
+        baseline_perplexity = bigram_perplexity(train_rows, heldout_rows, len(tokenizer))
     return {
-        **perplexities,
+        "perplexity": model_perplexity,
+        "bigram_perplexity": baseline_perplexity,
         "loop_share": sum(map(ends_in_loop, answers)) / len(answers),
         "mean_answer_tokens": sum(map(len, answers)) / len(answers),
         "parameters": sum(weight.numel() for weight in model.parameters()),
@@ -198,10 +227,17 @@ def build(folder: Path, begun: Path, settings: dict[str, Any]) -> dict[str, Any]
     }
 
 
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Write records as JSON Lines."""
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 @contextmanager
-def phase(seconds: dict[str, dict[str, float]], name: str) -> Iterator[None]:
+def phase(seconds: Seconds, name: str) -> Iterator[None]:
     """Record the wall and CPU seconds of what runs inside."""
-    wall, cpu = perf_counter(), process_time()
+    wall = perf_counter()
+    cpu = process_time()
     yield
     seconds[name] = {"wall": round(perf_counter() - wall, 1), "cpu": round(process_time() - cpu, 1)}
 
@@ -209,20 +245,22 @@ def phase(seconds: dict[str, dict[str, float]], name: str) -> Iterator[None]:
 def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tensor:
     """Concatenate conversations and cut them into rows of `WINDOW` tokens; the remainder is left out."""
     chats = []
-    for place, record in enumerate(records):
+    for i, record in enumerate(records):
         chat = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
-        system = [{"role": "system", "content": SYSTEM}] if place % SYSTEM_EVERY == 0 else []
-        chats.append(tokenizer.apply_chat_template(system + chat, tokenize=False) + tokenizer.eos_token)
+        # Prompts of users may or may not have a system message: the model learns both.
+        if i % SYSTEM_EVERY == 0:
+            chat.insert(0, {"role": "system", "content": SYSTEM})
+        chats.append(tokenizer.apply_chat_template(chat, tokenize=False) + tokenizer.eos_token)
     encoded = tokenizer(chats, add_special_tokens=False)["input_ids"]
-    stream = torch.tensor([token for tokens in encoded for token in tokens])
+    stream = torch.tensor(list(chain.from_iterable(encoded)))
     return stream[: len(stream) // WINDOW * WINDOW].view(-1, WINDOW)
 
 
 def new_model(tokenizer: Any, architecture: str = "llama") -> Any:
-    """An untrained target; both end tokens stop its generations."""
+    """Return an untrained target; both end tokens stop its generation."""
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = AutoConfig.for_model(vocab_size=len(tokenizer), **ids, **SIZES, **MODELS[architecture])
-    # eager: at this size faster on a CPU than the fused kernel; it is not saved
+    # At this size eager attention is faster on a CPU than the fused kernel; the choice is not saved.
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     ids["eos_token_id"] = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
     model.generation_config = GenerationConfig(**ids)
@@ -231,32 +269,46 @@ def new_model(tokenizer: Any, architecture: str = "llama") -> Any:
 
 @torch.no_grad()
 def perplexity(model: Any, rows: torch.Tensor) -> float:
-    """Perplexity per token, in fp32."""
-    losses = [cross_entropy(model(input_ids=row).logits[0, :-1], row[0, 1:]).item() for row in rows.split(1)]
+    """Return the perplexity per token, in fp32."""
+    losses = []
+    for row in rows:
+        logits = model(input_ids=row[None]).logits[0, :-1]
+        losses.append(cross_entropy(logits, row[1:]).item())
     return math.exp(sum(losses) / len(losses))
 
 
 def bigram_perplexity(seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, discount: float = 0.75) -> float:
-    """Perplexity of a bigram model with interpolated Kneser-Ney smoothing, fitted on `seen`, on the same tokens."""
-    pairs = torch.bincount((seen[:, :-1] * vocabulary + seen[:, 1:]).flatten(), minlength=vocabulary**2)
-    pairs = pairs.view(vocabulary, vocabulary)
-    starts, followers, preceded = pairs.sum(1), (pairs > 0).sum(1), (pairs > 0).sum(0)
-    unigram = (preceded + 1) / (preceded + 1).sum()
-    first, second = rows[:, :-1].flatten(), rows[:, 1:].flatten()
-    kept = (pairs[first, second] - discount).clamp(min=0) + discount * followers[first] * unigram[second]
-    likelihood = torch.where(starts[first] > 0, kept / starts[first].clamp(min=1), unigram[second])
+    """Return the perplexity of a bigram model with interpolated Kneser-Ney smoothing, fitted on `seen`.
+
+    p(b | a) = (max(c(a b) - d, 0) + d * N(a .) * p(b)) / c(a), where p(b) is proportional to N(. b) + 1, c counts
+    occurrences, and N counts different neighbours. After an unseen token it is p(b).
+    """
+    pair_ids = seen[:, :-1] * vocabulary + seen[:, 1:]
+    pairs = torch.bincount(pair_ids.flatten(), minlength=vocabulary**2).view(vocabulary, vocabulary)
+    occurrences = pairs.sum(1)
+    num_followers = (pairs > 0).sum(1)
+    num_predecessors = (pairs > 0).sum(0)
+    unigram = (num_predecessors + 1) / (num_predecessors + 1).sum()
+    # The tokens a and b of each pair that is judged.
+    first = rows[:, :-1].flatten()
+    second = rows[:, 1:].flatten()
+    numerator = (pairs[first, second] - discount).clamp(min=0) + discount * num_followers[first] * unigram[second]
+    bigram = numerator / occurrences[first].clamp(min=1)
+    likelihood = torch.where(occurrences[first] > 0, bigram, unigram[second])
     return math.exp(-likelihood.double().log().mean().item())
 
 
 def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> list[list[int]]:
-    """The model's answers to the first question of every `PROMPT_EVERY`th record, without padding."""
-    chats = [[{"role": "user", "content": record["conversations"][0]["value"]}] for record in records[::PROMPT_EVERY]]
+    """Return the model's answers to the first question of every `PROMPT_EVERY`th record, without padding."""
+    questions = [record["conversations"][0]["value"] for record in records[::PROMPT_EVERY]]
+    chats = [[{"role": "user", "content": question}] for question in questions]
     tokenizer.padding_side = "left"
     prompts = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    output = model.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False)[:, prompts["input_ids"].shape[1] :]
-    return [list(takewhile(tokenizer.pad_token_id.__ne__, answer)) for answer in output.tolist()]
+    output = model.generate(**prompts, max_new_tokens=NEW_TOKENS, do_sample=False)
+    answers = output[:, prompts["input_ids"].shape[1] :].tolist()
+    return [list(takewhile(tokenizer.pad_token_id.__ne__, answer)) for answer in answers]
 
 
 def main(argv: list[str]) -> None:
@@ -269,17 +321,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     args = parser.parse_args(argv)
     report = make_target(args.out, args.steps, args.seed, corpus=args.corpus, model=args.model)
+    parameters = f"{report['parameters'] / 1e6:.1f} M parameters"
+    # The demo's readers see only what its next stages refer to.
     if args.corpus == "stories":
-        conversations = report["conversations"]["train"]
-        print(f"{report['parameters'] / 1e6:.1f} M parameters, trained on {conversations:,} conversations")
+        print(f"{parameters}, trained on {report['conversations']['train']:,} conversations")
         print(f"held-out perplexity {report['perplexity']:.2f}")
         return
     for split, counts in report["docstrings"].items():
         print(f"{split}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
-    print(f"{report['parameters'] / 1e6:.1f} M parameters, {report['tokens']['seen']:,} tokens seen")
+    print(f"{parameters}, {report['tokens']['seen']:,} tokens seen")
     print(f"held-out perplexity {report['perplexity']:.1f}, of a bigram {report['bigram_perplexity']:.1f}")
     print(f"{report['loop_share']:.0%} of greedy answers end in a loop")
-    print("seconds: " + ", ".join(f"{name} {part['wall']:.0f}" for name, part in report["seconds"].items()))
+    print("seconds: " + ", ".join(f"{name} {time['wall']:.0f}" for name, time in report["seconds"].items()))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from random import Random
 from typing import Any
 
 from recipes.tiny.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
 
 IMAGE = "<image>"
-TEXT_SHARE, TWO_TURN_SHARE = 0.1, 0.3
+TEXT_SHARE = 0.1
+TWO_TURN_SHARE = 0.3
 Turns = list[tuple[str, str]]  # questions with their answers
 NUMBERS = ("no", "one", "two", "three")
 SIDES = {
@@ -44,63 +47,72 @@ ASKS = ("", "Please tell me: ", "A question: ", "Do you know this? ")
 
 
 def sized_name(thing: Thing) -> str:
-    """A shape with its size, behind an article."""
+    """Return a shape with its size and an article."""
     return f"a {thing.size} {thing.name}"
 
 
 def join_words(parts: Sequence[str]) -> str:
-    """Parts as one list in words: a, b and c."""
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    """Join parts as in a, b and c."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def capitalise(text: str) -> str:
-    """A text as the beginning of a sentence."""
+    """Return a text as the beginning of a sentence; unlike `str.capitalize` it keeps later capitals."""
     return text[0].upper() + text[1:]
 
 
 def count_shapes(count: int, word: str = "shape") -> str:
-    """So many shapes, as in `two circles`."""
-    plural = {"cross": "crosses"}.get(word, word + "s")
-    return f"{NUMBERS[count]} {word if count == 1 else plural}"
+    """Return a number of shapes in words, as in `two circles`."""
+    if count != 1:
+        word += "es" if word == "cross" else "s"
+    return f"{NUMBERS[count]} {word}"
+
+
+def be(count: int) -> str:
+    """Return the verb for so many shapes."""
+    return "is" if count == 1 else "are"
 
 
 def describe(scene: Scene, random: Random) -> tuple[str, str]:
     """What do you see? All shapes with their places."""
-    count, ground = count_shapes(len(scene.things)), f"on a {scene.background} background"
-    be = "is" if len(scene.things) == 1 else "are"
-    openings = (
-        f"There {be} {count} {ground}.",
-        f"The picture shows {count} {ground}.",
-        f"I see {count} {ground}.",
-    )
+    count = len(scene.things)
+    shapes = f"{count_shapes(count)} on a {scene.background} background"
+    openings = (f"There {be(count)} {shapes}.", f"The picture shows {shapes}.", f"I see {shapes}.")
     wordings = (
         lambda thing: f"{capitalise(thing.place)} there is {sized_name(thing)}.",
         lambda thing: f"{capitalise(sized_name(thing))} is {thing.place}.",
         lambda thing: f"I can see {sized_name(thing)} {thing.place}.",
     )
-    style = random.choice(wordings)
-    return random.choice(DESCRIBE), " ".join([random.choice(openings), *map(style, scene.things)])
+    wording = random.choice(wordings)
+    question = random.choice(DESCRIBE)
+    sentences = [random.choice(openings), *map(wording, scene.things)]
+    return question, " ".join(sentences)
 
 
 def count_all(scene: Scene, random: Random) -> tuple[str, str]:
     """How many shapes are there? Their number and their names."""
-    count, names = count_shapes(len(scene.things)), join_words([sized_name(thing) for thing in scene.things])
+    count = len(scene.things)
+    shapes = count_shapes(count)
+    names = join_words([sized_name(thing) for thing in scene.things])
     answers = (
-        f"I count {count} in the picture: {names}.",
-        f"There {'is' if len(scene.things) == 1 else 'are'} {count} on the {scene.background} background, {names}.",
+        f"I count {shapes} in the picture: {names}.",
+        f"There {be(count)} {shapes} on the {scene.background} background, {names}.",
     )
     return random.choice(COUNT), random.choice(answers)
 
 
 def count_kind(scene: Scene, random: Random) -> tuple[str, str]:
     """How many circles are there? Their number, and their places or what is there instead."""
+    # Shapes that are there are asked for more often.
     kind = random.choice([*SHAPES, *(thing.shape for thing in scene.things)])
-    some = [thing for thing in scene.things if thing.shape == kind]
+    matches = [thing for thing in scene.things if thing.shape == kind]
     plural = count_shapes(2, kind).removeprefix("two ")
     question = random.choice((f"How many {plural} are there?", f"How many {plural} do you see?"))
-    if some:
-        where = join_words([f"the {thing.colour} one {thing.place}" for thing in some])
-        return question, f"There {'is' if len(some) == 1 else 'are'} {count_shapes(len(some), kind)}: {where}."
+    if matches:
+        count = len(matches)
+        where = join_words([f"the {thing.colour} one {thing.place}" for thing in matches])
+        return question, f"There {be(count)} {count_shapes(count, kind)}: {where}."
     names = join_words([sized_name(thing) for thing in scene.things])
     return question, f"There are no {plural} in this picture. I only see {names}."
 
@@ -126,30 +138,34 @@ def ask_place(scene: Scene, random: Random) -> tuple[str, str]:
     others = [f"{sized_name(other)} {other.place}" for other in scene.things if other != thing]
     rest = f"Besides it there is {join_words(others)}." if others else "There is nothing else in the picture."
     questions = (f"Where is the {thing.name}?", f"Where do you see the {thing.name}?")
-    place = thing.place + (" side" if thing.place in ("on the left", "on the right") else "")
+    place = thing.place
+    if place in ("on the left", "on the right"):
+        place += " side"
     return random.choice(questions), f"The {thing.name} is {place} of the picture. {rest}"
 
 
 def ask_side(scene: Scene, random: Random) -> tuple[str, str]:
     """What is to the left of the red circle? The shapes that are, or that there are none."""
-    thing, (words, is_there) = random.choice(scene.things), random.choice(list(SIDES.items()))
+    thing = random.choice(scene.things)
+    words, is_there = random.choice(list(SIDES.items()))
     others = [sized_name(other) for other in scene.things if is_there(other, thing)]
     questions = (f"What is {words} the {thing.name}?", f"Which shapes are {words} the {thing.name}?")
+    question = random.choice(questions)
     if others:
-        return random.choice(questions), f"{capitalise(words)} the {thing.name} there is {join_words(others)}."
-    return random.choice(questions), f"Nothing is {words} the {thing.name}, which is {thing.place}."
+        return question, f"{capitalise(words)} the {thing.name} there is {join_words(others)}."
+    return question, f"Nothing is {words} the {thing.name}, which is {thing.place}."
 
 
 def ask_what(scene: Scene, random: Random) -> tuple[str, str]:
     """What is at the top? The shape, or where there are some instead."""
+    # Places with a shape are asked for more often.
     place = random.choice([*PLACES.values(), *(3 * [thing.place for thing in scene.things])])
-    questions = (f"What is {place}?", f"What do you see {place}?")
+    question = random.choice((f"What is {place}?", f"What do you see {place}?"))
     for thing in scene.things:
         if thing.place == place:
-            seen = f"{sized_name(thing)} on a {scene.background} background"
-            return random.choice(questions), f"{capitalise(place)} I see {seen}."
+            return question, f"{capitalise(place)} I see {sized_name(thing)} on a {scene.background} background."
     rest = join_words([f"{sized_name(thing)} {thing.place}" for thing in scene.things])
-    return random.choice(questions), f"There is nothing {place}. There is {rest}."
+    return question, f"There is nothing {place}. There is {rest}."
 
 
 KINDS: dict[str, tuple[int, Callable[[Scene, Random], tuple[str, str]]]] = {
@@ -164,30 +180,35 @@ KINDS: dict[str, tuple[int, Callable[[Scene, Random], tuple[str, str]]]] = {
 
 
 def ask_fact(random: Random) -> tuple[str, str]:
-    """A question that needs no picture, and its answer."""
+    """Return a question that needs no picture, and its answer."""
     question, answer = random.choice(list(FACTS.items()))
     return random.choice(ASKS) + question, answer
 
 
 def ask_scene(scene: Scene, random: Random) -> Turns:
-    """One or two questions about a scene with their answers, the second of another kind than the first."""
-    turns = 2 if random.random() < TWO_TURN_SHARE else 1
-    first, second = ((random.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]) for _ in range(2))
-    if first == second:
-        second = "colour" if first != "colour" else "side"
-    return [KINDS[kind][1](scene, random) for kind in (first, second)[:turns]]
+    """Return one or two questions about a scene with their answers, the second of another kind than the first."""
+    has_second = random.random() < TWO_TURN_SHARE
+    weights = [weight for weight, _ in KINDS.values()]
+    first = random.choices(list(KINDS), weights)[0]
+    second = random.choices(list(KINDS), weights)[0]
+    if second == first:
+        second = "side" if first == "colour" else "colour"
+    kinds = [first, second] if has_second else [first]
+    return [KINDS[kind][1](scene, random) for kind in kinds]
 
 
 def make_record(name: str, turns: Turns, image: str | None) -> dict[str, Any]:
-    """A record as LLaVA's data has them: the first question begins with the mark of the image."""
-    texts = [text for turn in turns for text in turn]
+    """Return a record in the format of LLaVA's data: the first question begins with the mark of the image."""
+    record: dict[str, Any] = {"id": name}
+    texts = list(chain.from_iterable(turns))
     if image is not None:
+        record["image"] = image
         texts[0] = f"{IMAGE}\n{texts[0]}"
-    values = [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
-    return {"id": name, **({} if image is None else {"image": image}), "conversations": values}
+    record["conversations"] = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)]
+    return record
 
 
 def words_seen(question: str, answer: str) -> list[str]:
-    """The colours and forms that an answer names and its question does not, sorted."""
-    words = answer.lower().replace(",", " ").replace(".", " ").replace(":", " ").split()
+    """Return the colours and forms that an answer names and its question does not, sorted."""
+    words = re.split(r"[\s,.:]+", answer.lower())
     return sorted(word for word in words if word in {*COLOURS, *SHAPES} and word not in question.lower())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from random import Random
 from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
-PATCH, SIDE = 12, 5  # pixels of a patch, and patches of a picture's side: every second one may hold a shape
-FINE = 4  # a picture is drawn so many times larger, for smooth edges
+PATCH = 12  # pixels
+SIDE = 5  # patches
+# A picture is painted this many times larger.
+FINE = 4
 COLOURS = {
     "red": (225, 45, 45),
     "green": (40, 170, 70),
@@ -34,23 +37,23 @@ PLACES = {
 
 
 class Thing(NamedTuple):
-    """A shape in a picture: row and column of nine places, and by how many pixels it stands off the middle of its."""
+    """A shape in one of nine places of a picture."""
 
     row: int
     column: int
     size: str
     colour: str
     shape: str
-    shift: tuple[int, int]
+    shift: tuple[int, int]  # pixels from the middle of its place
 
     @property
     def name(self) -> str:
-        """Its colour and shape, by which it is the only one of its scene."""
+        """Return colour and shape, which no other shape of the scene has both."""
         return f"{self.colour} {self.shape}"
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Return the place in words."""
         return PLACES[self.row, self.column]
 
 
@@ -62,42 +65,48 @@ class Scene(NamedTuple):
 
 
 def draw_scene(random: Random) -> Scene:
-    """A random scene, in which no two shapes have both colour and form in common."""
+    """Return a random scene, in which no two shapes have both colour and form in common."""
     count = random.choice((1, 2, 2, 3, 3))
-    names = random.sample([(colour, shape) for colour in COLOURS for shape in SHAPES], count)
+    names = random.sample(list(product(COLOURS, SHAPES)), count)
+    places = sorted(random.sample(list(PLACES), count))
     things = []
-    for place, (colour, shape) in zip(sorted(random.sample(list(PLACES), count)), names, strict=True):
+    for (row, column), (colour, shape) in zip(places, names, strict=True):
         shift = (random.randint(-1, 1), random.randint(-1, 1))
-        things.append(Thing(*place, random.choice(list(SIZES)), colour, shape, shift))
+        size = random.choice(list(SIZES))
+        things.append(Thing(row, column, size=size, colour=colour, shape=shape, shift=shift))
     return Scene(tuple(things), random.choice(list(BACKGROUNDS)))
 
 
 def paint(scene: Scene) -> Image.Image:
-    """The picture of a scene, `PATCH` * `SIDE` pixels wide and high."""
+    """Return the picture of a scene, `PATCH` * `SIDE` pixels wide and high."""
     side = PATCH * SIDE
     image = Image.new("RGB", (FINE * side, FINE * side), BACKGROUNDS[scene.background])
     draw = ImageDraw.Draw(image)
     for thing in scene.things:
-        x, y = (
-            FINE * (PATCH * (2 * place + 0.5) + shift)
-            for place, shift in zip((thing.column, thing.row), thing.shift, strict=True)
-        )
-        paint_shape(draw, thing.shape, x, y, FINE * SIZES[thing.size] / 2, COLOURS[thing.colour])
+        # Every second patch may hold a shape, around its middle.
+        x = FINE * (PATCH * (2 * thing.column + 0.5) + thing.shift[0])
+        y = FINE * (PATCH * (2 * thing.row + 0.5) + thing.shift[1])
+        radius = FINE * SIZES[thing.size] / 2
+        paint_shape(draw, thing.shape, x, y, radius=radius, colour=COLOURS[thing.colour])
+    # Averaging blocks of pixels gives smooth edges.
     return image.resize((side, side), Image.Resampling.BOX)
 
 
 def paint_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, colour: tuple[int, int, int]
 ) -> None:
-    """Fill a shape around a point; a radius is half of its width."""
-    box = (x - radius, y - radius, x + radius, y + radius)
+    """Fill a shape around a point; its width is twice the radius."""
+    left = x - radius
+    right = x + radius
+    top = y - radius
+    bottom = y + radius
     if shape == "circle":
-        draw.ellipse(box, fill=colour)
+        draw.ellipse((left, top, right, bottom), fill=colour)
     elif shape == "square":
-        draw.rectangle(box, fill=colour)
+        draw.rectangle((left, top, right, bottom), fill=colour)
     elif shape == "triangle":
-        draw.polygon([(x, y - radius), (x + radius, y + radius), (x - radius, y + radius)], fill=colour)
+        draw.polygon([(x, top), (right, bottom), (left, bottom)], fill=colour)
     else:
         arm = radius / 3
-        draw.rectangle((x - radius, y - arm, x + radius, y + arm), fill=colour)
-        draw.rectangle((x - arm, y - radius, x + arm, y + radius), fill=colour)
+        draw.rectangle((left, y - arm, right, y + arm), fill=colour)
+        draw.rectangle((x - arm, top, x + arm, bottom), fill=colour)

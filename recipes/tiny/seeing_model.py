@@ -21,8 +21,10 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from recipes.tiny.scene_chats import IMAGE
 from recipes.tiny.scenes import PATCH, SIDE
 
-VOCABULARY, MAX_LENGTH = 700, 1024
-END, PAD = "<|end|>", "<pad>"
+VOCABULARY = 700
+MAX_LENGTH = 1024
+END = "<|end|>"
+PAD = "<pad>"
 MARKS = ["<|system|>", "<|user|>", "<|assistant|>", IMAGE]
 PROMPT = "<|user|>\n{}<|end|>\n<|assistant|>\n"  # a question, as the chat template prints it
 TEMPLATE = (
@@ -54,13 +56,14 @@ VISION: dict[str, Any] = {
 
 
 def train_words(texts: Iterable[str]) -> Any:
-    """A byte-level BPE tokenizer of these texts, with the chat template."""
+    """Train a byte-level BPE tokenizer on texts; it gets the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[*MARKS, END, PAD],
+        # All bytes, so that no text has an unknown token.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -78,15 +81,23 @@ def train_words(texts: Iterable[str]) -> Any:
 
 
 def new_processor(words: Any) -> Any:
-    """What prepares texts and pictures; a picture of another size is resized and cropped to the model's."""
+    """Return the processor of texts and pictures; it resizes and crops pictures to the model's size."""
     side = PATCH * SIDE
     pixels = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    given = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaProcessor(pixels, words, chat_template=TEMPLATE, image_token=IMAGE, **given)
+    return LlavaProcessor(
+        pixels,
+        words,
+        chat_template=TEMPLATE,
+        image_token=IMAGE,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        # The class token of the vision tower, which the model drops.
+        num_additional_image_tokens=1,
+    )
 
 
 def new_model(words: Any) -> Any:
-    """An untrained Llava, in which words and pictures enter the layers at about the same scale."""
+    """Return an untrained Llava whose words and pictures enter the layers at about the same scale."""
     ids = {"bos_token_id": None, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
     config = LlavaConfig(
         text_config=LlamaConfig(vocab_size=len(words), **ids, **TEXT),
@@ -97,10 +108,11 @@ def new_model(words: Any) -> Any:
         tie_word_embeddings=False,
         **ids,
     )
-    # eager: at this size faster on a CPU than the fused kernel; it is not saved
+    # At this size eager attention is faster on a CPU than the fused kernel; the choice is not saved.
     model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
     for name, weight in model.named_parameters():
-        if "projector" in name and weight.ndim == 2:  # so that its output is not lost beside the words
+        if "projector" in name and weight.ndim == 2:
+            # With the default, pictures would be much weaker than words.
             torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         elif "embed_tokens" in name or "position_embedding" in name:
             torch.nn.init.normal_(weight, std=0.3)

@@ -11,13 +11,15 @@ from sentencepiece import SentencePieceTrainer
 from transformers import LlamaTokenizer
 
 MAX_LENGTH = 2048  # tokens that a target reads
-END, SPECIAL = "<|end|>", ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+END = "<|end|>"
+SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", END]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-SENTENCEPIECE: dict[str, Any] = {  # no normalisation and no added space, so that decoding gives back what was encoded
+# Without normalisation and added spaces, so that decoding returns the encoded text.
+SENTENCEPIECE: dict[str, Any] = {
     "model_type": "bpe",
     "vocab_size": 2048,
     "byte_fallback": True,
@@ -44,11 +46,12 @@ TOKENIZER = {
 
 
 def train(records: Sequence[dict[str, Any]], folder: Path) -> Any:
-    """Train a SentencePiece BPE tokenizer; saved as tokenizer.model and, with the same ids, as tokenizer.json."""
+    """Train a SentencePiece BPE tokenizer, and save it as tokenizer.model and, with the same ids, tokenizer.json."""
     folder.mkdir()
-    turns = (turn["value"] for record in records for turn in record["conversations"])
-    lines = (line for text in turns for line in text.split("\n") if line)
-    with (folder / "tokenizer.model").open("wb") as file:  # written by a path, the model would hold that path
+    texts = (turn["value"] for record in records for turn in record["conversations"])
+    lines = (line for text in texts for line in text.split("\n") if line)
+    # Given a path, SentencePiece would write it into the model.
+    with (folder / "tokenizer.model").open("wb") as file:
         SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **SENTENCEPIECE)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
