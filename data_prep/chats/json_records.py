@@ -1,4 +1,4 @@
-"""The records of JSON files of any shape, plain or compressed; damage loses no good record."""
+"""Read the records of JSON files of any shape, plain or compressed; damage loses no good record."""
 
 from __future__ import annotations
 
@@ -14,46 +14,58 @@ from typing import IO, Any, cast
 
 from data_prep.chats.turns import ANSWERS, SURROGATE, Damaged, Dropped, first_of, layout_of
 
-PIECE = 1 << 12  # bytes read at once: what was unzipped in the same step as damage is lost
-HEAD = 1 << 20  # bytes looked at to tell lines from other JSON
-LARGE = 1 << 30  # bytes of a file that is not read a second time for the line of its damage
+# Bytes that are read at once: those unzipped in the same step as damage are lost.
+PIECE = 1 << 12
+# Bytes by which lines are told from other JSON.
+HEAD = 1 << 20
+# Bytes of a file that is not read a second time for the line of its damage.
+LARGE = 1 << 30
 VALUE = re.compile(r"[^\s,\[\]\ufeff]")
-OBJECT = re.compile(r'\{\s*(?:\Z|"[^"]{0,99}(?:\Z|"\s*(?:\Z|:)))')  # with its first key, as far as the text goes
+# An object with its first key, as far as the text goes.
+OBJECT = re.compile(r'\{\s*(?:\Z|"[^"]{0,99}(?:\Z|"\s*(?:\Z|:)))')
 DECODER = json.JSONDecoder()
-NOT_JSON, DEEP, CUT = "not JSON", "nested too deeply", "the file ends in the middle of a record"
+NOT_JSON = "not JSON"
+DEEP = "nested too deeply"
+CUT = "the file ends in the middle of a record"
 
-Numbered = Iterator[tuple[int, Any]]  # line or record number; the record, or `Dropped` in its place
+# The number of a line or record; the record, or `Dropped` in its place.
+Numbered = Iterator[tuple[int, Any]]
 
 
 def json_records(path: Path) -> Numbered:
-    """The records of JSON of any shape; where the compressed form breaks, that is one more drop at the end."""
-    number, broken = 0, list[Dropped]()
+    """Yield the records of JSON of any shape; damage of the compressed form is one more drop at the end."""
+    number = 0
+    broken: list[Dropped] = []
     pieces = _read_pieces(path, broken)
     head = b"".join(islice(pieces, HEAD // PIECE))
     has_lines = _has_lines(head)
-    for number, record in (_read_lines if has_lines else _read_stream)(chain([head], pieces)):
+    read = _read_lines if has_lines else _read_stream
+    for number, record in read(chain([head], pieces)):
         if not isinstance(record, Dropped):
             yield number, record
         elif not (broken and str(record) == CUT):
             yield number, Damaged(str(record), of_one_line=has_lines)
-    yield from ((number + 1, Damaged(str(reason), of_one_line=False)) for reason in broken)
+    for reason in broken:
+        yield number + 1, Damaged(str(reason), of_one_line=False)
 
 
 def place_of_damage(path: Path) -> str:
-    """Where JSON that is no lines is damaged, as far as that is easily found; nothing else."""
+    """Return where JSON that is not in lines is damaged, if that is easily found, else ""."""
     try:
         text = path.read_bytes() if path.stat().st_size < LARGE else b""
         json.loads(text.decode(errors="replace"))
     except ValueError as error:
         offset = getattr(error, "pos", 0)
-        return f" at line {getattr(error, 'lineno', 1)}" if offset and "Extra data" not in str(error) else ""
+        # Extra data are a second record, and no damage.
+        if offset and "Extra data" not in str(error):
+            return f" at line {getattr(error, 'lineno', 1)}"
     except RecursionError:
         pass
     return ""
 
 
 def _read_pieces(path: Path, broken: list[Dropped]) -> Iterator[bytes]:
-    """The bytes of a file as UTF-8, unzipped; the reason is added to `broken` if that stops before the end."""
+    """Yield the bytes of a file as UTF-8, unzipped; the reason is added to `broken` if that stops before the end."""
     with path.open("rb") as file:
         zipped = file.peek(3).startswith(b"\x1f\x8b\x08")
         pieces = _unzip(cast(IO[bytes], file), broken) if zipped else iter(lambda: file.read(PIECE), b"")
@@ -76,7 +88,7 @@ def _unzip(file: IO[bytes], broken: list[Dropped]) -> Iterator[bytes]:
 
 
 def _has_lines(head: bytes) -> bool:
-    """Whether one of the first lines is a record by itself; in other JSON a record begins indented, or in an array."""
+    """Return whether one of the first lines is a record by itself; in other JSON they are indented or in an array."""
     head = head.removeprefix(codecs.BOM_UTF8).lstrip()
     if head.startswith(b"["):
         return False
@@ -85,13 +97,13 @@ def _has_lines(head: bytes) -> bool:
 
 
 def _read_lines(pieces: Iterable[bytes]) -> Numbered:
-    """The records of JSONL; a damaged line loses no other."""
+    """Yield the records of JSONL; a damaged line loses no other."""
     for number, line in enumerate(_split_lines(pieces), 1):
         yield from ((number, record) for record in _parse_line(line))
 
 
 def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines with their ends; a line ends at a newline and at nothing else."""
+    """Yield lines with their ends; a line ends at a newline and at nothing else."""
     pending: list[bytes] = []
     for piece in pieces:
         *ends, rest = piece.split(b"\n")
@@ -103,78 +115,94 @@ def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _parse_line(line: bytes) -> list[Any]:
-    """The records of a line, or what is left of them: a writer that was killed and resumed puts two on one line."""
+    """Return the records of a line, or what is left of them; a writer that was resumed may put two on one line."""
     try:
         text = line.decode().strip("\ufeff \t\r\n")
         return [json.loads(text)] if text else []
-    except UnicodeDecodeError as error:  # the end of the line cannot be missing if its newline is there
+    except UnicodeDecodeError as error:
+        # The end of the line cannot be missing if its newline is there.
         return [Dropped(CUT if error.reason == "unexpected end of data" else "not UTF-8")]
     except RecursionError:
         return [Dropped(DEEP)]
     except ValueError:
-        return list(_scan_values(iter([text]), NOT_JSON if line.endswith(b"\n") else CUT)) or [Dropped(NOT_JSON)]
+        values = _scan_values(iter([text]), NOT_JSON if line.endswith(b"\n") else CUT)
+        return list(values) or [Dropped(NOT_JSON)]
 
 
 def _read_stream(pieces: Iterable[bytes]) -> Numbered:
-    """The records of an array, of an object that holds one, or of objects one after another over many lines."""
+    """Return the records of an array, of an object that holds one, or of objects one after another over many lines."""
     values = _scan_values(codecs.iterdecode(pieces, "utf-8", errors="surrogateescape"), CUT)
-    return enumerate((record for value in values for record in _unwrap(value)), 1)
+    return enumerate(chain.from_iterable(map(_unwrap, values)), 1)
 
 
 def _unwrap(value: Any) -> list[Any]:
-    """The records in the one list of an object that is no record itself; else the value alone."""
-    lists = [item for item in value.values() if isinstance(item, list)] if isinstance(value, dict) else []
-    # questions about one text, which stands beside their list, are no records without it
-    holds_records = len(lists) == 1 and layout_of(value) is None
-    holds_records = holds_records and any(layout_of(item) not in (None, "question", "query") for item in lists[0])
+    """Return the records in the one list of an object that is no record itself; else the value alone."""
+    if not isinstance(value, dict):
+        return [value]
+    lists = [item for item in value.values() if isinstance(item, list)]
+    if len(lists) != 1 or layout_of(value) is not None:
+        return [value]
+    # Questions about one text, which is beside their list, are no records without it.
+    holds_records = any(layout_of(item) not in (None, "question", "query") for item in lists[0])
     return lists[0] if holds_records else [value]
 
 
 def _is_record(value: Any) -> bool:
-    """Whether a value behind damage is a record; the arguments of a tool call may hold a query, too."""
+    """Return whether a value behind damage is a record; the arguments of a tool call may hold a query, too."""
     layout = layout_of(value)
     return layout is not None and (layout != "query" or first_of(value, *ANSWERS["query"]) is not None)
 
 
 def _scan_values(texts: Iterator[str], cut: str) -> Iterator[Any]:
-    """JSON values with commas and brackets between them; damage is one drop, and ends at the next record."""
-    text, place, lost = "", 0, False
+    """Yield JSON values with commas and brackets between them; damage is one drop, and ends at the next record."""
+    text = ""
+    position = 0
+    is_lost = False
     while True:
-        match = (OBJECT if lost else VALUE).search(text, place)
+        # After damage only an object can be told from the inside of a value.
+        match = (OBJECT if is_lost else VALUE).search(text, position)
         start = match.start() if match else len(text)
         value, end, unsure = _decode_value(text, start)
-        if unsure and (more := _take_text(texts, len(text) - start)):
-            text, place = text[start:] + more, 0
+        more = _take_text(texts, len(text) - start) if unsure else ""
+        if more:
+            text = text[start:] + more
+            position = 0
         elif start == len(text):
             return
         elif isinstance(value, Dropped):
-            if not lost:
+            if not is_lost:
                 yield Dropped(cut) if unsure and text[start] == "{" else value
-            place, lost = start + 1, True
-        elif lost and not any(map(_is_record, _unwrap(value))):
-            place = start + 1
+            position = start + 1
+            is_lost = True
+        elif is_lost and not any(map(_is_record, _unwrap(value))):
+            position = start + 1
         else:
             yield Dropped("not UTF-8") if SURROGATE.search(text, start, end) else value
-            place, lost = end, False
+            position = end
+            is_lost = False
 
 
 def _decode_value(text: str, start: int) -> tuple[Any, int, bool]:
-    """The value that begins at `start`, its end, and whether more text could change it."""
+    """Return the value that begins at `start`, its end, and whether more text could change it."""
     try:
         value, end = DECODER.raw_decode(text, start)
         return value, end, end == len(text) and not isinstance(value, dict)
     except RecursionError:
         return Dropped(DEEP), start, False
     except ValueError as error:
-        # no escape and no literal is longer than 16; only the end of the text leaves a string open
+        # No escape and no literal is longer than 16; only the end of the text leaves a string open.
         unsure = getattr(error, "pos", 0) > len(text) - 16 or "Unterminated string" in str(error)
         return Dropped(NOT_JSON), start, unsure
 
 
 def _take_text(texts: Iterator[str], size: int) -> str:
-    """More than `size` further characters if there are: reading doubles, so a long record is tried a few times only."""
+    """Return more than `size` further characters if there are any."""
+    # What has been read doubles each time, so that a long record is tried only a few times.
     pieces: list[str] = []
-    while size >= 0 and (text := next(texts, "")):
+    while size >= 0:
+        text = next(texts, "")
+        if not text:
+            break
         pieces.append(text)
         size -= len(text)
     return "".join(pieces)

@@ -1,4 +1,4 @@
-"""One record of any known layout -> a conversation as OpenAI writes it, or the reason why there is none."""
+"""Convert a record of any known layout to a conversation in OpenAI's format, or say why that fails."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ from data_prep.chats.turns import (
 IDS = ("id", "conversation_id", "conversation_hash", "uuid", "uid", "prompt_id", "question_id", "message_tree_id")
 NO_ANSWER = "no answer"  # why a question alone is dropped
 TRUNCATED_NOTE = "a truncated answer is not learned"
-VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")  # zero-width characters alone are no answer
+# Zero-width characters alone are no answer.
+VISIBLE = re.compile(r"[^\s\u200b-\u200d\u2060\ufeff]")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as OpenAI writes them: `role` and `content`; an answer may have tool calls, reasoning and a weight."""
+    """Messages in OpenAI's format: `role` and `content`; an answer may have tool calls, reasoning and a weight."""
 
     id: str
     messages: list[dict[str, Any]]  # with a mark in the content for each image
@@ -55,29 +56,32 @@ class Conversation:
 def conversation_of(
     record: Any, place: str, *, answered: bool = True, images: bool = False
 ) -> tuple[Conversation, set[str]]:
-    """The conversation of a record, and notes of what was changed; `place` is its id where the record has none.
+    """Return the conversation of a record, and notes on changes; `place` is its id if the record has none.
 
-    With `answered=False` the answers are yet to come: questions alone will do, and the answers are not checked. A
-    record with images gives one with `images` alone.
+    With `answered=False` the answers are yet to come: questions alone will do, and the answers are not checked.
+    Records with images are read only with `images=True`.
     """
     if not isinstance(record, dict):
         raise Dropped("not an object")
-    notes, shown = set[str](), list[Source]()
+    notes: set[str] = set()
+    sources: list[Source] = []
     try:
         if images:
-            record, shown, notes = take_images(record)
+            record, sources, notes = take_images(record)
         turns = turns_of(record, notes)
         if answered:
             check_wanted(record)
             turns = with_reasons(turns, record, notes)
             notes |= notes_of_marks(record, turns)
         messages = _trim(_messages_of(turns, notes, answered), notes, answered)
-        if shown:
-            messages, shown = pick_images(messages, shown)
+        if sources:
+            # Images of turns that were cut are left out.
+            messages, sources = pick_images(messages, sources)
         name = first_of(record, *IDS)
-        name = str(name) if isinstance(name, str | int) and name != "" else place
+        if not isinstance(name, str | int) or name == "":
+            name = place
         tools = tools_of(first_of(record, "tools", "functions"))
-        conversation = Conversation(name, messages, tools, tuple(shown))
+        conversation = Conversation(str(name), messages, tools, tuple(sources))
         _check_text(conversation)
     except RecursionError:
         raise Dropped("nested too deeply") from None
@@ -85,57 +89,50 @@ def conversation_of(
 
 
 def reason_to_drop(answer: dict[str, Any]) -> str | None:
-    """Why a record with this answer would give no conversation, where it would not."""
+    """Return why a record with this answer gives no conversation, None if it gives one."""
+    question = {"role": USER, "content": "?"}
     try:
-        conversation_of({"messages": [{"role": USER, "content": "?"}, answer]}, "an answer")
+        conversation_of({"messages": [question, answer]}, "an answer")
     except Dropped as reason:
         return str(reason)
     return None
 
 
 def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict[str, Any]]:
-    """The messages up to the first that is empty or broken off; before the first question such are left out.
+    """Return the messages up to the first that is empty or broken off; before the first question such are left out.
 
-    An empty answer is left out with its question, as nobody has read it: what is said later follows whole turns.
+    An empty answer is left out with its question, as nobody has read it: later turns follow complete ones.
     """
     messages: list[dict[str, Any]] = []
-    for place, turn in enumerate(turns):
+    for i, turn in enumerate(turns):
         message = message_of(turn)
-        role, finish = message["role"], unfinished_reason(turn)
+        role = message["role"]
+        finish = unfinished_reason(turn)
         is_answer = role == ASSISTANT
-        truncated = finish is not None and is_truncated(finish)
-        broken_off = is_answer and finish is not None and not truncated
-        if is_answer and answered and truncated and message.get("weight") == 1:
-            notes.add("a truncated answer is learned without an end mark")
-            message[CUT_OFF] = finish
-        elif is_answer and answered and truncated:
-            notes.add(TRUNCATED_NOTE)
-            message["weight"] = 0
-        elif is_answer and answered and message.get("weight") == 0:
-            notes.add("an answer is marked as not to be learned")
-        elif is_answer and answered and not broken_off and _has_broken_text(message, truncated, messages):
-            notes.add("an answer with broken characters (U+FFFD) is not learned")
-            message["weight"] = 0
-        if tag := tag_in(message["content"]):
+        is_broken_off = is_answer and finish is not None and not is_truncated(finish)
+        if is_answer and answered:
+            _mark_answer(message, finish, messages, notes)
+        tag = tag_in(message["content"])
+        if tag:
             notes.add(f"a tag that may stand for a medium is taken as text: {tag}")
-        if (is_answer and not answered) or (says_something(message) and not broken_off):
+        if (is_answer and not answered) or (says_something(message) and not is_broken_off):
             messages.append(message)
         elif role == SYSTEM:
             notes.add("empty system turn removed")
         elif role == TOOL and messages and (messages[-1]["role"] == TOOL or "tool_calls" in messages[-1]):
-            messages.append(message)  # a call that gives nothing back
-        elif is_answer and not broken_off and _goes_on(messages, turns[place + 1 :]):
+            # A tool may return nothing.
+            messages.append(message)
+        elif is_answer and not is_broken_off and _goes_on(messages, turns[i + 1 :]):
             while messages and messages[-1]["role"] == USER:
                 messages.pop()
             notes.add("a question with an empty answer is left out")
-        elif not any(before["role"] == USER for before in messages):
+        elif not any(earlier["role"] == USER for earlier in messages):
             notes.add(f"leading {role} turns cut")
         else:
-            _check_first_answer(messages, turns[place:], finish if broken_off else None)
-            loses_answers = any(is_spoken_by(ASSISTANT, later) for later in turns[place + 1 :])
-            if broken_off:
+            _check_first_answer(messages, turns[i:], finish if is_broken_off else None)
+            if is_broken_off:
                 notes.add(f"cut at an answer that was broken off: {finish}")
-            elif loses_answers:
+            elif any(is_spoken_by(ASSISTANT, later) for later in turns[i + 1 :]):
                 notes.add(f"cut at an empty turn of the {role}, on which later answers depend")
             else:
                 notes.add("cut at an empty turn")
@@ -143,40 +140,56 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
     return messages
 
 
+def _mark_answer(message: dict[str, Any], finish: str | None, history: list[dict[str, Any]], notes: set[str]) -> None:
+    """Give an answer the weight 0 if it was truncated or has broken characters, unless a mark of its own decides."""
+    truncated = finish is not None and is_truncated(finish)
+    if truncated and message.get("weight") == 1:
+        notes.add("a truncated answer is learned without an end mark")
+        message[CUT_OFF] = finish
+    elif truncated:
+        notes.add(TRUNCATED_NOTE)
+        message["weight"] = 0
+    elif message.get("weight") == 0:
+        notes.add("an answer is marked as not to be learned")
+    elif finish is None:
+        text = message.get("reasoning_content", "") + message["content"]
+        if is_broken(text, "stop", history):
+            notes.add("an answer with broken characters (U+FFFD) is not learned")
+            message["weight"] = 0
+
+
 def _goes_on(messages: list[dict[str, Any]], later: list[Any]) -> bool:
-    """Whether an empty answer here stands between two questions, of which the first may be left out."""
+    """Return whether an empty answer here is between two questions, of which the first may be left out."""
     return bool(messages) and messages[-1]["role"] == USER and bool(later) and is_spoken_by(USER, later[0])
 
 
-def _has_broken_text(message: dict[str, Any], truncated: bool, before: list[dict[str, Any]]) -> bool:
-    """Whether an answer or its reasoning has characters that were lost when it was written down."""
-    text = message.get("reasoning_content", "") + message["content"]
-    return is_broken(text, "length" if truncated else "stop", before)
-
-
 def _check_first_answer(messages: list[dict[str, Any]], cut_turns: list[Any], broken_off: str | None) -> None:
-    """Refuse a conversation of which the cut leaves questions alone, if what is cut away has an answer."""
+    """Refuse a conversation of which a cut leaves only questions, if the turns that are cut have an answer."""
     roles = [message["role"] for message in messages]
     if ASSISTANT in roles[roles.index(USER) :]:
         return
     if broken_off:
         raise Dropped(f"the first answer was broken off: {broken_off}")
-    if any(message["role"] == ASSISTANT and says_something(message) for message in map(message_of, cut_turns)):
-        raise Dropped("an empty turn before the first answer")
+    for message in map(message_of, cut_turns):
+        if message["role"] == ASSISTANT and says_something(message):
+            raise Dropped("an empty turn before the first answer")
 
 
 def _trim(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> list[dict[str, Any]]:
-    """System turns, then from the first question to the last answer; without `answered`, an empty one may be added."""
+    """Return system turns, then the turns from the first question to the last answer.
+
+    Without `answered`, a last question gets an empty answer, which is to be written.
+    """
     roles = [message["role"] for message in messages]
     if USER not in roles:
         if "leading user turns cut" in notes:
             raise Dropped("every user turn is empty")
         raise Dropped("no user turn" if ASSISTANT in roles or not answered else NO_ANSWER)
     first = roles.index(USER)
-    last = len(roles) - 1 - roles[::-1].index(USER)
-    if not answered and ASSISTANT not in roles[last:]:
-        messages = [*messages[: last + 1], {"role": ASSISTANT, "content": ""}]
-        roles = [*roles[: last + 1], ASSISTANT]
+    after_last_question = len(roles) - roles[::-1].index(USER)
+    if not answered and ASSISTANT not in roles[after_last_question:]:
+        messages = [*messages[:after_last_question], {"role": ASSISTANT, "content": ""}]
+        roles = [*roles[:after_last_question], ASSISTANT]
     if ASSISTANT not in roles[first:]:
         raise Dropped(NO_ANSWER)
     if any(message["role"] == ASSISTANT and not says_something(message) for message in messages):
@@ -185,7 +198,9 @@ def _trim(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> li
     notes.update(f"leading {role} turns cut" for role in roles[:first] if role != SYSTEM)
     if end < len(roles):
         notes.add("turns after the last answer cut")
-    return [message for message in messages[:first] if message["role"] == SYSTEM] + messages[first:end]
+    # A system turn in the middle stays where it is.
+    system_turns = [message for message in messages[:first] if message["role"] == SYSTEM]
+    return system_turns + messages[first:end]
 
 
 def _check_text(conversation: Conversation) -> None:
@@ -199,30 +214,37 @@ def _check_text(conversation: Conversation) -> None:
 
 
 def message_of(turn: Any) -> dict[str, Any]:
-    """The turn's role, content, reasoning, tool calls and, where it has one, its weight."""
+    """Return a turn's role, content, reasoning, tool calls and, if it has one, its weight."""
     role, speaker = role_of(turn)
     check_media(turn)
     content = first_of(turn, "value", "content", "text")
-    text, reasoning, calls = ("", "", calls_of(content, "function_call")) if speaker in CALLS else parts_of(content)
-    if medium := medium_in(text, asked=role == USER):
+    if speaker in CALLS:
+        # Such a turn is a call and nothing else.
+        text, reasoning, calls = "", "", calls_of(content, "function_call")
+    else:
+        text, reasoning, calls = parts_of(content)
+    medium = medium_in(text, asked=role == USER)
+    if medium:
         raise Dropped(f"a placeholder in the text: {describe(medium)}")
     reasoning += _text(first_of(turn, "reasoning_content", "reasoning", "thinking"), "reasoning_content")
     calls += calls_of(first_of(turn, "tool_calls", "function_call") or [], "tool_calls")
     if role != ASSISTANT and (reasoning or calls):
         raise Dropped(f"reasoning or tool calls in a turn of the {role}")
-    message = {"role": role, "content": text, "reasoning_content": reasoning, "tool_calls": calls}
-    message.update({key: _text(turn.get(key), key) for key in ("name", "tool_call_id")})
-    message = {key: value for key, value in message.items() if value or key == "content"}
+    message: dict[str, Any] = {"role": role, "content": text}
+    optional: dict[str, Any] = {"reasoning_content": reasoning, "tool_calls": calls}
+    for key in ("name", "tool_call_id"):
+        optional[key] = _text(turn.get(key), key)
+    message |= {key: value for key, value in optional.items() if value}
     return message | _weight(turn) if role == ASSISTANT else message
 
 
 def says_something(message: dict[str, Any]) -> bool:
-    """Whether a message has visible text or tool calls."""
+    """Return whether a message has visible text or tool calls."""
     return bool(VISIBLE.search(message["content"])) or "tool_calls" in message
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
-    """The tools that the assistant may call, each wrapped as OpenAI does."""
+    """Return the tools that the assistant may call, each wrapped as OpenAI does."""
     tools = parse_json(tools or None, "tools that are")
     if tools is None or tools == []:
         return None
@@ -232,10 +254,12 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def parts_of(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
-    """The text, the reasoning and the tool calls in a content."""
+    """Return the text, the reasoning and the tool calls in a content."""
     if not isinstance(content, list):
         return _text(content, "content"), "", []
-    text, reasoning, calls = "", "", []
+    text = ""
+    reasoning = ""
+    calls = []
     for part in content:
         kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
         if kind == "text":
@@ -250,14 +274,17 @@ def parts_of(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
 
 
 def calls_of(value: Any, name: str) -> list[dict[str, Any]]:
-    """The tool calls in JSON text, in one object or in a list of them."""
+    """Return the tool calls in JSON text, in one object or in a list of objects."""
     calls = parse_json(value, f"{name} that is")
-    return [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [_call(call) for call in calls]
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """One tool call, its arguments as an object, since templates print them as JSON themselves."""
-    function = _check_name((call.get("function") or call) if isinstance(call, dict) else None, "a tool call")
+    """Return one tool call with its arguments as an object, since templates print them as JSON themselves."""
+    function = call.get("function") or call if isinstance(call, dict) else None
+    function = _check_name(function, "a tool call")
     arguments = parse_json(first_of(function, "arguments", "parameters") or {}, "tool call arguments that are")
     if not isinstance(arguments, dict):
         raise Dropped("tool call arguments that are not an object")
@@ -278,7 +305,7 @@ def _check_name(function: Any, kind: str) -> dict[str, Any]:
 
 
 def _weight(turn: dict[str, Any]) -> dict[str, int]:
-    """A weight of 0 where any mark excludes the answer from the loss."""
+    """Return the weight of an answer, if a mark says whether it is learned."""
     try:
         weight = weight_of(turn)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A record of any known layout -> its turns, each still as the dataset spells it."""
+"""Find the turns of a record of any known layout, each still in the dataset's own form."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from data_prep.chats.marks import (
     with_names,
 )
 
-USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
-LISTS = ("conversations", "messages", "conversation")  # lists of turns: ShareGPT, OpenAI, LMSYS and WildChat
-CALLS = ("function_call", "tool_call")  # turns whose text is a call
+USER = "user"
+ASSISTANT = "assistant"
+SYSTEM = "system"
+TOOL = "tool"
+# Keys of lists of turns: ShareGPT, OpenAI, LMSYS and WildChat.
+LISTS = ("conversations", "messages", "conversation")
+# Speakers whose text is a call.
+CALLS = ("function_call", "tool_call")
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), USER),
     **dict.fromkeys(("gpt", "assistant", "ai", "chatgpt", "chatbot", "bot", "model", "bard", "bing"), ASSISTANT),
@@ -29,13 +34,15 @@ ROLES = {
     **dict.fromkeys(("system", "developer"), SYSTEM),
     **dict.fromkeys(("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL),
 }
-ANSWERS = {  # where a record of one question has its answer
+# Where a record of one question has its answer.
+ANSWERS = {
     "instruction": ("output", "response", "completion"),
     "prompt": ("completion", "response", "output"),
     "question": ("answer", "response"),
     "query": ("response", "answer"),
 }
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which no valid text holds
+# Half of a pair, which no valid text contains.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Dropped(Exception):
@@ -51,21 +58,20 @@ class Damaged(Dropped):
 
 
 def layout_of(record: Any) -> str | None:
-    """The key that holds the turns or the question, if the record has one that is known."""
+    """Return the key that holds the turns or the question, if the record has one that is known."""
     if not isinstance(record, dict):
         return None
-    is_there = {
-        **{key: record.get(key) is not None for key in LISTS},
-        "turns": isinstance(record.get("turns"), list),
-        "data": _is_list_of(record.get("data"), str),
-        **{key: record.get(key) not in (None, "") for key in ANSWERS},
-        "chosen": _is_list_of(record.get("chosen"), dict),
-    }
+    # The first of these that is there decides.
+    is_there = {key: record.get(key) is not None for key in LISTS}
+    is_there["turns"] = isinstance(record.get("turns"), list)
+    is_there["data"] = _is_list_of(record.get("data"), str)
+    is_there |= {key: record.get(key) not in (None, "") for key in ANSWERS}
+    is_there["chosen"] = _is_list_of(record.get("chosen"), dict)
     return next((key for key in is_there if is_there[key]), None)
 
 
 def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
-    """The turns of a record, where a question without an answer is followed by an answer without content."""
+    """Return the turns of a record; a question without an answer is followed by an answer without content."""
     layout = layout_of(record)
     if layout is None:
         raise Dropped("unknown layout: keys " + ", ".join(describe(key) for key in sorted(record, key=str)[:6]))
@@ -78,6 +84,7 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
         if isinstance(marks, list):
             turns = _with_marks(turns, key, marks)
     turns = _with_own_reasons(turns, record)
+    # A reason beside the turns is that of the last answer, unless it has one itself.
     finish = unfinished_reason(record)
     if finish is not None and isinstance(turns[-1], dict) and not any(with_names(turns[-1], FINISHES)):
         turns = [*turns[:-1], {**turns[-1], "finish_reason": finish}]
@@ -86,33 +93,38 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
 
 
 def with_reasons(turns: list[Any], record: dict[str, Any], notes: set[str]) -> list[Any]:
-    """The turns with the reasons of a list beside them, which has one for each answer."""
+    """Return the turns with the reasons of a list beside them, which has one for each answer."""
     reasons = next((value for _, value in with_names(record, LISTED_FINISHES)), None)
-    if not isinstance(reasons, list) or "sampling" in record:  # `eagle regenerate` weighs its answers itself
+    # `eagle regenerate` gives its answers weights itself.
+    if not isinstance(reasons, list) or "sampling" in record:
         return turns
-    places = [place for place, turn in enumerate(turns) if is_spoken_by(ASSISTANT, turn)]
-    if len(places) == len(reasons):
-        given = dict(zip(places, reasons, strict=True))
-        return [{"finish_reason": given[place], **turn} if place in given else turn for place, turn in enumerate(turns)]
+    answers = [i for i, turn in enumerate(turns) if is_spoken_by(ASSISTANT, turn)]
+    if len(answers) == len(reasons):
+        turns = list(turns)
+        for i, reason in zip(answers, reasons, strict=True):
+            turns[i] = {"finish_reason": reason, **turns[i]}
+        return turns
     if any(unfinished_reason({"finish_reason": reason}) for reason in reasons):
         notes.add("finish reasons that are not one for each answer: not read")
     return turns
 
 
 def check_wanted(record: dict[str, Any]) -> None:
-    """Refuse a record that is marked as not to be learned; a label of 0 may stand for a class of any kind."""
-    if key := excluding_mark(record):
+    """Refuse a record that is marked as not to be learned."""
+    key = excluding_mark(record)
+    if key:
         raise Dropped(f"marked as not to be learned: {describe(key)}")
 
 
 def check_media(values: dict[str, Any]) -> None:
     """Refuse a record or a turn that has images, videos or sound beside its text."""
-    if key := media_key(values):
+    key = media_key(values)
+    if key:
         raise Dropped(f"{describe(key)} beside the text")
 
 
 def parse_json(value: Any, name: str) -> Any:
-    """The value of JSON text; anything but text stays as it is."""
+    """Return the value of JSON text; anything but text stays as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -120,19 +132,23 @@ def parse_json(value: Any, name: str) -> Any:
 
 
 def role_of(turn: Any) -> tuple[str, str]:
-    """The role that a turn has here, and the dataset's own word for who speaks."""
+    """Return a turn's role, and the dataset's own word for who speaks."""
     if not isinstance(turn, dict):
         raise Dropped("a turn that is not an object")
     speaker = first_of(turn, "from", "role")
-    speaker = speaker.strip().lower() if isinstance(speaker, str) else speaker
-    role = ROLES.get(speaker) if isinstance(speaker, str) else None
+    if speaker is None:
+        raise Dropped("a turn without a role")
+    role = None
+    if isinstance(speaker, str):
+        speaker = speaker.strip().lower()
+        role = ROLES.get(speaker)
     if role is None:
-        raise Dropped("a turn without a role" if speaker is None else f"unknown role {describe(speaker)!r}")
+        raise Dropped(f"unknown role {describe(speaker)!r}")
     return role, speaker
 
 
 def is_spoken_by(role: str, turn: Any) -> bool:
-    """Whether a turn has this role; one that has none is cut away, and no error."""
+    """Return whether a turn has this role; one that has none is cut away, and no error."""
     try:
         return role_of(turn)[0] == role
     except Dropped:
@@ -140,26 +156,28 @@ def is_spoken_by(role: str, turn: Any) -> bool:
 
 
 def first_of(values: dict[str, Any], *keys: str) -> Any:
-    """The value of the first key that has one; a table from Arrow holds None for keys that a record lacks."""
+    """Return the value of the first key that has one; a table from Arrow holds None for keys that a record lacks."""
     return next((values[key] for key in keys if values.get(key) is not None), None)
 
 
 def describe(value: Any) -> str:
-    """A text of the data on one short printable line, or the type of anything else."""
+    """Return a text of the data on one short printable line, or the type of anything else."""
     return repr(value)[1:-1][:40] if isinstance(value, str) else type(value).__name__
 
 
 def _turns_in(layout: str, record: dict[str, Any], notes: set[str]) -> list[Any]:
-    """The turns that the layout's key holds, in whichever form."""
+    """Return the turns that the layout's key holds, in whichever form."""
     value = record[layout]
     if layout in LISTS:
         value = parse_json(value, f"{layout}: text that is")
         if not isinstance(value, list):
             raise Dropped(f"{layout}: not a list")
         return value
-    if layout == "chosen":  # a whole conversation, which `_with_chosen_answer` takes
+    if layout == "chosen":
+        # A whole conversation, which `_with_chosen_answer` takes.
         return value
-    if layout == "data":  # UltraChat: user and assistant in turn
+    if layout == "data":
+        # UltraChat: user and assistant in turn.
         return _alternate(value)
     if layout == "turns":
         return _questions(value)
@@ -169,22 +187,25 @@ def _turns_in(layout: str, record: dict[str, Any], notes: set[str]) -> list[Any]
 
 
 def _questions(values: list[Any]) -> list[Any]:
-    """Texts or turns without roles as questions, an empty answer after each; turns with roles as they are."""
+    """Return texts or turns without roles as questions, an empty answer after each; turns with roles as they are."""
     if any(isinstance(value, dict) and first_of(value, "role", "from") is not None for value in values):
         return values
-    texts = [first_of(value, "content", "value") if isinstance(value, dict) else value for value in values]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise Dropped("turns that are no texts")
-    return _alternate(content for text in texts for content in (text, None))
+    contents: list[Any] = []
+    for value in values:
+        text = first_of(value, "content", "value") if isinstance(value, dict) else value
+        if not isinstance(text, str) or not text.strip():
+            raise Dropped("turns that are no texts")
+        contents += [text, None]
+    return _alternate(contents)
 
 
 def _alternate(contents: Iterable[Any]) -> list[Any]:
-    """Turns of the user and of the assistant in turn, with these contents."""
-    return [{"role": (USER, ASSISTANT)[place % 2], "content": content} for place, content in enumerate(contents)]
+    """Return turns with these contents, the first of the user, the second of the assistant, and so on."""
+    return [{"role": (USER, ASSISTANT)[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 def _question_and_answer(layout: str, record: dict[str, Any]) -> list[Any]:
-    """The history of a record of one question, the question with its input or context, and the answer."""
+    """Return the history of a record of one question, the question with its input or context, and the answer."""
     question = record[layout]
     answer = first_of(record, *ANSWERS[layout])
     history = record.get("history") or []
@@ -197,59 +218,72 @@ def _question_and_answer(layout: str, record: dict[str, Any]) -> list[Any]:
         question = f"{question}\n\n{context}"
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise Dropped("history: not a list of pairs")
+    # A preference record may have its answers as texts.
     if answer is None and "rejected" in record and isinstance(record.get("chosen"), str):
         answer = record["chosen"]
     turns = [{"role": USER, "content": question}]
     if isinstance(question, list):
         turns = _questions(question)
-        turns = turns if turns is question else turns[:-1]  # the answer that follows takes the place of an empty one
+        if turns is not question:
+            # The answer takes the place of the empty one after the last question.
+            turns = turns[:-1]
     answers = answer if _is_list_of(answer, dict) else [{"role": ASSISTANT, "content": answer}]
     return [*_alternate(chain.from_iterable(history)), *turns, *answers]
 
 
 def _best_path(node: Any, notes: set[str]) -> list[Any]:
-    """The turns from the root of a message tree, following the reply of the best rank."""
+    """Return the turns from the root of a message tree, following the reply of the best rank."""
     notes.add("message tree: the best-ranked reply each time")
     turns: list[Any] = []
     while isinstance(node, dict):
         turns.append({key: node.get(key) for key in ("role", "text")})
         replies = node.get("replies")
-        replies = [reply for reply in replies if isinstance(reply, dict)] if isinstance(replies, list) else []
-        ranks = [reply.get("rank") for reply in replies]
-        ranks = [rank if isinstance(rank, int | float) else float("inf") for rank in ranks]
-        node = replies[ranks.index(min(ranks))] if replies else None
+        if not isinstance(replies, list):
+            break
+        # Replies without a rank come last; of equal ranks the first is taken.
+        node = min((reply for reply in replies if isinstance(reply, dict)), key=_rank, default=None)
     return turns
 
 
+def _rank(reply: dict[str, Any]) -> float:
+    rank = reply.get("rank")
+    return rank if isinstance(rank, int | float) else float("inf")
+
+
 def _with_chosen_answer(turns: list[Any], chosen: Any, notes: set[str]) -> list[Any]:
-    """The turns with the preferred answer; `chosen` replaces them where it holds a question too."""
-    chosen = [chosen] if isinstance(chosen, dict) else chosen
+    """Return the turns with the preferred answer; `chosen` replaces them if it holds a question too."""
+    if isinstance(chosen, dict):
+        chosen = [chosen]
     if not _is_list_of(chosen, dict):
         return turns
     notes.add("preference record: the chosen answer is taken")
     if any(first_of(turn, "role", "from") in (USER, "human") for turn in chosen):
         return chosen
-    ends_empty = isinstance(turns[-1], dict) and "content" in turns[-1] and turns[-1]["content"] is None
-    return [*(turns[:-1] if ends_empty else turns), *chosen]
+    last = turns[-1]
+    # The chosen answer takes the place of an empty one.
+    if isinstance(last, dict) and "content" in last and last["content"] is None:
+        turns = turns[:-1]
+    return [*turns, *chosen]
 
 
 def _with_marks(turns: list[Any], key: str, marks: list[Any]) -> list[Any]:
-    """The turns, each with its mark of a list that stands beside them."""
+    """Return the turns, each with its mark of a list that stands beside them."""
     if len(marks) != len(turns) or not all(isinstance(turn, dict) for turn in turns):
         raise Dropped(f"{describe(key)} that is not one mark for each turn")
     return [{key: mark, **turn} for turn, mark in zip(turns, marks, strict=True)]
 
 
 def _with_own_reasons(turns: list[Any], record: dict[str, Any]) -> list[Any]:
-    """The turns of a record of `eagle regenerate`, which once left kept answers that were cut off without a mark."""
+    """Return the turns of a record of `eagle regenerate` with the reasons of its answers."""
     reasons = record.get("finish_reasons")
-    answers = [place for place, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == ASSISTANT]
+    answers = [i for i, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == ASSISTANT]
     if not isinstance(record.get("sampling"), dict) or not isinstance(reasons, list) or len(reasons) != len(answers):
         return turns
+    # Once it gave truncated answers no mark if they were to be learned.
     turns = list(turns)
-    for place, reason in zip(answers, reasons, strict=True):
+    for i, reason in zip(answers, reasons, strict=True):
         if reason == "length":
-            turns[place] = {"weight": 1, CUT_OFF: reason, **turns[place]}
+            turns[i] = {"weight": 1, CUT_OFF: reason, **turns[i]}
     return turns
 
 
