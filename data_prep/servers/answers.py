@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,11 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import RegenerateSection
 from eagle.target.target import Target
 
-TRUNCATED, FILTERED = "length", "content_filter"  # why an answer ended, if not by itself
-DRAFTED = 64  # tokens that are drafted in a cycle of all conversations, where the drafter is tuned to nothing else
+# Why an answer ended, if not by itself.
+TRUNCATED = "length"
+FILTERED = "content_filter"
+# Draft tokens of all conversations in a cycle, for a drafter that is not tuned.
+DRAFTED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +47,37 @@ class Answer:
     prompt_tokens: int = 0
 
 
-# asks for answers in turn, and returns the line of a part
+# Yields prompts, is sent their answers, and returns the line of a part.
 Dialogue = Generator[Prompt, Answer, dict[str, Any]]
-Outcome = tuple[str, "dict[str, Any] | str"]  # a conversation's id, and its line or the reason for which it failed
+# A conversation's id, and its line or the reason why it failed.
+Outcome = tuple[str, "dict[str, Any] | str"]
 
 
 class Local:
-    """The target itself, `batch_size` conversations side by side: where one ends, the next takes its place."""
+    """Answers with the target itself, `batch_size` conversations at a time; when one ends, the next begins."""
 
     def __init__(self, target: Target, tokenizer: Any, section: RegenerateSection) -> None:
-        self.target, self.tokenizer, self.positions = target, tokenizer, target.max_positions
+        self.target = target
+        self.tokenizer = tokenizer
+        self.positions = target.max_positions
         self.sampling = Sampling(temperature=section.temperature, top_p=section.top_p, seed=section.seed)
-        self.at_once, self.max_tokens_in_cache = section.batch_size, section.max_tokens_in_cache
+        self.at_once = section.batch_size
+        self.max_tokens_in_cache = section.max_tokens_in_cache
         self.usage = Usage()
+        self.numbers = count()
         try:
             target.reader.check()
         except ValueError as error:
             raise ValueError(f"{error} For its answers serve it, and name regenerate.endpoint.") from None
         self.drafter = load_drafter(section.drafter, target)
-        nodes = min(max(DRAFTED // self.at_once, 1), 10)
-        # drafts that are drawn by lot would make the noise, and so the answers, depend on who drafts
         self.threads = ThreadsOfLongWork(self._read_few) if target.device.type == "cpu" else None
-        self.budget = replace(self.drafter.budget or Budget(nodes, nodes), draw="noise")
+        nodes = min(max(DRAFTED // self.at_once, 1), 10)
+        budget = self.drafter.budget or Budget(nodes, nodes)
+        # Drafts that are sampled freely would make the noise, and so the answers, depend on the drafter.
+        self.budget = replace(budget, draw="noise")
 
     def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
-        """The outcome of every conversation, as they end."""
+        """Yield the outcome of every conversation when it ends."""
         decoding = Decoding(
             self.target,
             self.drafter,
@@ -76,59 +85,84 @@ class Local:
             batch_size=self.at_once,
             max_tokens_in_cache=self.max_tokens_in_cache,
         )
-        numbers, asked = count(), dict[int, tuple[str, Dialogue, Prompt, Trace]]()
         self.usage = Usage()
-
-        def ask(name: str, dialogue: Dialogue, answer: Any = None) -> Iterator[Outcome]:
-            """Go on to the conversation's next question; its outcome if there is none."""
-            try:
-                prompt = dialogue.send(answer)
-            except StopIteration as end:
-                yield name, end.value
-                return
-            number, trace = next(numbers), Trace([])
-            sampling = replace(self.sampling, request=prompt.request)
-            try:
-                decoding.add(number, prompt.ids, sampling, min(prompt.room, self.target.room(prompt.ids)), trace)
-            except ValueError as error:  # the cache may not hold it
-                yield name, str(error)
-            else:
-                asked[number] = name, dialogue, prompt, trace
-
+        running: dict[int, _Running] = {}
         try:
             while True:
-                while len(asked) < self.at_once and (following := next(dialogues, None)):
-                    yield from ask(*following)
-                if not asked:
+                while len(running) < self.at_once:
+                    started = next(dialogues, None)
+                    if started is None:
+                        break
+                    yield from self._ask(decoding, running, *started)
+                if not running:
                     return
                 if self.threads is not None:
                     self.threads.settle()
                 for number, _ in decoding.step():
-                    if asked[number][3].finish != "running":
-                        name, dialogue, prompt, trace = asked.pop(number)
-                        if trace.error is not None:  # of this conversation alone
-                            yield name, f"{type(trace.error).__name__}: {trace.error}"
-                            continue
-                        self.usage.add(len(prompt.ids), len(trace.tokens))
-                        yield from ask(name, dialogue, self._answer(trace))
+                    if running[number].trace.finish == "running":
+                        continue
+                    ended = running.pop(number)
+                    trace = ended.trace
+                    if trace.error is not None:
+                        # Other conversations go on.
+                        yield ended.name, f"{type(trace.error).__name__}: {trace.error}"
+                        continue
+                    self.usage.add(len(ended.prompt.ids), len(trace.tokens))
+                    answer = self._answer(trace)
+                    yield from self._ask(decoding, running, ended.name, ended.dialogue, answer=answer)
         finally:
             decoding.close()
 
+    def _ask(
+        self,
+        decoding: Decoding,
+        running: dict[int, _Running],
+        name: str,
+        dialogue: Dialogue,
+        answer: Any = None,
+    ) -> Iterator[Outcome]:
+        """Start the next answer of a conversation, or yield its outcome if there is none."""
+        try:
+            prompt = dialogue.send(answer)
+        except StopIteration as end:
+            yield name, end.value
+            return
+        number = next(self.numbers)
+        trace = Trace([])
+        sampling = replace(self.sampling, request=prompt.request)
+        max_new_tokens = min(prompt.room, self.target.room(prompt.ids))
+        try:
+            decoding.add(number, prompt.ids, sampling, max_new_tokens, trace)
+        except ValueError as error:
+            # For example a prompt that is larger than the cache.
+            yield name, str(error)
+        else:
+            running[number] = _Running(name, dialogue, prompt, trace)
+
     @torch.inference_mode()
     def _read_few(self) -> None:
-        """One forward of as many texts as are decoded at a time, by which threads are timed."""
+        """Run one forward pass of a whole batch, by which numbers of threads are timed."""
         self.target.model(input_ids=torch.ones(self.at_once, 2, dtype=torch.long), use_cache=False)
 
     def note(self) -> str:
-        """The costs so far, beside a progress bar."""
+        """Return the costs so far, for a progress bar."""
         return self.usage.note()
 
     def summary(self) -> str:
-        """What the answers cost."""
+        """Return the costs of all answers."""
         return self.usage.summary()
 
     def _answer(self, trace: Trace) -> Answer:
-        """The message of a text that has ended, without its stop token."""
-        spoken = trace.tokens[: len(trace.tokens) - (trace.finish == "stop")]
-        text = self.tokenizer.decode(spoken, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Return the message of a finished answer, without its stop token."""
+        tokens = trace.tokens[:-1] if trace.finish == "stop" else trace.tokens
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Answer({"role": "assistant", "content": text}, trace.finish, len(trace.tokens))
+
+
+class _Running(NamedTuple):
+    """A conversation whose answer is being decoded."""
+
+    name: str
+    dialogue: Dialogue
+    prompt: Prompt
+    trace: Trace

@@ -42,14 +42,20 @@ class Endpoint:
         backoff: Backoff,
         key: str = "",
     ) -> None:
-        self.transport, self.target, self.section = Transport(url, section, key), target, section
-        self.url, self.backoff = self.transport.url, backoff
+        self.transport = Transport(url, section, key)
+        self.url = self.transport.url
+        self.target = target
+        self.section = section
+        self.backoff = backoff
         self.kwargs = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
         self.sampler: SamplerCheck | None = None
         self.probe_ids: list[int] | None = None
+        # One bad batch of requests must not condemn a server.
         self.patience = max(20, 2 * section.in_flight)
-        self.health, self.usage = Health(max(section.attempts, IN_A_ROW), self.patience, backoff), Usage()
-        self.empty: int | None = 0  # answers so far, as long as each is empty
+        self.health = Health(max(section.attempts, IN_A_ROW), self.patience, backoff)
+        self.usage = Usage()
+        # The number of answers so far, as long as all of them are empty, then None.
+        self.empty: int | None = 0
         try:
             entry = persist(self._find_model, section.attempts, backoff)
         except Failure as failure:
@@ -75,22 +81,29 @@ class Endpoint:
         sampler = SamplerCheck(vocab_size, self.section.temperature)
 
         def ask(number: int, likeliest: bool) -> str | None:
-            request = partial(self._ask, Prompt(PROBE, None, ids, PROBE_TOKENS, number), likeliest=likeliest)
-            return sampler.add(persist(request, self.section.attempts, self.backoff)[0], PROBE)
+            prompt = Prompt(PROBE, None, ids, PROBE_TOKENS, request=number)
+            request = partial(self._ask, prompt, likeliest=likeliest)
+            choice, _ = persist(request, self.section.attempts, self.backoff)
+            return sampler.add(choice, PROBE)
 
-        with suppress(Failure):  # some servers refuse to tell probabilities
+        # Some servers refuse to return probabilities.
+        with suppress(Failure):
             ask(PROBES - 1, True)
         sampler.tells_probs = bool(sampler.draws)
         if not sampler.tells_probs:
             print(f"{self.url} tells no probabilities: its answers are searched for broken characters alone")
-        count = min(self.section.in_flight, PROBES - 1)
-        probes = (range(start, PROBES - 1, count) for start in range(count))
+        num_streams = min(self.section.in_flight, PROBES - 1)
+        streams = []
+        for start in range(num_streams):
+            numbers = range(start, PROBES - 1, num_streams)
+            streams.append(map(partial(ask, likeliest=sampler.tells_probs), numbers))
         try:
-            faults = list(merge(map(partial(ask, likeliest=sampler.tells_probs), numbers) for numbers in probes))
+            faults = list(merge(streams))
         except Failure as failure:
             raise ValueError(f"no answer to the probe conversation from {failure}: see the server's log") from None
-        if fault := faults[-1]:
-            raise ValueError(f"{self.url} does not sample from its model: {fault}. {CAUSE}")
+        # The last check is of all answers together.
+        if faults[-1]:
+            raise ValueError(f"{self.url} does not sample from its model: {faults[-1]}. {CAUSE}")
         self.sampler = sampler
 
     def check_again(self) -> None:
@@ -100,16 +113,18 @@ class Endpoint:
             self._count_probe()
 
     def answer(self, prompt: Prompt) -> Answer:
-        """The server's answer."""
+        """Return the server's answer."""
         choice, usage = self._ask(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
         answer = self._read(answer_in, choice, usage)
-        if self.sampler and (fault := self.sampler.add(choice, prompt.messages)):
+        fault = self.sampler.add(choice, prompt.messages) if self.sampler else None
+        if fault:
             raise ValueError(
                 f"{self.url} does not sample from its model any more: {fault}. What was written before stays; the last "
                 f"of it may be as wrong: remove {self.section.out}.parts to have all asked for again. {CAUSE}"
             )
         if self.empty is not None:
             self.empty = None if says_something(answer.message) else self.empty + 1
+        # One empty answer may be right; nothing but empty ones means a wrong set-up.
         if self.empty == self.patience:
             raise ValueError(
                 f"{self.url} gave {self.empty} answers, all empty: see how it answers by hand, correct it, and remove "
@@ -118,19 +133,21 @@ class Endpoint:
         return answer
 
     def _ask(self, prompt: Prompt, *, likeliest: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The first choice of the server's reply, with the likeliest tokens at each place if wanted, and its usage."""
+        """Return the first choice of the server's reply, with the likeliest tokens if asked for, and its usage."""
         section = self.section
-        request = {
-            "model": self.model,
-            "messages": for_server(prompt.messages),
-            **({"tools": prompt.tools} if prompt.tools else {}),
+        request: dict[str, Any] = {"model": self.model, "messages": for_server(prompt.messages)}
+        if prompt.tools:
+            request["tools"] = prompt.tools
+        request |= {
             "max_tokens": prompt.room,
             "temperature": section.temperature,
             "top_p": section.top_p,
+            # Some servers take only 31 bits.
             "seed": mix64(mix64(section.seed) ^ prompt.request) % 2**31,
             **self.kwargs,
-            **({"logprobs": True, "top_logprobs": LIKELIEST} if likeliest else {}),
         }
+        if likeliest:
+            request |= {"logprobs": True, "top_logprobs": LIKELIEST}
         return self._read(first_choice, self.transport.send("/chat/completions", request))
 
     def _read(self, read: Callable[..., Any], *reply: Any) -> Any:
@@ -153,15 +170,17 @@ class Endpoint:
             )
 
     def _find_model(self) -> dict[str, Any]:
-        """The server's entry for the recipe's target, or for the model that the recipe names for servers."""
-        path, name = self.target.adapter or self.target.path, self.section.model
+        """Return the server's entry for the recipe's target, or for the model that the recipe names for servers."""
+        path = self.target.adapter or self.target.path
+        name = self.section.model
         names = [name] if name else [path, Path(path).name, str(Path(path).resolve())]
         try:
             models = self._read(models_in, self.transport.send("/models", timeout=self.section.connect_timeout))
         except Failure as failure:
             if name is None or failure.kind is not Kind.REFUSED:
                 raise
-            models = []  # a gateway need not list what it serves
+            # A gateway need not list the models that it serves.
+            models = []
         for model in models:
             if model["id"] in names or (name is None and model.get("root") in names):
                 return model

@@ -11,9 +11,13 @@ from typing import TypeVar
 from data_prep.servers.transport import Failure, Kind
 from eagle.core.noise import mix64
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before something is asked again, doubled each time
-LONGEST_PAUSE = 3600.0  # seconds of pause that a server is granted
-IN_A_ROW = 3  # failures of single requests by which a server, too, is suspected
+# Seconds before something is asked again, doubled each time.
+FIRST_WAIT = 1.0
+LONGEST_WAIT = 60.0
+# Seconds of pause that a server is granted.
+LONGEST_PAUSE = 3600.0
+# Failures of single requests in a row, after which the server is suspected too.
+IN_A_ROW = 3
 
 Result = TypeVar("Result")
 
@@ -26,13 +30,13 @@ class Backoff:
     first: float = FIRST_WAIT
 
     def seconds(self, key: int, repetition: int) -> float:
-        """The wait of the thing with this key."""
+        """Return the wait of the thing with this key."""
         share = mix64(mix64(self.seed) ^ mix64(key % 2**64) + repetition) / 2**64
         return min(LONGEST_WAIT, self.first * 2.0 ** min(repetition - 1, 60)) * (1 - share / 2)
 
 
 def persist(ask: Callable[[], Result], attempts: int, backoff: Backoff) -> Result:
-    """What `ask` gives, asked again while that may help; a server that hangs is not waited for twice."""
+    """Return what `ask` gives, asked again while that may help; a server that hangs is not waited for twice."""
     for repetition in range(1, attempts + 1):
         try:
             return ask()
@@ -60,12 +64,12 @@ class Health:
     reasons: dict[str, int] = field(default_factory=dict)  # failures of the whole run by kind
 
     def ready_in(self, now: float) -> float:
-        """Seconds until it may be asked; infinity while one request is on trial."""
+        """Return the seconds until it may be asked; infinity while one request is on trial."""
         return inf if self.on_trial else max(0.0, self.rest_until - now)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nothing is expected of it, though it is tried now and then as long as others answer."""
+        """Return whether nothing is expected of it, though it is tried now and then as long as others answer."""
         return self.rests >= self.attempts
 
     def begin(self) -> bool:

@@ -33,9 +33,11 @@ class Job:
     def advance(self, answer: Answer | None) -> None:
         """Go on to the next prompt, or to the outcome if there is none."""
         try:
-            self.prompt = self.dialogue.send(answer)  # type: ignore[arg-type]  # None begins it
+            # None starts the dialogue.
+            self.prompt = self.dialogue.send(answer)  # type: ignore[arg-type]
         except StopIteration as end:
-            self.prompt, self.outcome = None, end.value
+            self.prompt = None
+            self.outcome = end.value
         self.attempts = 0
         self.ready.clear()
 
@@ -44,24 +46,29 @@ class Queue:
     """Conversations that wait for a server, those that were tried before first."""
 
     def __init__(self, dialogues: Iterator[tuple[str, Dialogue]], endpoints: Sequence[Endpoint], attempts: int) -> None:
-        self.dialogues, self.endpoints, self.attempts = dialogues, endpoints, attempts
+        self.dialogues = dialogues
+        self.endpoints = endpoints
+        self.attempts = attempts
         self.waiting: deque[Job] = deque()
         self.asked = 0  # jobs that a server has
-        self.changed, self.closed, self.exhausted = Condition(), False, False
+        self.changed = Condition()
+        self.closed = False
+        self.exhausted = False
 
     def take(self, endpoint: Endpoint) -> Job | None:
-        """The next conversation for this server, once it may be asked and there is one; None at the end."""
+        """Return the next conversation for this server, once it may be asked and there is one; None at the end."""
         with self.changed:
             while not self.closed:
                 now = monotonic()
-                given_up = all(endpoint.health.is_given_up for endpoint in self.endpoints)
+                # If no server is left, the remaining conversations fail at once.
+                given_up = all(peer.health.is_given_up for peer in self.endpoints)
                 delay = 0.0 if given_up else endpoint.health.ready_in(now)
                 if delay <= 0:
                     job, delay = self._next_for(endpoint, -inf if given_up else now)
                     if job is not None:
                         self.asked += 1
                         if given_up:
-                            health = max((endpoint.health for endpoint in self.endpoints), key=lambda it: it.failures)
+                            health = max((peer.health for peer in self.endpoints), key=lambda it: it.failures)
                             job.outcome = f"not tried, after {health.failures} failures in a row: {health.latest}"
                         else:
                             job.is_trial = endpoint.health.begin()
@@ -72,15 +79,18 @@ class Queue:
             return None
 
     def _next_for(self, endpoint: Endpoint, now: float) -> tuple[Job | None, float]:
-        """The first job that waits for no other server, or in how many seconds there is one; -inf takes any."""
-        delays = [job.ready.get(endpoint.url, now) - now if now > -inf else 0.0 for job in self.waiting]
-        for place, delay in enumerate(delays):
+        """Return the first job that this server may have, or in how many seconds there is one; -inf takes any."""
+        delays = []
+        for i, job in enumerate(self.waiting):
+            delay = job.ready.get(endpoint.url, now) - now if now > -inf else 0.0
             if delay <= 0:
-                job = self.waiting[place]
-                del self.waiting[place]
+                del self.waiting[i]
                 return job, 0.0
-        if not self.exhausted and (following := next(self.dialogues, None)) is not None:
-            return Job(*following), 0.0
+            delays.append(delay)
+        if not self.exhausted:
+            started = next(self.dialogues, None)
+            if started is not None:
+                return Job(*started), 0.0
         self.exhausted = True
         return None, min(delays, default=inf)
 
@@ -97,18 +107,22 @@ class Queue:
         """Note a failure: the conversation waits to be asked for again (None), or has failed (why)."""
         with self.changed:
             now = monotonic()
-            if news := endpoint.health.failed(failure, began, now):
+            news = endpoint.health.failed(failure, began, now)
+            if news:
                 print(news, file=sys.stderr)
-            job.attempts += asked and failure.kind is not Kind.AWAY
+            # A server that is away has not seen the request.
+            if asked and failure.kind is not Kind.AWAY:
+                job.attempts += 1
             wait = endpoint.backoff.seconds(job.prompt.request if job.prompt else 0, max(job.attempts, 1))
             job.ready[endpoint.url] = inf if failure.kind is Kind.REFUSED else now + wait
-            refused = all(job.ready.get(endpoint.url) == inf for endpoint in self.endpoints)
-            is_over = refused or job.attempts >= self.attempts
+            is_refused = all(job.ready.get(peer.url) == inf for peer in self.endpoints)
+            is_over = is_refused or job.attempts >= self.attempts
             if not is_over:
                 self.waiting.append(job)
             self._leave(endpoint, job)
-            times = f" (asked {job.attempts} times)" if job.attempts > 1 else ""
-            return f"{failure}{times}" if is_over else None
+            if not is_over:
+                return None
+            return f"{failure} (asked {job.attempts} times)" if job.attempts > 1 else str(failure)
 
     def finished(self, endpoint: Endpoint, job: Job) -> None:
         """Note that a conversation has come to its end."""
@@ -133,14 +147,16 @@ class Pool:
     """Servers of the recipe's target, each with `in_flight` requests at a time."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self.endpoints, self.section = endpoints, endpoints[0].section
+        self.endpoints = endpoints
+        self.section = endpoints[0].section
         self.at_once = self.section.in_flight * len(endpoints)
-        # the smallest of all: else an answer's room would depend on who gives it
+        # The smallest of all: else the maximum length of an answer would depend on who gives it.
         self.positions = min((endpoint.positions for endpoint in endpoints if endpoint.positions), default=None)
-        self.tokenizing = Lock()  # tokenizers are not safe to share
+        # Tokenizers are not thread-safe.
+        self.tokenizing = Lock()
 
     def run(self, dialogues: Iterator[tuple[str, Dialogue]]) -> Iterator[Outcome]:
-        """The outcome of every conversation, as they end."""
+        """Yield the outcome of every conversation, as they end."""
         queue = Queue(dialogues, self.endpoints, self.section.attempts)
         for endpoint in self.endpoints:
             endpoint.usage = Usage()
@@ -151,30 +167,35 @@ class Pool:
             queue.close()
 
     def _work(self, queue: Queue, endpoint: Endpoint) -> Iterator[Outcome]:
-        """One conversation after the other, asked of one server."""
-        while (job := queue.take(endpoint)) is not None:
+        """Yield the outcomes of conversations that one server answers, one after the other."""
+        job = queue.take(endpoint)
+        while job is not None:
             outcome = self._converse(queue, endpoint, job)
             if outcome is not None:
                 yield job.name, outcome
+            job = queue.take(endpoint)
 
     def _converse(self, queue: Queue, endpoint: Endpoint, job: Job) -> dict[str, Any] | str | None:
-        """Ask for all answers of a conversation in turn; its outcome, or None where it now waits for another try."""
-        if job.outcome is not None:  # there is nobody to ask
+        """Ask for all answers of a conversation in turn; return its outcome, or None if it is to be tried again."""
+        if job.outcome is not None:
+            # There is no server left to ask.
             queue.finished(endpoint, job)
             return job.outcome
-        began, asked = monotonic(), False
+        began = monotonic()
+        asked = False
         try:
             if endpoint.health.was_away:
                 endpoint.check_again()
             if job.prompt is None:
                 self._advance(job, None)
             while job.prompt is not None:
-                began, asked = monotonic(), True
+                began = monotonic()
+                asked = True
                 answer = endpoint.answer(job.prompt)
                 queue.answered(endpoint, job, answer)
                 self._advance(job, answer)
         except Failure as failure:
-            return queue.failed(endpoint, job, failure, began, asked)
+            return queue.failed(endpoint, job, failure, began, asked=asked)
         queue.finished(endpoint, job)
         return job.outcome
 
@@ -183,14 +204,14 @@ class Pool:
             job.advance(answer)
 
     def note(self) -> str:
-        """The costs so far, beside a progress bar."""
+        """Return the costs so far, beside a progress bar."""
         return self._usage().note()
 
     def _usage(self) -> Usage:
         return Usage.total([endpoint.usage for endpoint in self.endpoints])
 
     def summary(self) -> str:
-        """What the answers cost, and of several servers what each gave; what each failed to."""
+        """Return what the answers cost, and of several servers what each gave; what each failed to."""
         lines = [self._usage().summary()]
         for endpoint in self.endpoints:
             reasons = ", ".join(f"{count} {kind}" for kind, count in endpoint.health.reasons.items())

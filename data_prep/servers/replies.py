@@ -15,26 +15,29 @@ class OddReply(ValueError):
 
 
 def models_in(reply: Any) -> list[dict[str, Any]]:
-    """The models that a server lists, each with its `id` as text."""
-    listed = (reply.get("data") or reply.get("models") or []) if isinstance(reply, dict) else reply
-    listed = [listed] if isinstance(listed, dict) else listed
-    if not isinstance(listed, list):
-        raise OddReply(f"sent a list of models that is {describe_type(listed)}")
-    named = ({"id": entry} if isinstance(entry, str) else entry for entry in listed)
-    return [entry for entry in named if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    """Return the models that a server lists, each with its `id` as text."""
+    entries = (reply.get("data") or reply.get("models") or []) if isinstance(reply, dict) else reply
+    if isinstance(entries, dict):
+        entries = [entries]
+    if not isinstance(entries, list):
+        raise OddReply(f"sent a list of models that is {describe_type(entries)}")
+    models = [{"id": entry} if isinstance(entry, str) else entry for entry in entries]
+    return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
 
 
 def whole_number(value: Any) -> int | None:
-    """A whole number above 0, as it is or as text; None of anything else."""
+    """Return a whole number above 0, given as it is or as text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return None
     try:
-        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else 0
+        number = int(value)
     except ValueError:
         return None
     return number if number > 0 else None
 
 
 def first_choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first choice of a chat completion, with its message, and the tokens used."""
+    """Return the first choice of a chat completion, with its message, and the tokens used."""
     choices = reply.get("choices") if isinstance(reply, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("message"), dict):
@@ -44,7 +47,7 @@ def first_choice(reply: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def answer_in(choice: dict[str, Any], usage: dict[str, Any]) -> Answer:
-    """The answer of a choice: its text, reasoning and calls, and why it ended."""
+    """Return the answer of a choice: its text, reasoning and calls, and why it ended."""
     message = choice["message"]
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     calls = message.get("tool_calls")
@@ -56,16 +59,23 @@ def answer_in(choice: dict[str, Any], usage: dict[str, Any]) -> Answer:
         raise OddReply(f"sent an answer with {reason}") from None
     if reasoning and not isinstance(reasoning, str):
         raise OddReply(f"sent an answer with reasoning that is {describe_type(reasoning)}")
-    parts = {"reasoning_content": thoughts + (reasoning or ""), "tool_calls": calls or more_calls}
-    answer = {"role": "assistant", "content": text} | {key: part for key, part in parts.items() if part}
-    if says_something(answer) and (why := reason_to_drop(answer)):
-        raise OddReply(f"sent an answer that cannot be learned from: {why}")
-    written, read = (whole_number(usage.get(f"{part}_tokens")) or 0 for part in ("completion", "prompt"))
+    answer: dict[str, Any] = {"role": "assistant", "content": text}
+    thoughts += reasoning or ""
+    if thoughts:
+        answer["reasoning_content"] = thoughts
+    # Calls are kept as they came: later requests repeat them to the server.
+    if calls or more_calls:
+        answer["tool_calls"] = calls or more_calls
+    fault = reason_to_drop(answer) if says_something(answer) else None
+    if fault:
+        raise OddReply(f"sent an answer that cannot be learned from: {fault}")
+    written = whole_number(usage.get("completion_tokens")) or 0
+    read = whole_number(usage.get("prompt_tokens")) or 0
     return Answer(answer, finish_of(choice), written, read)
 
 
 def finish_of(choice: dict[str, Any]) -> str:
-    """Why an answer ended, in one word for all that met a limit, and one for all that a filter stopped."""
+    """Return why an answer ended, in one word for all that met a limit, and one for all that a filter stopped."""
     reason = unfinished_reason(choice)
     if reason is None:
         finish_reason = choice.get("finish_reason")
@@ -78,6 +88,6 @@ def finish_of(choice: dict[str, Any]) -> str:
 
 
 def describe_type(value: Any) -> str:
-    """The name of a value's type in JSON's words."""
+    """Return the name of a value's type in JSON's words."""
     names = {str: "text", dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

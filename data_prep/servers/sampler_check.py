@@ -1,4 +1,4 @@
-"""Whether a server draws its answers from its model's probabilities: a faulty one gives nonsense without an error."""
+"""Check that a server samples its answers from its model's probabilities: a faulty one gives nonsense, and no error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from typing import Any, NamedTuple
 
 from data_prep.chats.marks import is_broken
 
-PROBES, PROBE_TOKENS = 8, 32  # answers before work, and the tokens of each
-EVERY = 32  # answers of the run, of which one comes with its probabilities
-LIKELIEST = 20  # tokens of which a server is asked to tell the probabilities, the most that engines allow
-ANSWERS, TEXTS = 8, 64  # the latest answers with probabilities, and without, that are checked together
-DEVIATIONS = 5.0  # standard deviations by which a right sampler never misses its own likeliest tokens
+# Answers before the run, and the tokens of each.
+PROBES = 8
+PROBE_TOKENS = 32
+# One of so many answers of the run comes with its probabilities.
+EVERY = 32
+# Tokens of which a server is asked for the probabilities, the maximum of common engines.
+LIKELIEST = 20
+# The latest answers with probabilities, and without, that are checked together.
+ANSWERS = 8
+TEXTS = 64
+# Standard deviations by which a right sampler never misses its own likeliest tokens.
+DEVIATIONS = 5.0
 CAUSE = (
     "vLLM does this on a CPU where it drafts above temperature 0: start the server without drafts "
     "(--speculative-config), or ask for greedy answers (regenerate.temperature=0)"
@@ -37,52 +44,59 @@ def draws_of(tokens: Sequence[dict[str, Any]], vocab_size: int, temperature: flo
     expected = variance = nll = 0.0
     for token in tokens:
         sampled = float(token["logprob"])
-        listed = [float(entry["logprob"]) for entry in token["top_logprobs"]]
-        # some list the sampled token in place of the last one: the likeliest but one are sure
-        likeliest = sorted(listed if sampled in listed else [*listed, sampled], reverse=True)[: max(1, len(listed) - 1)]
+        logprobs = [float(entry["logprob"]) for entry in token["top_logprobs"]]
+        # Some servers list the sampled token in place of the last one: all but one are certainly the likeliest.
+        num_likeliest = max(1, len(logprobs) - 1)
+        if sampled not in logprobs:
+            logprobs.append(sampled)
+        likeliest = sorted(logprobs, reverse=True)[:num_likeliest]
         prob = likeliest_mass([exp(logprob) for logprob in likeliest], vocab_size, temperature)
         hits += sampled >= likeliest[-1]
         expected += prob
         variance += prob * (1 - prob)
         nll -= sampled
-    return Draws(len(tokens), hits, expected, variance, nll)
+    return Draws(len(tokens), hits, expected, variance, nll=nll)
 
 
 def has_probs(token: Any) -> bool:
-    """Whether a token came with logarithms of probabilities; JSON has none for that of zero."""
+    """Return whether a token came with logarithms of probabilities; JSON has none for that of zero."""
     likeliest = token.get("top_logprobs") if isinstance(token, dict) else None
-    listed = [token, *likeliest] if isinstance(likeliest, list) else []
-    return len(listed) > 1 and all(isinstance(entry, dict) and is_logprob(entry.get("logprob")) for entry in listed)
+    if not isinstance(likeliest, list) or not likeliest:
+        return False
+    return all(isinstance(entry, dict) and is_logprob(entry.get("logprob")) for entry in [token, *likeliest])
 
 
 def is_logprob(value: Any) -> bool:
-    """Whether a value may be the logarithm of a probability, but for rounding."""
+    """Return whether a value may be the logarithm of a probability, but for rounding."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -inf < value < 1e-2
 
 
 def likeliest_mass(probs: list[float], vocab_size: int, temperature: float) -> float:
-    """The probability of the likeliest tokens together at this temperature, or a bound below it.
+    """Return the probability of the likeliest tokens together at this temperature, or a bound below it.
 
-    A temperature below 1 and nucleus sampling only add to it; above 1 it is least where the rest is uniform.
+    A temperature below 1 and nucleus sampling only add to it; above 1 it is least if the rest is uniform.
     """
-    power, count = 1 / max(1.0, temperature), max(1, vocab_size - len(probs))
-    rest = max(0.0, 1 - sum(probs)) / count
-    inside = sum(prob**power for prob in probs)
-    return min(1.0, inside / (inside + count * rest**power)) if inside else 0.0
+    power = 1 / max(1.0, temperature)
+    num_others = max(1, vocab_size - len(probs))
+    other_prob = max(0.0, 1 - sum(probs)) / num_others
+    mass = sum(prob**power for prob in probs)
+    return min(1.0, mass / (mass + num_others * other_prob**power)) if mass else 0.0
 
 
 class SamplerCheck:
     """A check of the latest answers of a server together."""
 
     def __init__(self, vocab_size: int, temperature: float) -> None:
-        self.vocab_size, self.temperature = vocab_size, temperature
+        self.vocab_size = vocab_size
+        self.temperature = temperature
         self.tells_probs = True
-        self.count, self.lock = 0, Lock()
+        self.count = 0
+        self.lock = Lock()
         self.draws: deque[Draws] = deque(maxlen=ANSWERS)
         self.broken: deque[bool] = deque(maxlen=TEXTS)
 
     def is_due(self) -> bool:
-        """Whether to ask for probabilities with the next answer."""
+        """Return whether to ask for probabilities with the next answer."""
         with self.lock:
             self.count += 1
             return self.tells_probs and self.count % EVERY == 0
@@ -90,11 +104,12 @@ class SamplerCheck:
     def add(self, choice: dict[str, Any], history: Sequence[dict[str, Any]]) -> str | None:
         """Add one choice of a chat completion, and return what is wrong with the latest ones together."""
         logprobs = choice.get("logprobs")
-        tokens = logprobs.get("content") if isinstance(logprobs, dict) else None
+        content = logprobs.get("content") if isinstance(logprobs, dict) else None
+        tokens = [token for token in content if has_probs(token)] if isinstance(content, list) else []
+        text = str((choice.get("message") or {}).get("content") or "")
         with self.lock:
-            if tokens := [token for token in (tokens if isinstance(tokens, list) else []) if has_probs(token)]:
+            if tokens:
                 self.draws.append(draws_of(tokens, self.vocab_size, self.temperature))
-            text = str((choice.get("message") or {}).get("content") or "")
             self.broken.append(is_broken(text, str(choice.get("finish_reason")), history))
             return self._fault_of_draws() or self._fault_of_texts()
 
@@ -111,7 +126,9 @@ class SamplerCheck:
         )
 
     def _fault_of_texts(self) -> str | None:
-        broken, count = sum(self.broken), len(self.broken)
-        if broken <= 2 + count / 5:
+        num_broken = sum(self.broken)
+        count = len(self.broken)
+        # A right model writes broken characters now and then.
+        if num_broken <= 2 + count / 5:
             return None
-        return f"{broken} of the latest {count} answers hold broken characters (U+FFFD)"
+        return f"{num_broken} of the latest {count} answers hold broken characters (U+FFFD)"

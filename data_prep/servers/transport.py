@@ -16,9 +16,11 @@ from urllib.request import Request
 from eagle.recipe import RegenerateSection
 from eagle.web import hide_users, make_opener
 
-SHOWN = 300  # characters of a server's own words in a reason
-LARGEST = 1 << 28  # bytes of a reply, which is held whole: no answer with its probabilities is that long
-SCHEMES = ("", "basic", "bearer")  # of a key, as it may stand before it
+SHOWN = 300  # characters of a reason, which may quote the server
+# Bytes of a reply, which is held in memory: no answer with its probabilities is that long.
+LARGEST = 1 << 28
+# The schemes that may be written before a key.
+SCHEMES = ("", "basic", "bearer")
 
 
 class Kind(Enum):
@@ -36,11 +38,12 @@ class Failure(ConnectionError):
 
     def __init__(self, reason: str, kind: Kind, pause: float = 0.0) -> None:
         super().__init__(reason)
-        self.kind, self.pause = kind, pause
+        self.kind = kind
+        self.pause = pause
 
 
 def check_key(key: str, variable: str) -> str:
-    """The key as a header may hold it; it is named by its variable alone."""
+    """Return the key as a header may hold it; it is named by its variable alone."""
     key = key.strip()
     scheme = key.rpartition(" ")[0]
     if not (key.isascii() and key.isprintable()) or scheme.lower() not in SCHEMES:
@@ -55,19 +58,21 @@ class Transport:
     """Requests to one address."""
 
     def __init__(self, url: str, section: RegenerateSection, key: str = "") -> None:
-        self.url, self.section = url.rstrip("/"), section
+        self.url = url.rstrip("/")
+        self.section = section
         self.key = check_key(key, section.key_variable)
         self.opener = make_opener(section.connect_timeout)
 
     def send(self, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """The JSON of the reply to a POST, or to a GET without payload."""
+        """Return the JSON of the reply to a POST, or to a GET without payload."""
         body = None if payload is None else json.dumps(payload).encode()
         timeout = timeout or self.section.timeout
         try:
             request = Request(self.url + path, body, {"Content-Type": "application/json"})
-            if self.key:  # which a redirection must not take to another host
-                named = self.key if " " in self.key else f"Bearer {self.key}"
-                request.add_unredirected_header("Authorization", named)
+            if self.key:
+                # A redirection must not take the key to another host.
+                credentials = self.key if " " in self.key else f"Bearer {self.key}"
+                request.add_unredirected_header("Authorization", credentials)
             with self.opener.open(request, timeout=timeout) as reply:
                 text = reply.read(LARGEST + 1)
             if len(text) > LARGEST:
@@ -84,14 +89,18 @@ class Transport:
             raise self.failure(f"{path}: {type(error).__name__}: {error}", kind) from None
 
     def failure(self, reason: str, kind: Kind, pause: float = 0.0) -> Failure:
-        """A failure of this address; a server may repeat the key that it was given, and here it ends."""
+        """Return a failure of this address, without its key."""
         reason = hide_users(f"{self.url}{reason}")
         secret = self.key.rpartition(" ")[2]
-        reason = reason.replace(secret, "***") if secret else reason
-        return Failure(reason if len(reason) <= SHOWN else f"{reason[:SHOWN]} ...", kind, pause)
+        if secret:
+            # A server may repeat the key in its reply.
+            reason = reason.replace(secret, "***")
+        if len(reason) > SHOWN:
+            reason = f"{reason[:SHOWN]} ..."
+        return Failure(reason, kind, pause)
 
     def _failure_of(self, error: HTTPError, path: str) -> Failure:
-        """The failure that an HTTP status is; one of the key ends the run, as no other request would do better."""
+        """Return the failure of an HTTP status; a refused key ends the run, as no other request would succeed."""
         if error.code in (401, 403):
             state = "which is set: correct it" if self.key else "which is not set: set it"
             raise ValueError(
@@ -102,22 +111,28 @@ class Transport:
         reason = f"{path}: {error.code} {error.reason}"
         with suppress(OSError, HTTPException):
             reason += f" {error.read(65536).decode(errors='replace')}"
-        busy = error.code in (429, 502, 503, 504)
-        kind = Kind.BUSY if busy else Kind.ODD if error.code >= 500 or error.code == 408 else Kind.REFUSED
-        return self.failure(reason, kind, pause_in(error.headers) if busy else 0.0)
+        if error.code in (429, 502, 503, 504):
+            return self.failure(reason, Kind.BUSY, pause_in(error.headers))
+        # 408: the server has waited too long for the request.
+        is_odd = error.code >= 500 or error.code == 408
+        return self.failure(reason, Kind.ODD if is_odd else Kind.REFUSED)
 
 
 def pause_in(headers: Message) -> float:
-    """The seconds that `Retry-After` asks for, as a number or as a date by the server's own clock; 0 without it."""
-    asked = str(headers.get("Retry-After") or "").strip()
+    """Return the seconds that `Retry-After` asks for, as a number or a date by the server's clock; 0 without it."""
+    value = str(headers.get("Retry-After") or "").strip()
     with suppress(ValueError, OverflowError):
-        return max(0.0, float(asked)) if float(asked) < float("inf") else 0.0
-    until, now = parse_date(asked), parse_date(str(headers.get("Date") or ""))
-    return max(0.0, (until - (now or datetime.now(timezone.utc))).total_seconds()) if until else 0.0
+        seconds = float(value)
+        return max(0.0, seconds) if seconds < float("inf") else 0.0
+    until = parse_date(value)
+    if until is None:
+        return 0.0
+    now = parse_date(str(headers.get("Date") or "")) or datetime.now(timezone.utc)
+    return max(0.0, (until - now).total_seconds())
 
 
 def parse_date(text: str) -> datetime | None:
-    """The time that an HTTP header tells; None where it tells none."""
+    """Return the time that an HTTP header tells; None where it tells none."""
     try:
         date = parsedate_to_datetime(text)
     except (TypeError, ValueError, IndexError, OverflowError):

@@ -19,7 +19,7 @@ class Usage:
 
     @classmethod
     def total(cls, parts: Sequence[Usage]) -> Usage:
-        """The usage of several servers together, since the first of them was asked."""
+        """Return the usage of several servers together, since the first of them was asked."""
         whole = cls(begun=min(part.begun for part in parts))
         for part in parts:
             whole.answers += part.answers
@@ -40,18 +40,18 @@ class Usage:
         return self.tokens_written / max(monotonic() - self.begun, 1e-9)
 
     def note(self) -> str:
-        """The costs so far, as they stand beside a progress bar."""
+        """Return the costs so far, as they stand beside a progress bar."""
         return f"{shorten(self.tokens_read)} tokens in, {shorten(self.tokens_written)} out, {shorten(self.speed())}/s"
 
     def summary(self) -> str:
-        """The costs of a run."""
+        """Return the costs of a run."""
         untold = f"; {self.uncounted} without a count of tokens" if self.uncounted else ""
         tokens = f"{self.tokens_read:,} tokens in, {self.tokens_written:,} out, {self.speed():,.1f} tokens/s"
         return f"{self.answers:,} answers: {tokens}{untold}"
 
 
 def shorten(count: float) -> str:
-    """A count in four characters or so."""
+    """Return a count in four characters or so."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f}{unit}"

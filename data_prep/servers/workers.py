@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def merge(streams: Iterable[Iterator[Item]]) -> Iterator[Item]:
-    """The items of all streams as they come, each stream in a thread of its own; the first exception is raised here.
+    """Yield the items of all streams as they come, each stream in a thread of its own; raise the first exception.
 
     A stream that waits never holds up the end of the program, as by Ctrl-C: its connection closes with the program.
     """
