@@ -1,4 +1,4 @@
-"""A conversation as a dialogue with whoever answers: what is asked in turn, and what is kept of the answers."""
+"""Hold a conversation with whatever answers it: ask each question in turn, and keep the answers."""
 
 from __future__ import annotations
 
@@ -31,29 +31,32 @@ class Reader:
     positions: int | None = None
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
-        """The conversation through the chat template."""
+        """Apply the chat template to messages."""
         options = {"return_dict": False, **options, **self.data.template_kwargs}
         return self.tokenizer.apply_chat_template(for_template(messages, self.data.images), tools=tools, **options)
 
     def ids(self, messages: Sequence[dict[str, Any]], tools: Any, images: Sequence[Source] = ()) -> list[int] | str:
-        """The token ids up to where the assistant speaks, or the reason for which there are none."""
-        count = sum(turn["content"].count(MARK) for turn in messages) if images else 0
+        """Return the token ids up to where the assistant speaks, or the reason why there are none."""
+        num_images = sum(turn["content"].count(MARK) for turn in messages) if images else 0
         try:
-            if count:
+            if num_images:
                 text = self.render(messages, tools, add_generation_prompt=True, tokenize=False)
-                ids = self.tokenizer.init_kwargs[IMAGES].tokens(text, images[:count])
+                ids = self.tokenizer.init_kwargs[IMAGES].tokens(text, images[:num_images])
             else:
                 ids = self.render(messages, tools, add_generation_prompt=True)
-        except Exception as error:  # a template is a program, and may refuse in any way
-            return f"cut where the template refuses: {str(error).splitlines()[0] if str(error) else error!r}"
-        longest = min(self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1)
-        return ids if len(ids) <= longest else "cut where the text fills data.max_length or the model"
+        except Exception as error:
+            # A template is a program, and may raise anything.
+            reason = str(error).splitlines()[0] if str(error) else repr(error)
+            return f"cut where the template refuses: {reason}"
+        max_length = min(self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1)
+        return ids if len(ids) <= max_length else "cut where the text fills data.max_length or the model"
 
     def prints(self, messages: Sequence[dict[str, Any]], tools: Any) -> bool:
-        """Whether the template prints the last message's text as it is, but for space around it."""
+        """Return whether the template prints the last message's text as it is, but for space around it."""
         try:
             printed = self.render(messages, tools, tokenize=False)
-        except Exception:  # as above
+        except Exception:
+            # A template is a program, and may raise anything.
             return False
         return all((messages[-1].get(key) or "").strip() in printed for key in ("content", "reasoning_content"))
 
@@ -65,7 +68,7 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
     notes: set[str] = set()
     tools = conversation.tools
     tokens = 0
-    for place, turn in enumerate(conversation.messages):
+    for i, turn in enumerate(conversation.messages):
         if turn["role"] == "tool":
             notes.add("cut at the first tool result, which belongs to another call")
             break
@@ -79,56 +82,89 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
         if isinstance(ids, str):
             notes.add(ids)
             break
-        room = min(section.max_new_tokens, (reader.positions or sys.maxsize) - len(ids))
-        digest = hashlib.sha256(f"{name}\0{place}".encode(errors="surrogatepass")).digest()
-        shown = with_images(messages, (as_text(image, reader.data.images) for image in conversation.images))
-        answer = yield Prompt(shown, tools, ids, room, request=int.from_bytes(digest[:8], "big"))
-        if answer.finish == FILTERED or not says_something(answer.message):
-            kind = "an answer that the server filtered" if answer.finish == FILTERED else "an empty answer"
-            notes.add(f"cut at {kind}")
+        max_tokens = min(section.max_new_tokens, (reader.positions or sys.maxsize) - len(ids))
+        paths = (as_text(image, reader.data.images) for image in conversation.images)
+        prompt = Prompt(with_images(messages, paths), tools, ids, max_tokens, request=request_key(name, i))
+        answer = yield prompt
+        refusal = reason_to_cut(answer)
+        if refusal:
+            notes.add(f"cut at {refusal}")
             break
-        if reason := reason_to_drop(answer.message):  # of the target itself: a server's is asked for again
-            notes.add(f"cut at an answer that cannot be learned from: {reason}")
-            break
-        truncated = answer.finish == TRUNCATED
-        broken = is_broken(answer.message["content"], answer.finish, messages)
-        message = {**answer.message, **weight_of(answer, section, broken=broken)}
-        if section.reasoning == "drop" and "reasoning_content" in message:
-            message = {key: part for key, part in message.items() if key != "reasoning_content"}
-            notes.add("reasoning before an answer is dropped")
+        message = message_to_keep(answer, section, messages, notes)
         messages.append(message)
         reasons.append(answer.finish)
         tokens += answer.tokens
-        if broken:
-            notes.add("an answer with broken characters (U+FFFD) is not learned")
         if not reader.prints(messages, tools):
             notes.add("the template prints an answer otherwise than the target wrote it")
-        if truncated or answer.message.get("tool_calls"):
-            # what would follow belongs to another text, or is the result of another call
-            kind = "a truncated answer" if truncated else "a tool call of the target, which has no result"
-            notes.add(f"cut at {kind}")
+        # The next question belongs to another answer, the next tool result to another call.
+        if answer.finish == TRUNCATED:
+            notes.add("cut at a truncated answer")
+            break
+        if answer.message.get("tool_calls"):
+            notes.add("cut at a tool call of the target, which has no result")
             break
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
-    messages = with_images(messages, map(as_text, conversation.images))
-    record: dict[str, Any] = {"id": name, "messages": messages, **({"tools": tools} if tools else {})}
-    record |= {"source_id": conversation.id} if name != conversation.id else {}
-    record |= {"sampling": sampling_of(section), "finish_reasons": reasons}
-    return {"id": name, "record": record if messages else None, "notes": sorted(notes), "tokens": tokens}
+    record = None
+    if messages:
+        record = make_record(name, conversation, messages)
+        record |= {"sampling": sampling_of(section), "finish_reasons": reasons}
+    return {"id": name, "record": record, "notes": sorted(notes), "tokens": tokens}
+
+
+def make_record(name: str, conversation: Conversation, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of a conversation with new answers."""
+    record: dict[str, Any] = {"id": name, "messages": with_images(messages, map(as_text, conversation.images))}
+    if conversation.tools:
+        record["tools"] = conversation.tools
+    if name != conversation.id:
+        record["source_id"] = conversation.id
+    return record
+
+
+def request_key(name: str, turn: int) -> int:
+    """Return the key of an answer's randomness, which is the same in every run."""
+    digest = hashlib.sha256(f"{name}\0{turn}".encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def reason_to_cut(answer: Answer) -> str | None:
+    """Return why a conversation ends before an answer, None if it does not."""
+    if answer.finish == FILTERED:
+        return "an answer that the server filtered"
+    if not says_something(answer.message):
+        return "an empty answer"
+    # Only the target itself gives such answers here: a server is asked again.
+    fault = reason_to_drop(answer.message)
+    return f"an answer that cannot be learned from: {fault}" if fault else None
+
+
+def message_to_keep(
+    answer: Answer, section: RegenerateSection, history: Sequence[dict[str, Any]], notes: set[str]
+) -> dict[str, Any]:
+    """Return an answer's message as its record holds it."""
+    broken = is_broken(answer.message["content"], answer.finish, history)
+    message = {**answer.message, **weight_of(answer, section, broken=broken)}
+    if section.reasoning == "drop" and "reasoning_content" in message:
+        del message["reasoning_content"]
+        notes.add("reasoning before an answer is dropped")
+    if broken:
+        notes.add("an answer with broken characters (U+FFFD) is not learned")
+    return message
 
 
 def weight_of(answer: Answer, section: RegenerateSection, *, broken: bool) -> dict[str, Any]:
-    """What a record says of how an answer is learned; of one that was cut off also why it has no end."""
+    """Return what a record says about learning an answer; of a truncated one also why it has no end."""
     if answer.finish == TRUNCATED:
         return {CUT_OFF: TRUNCATED, "weight": int(section.keep_truncated and not broken)}
     return {"weight": 0} if broken else {}
 
 
 class Jobs:
-    """Conversations by their unique names, kept in a file without a name until they are asked for in their order."""
+    """Conversations by their unique names, kept in an unnamed file until they are read in their order."""
 
     def __init__(self, conversations: Iterable[tuple[str, Conversation]], folder: Path | None = None) -> None:
-        # not where temporary files go, which may be memory; it goes with this object
+        # The folder for temporary files may be in memory. The file goes with this object.
         self.file = TemporaryFile(dir=folder if folder is not None and folder.is_dir() else None)  # noqa: SIM115
         self.names: list[str] = []
         for name, conversation in conversations:
@@ -136,26 +172,27 @@ class Jobs:
             self.names.append(name)
 
     def __iter__(self) -> Iterator[tuple[str, Conversation]]:
-        place = 0
+        # Each iterator has its own offset, so that several can be open.
+        offset = 0
         for _ in self.names:
-            self.file.seek(place)
+            self.file.seek(offset)
             job = pickle.load(self.file)
-            place = self.file.tell()
+            offset = self.file.tell()
             yield job
 
 
 def make_names_unique(conversations: Iterable[Conversation], samples: int = 1) -> Iterator[tuple[str, Conversation]]:
-    """Each conversation with its id, or several times as `id#1`, `id#2`, ...; its place is added to a repeated one."""
-    seen: set[str] = set()
-    for place, conversation in enumerate(conversations):
+    """Yield each conversation with its id, or `samples` times as `id#1`, `id#2`, ...; a repeated id gets its index."""
+    used: set[str] = set()
+    for i, conversation in enumerate(conversations):
         for sample in range(1, samples + 1):
             name = conversation.id if samples == 1 else f"{conversation.id}#{sample}"
-            while name in seen:
-                name += f"#{place}"
-            seen.add(name)
+            while name in used:
+                name += f"#{i}"
+            used.add(name)
             yield name, conversation
 
 
 def sampling_of(section: RegenerateSection) -> dict[str, Any]:
-    """The settings by which answers are drawn."""
+    """Return the settings by which answers are sampled."""
     return {key: getattr(section, key) for key in ("temperature", "top_p", "seed", "max_new_tokens")}

@@ -1,4 +1,4 @@
-"""Answers that are kept line by line in parts, one part per process, until all are there."""
+"""Keep answers line by line in parts, one part per process, until all are there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from eagle.disk import write_whole
 
 
 def is_whole(out: Path, settings: dict[str, Any]) -> bool:
-    """Whether the answers are all there already; those made with other settings are refused."""
-    if (noted := read_settings(out)) is not None:
-        note, parts = Path(f"{out}.settings"), Path(f"{out}.parts")
-        if wrong := [f"{name} was {old!r}, is {new!r}" for name, old, new in differences(noted, settings)]:
+    """Return whether all answers exist already; those made with other settings are refused."""
+    noted = read_settings(out)
+    if noted is not None:
+        wrong = [f"{name} was {old!r}, is {new!r}" for name, old, new in differences(noted, settings)]
+        if wrong:
+            note = Path(f"{out}.settings")
+            parts = Path(f"{out}.parts")
             raise ValueError(
                 f"{out if out.exists() else parts} was made with other settings: {'; '.join(wrong)}. Give "
                 f"regenerate.out another name, or remove {out}, {note} and {parts}"
@@ -25,8 +28,9 @@ def is_whole(out: Path, settings: dict[str, Any]) -> bool:
 
 
 def read_settings(out: Path) -> dict[str, Any] | None:
-    """The settings with which the answers were begun; None where there are none yet."""
-    note, parts = Path(f"{out}.settings"), Path(f"{out}.parts")
+    """Return the settings with which the answers were begun, None if there are no answers yet."""
+    note = Path(f"{out}.settings")
+    parts = Path(f"{out}.parts")
     if not out.exists() and not parts.exists():
         return None
     try:
@@ -46,27 +50,34 @@ def begin(out: Path, settings: dict[str, Any]) -> None:
 
 
 def read_parts(out: Path) -> dict[str, bytes]:
-    """The line of each finished conversation by its id; what a killed run left half is left out."""
+    """Return the line of each finished conversation by its id; lines that a killed run left incomplete are printed."""
     lines = {}
     for path in sorted(Path(f"{out}.parts").glob("part-*.jsonl")):
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                try:
-                    outcome = json.loads(line)
-                    name = outcome["id"] if {"id", "record", "notes", "tokens"} <= outcome.keys() else None
-                except (ValueError, AttributeError):
-                    name = None
-                if isinstance(name, str):
-                    lines[name] = line
-                else:
+                name = _name_in(line)
+                if name is None:
                     print(f"{path}: line {number} is damaged; its conversation is answered again")
+                else:
+                    lines[name] = line
     return lines
 
 
+def _name_in(line: bytes) -> str | None:
+    """Return the id in a line, None if the line is damaged."""
+    try:
+        outcome = json.loads(line)
+        name = outcome["id"] if {"id", "record", "notes", "tokens"} <= outcome.keys() else None
+    except (ValueError, AttributeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
 def open_part(out: Path, index: int) -> TextIO:
-    """The part of one process, to be appended to, without the half line that a killed run may have left."""
+    """Return the part of one process, to be appended to."""
     path = Path(f"{out}.parts") / f"part-{index:05d}.jsonl"
     if path.exists():
+        # A killed run may have left half a line.
         with path.open("rb+") as file:
             file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
     return path.open("a", encoding="utf-8")

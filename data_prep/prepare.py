@@ -17,9 +17,12 @@ def main(argv: list[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     recipe = [args.recipe, *args.overrides]
     if Recipe.load(args.recipe, args.overrides).regenerate is not None:
-        regenerate.main([*recipe, *(["--without-failed"] if args.without_failed else [])])
+        options = ["--without-failed"] if args.without_failed else []
+        regenerate.main([*recipe, *options])
+    # Of several processes one shows the masks.
     if world()[0] == 0:
-        inspect_mask.main([*recipe, "--count", args.count, *(["--html", args.html] if args.html else [])])
+        options = ["--html", args.html] if args.html else []
+        inspect_mask.main([*recipe, "--count", args.count, *options])
 
 
 if __name__ == "__main__":

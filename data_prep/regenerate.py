@@ -34,17 +34,20 @@ Answerer = Pool | Local
 
 
 def settings_of(recipe: Recipe, section: RegenerateSection, source: dict[str, Any]) -> dict[str, Any]:
-    """All settings that determine the answers; where they are decoded and who drafts are not among them."""
+    """Return all settings that determine the answers, which neither the device nor the drafter does."""
     target = recipe.target.model_dump(mode="json", exclude={"device_map"})
     sampling = {**sampling_of(section), "keep_truncated": section.keep_truncated}
-    # keys that came later are noted where they change something: what was made before goes on
-    sampling |= {"samples": section.samples} if section.samples > 1 else {}
-    sampling |= {"reasoning": section.reasoning} if section.reasoning != "keep" else {}
+    # Later keys are added only if they change something, so that older files can be resumed.
+    if section.samples > 1:
+        sampling["samples"] = section.samples
+    if section.reasoning != "keep":
+        sampling["reasoning"] = section.reasoning
     return {"target": target, "sampling": sampling, **source}
 
 
 def as_begun(section: RegenerateSection, out: Path) -> RegenerateSection:
-    """The section, with `keep_truncated` as the file was begun where the recipe does not say: once it was false."""
+    """Return the section with the `keep_truncated` of the begun file, unless the recipe sets it."""
+    # The default was false once.
     begun = (read_settings(out) or {}).get("sampling", {}).get("keep_truncated")
     if begun is None or "keep_truncated" in section.model_fields_set:
         return section
@@ -61,27 +64,31 @@ def answer_all(
     count: int = 1,
     wait: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
-    """Answer this process's share of the jobs that are not done, a line at a time; return why each failed one did."""
+    """Answer this process's share of the unfinished jobs, a line at a time; return why each failed one did."""
     done = set(read_parts(out))
-    wait()  # the parts are read before any grows
+    # All processes read the parts before any of them grows.
+    wait()
     failed = {}
-    mine = set(jobs.names[index::count]) - done
-    dialogues = ((name, converse(name, job, reader, section)) for name, job in jobs if name in mine)
+    share = set(jobs.names[index::count]) - done
+    dialogues = ((name, converse(name, job, reader, section)) for name, job in jobs if name in share)
     with open_part(out, index) as part:
         outcomes = answerer.run(dialogues)
-        shown = progress(outcomes, "regenerate", len(mine), unit="conversations", show=index == 0, note=answerer.note)
-        for name, outcome in shown:
+        is_first = index == 0
+        for name, outcome in progress(
+            outcomes, "regenerate", len(share), unit="conversations", show=is_first, note=answerer.note
+        ):
             if isinstance(outcome, str):
                 failed[name] = outcome
             else:
                 part.write(json.dumps(outcome) + "\n")
+                # A killed run loses only the answers that it was writing.
                 part.flush()
     wait()
     return failed
 
 
 def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
-    """The counts of conversations, answers and notes in the lines of the parts."""
+    """Return the counts of conversations, answers and notes in the lines of the parts."""
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     for line in lines:
@@ -95,48 +102,54 @@ def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
 
 
 def forecast(jobs: Jobs, done: Collection[str], answerer: Answerer, reader: Reader, section: RegenerateSection) -> str:
-    """How much there is to do, and how long it takes, by the first answers of a few conversations."""
+    """Return how much there is to do, and how long it takes, by the first answers of a few conversations."""
     names = [name for name in jobs.names if name not in done]
-    chosen = set(names[:: max(1, len(names) // answerer.at_once)][: answerer.at_once])
+    step = max(1, len(names) // answerer.at_once)
+    sample = set(names[::step][: answerer.at_once])
     dialogues = []
-    for name, job in ((name, job) for name, job in jobs if name in chosen):
-        places = [place for place, turn in enumerate(job.messages) if turn["role"] == "assistant"]
-        first_only = replace(job, messages=job.messages[: places[0] + 1 if places else 0])
-        dialogues.append((name, converse(name, first_only, reader, section)))
+    max_answers = 0
+    for name, job in jobs:
+        if name in done:
+            continue
+        roles = [turn["role"] for turn in job.messages]
+        # A tool result ends a conversation, as it belongs to another call.
+        max_answers += list(takewhile(lambda role: role != "tool", roles)).count("assistant")
+        if name in sample:
+            end = roles.index("assistant") + 1 if "assistant" in roles else 0
+            first_only = replace(job, messages=job.messages[:end])
+            dialogues.append((name, converse(name, first_only, reader, section)))
     start = perf_counter()
     outcomes = [outcome for _, outcome in answerer.run(iter(dialogues))]
     seconds = perf_counter() - start
     tokens = [outcome["tokens"] for outcome in outcomes if not isinstance(outcome, str) and outcome["record"]]
     if not tokens:
         raise ValueError(f"no answer to forecast from: {outcomes[:3]}; correct what they name")
-    left = (job for name, job in jobs if name not in done)
-    reached = (takewhile(lambda turn: turn["role"] != "tool", job.messages) for job in left)
-    answers = sum(turn["role"] == "assistant" for turns in reached for turn in turns)
     return (
-        f"{len(names)} conversations, at most {answers} answers; {len(tokens)} first answers took {seconds:.1f} s "
+        f"{len(names)} conversations, at most {max_answers} answers; {len(tokens)} first answers took {seconds:.1f} s "
         f"({sum(tokens) / len(tokens):.0f} tokens each, {sum(tokens) / seconds:.0f} tokens/s): "
-        f"about {answers / len(tokens) * seconds / 3600:.2f} h for one process"
+        f"about {max_answers / len(tokens) * seconds / 3600:.2f} h for one process"
     )
 
 
 def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer, Reader]:
-    """The servers or the target that answer, once they are known to be the recipe's target."""
+    """Return the target or the servers that answer, after a check that they are the recipe's target."""
     tokenizer = load_tokenizer(recipe)
-    answerer: Answerer
     if not section.endpoint:
-        DRAFTERS.find(recipe.drafter.kind)  # a file, it may be, that `section.drafter` needs
-        answerer = Local(Target.load(**recipe.target.model_dump()), tokenizer, section)
-    else:
-        key, backoff = os.environ.get(section.key_variable, ""), Backoff(section.seed)
-        addresses = [section.endpoint] if isinstance(section.endpoint, str) else section.endpoint
-        kwargs = recipe.data.template_kwargs
-        endpoints = [Endpoint(address, recipe.target, section, kwargs, backoff, key) for address in addresses]
-        ids = Reader(tokenizer, recipe.data).render(PROBE, None, add_generation_prompt=True)
-        for endpoint in endpoints:
-            endpoint.check_tokenizer(ids)
-            endpoint.check_sampling(ids, len(tokenizer))
-        answerer = Pool(endpoints)
-    return answerer, Reader(tokenizer, recipe.data, answerer.positions)
+        # The recipe's method may be a file, which defines what `section.drafter` names.
+        DRAFTERS.find(recipe.drafter.kind)
+        local = Local(Target.load(**recipe.target.model_dump()), tokenizer, section)
+        return local, Reader(tokenizer, recipe.data, local.positions)
+    key = os.environ.get(section.key_variable, "")
+    backoff = Backoff(section.seed)
+    urls = [section.endpoint] if isinstance(section.endpoint, str) else section.endpoint
+    template_kwargs = recipe.data.template_kwargs
+    endpoints = [Endpoint(url, recipe.target, section, template_kwargs, backoff=backoff, key=key) for url in urls]
+    ids = Reader(tokenizer, recipe.data).render(PROBE, None, add_generation_prompt=True)
+    for endpoint in endpoints:
+        endpoint.check_tokenizer(ids)
+        endpoint.check_sampling(ids, len(tokenizer))
+    pool = Pool(endpoints)
+    return pool, Reader(tokenizer, recipe.data, pool.positions)
 
 
 def main(argv: list[str]) -> None:
@@ -146,7 +159,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--without-failed", action="store_true", help="finish without the conversations that failed")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    if (section := recipe.regenerate) is None:
+    section = recipe.regenerate
+    if section is None:
         raise ValueError(f"{args.recipe} has no section `regenerate`: expected one with `source` and `out`")
     is_first = world()[0] == 0
     hint = "finished answers are kept, and the same command goes on"
@@ -175,23 +189,27 @@ def check_section(section: RegenerateSection) -> None:
 def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namespace) -> None:
     """Answer this process's share of the conversations; the first process joins the parts."""
     index, count, wait = world()
-    out, say = Path(section.out), print if index == 0 else lambda *_: None
+    out = Path(section.out)
+    say = print if index == 0 else lambda *_: None
     check_section(section)
-    source = recipe.data.model_copy(update={"train": section.source, "turns": "all"})  # learned from: decided later
+    # Every answer is written; `data.turns` decides later which of them are learned.
+    source = recipe.data.model_copy(update={"train": section.source, "turns": "all"})
     section = as_begun(section, out)
     settings = settings_of(recipe, section, data_identity(recipe.model_copy(update={"data": source})))
     if is_whole(out, settings):
-        return say(f"{out} is whole already, with the same settings: nothing to do")
+        say(f"{out} is whole already, with the same settings: nothing to do")
+        return
     tally = Tally()
-    read = read_conversations(source.train, tally, answered=False, **read_options(source))
-    jobs = Jobs(make_names_unique(read, section.samples), out.parent)
+    conversations = read_conversations(source.train, tally, answered=False, **read_options(source))
+    jobs = Jobs(make_names_unique(conversations, section.samples), out.parent)
     say("\n".join([tally.table(), *tally.where()]))
     answerer, reader = make_answerer(recipe, section)
     if args.forecast:
-        return say(forecast(jobs, read_parts(out), answerer, reader, section))
+        say(forecast(jobs, read_parts(out), answerer, reader, section=section))
+        return
     if index == 0:
         begin(out, settings)
-    failed = answer_all(out, jobs, answerer, reader, section, index, count, wait)
+    failed = answer_all(out, jobs, answerer, reader, section=section, index=index, count=count, wait=wait)
     for name, reason in list(failed.items())[:5]:
         print(f"failed: {name}: {reason}", file=sys.stderr)
     print(f"process {index + 1} of {count}: {answerer.summary()}" if count > 1 else answerer.summary())
