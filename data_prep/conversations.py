@@ -1,4 +1,4 @@
-"""Files, folders and hub datasets -> conversations; every record is kept, or dropped for a reason that is counted."""
+"""Read conversations from files, folders and hub datasets; records are kept, or dropped for a reason and counted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -20,26 +20,28 @@ from eagle.recipe.mixes import SourceSection, is_mix, read_mix
 
 JSON = (".json", ".jsonl", ".ndjson")
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}  # read by the datasets library
-SPLITS = {  # the words that name a split in a file's name, as the hub reads them
+# The words that name a split in a file's name, as the hub reads them.
+SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-MOST_DAMAGED = 0.01  # share of a file's lines that may be damaged; one line may always, as a killed writer leaves it
+# The share of a file's lines that may be damaged; one line always may, as a killed writer leaves it.
+MOST_DAMAGED = 0.01
 MAX_PLACES = 3  # records named for each reason
 
 
 @dataclass
 class Tally:
-    """How many records were kept, how many were dropped for each reason, and how many were kept with each note."""
+    """Counts of records: kept, dropped for each reason, and kept with each note."""
 
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)  # reason -> where its first few dropped records are
-    broken: list[str] = field(
-        default_factory=list, compare=False
-    )  # what is wrong with files that are damaged beyond a few lines
+    # Where the first few dropped records of each reason are.
+    places: dict[str, list[str]] = field(default_factory=dict)
+    # The damage of files with more than a few damaged lines.
+    broken: list[str] = field(default_factory=list, compare=False)
 
     def drop(self, reason: str, place: str) -> None:
         """Count a dropped record, and remember its place if it is among the first for this reason."""
@@ -49,7 +51,7 @@ class Tally:
             places.append(place)
 
     def table(self) -> str:
-        """All counts as lines for the console, the most frequent reason first."""
+        """Return all counts as lines for the console, the most frequent reason first."""
         rows = [("kept", "", self.kept), ("dropped", "", sum(self.dropped.values()))]
         rows += [("dropped", reason, count) for reason, count in self.dropped.most_common()]
         rows += [("noted", reason, count) for reason, count in self.noted.most_common()]
@@ -57,12 +59,15 @@ class Tally:
         return "\n".join(f"{fate:9}{reason:{width}}{count:>9}" for fate, reason, count in rows)
 
     def where(self) -> list[str]:
-        """Lines that name the first few dropped records of each reason, the most frequent reason first."""
-        return [
-            f"{reason}: {', '.join(self.places[reason])}{' ...' if count > len(self.places[reason]) else ''}"
-            for reason, count in self.dropped.most_common()
-            if reason in self.places
-        ]
+        """Return lines that name the first few dropped records of each reason, the most frequent reason first."""
+        lines = []
+        for reason, count in self.dropped.most_common():
+            # Reasons of a cache have no places.
+            if reason in self.places:
+                places = self.places[reason]
+                more = " ..." if count > len(places) else ""
+                lines.append(f"{reason}: {', '.join(places)}{more}")
+        return lines
 
 
 def read_conversations(
@@ -78,66 +83,78 @@ def read_conversations(
     allow_broken: bool = False,
     images: bool = False,
 ) -> Iterator[Conversation]:
-    """The conversations of a file, a folder of files, a hub dataset or a mix, counted in `tally` as they are read.
+    """Return the conversations of a file, a folder of files, a hub dataset or a mix, and count them in `tally`.
 
-    With `answered=False` questions alone will do: their answers are yet to come. A file that is damaged beyond a few
-    lines is an error, unless `allow_broken`. Records with images are read with `images` alone.
+    With `answered=False` questions alone will do: their answers are yet to come. A file with more than a few damaged
+    lines is an error, unless `allow_broken`. Records with images are read only with `images`.
     """
-    tally = Tally() if tally is None else tally
+    if tally is None:
+        tally = Tally()
+    parts: Iterable[Iterator[Conversation]]
     if is_mix(source):
         rest: dict[str, Any] = {"strict": strict, "answered": answered, "allow_broken": allow_broken, "images": images}
-        return islice(chain.from_iterable(_read_part(part, tally, rest) for part in read_mix(source)), limit)
-    files = read_records(source, split, revision, config)
-    lists = (
-        _convert(name, _watch(name, records, tally, allow_broken), tally, strict, answered=answered, images=images)
-        for name, records in files
-    )
-    return islice(chain.from_iterable(lists), limit)
+        parts = (_read_part(part, tally, rest) for part in read_mix(source))
+    else:
+        # The source is opened here, so that a wrong name is an error at once.
+        files = read_records(source, split, revision, config)
+        options = {"answered": answered, "images": images}
+        parts = (
+            _convert(name, _watch(name, records, tally, allow_broken), tally, strict, **options)
+            for name, records in files
+        )
+    return islice(chain.from_iterable(parts), limit)
 
 
 def _read_part(part: SourceSection, tally: Tally, rest: dict[str, Any]) -> Iterator[Conversation]:
-    """The conversations of one source of a mix, as often as its weight says, evenly over it; all are counted."""
+    """Yield the conversations of one source of a mix, as often as its weight says; all are counted."""
     options = {key: getattr(part, key) for key in ("limit", "split", "revision", "config")}
-    for place, conversation in enumerate(read_conversations(part.path, tally, **options, **rest)):
-        times = int((place + 1) * part.weight) - int(place * part.weight)
-        tally.kept += times - 1
-        tally.noted[f"from {part.path}"] += times
-        if not times:
+    for i, conversation in enumerate(read_conversations(part.path, tally, **options, **rest)):
+        # A weight of 2.5 gives two and three copies in turn, evenly over the source.
+        copies = int((i + 1) * part.weight) - int(i * part.weight)
+        tally.kept += copies - 1
+        tally.noted[f"from {part.path}"] += copies
+        if not copies:
             tally.noted["left out by the weight of its source"] += 1
-        yield from [conversation] * times
+        yield from [conversation] * copies
 
 
 def _watch(name: str, records: Numbered, tally: Tally, allow_broken: bool) -> Numbered:
-    """The records of a file; an error, or a word in the tally, where more of it is damaged than a few lines."""
-    number, damaged = 0, list[tuple[int, Damaged]]()
+    """Yield the records of a file; more damage than a few lines is an error, or noted in the tally."""
+    number = 0
+    damaged: list[tuple[int, Damaged]] = []
     for number, record in records:
         yield number, record
         if isinstance(record, Damaged):
             damaged.append((number, record))
             if not record.of_one_line and len(damaged) == 1:
+                # Nobody knows how many records were lost.
                 line = place_of_damage(Path(name))
                 _refuse(f"{name} is damaged{line}, at its record {number}: {record}", tally, allow_broken)
-    if len(damaged) > max(1, MOST_DAMAGED * number) and damaged[0][1].of_one_line:
-        first = f"the first is line {damaged[0][0]}: {damaged[0][1]}"
-        _refuse(f"{len(damaged)} of {number} lines of {name} are damaged, {first}", tally, allow_broken)
+    if len(damaged) > max(1, MOST_DAMAGED * number):
+        first_number, first = damaged[0]
+        if first.of_one_line:
+            message = (
+                f"{len(damaged)} of {number} lines of {name} are damaged, the first is line {first_number}: {first}"
+            )
+            _refuse(message, tally, allow_broken)
 
 
 def _refuse(damage: str, tally: Tally, allow_broken: bool) -> None:
-    """An error that names the damage, or where it is allowed a word in the tally."""
+    """Raise an error that names the damage, or note it if it is allowed."""
     if not allow_broken:
         raise damage_error(damage)
     tally.broken.append(damage)
 
 
 def damage_error(damage: str) -> ValueError:
-    """The error that a damaged file is where it is not allowed."""
+    """Return the error that a damaged file is where it is not allowed."""
     return ValueError(
         f"{damage}. Write or load the file again, or set data.allow_broken=true to go on with what can be read"
     )
 
 
 def _convert(name: str, records: Numbered, tally: Tally, strict: bool, **options: bool) -> Iterator[Conversation]:
-    """The conversations among the records of one file, by options; in strict mode the first drop is an error."""
+    """Yield the conversations among the records of one file, by options; in strict mode the first drop is an error."""
     number = 0
     for number, record in records:
         try:
@@ -162,7 +179,7 @@ def _convert(name: str, records: Numbered, tally: Tally, strict: bool, **options
 def read_records(
     source: str | Path, split: str, revision: str | None, config: str | None = None
 ) -> list[tuple[str, Numbered]]:
-    """The name and the records of each file, or of the hub dataset."""
+    """Return the name and the records of each file, or of the hub dataset."""
     path = Path(source)
     suffixes = (*JSON, *TABLES)
     if path.is_dir():
@@ -173,14 +190,16 @@ def read_records(
     if path.exists():
         return [(str(path), _file_records(path))]
     name = str(source)
+    # What looks like a path is a wrong path, and not the name of a dataset.
     if _suffix(path) in (*suffixes, ".txt") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"no file or folder at {source}: expected {', '.join(suffixes)}, or a hub dataset's name")
     return [(name, _hub_records(name, split, revision, config))]
 
 
 def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
-    """The files of a folder without those named after another split, which are printed."""
-    wanted = {part.partition("[")[0].strip().lower() for part in split.split("+")}
+    """Return the files of a folder without those named after another split, whose names are printed."""
+    # The datasets library also takes a slice (`train[:10%]`) and sums (`train+test`).
+    wanted = {name.partition("[")[0].strip().lower() for name in split.split("+")}
     chosen = [file for file in files if "all" in wanted or _is_of_split(file, wanted)]
     left_out = [file.name for file in files if file not in chosen]
     if not chosen:
@@ -189,18 +208,20 @@ def _files_of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
             "these files, or its split (data.split, eval.split)"
         )
     if left_out:
-        names = ", ".join(left_out[:6]) + " ..." * (len(left_out) > 6)
-        print(f"{folder}: left out, as another split than {split}: {names}", file=sys.stderr)
+        more = " ..." if len(left_out) > 6 else ""
+        names = ", ".join(left_out[:6])
+        print(f"{folder}: left out, as another split than {split}: {names}{more}", file=sys.stderr)
     return chosen
 
 
 def _is_of_split(file: Path, wanted: set[str]) -> bool:
-    """Whether a file's name has one of these splits in it, or none at all."""
+    """Return whether a file's name contains one of these splits, or none at all."""
     name = file.name.lower()
     words = set(re.split("[^a-z]+", name))
     named = {split for split, spellings in SPLITS.items() if words.intersection(spellings)}
-    exact = any(re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", name) for split in wanted)
-    return exact or bool(named & wanted) or not named
+    # A split may have a name of its own, with digits.
+    is_named = any(re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", name) for split in wanted)
+    return is_named or bool(named & wanted) or not named
 
 
 def _suffix(path: Path) -> str:
@@ -227,21 +248,24 @@ def _find_loader(what: str) -> Any:
 
 def _hub_records(name: str, split: str, revision: str | None, config: str | None) -> Numbered:
     load_dataset = _find_loader(f"{name}: no file or folder of this name, and a hub dataset")
+    options = {} if config is None else {"name": config}
     try:
-        chosen = {} if config is None else {"name": config}
-        dataset = load_dataset(name, split=split, revision=revision, streaming=True, **chosen)
-    except Exception as error:  # of many kinds: no such name, no network, no such split
+        dataset = load_dataset(name, split=split, revision=revision, streaming=True, **options)
+    except Exception as error:
+        # Errors are of many types: no such name, no network, no such split.
         raise ValueError(f"{name}: no file or folder of this name, and as a hub dataset: {error}") from error
     yield from enumerate(dataset, 1)
 
 
 def _table_records(path: Path) -> Numbered:
-    number, kind = 0, TABLES[_suffix(path)]
+    number = 0
+    kind = TABLES[_suffix(path)]
     load_dataset = _find_loader(f"{path}: a {kind} file")
     try:
         for number, record in enumerate(load_dataset(kind, data_files=str(path), split="train", streaming=True), 1):
             yield number, record
-    except Exception as error:  # each format has errors of its own for damage
+    except Exception as error:
+        # Each format has its own errors for damage.
         reason = f"the rest of the {kind} file cannot be read: {type(error).__name__}"
         yield number + 1, Damaged(reason, of_one_line=False)
 
@@ -251,7 +275,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m data_prep.conversations", description=main.__doc__)
     parser.add_argument("source", metavar="SOURCE", help="a file, a folder of files, a hub dataset, or a mix")
     parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")
-    args, tally = parser.parse_args(argv), Tally()
+    args = parser.parse_args(argv)
+    tally = Tally()
     for _ in read_conversations(args.source, tally, strict=args.strict, allow_broken=True):
         pass
     print(tally.table())

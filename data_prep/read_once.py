@@ -1,4 +1,4 @@
-"""The examples of a recipe: its conversations are tokenised once, and read from a cache ever after."""
+"""Read the examples of a recipe, whose conversations are tokenised once and then read from a cache."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ from eagle.recipe import Recipe
 
 CONVERSATIONS = 1024  # of a shard
 WORD = re.compile(r"\w+")
-VERSION = 3  # of the cache's format, and of the rules by which records become conversations
-Job = tuple[int, list[Conversation]]  # a shard's number and conversations
+# The version of the cache's format, and of the rules by which records become conversations.
+VERSION = 3
+# A shard's number and conversations.
+Job = tuple[int, list[Conversation]]
 
 
 def read_examples(recipe: Recipe, *, strict: bool = False) -> TokenCache:
-    """The recipe's examples, after a table of what was kept and dropped."""
+    """Return the recipe's examples, after a table of what was kept and dropped."""
     cache = open_cache(recipe, strict=strict)
     share = cache.supervised / cache.tokens
     print(f"{cache.tally.table()}\n{len(cache):,} examples, {cache.lengths.sum():,} tokens, {share:.0%} supervised")
@@ -52,12 +54,14 @@ def read_examples(recipe: Recipe, *, strict: bool = False) -> TokenCache:
 
 
 def open_cache(recipe: Recipe, *, strict: bool = False) -> TokenCache:
-    """The recipe's examples from their cache, which is filled first where it is absent or incomplete."""
+    """Return the recipe's examples from their cache, which is filled first if it is absent or incomplete."""
     identity = cache_identity(recipe)
     folder = cache_folder(recipe, identity)
-    if not (folder / MANIFEST).is_file():
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
         with lock_folder(folder, wait=True):
-            if not (folder / MANIFEST).is_file():  # by a run that this one waited for
+            # The run that held the lock may have filled it.
+            if not manifest.is_file():
                 fill(folder, recipe, identity, strict=strict)
     cache = TokenCache(folder, distinct=recipe.data.drop_duplicates)
     if cache.tally.broken and not recipe.data.allow_broken:
@@ -75,24 +79,29 @@ def name_first_drop(recipe: Recipe) -> None:
 
 
 def cache_identity(recipe: Recipe) -> dict[str, Any]:
-    """All that decides the tokens and masks of a recipe's data; which of them are dropped is decided on reading."""
-    whole = recipe.model_copy(update={"data": recipe.data.model_copy(update={"drop_duplicates": False})})
-    where = {"images": str(Path(recipe.data.images).absolute())} if recipe.data.images is not None else {}
-    return {"cache": VERSION, "masks": MASK_RULES, "stop_ids": stop_ids(recipe.target), **data_identity(whole), **where}
+    """Return everything that decides the tokens and masks of a recipe's data."""
+    # Duplicates are stored, and dropped on reading.
+    data = recipe.data.model_copy(update={"drop_duplicates": False})
+    recipe = recipe.model_copy(update={"data": data})
+    made_by = {"cache": VERSION, "masks": MASK_RULES, "stop_ids": stop_ids(recipe.target)}
+    images = {}
+    if data.images is not None:
+        images["images"] = str(Path(data.images).absolute())
+    return {**made_by, **data_identity(recipe), **images}
 
 
 def cache_folder(recipe: Recipe, identity: dict[str, Any]) -> Path:
-    """The folder of a cache: within `data.cache`, or where Hugging Face's libraries keep what can be made anew."""
+    """Return the folder of a cache: in `data.cache`, or in the cache of Hugging Face's libraries."""
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     return Path(recipe.data.cache) / key if recipe.data.cache else assets_folder("tokens", key)
 
 
 def fill(folder: Path, recipe: Recipe, identity: dict[str, Any], *, strict: bool) -> None:
-    """Tokenise all conversations in shards; those that an earlier run left whole are kept."""
-    for part in folder.glob("*.part"):
-        part.unlink()
-    read = Tally()
-    conversations = read_conversations(recipe.data.train, read, strict=strict, **reading_options(recipe))
+    """Tokenise all conversations in shards; complete shards of an earlier run are kept."""
+    for unfinished in folder.glob("*.part"):
+        unfinished.unlink()
+    tally = Tally()
+    conversations = read_conversations(recipe.data.train, tally, strict=strict, **reading_options(recipe))
     jobs = enumerate(iter(lambda: list(islice(conversations, CONVERSATIONS)), []))
     workers = recipe.data.num_proc or count_processors()
     notes: list[Note] = []
@@ -101,33 +110,38 @@ def fill(folder: Path, recipe: Recipe, identity: dict[str, Any], *, strict: bool
         notes.append(note)
         if strict and note["dropped"]:
             name_first_drop(recipe)
-    tally = Tally(0, read.dropped.copy(), read.noted.copy(), read.places, read.broken)
+    # Reading has counted records, among them those that tokenising dropped.
+    tally.kept = sum(note["kept"] for note in notes)
     for note in notes:
-        tally.kept += note["kept"]
         tally.dropped.update(note["dropped"])
         tally.noted.update(note["noted"])
     write_manifest(folder, identity, notes, tally)
 
 
 def count_processors() -> int:
-    """Those that this process may use, where the system tells, else all."""
+    """Return the number of processors that this process may use, if the system tells, else of all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_shards(folder: Path, recipe: Recipe, jobs: Iterable[Job], workers: int) -> Iterator[Note]:
-    """The notes of all shards in their order; the first is written here, further ones by so many processes."""
-    jobs, text, tokenizer = iter(jobs), recipe.model_dump_json(), load_tokenizer(recipe)
+    """Yield the notes of all shards in their order; the first is written here, further ones by `workers` processes."""
+    jobs = iter(jobs)
+    tokenizer = load_tokenizer(recipe)
+    # A small dataset has one shard, for which starting processes would take longer.
     for number, conversations in islice(jobs, 1 if workers > 1 else None):
         path = shard_path(folder, number)
         yield read_note(path) or tokenise_shard(path, conversations, recipe, tokenizer)
-    if (second := next(jobs, None)) is None:
+    second = next(jobs, None)
+    if second is None:
         return
+    recipe_text = recipe.model_dump_json()
     pending: deque[Note | Future[Note]] = deque()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=begin_worker) as pool:
         for number, conversations in chain([second], jobs):
             path = shard_path(folder, number)
-            pending.append(read_note(path) or pool.submit(tokenise_in_worker, path, conversations, text))
+            pending.append(read_note(path) or pool.submit(tokenise_in_worker, path, conversations, recipe_text))
+            # So many shards are read ahead, which bounds memory.
             while len(pending) > 2 * workers:
                 yield _result(pending.popleft())
         while pending:
@@ -148,11 +162,12 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # a pool's processes would wait for ever for work from one that was killed
+    # A pool's processes would wait for ever for work from a parent that was killed.
+    os._exit(1)
 
 
 def tokenise_shard(path: Path, conversations: list[Conversation], recipe: Recipe, tokenizer: Any) -> Note:
-    """Write one shard of a recipe's conversations."""
+    """Write one shard of a recipe's conversations; return its note."""
     tally = Tally()
     read = [examples_of(conversation, tokenizer, recipe.data, tally) for conversation in conversations]
     tally.kept = sum(map(bool, read))
@@ -160,22 +175,25 @@ def tokenise_shard(path: Path, conversations: list[Conversation], recipe: Recipe
 
 
 def prompt_key(conversation: Conversation) -> int:
-    """A number for what stands before the first answer, its images too, whatever case, punctuation and spaces."""
+    """Return a hash of what is before the first answer, images too, whatever its case, punctuation and spaces."""
     asked = takewhile(lambda turn: turn["role"] != "assistant", conversation.messages)
-    asked_text = "\n".join(str(turn.get("content") or "") for turn in asked)
-    shown = [hashlib.sha256(image if isinstance(image, bytes) else image.encode()) for image in conversation.images]
-    return text_key("\n".join([asked_text, *(digest.hexdigest() for digest in shown[: asked_text.count(MARK)])]))
+    text = "\n".join(str(turn.get("content") or "") for turn in asked)
+    lines = [text]
+    for image in conversation.images[: text.count(MARK)]:
+        content = image if isinstance(image, bytes) else image.encode()
+        lines.append(hashlib.sha256(content).hexdigest())
+    return text_key("\n".join(lines))
 
 
 def text_key(text: str) -> int:
-    """A number for a text, whatever its case, punctuation and spaces; one without words counts as it is."""
+    """Return a hash of a text, whatever its case, punctuation and spaces; one without words is hashed as it is."""
     words = " ".join(WORD.findall(text.casefold())) or text
     digest = hashlib.blake2b(words.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def tokenise_in_worker(path: Path, conversations: list[Conversation], recipe_text: str) -> Note:
-    """Write one shard, with a tokenizer that the process loads once."""
+    """Write one shard with a tokenizer that the process loads once; return its note."""
     return tokenise_shard(path, conversations, *_load_once(recipe_text))
 
 

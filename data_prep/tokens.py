@@ -1,4 +1,4 @@
-"""Conversation -> tokens and loss mask, from what the chat template prints for the assistant."""
+"""Turn conversations into tokens and loss masks, from what the chat template prints for the assistant."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from eagle.data.identity import stop_ids
 from eagle.log import progress
 from eagle.recipe import DataSection, Recipe
 
-IMAGES = "image_reader"  # where a loaded tokenizer keeps what puts images into texts
-STOP_IDS = "stop_ids"  # where a loaded tokenizer keeps the stop tokens of the target's generation config
+# Keys of a loaded tokenizer's `init_kwargs`: what puts images into texts, and the stop tokens of the target.
+IMAGES = "image_reader"
+STOP_IDS = "stop_ids"
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
-    """The target's tokenizer, with the recipe's chat template where it names one."""
-    target, template = recipe.target, recipe.data.template
+    """Return the target's tokenizer, with the recipe's chat template if it names one."""
+    target = recipe.target
+    template = recipe.data.template
     tokenizer = AutoTokenizer.from_pretrained(
         target.path, revision=target.revision, trust_remote_code=target.trust_remote_code
     )
@@ -46,7 +48,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
 
 
 def load_image_reader(recipe: Recipe) -> ImageReader | None:
-    """What puts images into the texts of a recipe; None where it reads none."""
+    """Return what puts images into the texts of a recipe; None where it reads none."""
     target, folder = recipe.target, recipe.data.images
     if folder is None:
         return None
@@ -67,17 +69,20 @@ def load_image_reader(recipe: Recipe) -> ImageReader | None:
 
 
 def stop_texts(tokenizer: Any) -> list[str]:
-    """The text of every token that is known to end an answer."""
-    listed = tokenizer.convert_ids_to_tokens(tokenizer.init_kwargs.get(STOP_IDS, []))
-    return [token for token in (tokenizer.eos_token, *listed) if token]
+    """Return the text of every token that is known to end an answer."""
+    stops = tokenizer.convert_ids_to_tokens(tokenizer.init_kwargs.get(STOP_IDS, []))
+    return [token for token in (tokenizer.eos_token, *stops) if token]
 
 
 def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tuple[list[Example], Tally]:
-    """The recipe's training examples, and how many conversations were kept, dropped and noted; no cache is used."""
+    """Return the recipe's training examples and the tally of its conversations, without a cache."""
     tally = Tally()
-    examples = [example for _, some in tokenize_each(recipe, tokenizer, tally, strict=strict) for example in some]
+    examples: list[Example] = []
+    for _, group in tokenize_each(recipe, tokenizer, tally, strict=strict):
+        examples += group
     supervised = sum(int(example.loss_mask.sum()) for example in examples)
-    check_supervision(supervised, sum(len(example.tokens) for example in examples), recipe.data.train, tally)
+    tokens = sum(len(example.tokens) for example in examples)
+    check_supervision(supervised, tokens, recipe.data.train, tally)
     return examples, tally
 
 
@@ -90,7 +95,7 @@ def check_supervision(supervised: int, tokens: int, source: str, tally: Tally) -
 
 
 def explain_nothing(source: str, tally: Tally) -> str:
-    """Why nothing is learned from a source, by what became of its records, and what to do."""
+    """Return why nothing is learned from a source, by what became of its records, and what to do."""
     if not tally.kept and tally.noted[TRUNCATED_NOTE]:
         return (
             f"{source} gives nothing to learn from: its answers were cut off ({tally.noted[TRUNCATED_NOTE]:,}), and "
@@ -107,15 +112,15 @@ def explain_nothing(source: str, tally: Tally) -> str:
 
 
 def reading_options(recipe: Recipe) -> dict[str, Any]:
-    """How the recipe's conversations are read; an error where they are answers that are yet to be written."""
-    data, regenerated = recipe.data, recipe.regenerate
-    if regenerated and data.train == regenerated.out and not Path(data.train).exists():
+    """Return how the recipe's conversations are read; an error if they are answers that do not exist yet."""
+    data = recipe.data
+    if recipe.regenerate and data.train == recipe.regenerate.out and not Path(data.train).exists():
         raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
     return read_options(data)
 
 
 def read_options(data: DataSection) -> dict[str, Any]:
-    """How conversations are read with these settings."""
+    """Return how conversations are read with these settings."""
     options = {key: getattr(data, key) for key in ("limit", "split", "revision", "allow_broken")}
     return {**options, "images": data.images is not None}
 
@@ -123,43 +128,51 @@ def read_options(data: DataSection) -> dict[str, Any]:
 def tokenize_each(
     recipe: Recipe, tokenizer: Any, tally: Tally, *, strict: bool = False
 ) -> Iterator[tuple[Conversation, list[Example]]]:
-    """Every conversation of the recipe with its examples; one that gives none is counted as dropped, not as kept."""
+    """Yield every conversation of the recipe with its examples; one without examples is counted as dropped."""
     data = recipe.data
     conversations: Iterable[Conversation]
     conversations = read_conversations(data.train, tally, strict=strict, **reading_options(recipe))
-    if strict:  # what cannot be read is named before what cannot be learned
+    if strict:
+        # Records that cannot be read are reported before those that cannot be learned. Else memory is bounded.
         conversations = list(conversations)
-    for conversation in progress(conversations, "tokenise", None, unit="conversations"):  # else one is held at a time
+    for conversation in progress(conversations, "tokenise", None, unit="conversations"):
         dropped_before = tally.dropped.copy()
         examples = examples_of(conversation, tokenizer, data, tally)
-        tally.kept -= not examples
-        if strict and not examples:
-            raise ValueError(f"{conversation.id}: {next(iter(tally.dropped - dropped_before))}")
+        if not examples:
+            tally.kept -= 1
+            if strict:
+                reason = next(iter(tally.dropped - dropped_before))
+                raise ValueError(f"{conversation.id}: {reason}")
         yield conversation, examples
 
 
 def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, tally: Tally) -> list[Example]:
-    """The examples of a conversation: several where the template rewrites history, none if it is dropped."""
+    """Return the examples of a conversation: several if the template rewrites history, none if it is dropped."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} says no offsets: expected a fast tokenizer (a tokenizer.json)")
     notes: set[str] = set()
+    examples: list[Example] = []
     try:
-        texts = render_answers(conversation, tokenizer, data, stop_texts(tokenizer), notes)
+        texts = render_answers(conversation, tokenizer, data, stop_texts(tokenizer), notes=notes)
         shown = [show_text(text, conversation, tokenizer) for text in texts]
-        pairs = zip(texts, shown, strict=True)
-        examples = [example for pair in pairs if (example := example_of(*pair, tokenizer, data.max_length, notes))]
+        for text, text_shown in zip(texts, shown, strict=True):
+            example = example_of(text, text_shown, tokenizer, data.max_length, notes)
+            if example is not None:
+                examples.append(example)
         if not examples:
             raise Dropped("nothing supervised within max_length")
     except Dropped as reason:
         tally.dropped[str(reason)] += 1
         return []
-    for place, (before, example) in enumerate(pairwise(examples), start=1):
+    # The target reads what an example shares with the one before only once.
+    for i, (before, example) in enumerate(pairwise(examples), start=1):
         shared = 0 if example.shown else count_shared(before.tokens, example.tokens)
-        examples[place] = replace(example, shared=shared)
+        examples[i] = replace(example, shared=shared)
     if all(example.loss_mask.all() for example in examples):
         notes.add("everything is supervised")
     contents = "\0".join(str(turn.get("content") or "") for turn in conversation.messages)
-    if any(text in contents for text in backend_of(tokenizer, len(tokenizer))[1]):
+    _, special_texts = backend_of(tokenizer, len(tokenizer))
+    if any(text in contents for text in special_texts):
         notes.add("special-token text inside content")
     tally.noted.update(notes)
     count_images(examples, shown, tally)
@@ -167,9 +180,11 @@ def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, t
 
 
 def show_text(text: RenderedText, conversation: Conversation, tokenizer: Any) -> ShownText | None:
-    """A rendered text with its images in it; None where it has none."""
+    """Return a rendered text with its images in it; None if it has none."""
     reader: ImageReader | None = tokenizer.init_kwargs.get(IMAGES)
-    return reader.show(text.text, conversation.images[: text.images]) if reader and text.images else None
+    if reader is None or not text.images:
+        return None
+    return reader.show(text.text, conversation.images[: text.images])
 
 
 def count_images(examples: Sequence[Example], shown: Sequence[ShownText | None], tally: Tally) -> None:
@@ -183,34 +198,43 @@ def count_images(examples: Sequence[Example], shown: Sequence[ShownText | None],
 def example_of(
     rendered: RenderedText, shown: ShownText | None, tokenizer: Any, max_length: int, notes: set[str]
 ) -> Example | None:
-    """The tokens of a text, with those of the answers supervised; None if no answer starts before `max_length`."""
-    text, spans = (rendered.text, rendered.spans) if shown is None else shown.place(rendered.spans)
+    """Return the tokens of a text, supervised in its answers; None if no answer starts before `max_length`."""
+    text = rendered.text
+    spans = rendered.spans
+    if shown is not None:
+        text, spans = shown.place(spans)
     tokens, offsets = encode(text, tokenizer)
     if shown is not None:
         shown.check(tokens, offsets, max_length)
     first, last = offsets[:max_length].unbind(1)
     mask = torch.zeros(len(first), dtype=torch.bool)
     for start, end in spans:
+        # A token that overlaps an answer is supervised, even if it starts before it.
         mask |= (first < end) & (last > start)
         if ((first < start) & (last > start)).any():
             notes.add("a token straddles the start of an answer")
     if len(tokens) > max_length:
         notes.add("cut at max_length")
-    return Example(tokens[:max_length], mask, shown=None if shown is None else shown.shown) if mask.any() else None
+    if not mask.any():
+        return None
+    return Example(tokens[:max_length], mask, shown=None if shown is None else shown.shown)
 
 
 def encode(text: str, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens [T] of a text and the characters [T, 2] of each; templates print their own special tokens."""
+    """Return the tokens [T] of a text and the characters [T, 2] of each, without adding special tokens."""
     if SURROGATE.search(text):
         raise Dropped("half a surrogate pair: no valid text")
-    encoding = backend_of(tokenizer, len(tokenizer))[0].encode(text, add_special_tokens=False)
-    tokens, offsets = (np.fromiter(numbers, np.int64) for numbers in (encoding.ids, chain(*encoding.offsets)))
+    # Chat templates print special tokens themselves.
+    encoder, _ = backend_of(tokenizer, len(tokenizer))
+    encoding = encoder.encode(text, add_special_tokens=False)
+    tokens = np.fromiter(encoding.ids, np.int64)
+    offsets = np.fromiter(chain(*encoding.offsets), np.int64)
     return torch.from_numpy(tokens), torch.from_numpy(offsets).view(-1, 2)
 
 
 @lru_cache(maxsize=4)
 def backend_of(tokenizer: Any, size: int) -> tuple[Any, tuple[str, ...]]:
-    """The encoder without the step that adds special tokens and, in some families, trims offsets; the special texts.
+    """Return the encoder without the step that adds special tokens and may trim offsets, and the special texts.
 
     `size` is the tokenizer's, so that tokens added later are not missed.
     """
