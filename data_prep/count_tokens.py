@@ -20,17 +20,20 @@ from eagle.drafters.lookup.counts import Tables, save_tables, tokenizer_identity
 from eagle.log import progress, script
 from eagle.recipe import Recipe, command_line
 
-CHUNK = 1 << 22  # tokens that wait before their pairs are merged: 40 MB
-PIECE = 1 << 20  # characters of a file that are tokenised at a time
+# Tokens whose pairs are merged at a time: 40 MB.
+CHUNK = 1 << 22
+# Characters of a file that are tokenised at a time.
+PIECE = 1 << 20
 
 Text = tuple[Tensor, Tensor]
-"""Tokens [T], and which of them [T] are counted; the others are but what a counted one may follow."""
+"""Tokens [T], and which of them [T] are counted; the others may only precede a counted one."""
 
 
 def count_texts(texts: Iterable[Text], vocab_size: int, *, pairs: bool = True, tokenizer: str | None = None) -> Tables:
-    """The tables of some texts, in one pass that holds the distinct pairs so far and a part of the texts."""
+    """Return the tables of texts, from one pass that holds only the distinct pairs and about `CHUNK` tokens."""
     singles = torch.zeros(vocab_size, dtype=torch.int64)
-    keys = counts = np.zeros(0, np.int64)
+    keys = np.zeros(0, np.int64)
+    counts = np.zeros(0, np.int64)
     for tokens, counted, ends_pair in join_texts(texts):
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError(
@@ -39,50 +42,60 @@ def count_texts(texts: Iterable[Text], vocab_size: int, *, pairs: bool = True, t
             )
         singles += torch.bincount(tokens[counted], minlength=vocab_size)
         if pairs:
-            new_keys = (tokens[:-1] * vocab_size + tokens[1:])[ends_pair[1:]]
-            keys, counts = add_counts(keys, counts, new_keys.numpy())
-    before, successors = np.divmod(keys, vocab_size)
-    starts = torch.from_numpy(before.searchsorted(np.arange(vocab_size + 1)))
-    return Tables(singles, starts, torch.from_numpy(successors), torch.from_numpy(counts), tokenizer)
+            # A pair is one number, so that sorting brings equal pairs together.
+            new_keys = tokens[:-1] * vocab_size + tokens[1:]
+            keys, counts = add_counts(keys, counts, new_keys[ends_pair[1:]].numpy())
+    first, second = np.divmod(keys, vocab_size)
+    starts = torch.from_numpy(first.searchsorted(np.arange(vocab_size + 1)))
+    return Tables(singles, starts, torch.from_numpy(second), torch.from_numpy(counts), tokenizer=tokenizer)
 
 
 def join_texts(texts: Iterable[Text]) -> Iterator[list[Tensor]]:
-    """Texts joined, a few million tokens at a time: tokens, which count, which end a pair (not a text's first)."""
+    """Yield concatenated texts, about `CHUNK` tokens at a time: tokens, which of them count, and which end a pair."""
     pending: list[tuple[Tensor, Tensor, Tensor]] = []
     size = 0
     for tokens, counted in texts:
-        pending.append((tokens, counted, counted & (torch.arange(len(counted)) > 0)))
+        # A text's first token ends no pair.
+        ends_pair = counted & (torch.arange(len(counted)) > 0)
+        pending.append((tokens, counted, ends_pair))
         size += len(tokens)
         if size >= CHUNK:
             yield [torch.cat(column) for column in zip(*pending, strict=True)]
-            pending, size = [], 0
+            pending = []
+            size = 0
     if pending:
         yield [torch.cat(column) for column in zip(*pending, strict=True)]
 
 
 def add_counts(keys: np.ndarray, counts: np.ndarray, new_keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending keys and how often each occurs, with those in `new_keys` added."""
-    new, times = np.unique(new_keys, return_counts=True)
-    keys, counts = np.concatenate([keys, new]), np.concatenate([counts, times])
-    order = keys.argsort(kind="stable")  # of two ascending runs: that is to merge them
-    keys, counts = keys[order], counts[order]
+    """Return ascending keys and how often each occurs, with those in `new_keys` added."""
+    unique, unique_counts = np.unique(new_keys, return_counts=True)
+    keys = np.concatenate([keys, unique])
+    counts = np.concatenate([counts, unique_counts])
+    # A stable sort of two ascending runs is a merge.
+    order = keys.argsort(kind="stable")
+    keys = keys[order]
+    counts = counts[order]
     firsts = np.flatnonzero(np.diff(keys, prepend=-1))
-    return keys[firsts], np.add.reduceat(counts, firsts) if len(firsts) else counts
+    if len(firsts):
+        counts = np.add.reduceat(counts, firsts)
+    return keys[firsts], counts
 
 
 def read_file_texts(files: Iterable[Path], tokenizer: Any) -> Iterator[Text]:
-    """Plain text files, piece by piece; every token is counted, and no pair reaches from one file into the next."""
+    """Yield the pieces of plain text files; every token is counted, and no pair reaches into the next file."""
     for file in files:
         last = torch.zeros(0, dtype=torch.long)
         size = file.stat().st_size
         for piece in progress(pieces(file), file.name, size, unit="bytes", size=lambda text: len(text.encode())):
             tokens = torch.cat([last, encode(piece, tokenizer)[0]])
-            yield tokens, torch.arange(len(tokens)) >= len(last)  # the last token before is counted already
+            # The last token of the piece before is counted already; here it only begins a pair.
+            yield tokens, torch.arange(len(tokens)) >= len(last)
             last = tokens[-1:]
 
 
 def pieces(file: Path) -> Iterator[str]:
-    """A file in pieces that end with a line, where lines are not longer than a piece."""
+    """Yield a file in pieces that end with a line, where lines are not longer than a piece."""
     rest = ""
     with file.open(encoding="utf-8", newline="") as stream:
         try:
@@ -98,13 +111,15 @@ def pieces(file: Path) -> Iterator[str]:
 
 
 def report(tables: Tables) -> str:
-    """Lines with the tokens and pairs that were counted, and the most frequent token's count."""
-    distinct, most = int((tables.singles > 0).sum()), int(tables.singles.max())
-    lines = [f"{tables.tokens} tokens counted, {distinct} distinct of {tables.vocab_size}, one of them {most} times"]
+    """Return lines with the tokens and pairs that were counted, and the most frequent token's count."""
+    distinct = int((tables.singles > 0).sum())
+    max_count = int(tables.singles.max())
+    text = f"{tables.tokens} tokens counted, {distinct} distinct of {tables.vocab_size}, one of them {max_count} times"
     if len(tables.counts):
-        pairs, once = int(tables.counts.sum()), int((tables.counts == 1).sum())
-        lines.append(f"{pairs} pairs, {len(tables.counts)} distinct, {once} of them seen once")
-    return "\n".join(lines)
+        pairs = int(tables.counts.sum())
+        once = int((tables.counts == 1).sum())
+        text += f"\n{pairs} pairs, {len(tables.counts)} distinct, {once} of them seen once"
+    return text
 
 
 def main(argv: list[str]) -> None:
@@ -117,25 +132,28 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--text", nargs="+", type=Path, help="plain text files, instead of the recipe's conversations")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    if absent := [str(file) for file in args.text or () if not file.is_file()]:
+    absent = [str(file) for file in args.text or () if not file.is_file()]
+    if absent:
         raise ValueError(f"no text at {', '.join(absent)}: expected plain text files")
     tokenizer = load_tokenizer(recipe)
-    # of examples the assistant's tokens are counted, as those are drafted
-    examples = None if args.text else open_cache(recipe)
-    if examples is None:
+    lines = []
+    texts: Iterable[Text]
+    if args.text:
         texts = read_file_texts(args.text, tokenizer)
     else:
+        # Of conversations the assistant's tokens are counted, as only these are drafted.
+        examples = open_cache(recipe)
         texts = ((example.tokens, example.loss_mask) for example in examples)
-    options = {"pairs": args.kind == "bigram", "tokenizer": tokenizer_identity(tokenizer)}
+        lines.append(examples.tally.table())
     with lock_folder(args.out):
-        tables = count_texts(texts, vocab_size_of(recipe.target), **options)
+        tables = count_texts(
+            texts,
+            vocab_size_of(recipe.target),
+            pairs=args.kind == "bigram",
+            tokenizer=tokenizer_identity(tokenizer),
+        )
         save_tables(args.out, tables, args.kind)
-    print(
-        *([] if examples is None else [examples.tally.table()]),
-        report(tables),
-        f"the tables are in {args.out}",
-        sep="\n",
-    )
+    print(*lines, report(tables), f"the tables are in {args.out}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,19 +16,20 @@ from eagle.formats.reading.folder_paths import resolve_inside
 
 
 def dataset_card(path: Path, name: str) -> str:
-    """The README.md of a file that `eagle prepare` wrote, or of a folder that `eagle extract` filled."""
+    """Return the README.md of a file that `eagle prepare` wrote, or of a folder that `eagle extract` filled."""
     if path.is_dir():
         return store_card(path, name)
     note = Path(f"{path}.settings")
     if not note.is_file():
         raise ValueError(f"no card can be made of {path}: expected {note} beside it, as `eagle prepare` leaves it")
-    for file in (path, note):  # a card tells what stands in both
+    # The card shows the contents of both, so that neither may be a link to another folder.
+    for file in (path, note):
         resolve_inside(file, file.parent)
     return conversations_card(path, json.loads(note.read_text()), name)
 
 
 def conversations_card(path: Path, settings: dict[str, Any], name: str) -> str:
-    """Whose answers these are, how they were sampled, how many there are."""
+    """Return the card of answers: whose they are, how they were sampled, how many there are."""
     counts: Counter[str] = Counter()
     for line in read_lines(path):
         ends = line.get("finish_reasons", [])
@@ -45,7 +46,7 @@ def conversations_card(path: Path, settings: dict[str, Any], name: str) -> str:
 
 
 def store_card(folder: Path, name: str) -> str:
-    """Whose features these are, of which layers, and how many tokens."""
+    """Return the card of features: whose they are, of which layers, of how many tokens."""
     resolve_inside(folder / "index.json", folder)
     store = FeatureStore(folder, partial=True)
     origin = store.index["made"]
@@ -65,7 +66,7 @@ def store_card(folder: Path, name: str) -> str:
 
 
 def card(name: str, target: str, tags: list[str], sections: list[str]) -> str:
-    """Front matter, a title, the sections, and a place for the licence."""
+    """Return front matter, a title, the sections, and a place for the licence."""
     front: dict[str, Any] = {"tags": ["speculative-decoding", *tags]}
     if is_hub_id(target):
         front["base_model"] = target
@@ -74,18 +75,18 @@ def card(name: str, target: str, tags: list[str], sections: list[str]) -> str:
 
 
 def describe_target(target: dict[str, Any], what: str) -> str:
-    """A sentence that names the model, its revision and its adapter."""
+    """Return a sentence that names the model, its revision and its adapter."""
     more = [f"{key} `{target[key]}`" for key in ("revision", "adapter") if target.get(key)]
     return f"{what} `{target['path']}`{''.join(f', {part}' for part in more)}."
 
 
 def load_with(code: str) -> str:
-    """A section that shows how to load the data."""
+    """Return a section that shows how to load the data."""
     return f"## How to load it\n\n```python\n{code}\n```"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file."""
+    """Yield the records of a JSONL file."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             yield json.loads(line)

@@ -18,17 +18,17 @@ from eagle.recipe import Recipe, TargetSection, command_line
 
 
 def counts_of(examples: Iterable[Example], vocab_size: int) -> Tensor:
-    """How often each token is supervised, [V]."""
+    """Return how often each token is supervised, [V]."""
     return token_counts((example.tokens[example.loss_mask] for example in examples), vocab_size)
 
 
 def coverage(counts: Tensor, size: int) -> float:
-    """The fraction of supervised tokens that are among the `size` most frequent."""
+    """Return the fraction of supervised tokens that are among the `size` most frequent."""
     return float(counts[most_frequent(counts, size)].sum() / counts.sum())
 
 
 def vocab_size_of(target: TargetSection) -> int:
-    """The rows of the target's LM head by its config, which may be more than its tokenizer knows."""
+    """Return the rows of the target's LM head by its config, which may be more than its tokenizer knows."""
     path = folder_of(target.path, target.revision, ("config.json",)) / "config.json"
     config = parse_json(path.read_bytes(), str(path))
     size = config.get("text_config", config).get("vocab_size")
@@ -38,11 +38,13 @@ def vocab_size_of(target: TargetSection) -> int:
 
 
 def report(counts: Tensor, size: int) -> str:
-    """Lines that say how many of the supervised tokens this size, and others beside it, covers."""
-    vocab_size, distinct = len(counts), int((counts > 0).sum())
-    sizes = sorted({size, *(max(1, vocab_size // part) for part in (16, 8, 4, 2))})
+    """Return lines that say how many supervised tokens this size covers, and others for comparison."""
+    vocab_size = len(counts)
+    distinct = int((counts > 0).sum())
     lines = [f"{counts.sum()} supervised tokens, {distinct} distinct of {vocab_size}"]
-    lines += [f"{other:>9} tokens cover {coverage(counts, other):8.3%}{' <-' * (other == size)}" for other in sizes]
+    for peer in sorted({size, *(max(1, vocab_size // divisor) for divisor in (16, 8, 4, 2))}):
+        arrow = " <-" if peer == size else ""
+        lines.append(f"{peer:>9} tokens cover {coverage(counts, peer):8.3%}{arrow}")
     if distinct < size:
         lines.append(f"only {distinct} tokens occur: the other {size - distinct} are the lowest ids that do not")
     return "\n".join(lines)

@@ -36,46 +36,60 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    settings, target = settings_of(recipe.drafter.model_dump(), args.recipe), recipe.target
+    settings = settings_of(recipe.drafter.model_dump(), args.recipe)
+    target = recipe.target
     config = target_config(target.path, target.revision, trust_remote_code=target.trust_remote_code)
     roles = roles_of(settings, config)
     if args.forecast:
-        examples, model = read_examples(recipe, strict=args.strict), load_target(recipe)
-        parts = parts_of(tap_identity(roles))
-        sizes = sizes_of(examples)
-        plan = plan_extraction(sizes, model, parts, recipe.features)
-        print(forecast(model, examples, sizes, plan, parts, recipe.features.dtype))
+        print_forecast(recipe, roles, strict=args.strict)
     elif not recipe.features.store:
         raise ValueError(f"{args.recipe} has no features.store: features are computed while training, none are stored")
     elif args.verify:
         verify_store(Path(recipe.features.store))
     else:
         folder = Path(recipe.features.store)
+        # The first process holds the lock for all of them.
         hint = "whole shards are kept, and the same command goes on"
         with interrupted_by_user(lambda: hint), lock_folder(folder, hold=world()[0] == 0):
             fill_store(recipe, folder, roles, repair=args.repair, strict=args.strict)
 
 
+def print_forecast(recipe: Recipe, roles: TapRoles, *, strict: bool) -> None:
+    """Print the tokens, bytes and time of an extraction."""
+    examples = read_examples(recipe, strict=strict)
+    target = load_target(recipe)
+    tensors = parts_of(tap_identity(roles))
+    sizes = sizes_of(examples)
+    plan = plan_extraction(sizes, target, tensors, recipe.features)
+    print(forecast(target, examples, sizes, plan, parts=tensors, dtype=recipe.features.dtype))
+
+
 def fill_store(recipe: Recipe, folder: Path, roles: TapRoles, *, repair: bool, strict: bool) -> None:
-    """Compute this process's share of the shards that are absent; the first process prepares the store for all."""
+    """Compute this process's share of the absent shards; the first process prepares the store for all."""
     index, count, wait = world()
-    target = prepare_store(recipe, folder, identity(recipe, roles), repair, strict) if index == 0 else None
+    target = None
+    if index == 0:
+        target = prepare_store(recipe, folder, identity(recipe, roles), repair, strict=strict)
     wait()
     store = FeatureStore(folder, partial=True)
     absent = sorted(store.absent)
     if index == 0:
         size = f"{store.bytes_per_token:,.0f} bytes a token"
-        print(f"{len(absent)} of {len(store.plan)} shards to compute, {size}, {count} process{'es' * (count > 1)}")
-    wait()  # nobody writes before everybody has seen what is to do
-    if not repair:  # which has just read every byte
+        processes = f"{count} process" if count == 1 else f"{count} processes"
+        print(f"{len(absent)} of {len(store.plan)} shards to compute, {size}, {processes}")
+    # Nobody writes before everybody has seen which shards are absent.
+    wait()
+    if not repair:
+        # A repair has just read every byte.
         present = [shard for shard in range(len(store.plan)) if shard not in store.absent][index::count]
-        show = index == 0 and bool(present)
-        for _ in progress(store.verify(present), "verify", len(present), unit="shards", show=show):
+        is_shown = index == 0 and bool(present)
+        for _ in progress(store.verify(present), "verify", len(present), unit="shards", show=is_shown):
             pass
-    if mine := absent[index::count]:
+    share = absent[index::count]
+    if share:
         target = target or load_target(recipe, store.identity["target"]["dtype"])
-        tokens = sum(store.index["shard_tokens"][shard] for shard in mine)
-        for _ in progress(extract(target, store, mine), "extract", tokens, unit="tokens", size=int, show=index == 0):
+        tokens = sum(store.index["shard_tokens"][shard] for shard in share)
+        for _ in progress(extract(target, store, share), "extract", tokens, unit="tokens", size=int, show=index == 0):
             pass
     wait()
     if index == 0:
@@ -84,28 +98,30 @@ def fill_store(recipe: Recipe, folder: Path, roles: TapRoles, *, repair: bool, s
 
 
 def prepare_store(recipe: Recipe, folder: Path, expected: dict[str, Any], repair: bool, strict: bool) -> Target | None:
-    """Create a store that is absent, and remove what a killed run left half and what a repair finds broken."""
+    """Create an absent store, or remove what a killed run left incomplete and what a repair finds broken."""
     target = None
-    for part in folder.glob("*.part"):
-        part.unlink()
+    for unfinished in folder.glob("*.part"):
+        unfinished.unlink()
     try:
         FeatureStore(folder, expected, partial=True).borrowed_folder()
     except (Absent, Damaged) as error:
-        if isinstance(error, Damaged) and not repair:
-            raise
         if isinstance(error, Damaged):
+            if not repair:
+                raise
             print(f"{error}; this is done now")
         target = create_store(recipe, folder, expected, strict=strict)
     if repair:
         store = check_shards(folder)
         print(store.describe_absent() if store.absent else f"nothing is broken in {folder}")
+        # Shards that are absent are computed as in a first run.
         store.discard(list(store.absent))
     return target
 
 
 def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, strict: bool) -> Target:
     """Tokenise and plan, and create the store without features yet; return the target that computes them."""
-    check_loadable(recipe.target.path, best_device(), recipe.target.revision)  # before the texts are read
+    # Reading the data may take long: a target that cannot be loaded is refused first.
+    check_loadable(recipe.target.path, best_device(), recipe.target.revision)
     examples = read_examples(recipe, strict=strict)
     target = load_target(recipe)
     expected = in_precision(expected, fastest_dtype(best_device()))
@@ -119,31 +135,38 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
         )
     sizes = sizes_of(examples)
     plan = plan_extraction(sizes, target, parts_of(expected), recipe.features)
-    about: dict[str, Any] = {
-        "width": target.width_of(tuple(expected["taps"])),
-        "precision": str(target.model.dtype).removeprefix("torch."),
-        "target": target_name(recipe),
-        "conversations": {"kept": examples.tally.kept, "dropped": dict(examples.tally.dropped)},
-        "borrowed": save_borrowed(folder, target.head, target.config),
-    }
-    check_room(FeatureStore.create(folder, examples, expected, plan, sizes, **about))
+    store = FeatureStore.create(
+        folder,
+        examples,
+        expected,
+        plan,
+        sizes=sizes,
+        width=target.width_of(tuple(expected["taps"])),
+        precision=str(target.model.dtype).removeprefix("torch."),
+        target=target_name(recipe),
+        conversations={"kept": examples.tally.kept, "dropped": dict(examples.tally.dropped)},
+        borrowed=save_borrowed(folder, target.head, target.config),
+    )
+    check_room(store)
     return target
 
 
 def sizes_of(examples: Sequence[Example]) -> TextSizes:
-    """The sizes of all examples, each of which is read once."""
+    """Return the sizes of all examples, each of which is read once."""
     each = progress(examples, "measure", len(examples), unit="examples")
     return TextSizes.of((example.loss_mask, example.shared) for example in each)
 
 
 def load_target(recipe: Recipe, precision: str | None = None) -> Target:
-    """The recipe's target, in the precision of a store if one is given."""
+    """Return the recipe's target, in the precision of a store if one is given."""
     section = recipe.target.model_dump()
-    return Target.load(**(section if precision is None else {**section, "dtype": precision}))
+    if precision is not None:
+        section["dtype"] = precision
+    return Target.load(**section)
 
 
 def check_shards(folder: Path) -> FeatureStore:
-    """The store, serving only the shards whose every byte is right."""
+    """Return the store, serving only the shards whose every byte is right."""
     store = FeatureStore(folder, partial=True)
     faults = progress(store.faults(read=True), "verify", len(store.plan), unit="shards")
     store.serve_all_but({shard: fault for shard, fault in faults if fault})

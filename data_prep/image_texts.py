@@ -1,4 +1,4 @@
-"""Images in texts: found, checked and put in their places by the target's own processor."""
+"""Find the images of texts, check them, and put them in their places by the target's own processor."""
 
 # T tokens
 
@@ -40,13 +40,14 @@ class ShownText:
     image_tokens: int = 0  # that stand between the pieces, once they were counted
 
     def place(self, spans: Sequence[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text with its images, and each (start, end) of an answer in it, which holds no image."""
-        return self.text, [self._move(*span) for span in spans]
+        """Return the text with its images, and where each (start, end) of an answer is in it."""
+        return self.text, [self._move(start, end) for start, end in spans]
 
     def _move(self, start: int, end: int) -> tuple[int, int]:
-        for first, place, length in self.pieces:
-            if first <= start and end <= first + length:
-                return start - first + place, end - first + place
+        for template_start, piece_start, length in self.pieces:
+            if template_start <= start and end <= template_start + length:
+                shift = piece_start - template_start
+                return start + shift, end + shift
         raise Dropped("an answer with the text that stands for an image")
 
     def check(self, tokens: Tensor, offsets: Tensor, max_length: int) -> None:
@@ -54,10 +55,11 @@ class ShownText:
         if tokens.tolist() != self.tokens:
             raise Dropped("the processor tokenises otherwise than its tokenizer")
         first, last = offsets.unbind(1)
-        plain = torch.zeros(len(tokens), dtype=torch.bool)
+        is_text = torch.zeros(len(tokens), dtype=torch.bool)
         for _, start, length in self.pieces:
-            plain |= (first < start + length) & (last > start)
-        self.image_tokens = int((~plain).sum())
+            is_text |= (first < start + length) & (last > start)
+        self.image_tokens = int((~is_text).sum())
+        # The last piece of text starts after the last image.
         if len(tokens) > max_length and int(offsets[max_length - 1, 1]) < self.pieces[-1][1]:
             raise Dropped("an image that max_length cuts off")
 
@@ -73,7 +75,7 @@ class ImageReader:
         self.processor.tokenizer = self.listener
 
     def find(self, source: Source) -> Path:
-        """The file of an image; data are written into one, named by their checksum."""
+        """Return the file of an image; data are written into one, named by their checksum."""
         if isinstance(source, bytes):
             return self._keep(source)
         if is_data(source):
@@ -85,15 +87,16 @@ class ImageReader:
             raise Dropped("an image on a server: nothing is downloaded")
         path = self.folder / source.removeprefix("file://")
         try:
-            is_there = path.is_file()
-        except (OSError, ValueError):  # no name that a file could have
-            is_there = False
-        if not is_there:
+            exists = path.is_file()
+        except (OSError, ValueError):
+            # A name that no file can have.
+            exists = False
+        if not exists:
             raise Dropped("an image that is not there")
         return path.absolute()
 
     def tokens(self, text: str, images: Sequence[Source]) -> list[int]:
-        """The tokens of a text of the chat template, which hold its images as a decoder takes them."""
+        """Return the tokens of a text of the chat template, which hold its images as a decoder takes them."""
         return token_ids(process(self.processor, text, [str(self.find(image)) for image in images]))
 
     def _keep(self, data: bytes) -> Path:
@@ -104,19 +107,20 @@ class ImageReader:
         return path
 
     def show(self, text: str, images: Sequence[Source]) -> ShownText:
-        """A text of the chat template with its images in it."""
+        """Return a text of the chat template with its images in it."""
         paths = [self.find(image) for image in images]
         shown = Shown(text, tuple((str(path), sha256(path)) for path in paths))
         try:
             output = process(self.processor, text, [str(path) for path in paths])
-        except Exception as error:  # a decoder of images or a processor may raise anything
+        except Exception as error:
+            # A decoder of images or a processor may raise anything.
             raise Dropped(f"the processor refuses: {' '.join(str(error).split())[:100]}") from error
         placeholder = self._placeholder(text, len(images))
         pieces = find_pieces(text.split(placeholder), self.listener.text, len(placeholder))
         return ShownText(shown, self.listener.text, output["input_ids"][0].tolist(), pieces)
 
     def _placeholder(self, text: str, count: int) -> str:
-        """What the template prints in the place of an image, as often as there are images."""
+        """Return what the template prints in the place of an image, as often as there are images."""
         found = {name: getattr(self.processor, name, None) for name in PLACEHOLDERS}
         for placeholder in found.values():
             if placeholder and text.count(placeholder) == count:
@@ -129,7 +133,8 @@ class _Listener:
     """A tokenizer that remembers the text it was given last: that of the processor, with room for images."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.text = tokenizer, ""
+        self.tokenizer = tokenizer
+        self.text = ""
 
     def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
         self.text = text if isinstance(text, str) else text[0]
@@ -140,35 +145,42 @@ class _Listener:
 
 
 def find_pieces(pieces: Sequence[str], text: str, gap: int) -> list[tuple[int, int, int]]:
-    """Where the pieces between placeholders of length `gap` stand in the text in which these have grown.
+    """Return where the pieces between placeholders of length `gap` are in the text in which these have grown.
 
-    Each begins behind the one before; the first begins the text and the last ends it.
+    Each is after the one before; the first begins the text and the last ends it.
     """
-    found, start, place = [], 0, 0
-    for number, piece in enumerate(pieces):
-        at = len(text) - len(piece) if number == len(pieces) - 1 else text.find(piece, place + (number > 0))
-        if (number == 0 and at != 0) or at < place or not text.startswith(piece, at):
+    found = []
+    template_start = 0
+    previous_end = 0
+    for i, piece in enumerate(pieces):
+        is_last = i == len(pieces) - 1
+        # Between two pieces an image has at least one character.
+        start = len(text) - len(piece) if is_last else text.find(piece, previous_end + (i > 0))
+        if (i == 0 and start != 0) or start < previous_end or not text.startswith(piece, start):
             raise Dropped("the processor changes the text around an image")
-        found.append((start, at, len(piece)))
-        start, place = start + len(piece) + gap, at + len(piece)
+        found.append((template_start, start, len(piece)))
+        template_start += len(piece) + gap
+        previous_end = start + len(piece)
     return found
 
 
 def with_images(turns: Sequence[dict[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
-    """Messages in which a part of the content stands for each mark, with the next image."""
+    """Return messages with a part of the content for each mark, which shows the next image."""
     rest = iter(images)
-
-    def show(part: dict[str, Any]) -> dict[str, Any]:
-        return {**part, "image": next(rest)} if part["type"] == "image" else part
-
-    return [
-        {**turn, "content": list(map(show, with_parts(turn)["content"]))} if MARK in (turn["content"] or "") else turn
-        for turn in turns
-    ]
+    messages = []
+    for turn in turns:
+        if MARK in (turn["content"] or ""):
+            parts = with_parts(turn)["content"]
+            for part in parts:
+                if part["type"] == "image":
+                    part["image"] = next(rest)
+            turn = {**turn, "content": parts}
+        messages.append(turn)
+    return messages
 
 
 def as_text(image: Source, folder: str | None = None) -> str:
-    """An image as a path, which is then that within a folder, or as a data URL."""
+    """Return an image as a path, which is then that within a folder, or as a data URL."""
     if isinstance(image, bytes):
         return data_url(image)
     if is_data(image):
@@ -177,27 +189,26 @@ def as_text(image: Source, folder: str | None = None) -> str:
 
 
 def is_data(source: str) -> bool:
-    """Whether a text is an image's data: a data URL, or base64 that is too long for a path."""
+    """Return whether a text is an image's data: a data URL, or base64 that is too long for a path."""
     return source.startswith(DATA_URL) or len(source) > LONGEST_PATH
 
 
 def data_url(data: bytes, name: str = "") -> str:
-    """The bytes of an image as a URL; its kind is that of the file's name."""
+    """Return the bytes of an image as a URL; its kind is that of the file's name."""
     return f"data:{mimetypes.guess_type(name)[0] or 'image/png'};base64,{base64.b64encode(data).decode()}"
 
 
 def for_server(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with each image as OpenAI's interface takes it: the data themselves, wherever the server is."""
-
-    def sent(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] != "image":
-            return part
-        image = part["image"]
-        url = image if image.startswith(DATA_URL) else data_url(Path(image).read_bytes(), image)
-        return {"type": "image_url", "image_url": {"url": url}}
-
-    shown = [isinstance(turn["content"], list) for turn in messages]
+    """Return messages with each image as a data URL in OpenAI's format, as the server may be anywhere."""
     return [
-        {**turn, "content": list(map(sent, turn["content"]))} if has_parts else turn
-        for turn, has_parts in zip(messages, shown, strict=True)
+        {**turn, "content": list(map(_part_for_server, turn["content"]))} if isinstance(turn["content"], list) else turn
+        for turn in messages
     ]
+
+
+def _part_for_server(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    image = part["image"]
+    url = image if image.startswith(DATA_URL) else data_url(Path(image).read_bytes(), image)
+    return {"type": "image_url", "image_url": {"url": url}}

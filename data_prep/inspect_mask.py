@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,13 @@ from eagle.disk import write_text
 from eagle.log import script
 from eagle.recipe import Recipe, command_line
 
-SHOWN = 50  # faults that are told
-REPEATED = 4  # times from which on equal pieces of a text with images are shown as one
+SHOWN = 50  # faults
+# So many equal pieces of a text with images are shown as one.
+REPEATED = 4
 UNLIKE_SERVED = "answers learned after another prompt than serving shows"
-BEGIN, END = "⟦", "⟧"  # around what is supervised, where no colours are shown
+# Around supervised text where no colours are shown.
+BEGIN = "⟦"
+END = "⟧"
 STYLE = """
 :root { color-scheme: light dark; --learned: light-dark(#c9f0d0, #14532d); --card: light-dark(#fff, #1c1c1f); }
 body { font: 15px/1.6 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -45,18 +48,24 @@ table { border-collapse: collapse; } td { padding: .1rem 1.5rem .1rem 0; }
 
 
 def pieces(example: Example, tokenizer: Any) -> Iterator[tuple[list[int], str, bool]]:
-    """(ids, text, supervised) of the smallest groups of tokens that are whole characters."""
-    tokens, mask = example.tokens.tolist(), example.loss_mask.tolist()
-    before = start = 0
+    """Yield (ids, text, supervised) of the smallest groups of tokens that are whole characters."""
+    tokens = example.tokens.tolist()
+    mask = example.loss_mask.tolist()
+    before = 0
+    start = 0
     for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[before:end])[len(tokenizer.decode(tokens[before:start])) :]
-        if not text.endswith("\ufffd") or end == len(tokens) or end - start == 12:  # parts of a character, or many
+        # Some decoders treat a text's first token differently, so that the group before is decoded too.
+        context = tokenizer.decode(tokens[before:start])
+        text = tokenizer.decode(tokens[before:end])[len(context) :]
+        # A group that ends inside a character goes on, but not for ever.
+        if not text.endswith("\ufffd") or end == len(tokens) or end - start == 12:
             yield tokens[start:end], text, any(mask[start:end])
-            before, start = start, end
+            before = start
+            start = end
 
 
 def fold_images(example: Example, tokenizer: Any) -> Iterator[tuple[list[int], str, bool]]:
-    """The pieces of an example, in which a run of a token that stands for an image is one piece with their number."""
+    """Yield the pieces of an example; a run of the token that stands for an image is one piece with its count."""
     if example.shown is None:
         yield from pieces(example, tokenizer)
         return
@@ -65,29 +74,31 @@ def fold_images(example: Example, tokenizer: Any) -> Iterator[tuple[list[int], s
         if len(groups) < REPEATED:
             yield from groups
         else:
-            yield [token for tokens, *_ in groups for token in tokens], f"{text} × {len(groups)}", supervised
+            ids = list(chain.from_iterable(tokens for tokens, *_ in groups))
+            yield ids, f"{text} × {len(groups)}", supervised
 
 
 def show_images(example: Example) -> Iterator[str]:
-    """Each image of an example in HTML, with the name of its file."""
+    """Yield each image of an example in HTML, with the name of its file."""
     for path, _ in example.shown.images if example.shown else ():
         source = html.escape(data_url(Path(path).read_bytes(), path))
         yield f'<figure><img src="{source}" alt=""><figcaption>{html.escape(Path(path).name)}</figcaption></figure>'
 
 
 def colour_supervised(example: Example, tokenizer: Any, *, coloured: bool = True) -> Text:
-    """An example for the terminal, its supervised tokens in green; without colours, between two marks."""
-    text = Text("".join(f"[image {path}]\n" for path, _ in example.shown.images) if example.shown else "")
+    """Return an example for the terminal, its supervised tokens in green; without colours, between two marks."""
+    images = example.shown.images if example.shown else ()
+    text = Text("".join(f"[image {path}]\n" for path, _ in images))
     for supervised, run in groupby(fold_images(example, tokenizer), lambda piece: piece[2]):
-        learned = "".join(show_controls(piece) for _, piece, _ in run)
+        content = "".join(show_controls(piece) for _, piece, _ in run)
         if supervised and not coloured:
-            learned = f"{BEGIN}{learned}{END}"
-        text.append(learned, "black on green" if supervised else "")
+            content = f"{BEGIN}{content}{END}"
+        text.append(content, "black on green" if supervised else "")
     return text
 
 
 def make_article(title: str, examples: Sequence[Example], wrong: Sequence[str], tokenizer: Any) -> str:
-    """A conversation in HTML; a piece of text shows its token ids where the mouse rests."""
+    """Return a conversation in HTML; a piece of text shows its token ids on hover."""
     lines = [f"<article><h2>{html.escape(title)}</h2>"]
     lines += [f'<p class="fault">{html.escape(fault)}</p>' for fault in wrong]
     for example in examples:
@@ -97,16 +108,17 @@ def make_article(title: str, examples: Sequence[Example], wrong: Sequence[str], 
             text = html.escape(show_controls(piece)).replace("\n", '<i class="br"></i>\n')
             lines.append(f'<{tag} title="{" ".join(map(str, ids))}">{text}</{tag}>')
         lines.append("</pre>")
-    return "".join([*lines, "</article>"])
+    lines.append("</article>")
+    return "".join(lines)
 
 
 def show_controls(text: str) -> str:
-    """The text with control characters as their pictures, so that they neither hide nor act."""
+    """Return the text with control characters as their pictures, so that they neither hide nor act."""
     return "".join(chr(0x2400 + ord(char)) if ord(char) < 32 and char not in "\n\t" else char for char in text)
 
 
 def make_page(articles: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
-    """The table and all articles as one HTML file."""
+    """Return the table and all articles as one HTML file."""
     table = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows)
     legend = "<p><mark>Supervised</mark> tokens are learned, others only read. Rest on a token to see its id.</p>"
     head = f"<!doctype html><html><head><meta charset='utf-8'><title>Loss mask</title><style>{STYLE}</style></head>"
@@ -117,7 +129,8 @@ class Lengths:
     """The lengths of examples and of their supervised runs: a few bytes of each, as there may be millions."""
 
     def __init__(self) -> None:
-        self.examples, self.runs = array("I"), array("I")
+        self.examples = array("I")
+        self.runs = array("I")
 
     def add(self, examples: Sequence[Example]) -> None:
         """Note the lengths of some examples."""
@@ -125,7 +138,7 @@ class Lengths:
         self.runs.extend(end - start for _, (start, end) in runs_of(examples))
 
     def summarise(self, tally: Tally) -> list[tuple[str, str]]:
-        """(name, value) of the counts and lengths of all that was read."""
+        """Return (name, value) of the counts and lengths of all that was read."""
         tokens = sum(self.examples)
         rows = [
             ("conversations", f"{tally.kept:,}"),
@@ -136,11 +149,12 @@ class Lengths:
             ("tokens of a supervised run", quartiles(self.runs)),
         ]
         rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in tally.dropped.most_common()]
-        return rows + [(f"noted: {reason}", f"{count:,}") for reason, count in tally.noted.most_common()]
+        rows += [(f"noted: {reason}", f"{count:,}") for reason, count in tally.noted.most_common()]
+        return rows
 
 
 def quartiles(lengths: Sequence[int]) -> str:
-    """The smallest, the three quartiles and the largest of some lengths."""
+    """Return the minimum, the three quartiles and the maximum of some lengths."""
     if not lengths:
         return "none"
     return " / ".join(f"{value:,.0f}" for value in np.percentile(lengths, (0, 25, 50, 75, 100)))
@@ -153,7 +167,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--html", metavar="PATH", help="write them there, too")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    tokenizer, tally, console = load_tokenizer(recipe), Tally(), Console()
+    tokenizer = load_tokenizer(recipe)
+    tally = Tally()
+    console = Console()
     coloured = console.is_terminal and not console.no_color
     lengths = Lengths()
     wrong: list[str] = []
@@ -164,24 +180,32 @@ def main(argv: list[str]) -> None:
         lengths.add(examples)
         faults_here = faults(conversation, examples, tokenizer, recipe.data)
         wrong += faults_here[: SHOWN - len(wrong)]
-        if unlike := unlike_served(conversation, examples, tokenizer, recipe.data):
-            tally.noted[UNLIKE_SERVED] += unlike
+        num_unlike = unlike_served(conversation, examples, tokenizer, recipe.data)
+        # A count of 0 would be a row of the table.
+        if num_unlike:
+            tally.noted[UNLIKE_SERVED] += num_unlike
         if len(articles) < args.count or (faults_here and len(wrong) < 20):
             articles.append(make_article(conversation.id, examples, faults_here, tokenizer))
             console.rule(conversation.id)
             for example in examples:
                 console.print(colour_supervised(example, tokenizer, coloured=coloured))
     rows = lengths.summarise(tally)
-    marked = "black on green" if coloured else f"between {BEGIN} and {END}"
-    table = Table(show_header=False, caption=f"lengths: least / quartiles / most; {marked} is supervised")
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))
-    console.print(table)
+    console.print(make_table(rows, coloured))
     if args.html:
         write_text(args.html, make_page(articles, rows))
         print(f"written to {args.html}")
     if wrong or not lengths.examples:
         raise SystemExit("\n".join(wrong) or explain_nothing(recipe.data.train, tally))
+
+
+def make_table(rows: Sequence[tuple[str, str]], coloured: bool) -> Table:
+    """Return counts and lengths as a table for the terminal."""
+    legend = "black on green" if coloured else f"between {BEGIN} and {END}"
+    table = Table(show_header=False, caption=f"lengths: least / quartiles / most; {legend} is supervised")
+    for name, value in rows:
+        # As `Text`, so that brackets in a reason are no markup.
+        table.add_row(Text(name), Text(value))
+    return table
 
 
 if __name__ == "__main__":
