@@ -91,7 +91,7 @@ def ensure_end_mark(
     if stop:
         text = text[:end].rstrip() + stop
         return text, len(text)
-    # White space alone is a mark that `strip` removes.
+    # A mark of white space alone is not looked for.
     if solid_mark or not mark:
         notes.add("the template prints no end-of-turn mark")
     return text, end

@@ -130,8 +130,8 @@ class Local:
         number = next(self.numbers)
         trace = Trace([])
         sampling = replace(self.sampling, request=prompt.request)
-        max_new_tokens = min(prompt.room, self.target.room(prompt.ids))
         try:
+            max_new_tokens = min(prompt.room, self.target.room(prompt.ids))
             decoding.add(number, prompt.ids, sampling, max_new_tokens, trace)
         except ValueError as error:
             # For example a prompt that is larger than the cache.

@@ -176,7 +176,7 @@ def generate_texts(
 
 
 def right_share(chats: Sequence[Chat], own: Sequence[Turns]) -> float:
-    """Return the share of colours and forms in right or own answers that are in both; questions name some for free."""
+    """Return the share of colours and forms in right or own answers that are in both, without words of the question."""
     right = 0
     total = 0
     for chat, turns in zip(chats, own, strict=True):
