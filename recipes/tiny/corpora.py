@@ -126,10 +126,10 @@ def _parse_body(body: list[ast.stmt], module: str, prefix: str, kind: str) -> It
         name = f"{prefix}.{node.name}"
         docstring = ast.get_docstring(node) or ""
         if isinstance(node, ast.ClassDef):
-            yield Documented(name, module, "class", docstring, init_arguments(node))
+            yield Documented(name, module, "class", docstring, arguments=init_arguments(node))
             yield from _parse_body(node.body, module, prefix=name, kind="method")
         else:
-            yield Documented(name, module, kind, docstring, written_arguments(node, kind))
+            yield Documented(name, module, kind, docstring, arguments=written_arguments(node, kind))
 
 
 def inspect_module(module: str) -> Iterator[Documented]:
@@ -144,10 +144,10 @@ def _inspect_members(owner: object, module: str, prefix: str, kind: str) -> Iter
         name = f"{prefix}.{key}".removeprefix("builtins.")
         docstring = inspect.getdoc(value) or ""
         if isinstance(value, type) and kind == "function":
-            yield Documented(name, module, "class", docstring, live_arguments(value))
+            yield Documented(name, module, "class", docstring, arguments=live_arguments(value))
             yield from _inspect_members(value, module, prefix=name, kind="method")
         elif inspect.isroutine(value):
-            yield Documented(name, module, kind, docstring, live_arguments(value))
+            yield Documented(name, module, kind, docstring, arguments=live_arguments(value))
 
 
 def init_arguments(node: ast.ClassDef) -> ast.arguments | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 from collections import Counter
@@ -22,7 +23,7 @@ from eagle.device import fastest_dtype
 from eagle.disk import apply_umask
 from eagle.log import script
 from recipes.tiny import scene_chats, scenes, seeing_model, train_seeing, train_target
-from recipes.tiny.make_target import Seconds, hash_files, make_once, phase, write_records
+from recipes.tiny.make_target import Seconds, hash_files, make_once, phase
 from recipes.tiny.scene_chats import IMAGE, Turns, make_record, words_seen
 from recipes.tiny.scenes import BACKGROUNDS, PATCH, SIDE, Scene, paint
 from recipes.tiny.seeing_model import END, PROMPT, new_model, new_processor, train_words
@@ -205,8 +206,13 @@ def write_data(folder: Path, splits: dict[str, Sequence[Chat]], own: Sequence[Tu
             # Heads learn the target's own answers; held-out ones are only compared.
             turns = own[i] if split == "train" else chat.turns
             records.append(make_record(f"{split}-{i}", turns, name))
-        write_records(folder / f"{split}.jsonl", records)
-    write_records(folder / "blind.jsonl", [make_record(f"train-{i}", turns, None) for i, turns in enumerate(own)])
+        write_lines(folder / f"{split}.jsonl", records)
+    write_lines(folder / "blind.jsonl", [make_record(f"train-{i}", turns, None) for i, turns in enumerate(own)])
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as JSON Lines in ASCII."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def place_images(folder: Path, out: Path) -> None:
