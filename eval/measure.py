@@ -43,55 +43,63 @@ from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from eval.result_files.write_results import ResultsWriter, merge_parts, part_of, read_stored
 
 WARM_UP = 16  # tokens of a generation that is not counted
+GOES_ON = "finished answers are kept, and the same command goes on"
 
 
 def measure_alone(measurement: Measurement) -> Iterator[Row]:
-    """The missing rows of one text at a time; in every question the drafters take turns, another one first each time.
-
-    A question's rows are in the file before the next is asked.
-    """
+    """Yield the missing rows of prompts decoded one at a time, each question's before the next is asked."""
     names = list(measurement.drafters)
-    left = [(number, case) for number, case in enumerate(measurement.cases()) if not measurement.is_done(case, 1)]
+    cases = measurement.cases()
+    left = [i for i, case in enumerate(cases) if not measurement.is_done(case, 1)]
     if left:
         _warm_up(measurement)
-    for number, case in left:
-        first = number % len(names)
-        for row in _answers(measurement, case, names[first:] + names[:first]):
+    for i in left:
+        # another drafter goes first each time, so that none has the machine's good moments
+        first = i % len(names)
+        for row in _answers(measurement, cases[i], names[first:] + names[:first]):
             measurement.results.add(row)
             yield row
 
 
 def _warm_up(measurement: Measurement) -> None:
     """Decode once with each drafter, so that no row pays for what happens once."""
-    section, prompt = measurement.recipe.eval, measurement.first_prompt()
-    sampling, tokens = Sampling(max(section.temperatures)), min(WARM_UP, section.max_new_tokens)
+    section = measurement.recipe.eval
+    prompt = measurement.first_prompt()
+    options = {
+        "sampling": Sampling(max(section.temperatures)),
+        "max_new_tokens": min(WARM_UP, section.max_new_tokens),
+    }
     for measured in measurement.drafters.values():
-        time_answer(measurement.target, measured, prompt, sampling, tokens)
+        time_answer(measurement.target, measured, prompt, options)
 
 
 def _answers(measurement: Measurement, case: Case, order: list[str]) -> Iterator[Row]:
-    """The missing rows of one question, turn by turn; drafters answer in this order."""
+    """Yield the missing rows of one question, turn by turn; drafters answer in this order."""
     for turn in range(len(case.question.turns)):
         prompt = measurement.prompt(case, turn, 1)
         if prompt is None:
             measurement.missing[case.question.set] += len(measurement.drafters)
-            return  # later turns are longer still
+            # later turns are longer still
+            return
         stored = measurement.answers(case, turn, 1)
-        new = {name: _answer(measurement, case, turn, name, prompt) for name in order if name not in stored}
+        new = {name: _answer(measurement, case, turn, name, prompt=prompt) for name in order if name not in stored}
         if "none" in new:
-            measurement.plain_tokens[case.key(turn), 1] = new["none"][1].tokens
-        plain = new["none"][0] if "none" in new else stored["none"]
-        for name in (name for name in measurement.drafters if name in new):
-            row, trace = new[name]
-            measurement.compare(row, plain, case, turn, trace)
-            yield row
+            plain, plain_trace = new["none"]
+            measurement.plain_tokens[case.key(turn), 1] = plain_trace.tokens
+        else:
+            plain = stored["none"]
+        # rows are written in the order of the drafters, whoever answered first
+        for name in measurement.drafters:
+            if name in new:
+                row, trace = new[name]
+                measurement.compare(row, plain, case, turn, trace=trace)
+                yield row
 
 
-def _answer(measurement: Measurement, case: Case, turn: int, name: str, prompt: list[int]) -> tuple[Row, Trace]:
-    """The row of one drafter's answer to a turn, and its trace."""
-    tokens = measurement.recipe.eval.max_new_tokens
-    measured, sampling = measurement.drafters[name], case.sampling(turn)
-    trace, wall, cpu = time_answer(measurement.target, measured, prompt, sampling, tokens)
+def _answer(measurement: Measurement, case: Case, turn: int, name: str, *, prompt: list[int]) -> tuple[Row, Trace]:
+    """Return the row of one drafter's answer to a turn, and its trace."""
+    options = {"sampling": case.sampling(turn), "max_new_tokens": measurement.recipe.eval.max_new_tokens}
+    trace, wall, cpu = time_answer(measurement.target, measurement.drafters[name], prompt, options)
     row = {**measurement.describe(name, case, turn), **row_of(trace, wall, cpu)}
     if measurement.is_in_pieces(case):
         row["pieces"] = trace.pieces()
@@ -99,63 +107,91 @@ def _answer(measurement: Measurement, case: Case, turn: int, name: str, prompt: 
 
 
 def time_answer(
-    target: Target, measured: MeasuredDrafter, prompt: list[int], sampling: Sampling, new_tokens: int
+    target: Target, measured: MeasuredDrafter, prompt: list[int], options: dict[str, Any]
 ) -> tuple[Trace, float, float]:
-    """Decode an answer, reading the prompt anew; its trace, wall seconds and CPU seconds."""
+    """Decode an answer; return its trace, wall seconds and CPU seconds."""
+    # without a cache of the prompt, whose prefill is part of the time
     target.forget()
-    wall, cpu = perf_counter(), process_time()
-    options: dict[str, Any] = {"sampling": sampling, "budget": measured.plan, "max_new_tokens": new_tokens}
-    trace = generate(target, measured.drafter, prompt, timing=True, **options)
+    wall = perf_counter()
+    cpu = process_time()
+    trace = generate(target, measured.drafter, prompt, timing=True, budget=measured.plan, **options)
     return trace, perf_counter() - wall, process_time() - cpu
 
 
 def costs_of(measurement: Measurement) -> dict[str, Any]:
-    """Costs by drafter, each head's measured once, from the shortest prompt to the end of the longest answer."""
-    asked, recipe = measurement.questions, measurement.recipe
-    encoded = [encode_prompt(recipe, measurement.target, question.turns[:1], question.images) for question in asked]
-    prompts = [prompt for prompt in encoded if prompt is not None] or [[1]]
-    low = min(map(len, prompts))
-    high = max(map(len, prompts)) + recipe.eval.max_new_tokens * max(len(question.turns) for question in asked)
-    widest = 1 + max(measured.budget.nodes for measured in measurement.drafters.values())
-    tables: dict[str, Any] = {"contexts": [low, (low + high) // 2, high], "batch_sizes": measurement.batch_sizes}
-    tables["batch_tokens"] = [*(size for size in SIZES if size < widest), widest]
-    options = {"max_new_tokens": recipe.eval.max_new_tokens}
+    """Return the costs by drafter. Drafters without forwards share the target's."""
+    prompts, tables = _cost_tables(measurement)
+    options = {"max_new_tokens": measurement.recipe.eval.max_new_tokens}
     by_drafter: dict[Drafter | None, Costs] = {}
     costs: dict[str, Any] = {}
     for name, measured in measurement.drafters.items():
-        timed = measured.drafter if measured.drafter.probe(1, 1, 1) else None  # the others share the target's forwards
-        if timed not in by_drafter:
-            budget = NOT_DRAFTING if timed is None else measured.budget
-            by_drafter[timed], _ = measure_costs(
-                measurement.target, measured.drafter, prompts, budget, options, **tables
+        head = None
+        budget = NOT_DRAFTING
+        forwards = None
+        unread = None
+        # a drafter that runs forwards has something to probe
+        if measured.drafter.probe(1, 1, 1):
+            head = measured.drafter
+            budget = measured.budget
+            levels = range(budget.depth + 1)
+            forwards = [head.forwards(budget.within(level)) for level in levels]
+            unread = []
+            for level in levels:
+                unread.append([head.unread(accepted, level) for accepted in range(level + 1)])
+        if head not in by_drafter:
+            by_drafter[head], _ = measure_costs(
+                measurement.target, measured.drafter, prompts, budget, options=options, **tables
             )
-        forwards = unread = None
-        if timed is not None:
-            levels = range(measured.budget.depth + 1)
-            forwards = [timed.forwards(measured.budget.within(level)) for level in levels]
-            unread = [[timed.unread(accepted, level) for accepted in range(level + 1)] for level in levels]
-        costs[name] = {**asdict(by_drafter[timed]), "forwards": forwards, "unread": unread}
+        costs[name] = {**asdict(by_drafter[head]), "forwards": forwards, "unread": unread}
     return costs
 
 
+def _cost_tables(measurement: Measurement) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the prompts that fit, and the contexts, batch sizes and widths at which forwards are timed."""
+    recipe = measurement.recipe
+    prompts = []
+    max_turns = 1
+    for question in measurement.questions:
+        prompt = encode_prompt(recipe, measurement.target, question.turns[:1], question.images)
+        max_turns = max(max_turns, len(question.turns))
+        if prompt is not None:
+            prompts.append(prompt)
+    prompts = prompts or [[1]]
+    # contexts from the shortest prompt to the end of the longest answer
+    lengths = [len(prompt) for prompt in prompts]
+    shortest = min(lengths)
+    longest = max(lengths) + recipe.eval.max_new_tokens * max_turns
+    # the widest forward verifies all nodes and the root
+    max_nodes = 1 + max(measured.budget.nodes for measured in measurement.drafters.values())
+    return prompts, {
+        "contexts": [shortest, (shortest + longest) // 2, longest],
+        "batch_sizes": measurement.batch_sizes,
+        "batch_tokens": [*(size for size in SIZES if size < max_nodes), max_nodes],
+    }
+
+
 def results_file(recipe: Recipe) -> Path:
-    """The results file of a recipe."""
+    """Return the results file of a recipe."""
     return Path(recipe.train.out) / "results.jsonl"
 
 
 def measure(recipe: Recipe, path: str, *, again: bool = False, processes: Processes = ALONE) -> Path:
-    """Measure what a recipe asks for and is not measured yet; returns the results file."""
-    target, stored = load_target(recipe), processes.share(lambda: read_stored(results_file(recipe)))
+    """Measure what a recipe asks for and is not measured yet; return the results file."""
+    target = load_target(recipe)
+    stored = processes.share(lambda: read_stored(results_file(recipe)))
     threads = settle_threads(target, None if again else stored.header)
     torch.set_num_threads(processes.share(torch.get_num_threads))
-    drafters, asked = load_drafters(recipe, target), questions(recipe)
+    drafters = load_drafters(recipe, target)
+    asked = questions(recipe)
     if recipe.eval.goodput_policy:
         drafters = add_policies(recipe, target, drafters, asked)
     settings = describe_run(recipe, target, drafters, processes.count)
     if "trees" in settings and processes.is_first:
         print(f"trees are read by {settings['trees']}")
     results = processes.share(lambda: ResultsWriter(stored, settings, again=again))
-    measurement = Measurement(recipe, target, drafters, asked, results, processes)
+    measurement = Measurement(
+        recipe=recipe, target=target, drafters=drafters, questions=asked, results=results, processes=processes
+    )
     if measurement.has_all():
         print(f"all answers are in {results.path} already: --again measures anew")
         return results.path
@@ -164,26 +200,30 @@ def measure(recipe: Recipe, path: str, *, again: bool = False, processes: Proces
         results.begin({**describe_start(recipe, path), "prompts": len(asked), **costs})
     if processes.count > 1:
         results.path = part_of(results_file(recipe), processes.rank)
-    # several processes are a load for one another
-    _measure_missing(measurement, threads if processes.count == 1 else None)
+        # several processes are a load for one another, which tells nothing about other jobs
+        threads = None
+    _measure_missing(measurement, threads)
     return results_file(recipe)
 
 
 def _measure_missing(measurement: Measurement, threads: ThreadsOfLongWork | None) -> None:
-    """Measure what this process has to, with a progress bar; answers without room are counted and said.
+    """Measure this process's part with a progress bar, and report the answers that do not fit the model.
 
-    All rows are measured on as many threads, which the file names: where others would be faster, that is said.
+    All rows are measured on as many threads as the file names; a message says when another number would be faster.
     """
-    every, sizes = measurement.cases(), measurement.batch_sizes
-    turns = [case.key(turn) for case in every for turn in range(len(case.question.turns))]
-    stored = measurement.results.rows
-    done = sum(len(stored.get((*key, batch_size), {})) for key in turns for batch_size in sizes)
-    total, show = len(turns) * len(sizes) * len(measurement.drafters), measurement.processes.is_first
-    said = 0
+    total = 0
+    done = 0
+    for case in measurement.cases():
+        for turn in range(len(case.question.turns)):
+            for batch_size in measurement.batch_sizes:
+                total += len(measurement.drafters)
+                done += len(measurement.answers(case, turn, batch_size))
+    show = measurement.processes.is_first
+    reported = None
     for _ in progress(_rows(measurement), "measure", total, unit="answers", done=done, show=show):
         faster = None if threads is None else threads.faster()
-        if faster is not None and faster != said:
-            said = faster
+        if faster is not None and faster != reported:
+            reported = faster
             print(
                 f"threads: {faster} would be faster now than {torch.get_num_threads()}, which these results are "
                 "measured with: other jobs came or went, and speeds may have changed; --again measures anew",
@@ -197,25 +237,30 @@ def _measure_missing(measurement: Measurement, threads: ThreadsOfLongWork | None
 
 
 def _rows(measurement: Measurement) -> Iterator[Row]:
-    """The missing rows, fewest texts at a time first."""
+    """Yield the missing rows, the smallest batch size first."""
     for batch_size in measurement.batch_sizes:
-        yield from measure_alone(measurement) if batch_size == 1 else measure_batches(measurement, batch_size)
+        if batch_size == 1:
+            yield from measure_alone(measurement)
+        else:
+            yield from measure_batches(measurement, batch_size)
 
 
 def log_measurement(recipe: Recipe, path: Path, table: str) -> None:
-    """Log what was measured, and its page, to the run that training has begun in each of the recipe's trackers."""
+    """Log the measurement and its page to the run that training has begun in each of the recipe's trackers."""
     if not recipe.train.trackers:
         return
-    write_text(out := path.with_name("report.html"), page([path]))
+    out = path.with_name("report.html")
+    write_text(out, page([path]))
     measured: dict[str, float] = {}
     for group in read_results(path).groups():
-        for name, metric in (("tau", ACCEPTANCE_LENGTH), ("speed_up", SPEED_UP)):
-            where = f"T{group.temperature:g}/batch{group.batch_size}/{group.drafter}/{name}"
-            measured[where] = group.estimate(metric).value
+        prefix = f"T{group.temperature:g}/batch{group.batch_size}/{group.drafter}"
+        measured[f"{prefix}/tau"] = group.estimate(ACCEPTANCE_LENGTH).value
+        measured[f"{prefix}/speed_up"] = group.estimate(SPEED_UP).value
     trackers = Trackers(recipe)
     trackers.log({"measured": measured})
     trackers.send([out, path], table)
-    if names := [tracker.name for tracker in trackers.running]:
+    names = [tracker.name for tracker in trackers.running]
+    if names:
         print(f"logged to {', '.join(names)}, with {out}")
     trackers.finish()
 
@@ -226,13 +271,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--again", action="store_true", help="measure anew; the rows that are there are kept aside")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    message, processes = "finished answers are kept, and the same command goes on", Processes.join()
-    with interrupted_by_user(lambda: message), lock_path(results_file(recipe), hold=processes.is_first):
+    processes = Processes.join()
+    # only the first process writes the file, so only it holds the lock
+    lock = lock_path(results_file(recipe), hold=processes.is_first)
+    with interrupted_by_user(lambda: GOES_ON), lock:
         path = measure(recipe, args.recipe, again=args.again, processes=processes)
         processes.wait()
         if processes.is_first:
             merge_parts(path)
-            print(table := markdown(path))
+            table = markdown(path)
+            print(table)
             log_measurement(recipe, path, table)
 
 

@@ -1,4 +1,4 @@
-"""Answers that are written side by side: the texts' latencies, and the throughput of the steps that they share."""
+"""Measure answers decoded in batches: each request's latency, and the throughput of the steps that they share."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ class Batches:
         self.session = secrets.token_hex(4)  # of this decoding: its cycles count from 0
         self.decoding = open_decoding(measurement, measurement.drafters[name], batch_size)
         self.texts: dict[int, Text] = {}
-        self.asked = self.step = 0
+        self.asked = 0
+        self.step = 0
         self.since: dict[str, Any] = {}  # sums over the steps since lines were written last
 
     def answer(self, cases: list[Case]) -> Iterator[Row]:
-        """Write what is missing, answer by answer as they end; each is in the file when it is yielded."""
+        """Yield the missing rows as answers end; each is in the file when it is yielded."""
         for case in cases:
             self._add(case)
         try:
@@ -60,63 +61,89 @@ class Batches:
             self.decoding.close()
 
     def _add(self, case: Case) -> None:
-        """Queue the next missing turn of a question, if there is one and the model has room for it."""
-        measurement, turns = self.measurement, range(len(case.question.turns))
-        missing = (turn for turn in turns if self.name not in measurement.answers(case, turn, self.batch_size))
-        if (turn := next(missing, None)) is None:
+        """Queue the next missing turn of a question, if there is one and it fits the model."""
+        measurement = self.measurement
+        turns = range(len(case.question.turns))
+        missing = [turn for turn in turns if self.name not in measurement.answers(case, turn, self.batch_size)]
+        if not missing:
             return
+        turn = missing[0]
         prompt = measurement.prompt(case, turn, self.batch_size)
         if prompt is None:
             measurement.missing[case.question.set] += 1
             return
-        text, limit = Text(case, turn), measurement.recipe.eval.max_new_tokens
-        self.decoding.add(self.asked, prompt, case.sampling(turn), limit, text.trace)
+        text = Text(case, turn)
+        self.decoding.add(
+            self.asked, prompt, case.sampling(turn), measurement.recipe.eval.max_new_tokens, trace=text.trace
+        )
         self.texts[self.asked] = text
         self.asked += 1
 
     def _step(self) -> list[Text]:
-        """One step; its seconds go to the texts in it. Those that have ended are returned."""
-        wall, cpu = perf_counter(), process_time()
+        """Run one step, and return the requests that have ended."""
+        wall = perf_counter()
+        cpu = process_time()
         new = self.decoding.step()
-        wall, cpu = perf_counter() - wall, process_time() - cpu
-        numbers = {number for number, _ in new} | self.decoding.rows.keys()
-        for number in numbers:
-            text = self.texts[number]
-            text.share += wall / len(numbers)
-            text.cpu_share += cpu / len(numbers)
+        wall = perf_counter() - wall
+        cpu = process_time() - cpu
+        # a request that ended in this step has left the decoding's rows, but was in it
+        active = {request for request, _ in new} | self.decoding.rows.keys()
+        for request in active:
+            text = self.texts[request]
+            text.share += wall / len(active)
+            text.cpu_share += cpu / len(active)
             text.latency += wall
         self.step += 1
-        tokens = sum(len(tokens) for _, tokens in new)
-        sums = {"steps": 1, "texts": len(numbers), "tokens": tokens, "seconds": wall, "cpu_seconds": cpu}
+        num_tokens = sum(len(tokens) for _, tokens in new)
+        sums = {"steps": 1, "texts": len(active), "tokens": num_tokens, "seconds": wall, "cpu_seconds": cpu}
         self.since = {name: self.since.get(name, 0) + value for name, value in sums.items()}
-        return [self.texts.pop(number) for number, _ in new if self.texts[number].trace.finish != "running"]
+        ended = [request for request, _ in new if self.texts[request].trace.finish != "running"]
+        return [self.texts.pop(request) for request in ended]
 
     def _take_steps(self, case: Case) -> dict[str, Any]:
-        """Seconds and tokens of the steps since the last line, including texts that have not ended."""
-        sums, self.since = self.since, {}
-        where = {"set": case.question.set, "temperature": case.temperature, "seed": case.seed}
-        about = {"drafter": self.name, **where, "batch_size": self.batch_size}
-        seconds = {name: round(sums.pop(name), 6) for name in ("seconds", "cpu_seconds")}
-        return {"session": self.session, "step": self.step, **about, **sums, **seconds}
+        """Return seconds and tokens of the steps since the last call, unfinished requests included."""
+        sums = self.since
+        self.since = {}
+        return {
+            "session": self.session,
+            "step": self.step,
+            "drafter": self.name,
+            "set": case.question.set,
+            "temperature": case.temperature,
+            "seed": case.seed,
+            "batch_size": self.batch_size,
+            "steps": sums["steps"],
+            "texts": sums["texts"],
+            "tokens": sums["tokens"],
+            "seconds": round(sums["seconds"], 6),
+            "cpu_seconds": round(sums["cpu_seconds"], 6),
+        }
 
     def _row(self, text: Text) -> Row:
-        """The row of an answer that has ended."""
-        measurement, case = self.measurement, text.case
+        """Return the row of an answer that has ended."""
+        measurement = self.measurement
+        case = text.case
         text.trace.checked()
-        about = {**measurement.describe(self.name, case, text.turn), "batch_size": self.batch_size}
-        row = batch_row_of(text.trace, text.share, text.cpu_share, text.latency, self.session)
-        plain = row if self.name == "none" else measurement.answers(case, text.turn, self.batch_size)["none"]
-        pieces = self.batch_size == measurement.batch_sizes[0] and measurement.is_in_pieces(case)
-        more = {"pieces": text.trace.pieces()} if pieces else {}
+        row = {
+            **measurement.describe(self.name, case, text.turn),
+            "batch_size": self.batch_size,
+            **batch_row_of(text.trace, text.share, text.cpu_share, text.latency, session=self.session),
+        }
+        # the pieces are those of every batch size, so one keeps them
+        if self.batch_size == measurement.batch_sizes[0] and measurement.is_in_pieces(case):
+            row["pieces"] = text.trace.pieces()
         if self.name == "none":
+            plain = row
             measurement.plain_tokens[case.key(text.turn), self.batch_size] = text.trace.tokens
-        row = {**about, **row, **more}
-        measurement.compare(row, plain, case, text.turn, text.trace)
+        else:
+            plain = measurement.answers(case, text.turn, self.batch_size)["none"]
+        measurement.compare(row, plain, case, text.turn, trace=text.trace)
         return row
 
 
 def open_decoding(measurement: Measurement, measured: MeasuredDrafter, batch_size: int) -> Decoding:
-    """An empty decoding of a drafter that keeps the seconds of its cycles; nothing was read before."""
+    """Open an empty decoding of a drafter that records the seconds of its cycles."""
+    # no prompt may be in the cache already
     measurement.target.forget()
     return Decoding(
         measurement.target,
@@ -129,32 +156,37 @@ def open_decoding(measurement: Measurement, measured: MeasuredDrafter, batch_siz
 
 
 def measure_batches(measurement: Measurement, batch_size: int) -> Iterator[Row]:
-    """The missing rows of batches of one size: set by set plain decoding first, then the drafters in turns.
-
-    Plain decoding goes first because all drafters read its answers before a second turn.
-    """
-    every = sorted(measurement.cases(), key=lambda case: (case.temperature, case.seed, case.question.set))
+    """Yield the missing rows of one batch size, set by set."""
+    every = sorted(measurement.cases(), key=_set_of)
     left = [case for case in every if not measurement.is_done(case, batch_size)]
     if not left:
         return
     for measured in measurement.drafters.values():
         _warm_up(measurement, measured, batch_size)
     others = [name for name in measurement.drafters if name != "none"]
-    groups = groupby(left, key=lambda case: (case.temperature, case.seed, case.question.set))
-    for number, (_, group) in enumerate(groups):
-        asked, first = list(group), number % max(len(others), 1)
+    for i, (_, group) in enumerate(groupby(left, key=_set_of)):
+        asked = list(group)
+        first = i % max(len(others), 1)
+        # plain decoding goes first: all drafters read its answers before a second turn. The others take turns
         for name in ("none", *others[first:], *others[:first]):
             yield from Batches(measurement, name, batch_size).answer(asked)
 
 
+def _set_of(case: Case) -> tuple[float, int, str]:
+    """Return what the questions of one decoding have in common."""
+    return case.temperature, case.seed, case.question.set
+
+
 def _warm_up(measurement: Measurement, measured: MeasuredDrafter, batch_size: int) -> None:
-    """A full batch of a few tokens, so that no step pays for what happens once."""
-    section, prompt = measurement.recipe.eval, measurement.first_prompt()
-    sampling, limit = Sampling(max(section.temperatures)), min(WARM_UP, section.max_new_tokens)
+    """Decode a full batch of a few tokens, so that no step pays for what happens once."""
+    section = measurement.recipe.eval
+    prompt = measurement.first_prompt()
+    sampling = Sampling(max(section.temperatures))
+    limit = min(WARM_UP, section.max_new_tokens)
     decoding = open_decoding(measurement, measured, batch_size)
     traces = [Trace([]) for _ in range(batch_size)]
-    for number, trace in enumerate(traces):
-        decoding.add(number, prompt, sampling, limit, trace)
+    for i, trace in enumerate(traces):
+        decoding.add(i, prompt, sampling, limit, trace=trace)
     while not decoding.is_done:
         decoding.step()
     decoding.close()
