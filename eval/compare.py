@@ -27,7 +27,7 @@ from eagle.log import interrupted_by_user, progress, script
 from eagle.shipped import commit
 from eagle.training.trackers import Trackers, check_trackers
 from eval.comparison.compare_decode import Decoder
-from eval.comparison.compare_plan import Comparison
+from eval.comparison.compare_plan import Arm, Comparison
 from eval.comparison.compare_rows import Rows
 from eval.comparison.compare_table import ComparisonTable, markdown
 from eval.comparison.compare_train import is_trained, store_features, train_arm
@@ -39,7 +39,7 @@ GOES_ON = "what is trained and measured is kept, and the same command goes on"
 
 
 def prepare(comparison: Comparison) -> None:
-    """Run the command of every needed file that is missing."""
+    """Run the command of every required file that is missing."""
     for path, command in comparison.section.prepare.items():
         if Path(path).exists():
             continue
@@ -50,7 +50,7 @@ def prepare(comparison: Comparison) -> None:
 
 
 def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
-    """The header of a run: what made the rows that follow."""
+    """Return the header of a run: what made the rows that follow."""
     return {
         "comparison": Path(comparison.source).name,
         "target": target_identity(comparison.recipe.target),
@@ -65,19 +65,20 @@ def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
 
 
 def begin(rows: Rows, about: dict[str, Any]) -> None:
-    """Write the header of this run; rows of another target are refused."""
+    """Write the header of this run, and refuse rows of another target."""
     for run in rows.of("run"):
         for name, earlier, now in differences(run["target"], about["target"]):
             raise ValueError(
                 f"{rows.path} holds results of another target: its {name} is {earlier!r}, now {now!r}; name another "
                 "out, or remove that file"
             )
+    # a command that goes on under the same conditions needs no second header
     if about not in rows.of("run")[-1:]:
         rows.add("run", [about])
 
 
 def run(comparison: Comparison) -> str:
-    """Prepare, train and measure what is missing, seed by seed; returns the table."""
+    """Prepare, train and measure what is missing, seed by seed; return the table."""
     rows = Rows(comparison.folder)
     for arm in comparison.arms.values():
         check_trackers(arm.recipe.train)
@@ -85,13 +86,10 @@ def run(comparison: Comparison) -> str:
     decoder = Decoder(comparison, rows)
     begin(rows, header(comparison, decoder))
     store_features(comparison)
-    arms = comparison.arms.values()
-    every = [("measure", arm, comparison.section.seeds[0]) for arm in arms if not arm.is_trained]
-    groups = [[arm for arm in arms if arm.is_trained and arm.curve is None], *comparison.curves.values()]
-    for seed, group in product(comparison.section.seeds, groups):
-        every += [(work, arm, seed) for work in ("train", "measure") for arm in group]
+    every = _list_work(comparison)
     for work, arm, seed in progress(every, "compare", len(every), unit="arms"):
         if work == "train" and not is_trained(rows, arm, seed):
+            # training needs the memory
             decoder.release()
             print(f"training {arm.name}, seed {seed}", flush=True)
             train_arm(comparison, rows, arm, seed)
@@ -101,6 +99,23 @@ def run(comparison: Comparison) -> str:
     table = report(comparison, rows)
     log_comparison(comparison, table)
     return table
+
+
+def _list_work(comparison: Comparison) -> list[tuple[str, Arm, int]]:
+    """Return what is to be done, in order: the kind of work, the arm and the seed."""
+    seeds = comparison.section.seeds
+    # the arms of a curve share steps, so they are trained one after another
+    groups: list[list[Arm]] = [[], *comparison.curves.values()]
+    work = []
+    for arm in comparison.arms.values():
+        if not arm.is_trained:
+            work.append(("measure", arm, seeds[0]))
+        elif arm.curve is None:
+            groups[0].append(arm)
+    for seed, group in product(seeds, groups):
+        work += [("train", arm, seed) for arm in group]
+        work += [("measure", arm, seed) for arm in group]
+    return work
 
 
 def log_comparison(comparison: Comparison, table: str) -> None:
@@ -116,11 +131,12 @@ def log_comparison(comparison: Comparison, table: str) -> None:
 
 
 def report(comparison: Comparison, rows: Rows) -> str:
-    """Write figures and table from the stored rows; returns the table."""
+    """Write figures and table from the stored rows; return the table."""
     if not rows.of("run"):
         raise ValueError(f"no results in {rows.path}: give the command without --report first")
-    shown = ComparisonTable(comparison, rows)
-    figures, curves = shown.figures(), describe_curves(shown)
+    stored = ComparisonTable(comparison, rows)
+    figures = stored.figures()
+    curves = describe_curves(stored)
     table = "\n".join([markdown(figures), *curve_lines(curves)])
     if curves:
         figures["curves"] = curves

@@ -1,4 +1,4 @@
-"""A comparison file: arms with their recipes and training budgets, and what is measured of each."""
+"""Read a comparison file: arms with their recipes and training budgets, and what is measured of each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from eagle.training.about import decisive_settings
 from eagle.training.launch import resolve_dtype
 from eval.load_run import budget_of
 
-OF_AN_ARM = ("drafter", "features", "train")  # what counts of a recipe that one arm names
-OF_ALL = ("target", "eval")  # what arms share, else their figures cannot be compared
+# sections that count of a recipe file that one arm names
+OF_AN_ARM = ("drafter", "features", "train")
+# sections that arms share, else their figures cannot be compared
+OF_ALL = ("target", "eval")
 BUDGETS = ("tokens", "seconds", "as_long_as")
 Count = Annotated[int, Field(ge=1)]
 
@@ -76,32 +78,40 @@ class Arm:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the comparison trains it."""
+        """Return whether the comparison trains it."""
         return self.section.untrained is None
 
     def line(self) -> list[Arm]:
-        """The arms that this arm's head is trained through, in order; this arm is the last."""
-        return [*(self.start.line() if self.start else []), self]
+        """Return the arms that this arm's head is trained through, in order; this arm is the last."""
+        if self.start is None:
+            return [self]
+        return [*self.start.line(), self]
 
     def for_seed(self, folder: Path, seed: int) -> Recipe:
-        """The recipe of one training run."""
+        """Return the recipe of one training run."""
         train = {"out": str(self.folder(folder, seed)), "seed": seed, "decode": 0}
         if self.start is not None:
             train["init"] = str(self.start.folder(folder, seed) / "last")
-        if self.stem is not None and (stem := self.stem.folder(folder, seed)).joinpath("stem").is_dir():
-            train["stem"] = str(stem)
+        if self.stem is not None:
+            stem = self.stem.folder(folder, seed)
+            # a stem that training has not left, or that was cleared, is made again
+            if (stem / "stem").is_dir():
+                train["stem"] = str(stem)
         return self.recipe.model_copy(update={"train": self.recipe.train.model_copy(update=train)})
 
     def folder(self, folder: Path, seed: int) -> Path:
-        """Where a training run of this arm lies."""
-        return folder / "runs" / f"{re.sub('[^A-Za-z0-9]+', '-', self.name)}-{seed}-{self.digest}"
+        """Return where a training run of this arm lies."""
+        name = re.sub("[^A-Za-z0-9]+", "-", self.name)
+        return folder / "runs" / f"{name}-{seed}-{self.digest}"
 
 
 class Comparison:
     """A comparison file, checked."""
 
     def __init__(self, section: ComparisonSection, source: str) -> None:
-        self.section, self.source, self.folder = section, source, Path(section.out)
+        self.section = section
+        self.source = source
+        self.folder = Path(section.out)
         self.shared = _merge_sections(_read_yaml(section.base), section.recipe)
         self.recipe = self._recipe_of("", ArmSection.model_validate({}))
         self.shapes: dict[str, Budget] = {}
@@ -113,7 +123,7 @@ class Comparison:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
-        """A comparison from YAML, with `key.sub=value` laid over it; every mistake is named before anything runs."""
+        """Load a comparison from YAML with overrides, and name every mistake before anything runs."""
         values = _read_yaml(str(path))
         for override in overrides:
             lay_over(values, override)
@@ -124,81 +134,105 @@ class Comparison:
     def check(self) -> None:
         """Refuse arms, pairs and budgets that contradict each other, and recipes that no method takes."""
         names = list(self.section.arms)
-        for place, (name, section) in enumerate(self.section.arms.items()):
-            self._check_arm(f"{self.source}: arms.{name}", section, names[:place])
-        for name in {name for pair in self.section.compare or () for name in pair} - set(names):
+        for i, (name, section) in enumerate(self.section.arms.items()):
+            self._check_arm(f"{self.source}: arms.{name}", section, names[:i])
+        compared = set[str]().union(*(self.section.compare or ()))
+        for name in compared - set(names):
             raise ValueError(f"{self.source}: compare names {name!r}, expected one of the arms: {', '.join(names)}")
         if self.section.tokens is not None and self.section.seconds is not None:
             raise ValueError(f"{self.source} has tokens and seconds, expected one budget for all arms")
-        trained = [arm for arm in self.arms.values() if arm.is_trained]
-        for arm in trained:
-            settings_of(arm.recipe.drafter.model_dump(), f"{self.source}: arms.{arm.name}")
-        if len(dtypes := {arm.recipe.train.dtype for arm in trained}) > 1:
+        dtypes = set()
+        for arm in self.arms.values():
+            if arm.is_trained:
+                settings_of(arm.recipe.drafter.model_dump(), f"{self.source}: arms.{arm.name}")
+                dtypes.add(arm.recipe.train.dtype)
+        # seconds of training would not be comparable
+        if len(dtypes) > 1:
             raise ValueError(f"{self.source}: arms train in {' and '.join(sorted(dtypes))}, expected one train.dtype")
 
-    def _check_arm(self, place: str, arm: ArmSection, before: Sequence[str]) -> None:
-        for key in ("start", "as_long_as"):
-            other = getattr(arm, key)
-            if other is not None and (other not in before or self.section.arms[other].untrained):
-                raise ValueError(f"{place}.{key} is {other!r}, expected a trained arm that comes before")
-        budgets = [key for key in BUDGETS if getattr(arm, key) is not None]
+    def _check_arm(self, key: str, arm: ArmSection, earlier: Sequence[str]) -> None:
+        """Refuse an arm whose keys contradict each other; `earlier` names the arms before it."""
+        related = []
+        for relation in ("start", "as_long_as"):
+            name = getattr(arm, relation)
+            if name is not None:
+                # arms are trained in the order of the file
+                if name not in earlier or self.section.arms[name].untrained:
+                    raise ValueError(f"{key}.{relation} is {name!r}, expected a trained arm that comes before")
+                related.append(self.section.arms[name])
+        budgets = _budgets(arm)
         if len(budgets) > 1:
-            raise ValueError(f"{place} has {' and '.join(budgets)}, expected one budget")
-        related = [self.section.arms[other] for other in (arm.start, arm.as_long_as) if other is not None]
-        if related and any(self._is_curve(other) for other in (arm, *related)):
-            raise ValueError(f"{place} starts from an arm, or is timed by one, expected one count of tokens of both")
-        if arm.untrained is not None and (arm.start or budgets or arm.recipe or arm.base):
-            raise ValueError(f"{place} is untrained, expected no other key beside it but options")
-        if arm.options and arm.untrained is None:
-            raise ValueError(f"{place} is trained and has options, expected settings: name them in recipe.drafter")
+            raise ValueError(f"{key} has {' and '.join(budgets)}, expected one budget")
+        if related and any(self._is_curve(section) for section in (arm, *related)):
+            raise ValueError(f"{key} starts from an arm, or is timed by one, expected one count of tokens of both")
         if arm.untrained is not None:
+            if arm.start or budgets or arm.recipe or arm.base:
+                raise ValueError(f"{key} is untrained, expected no other key beside it but options")
             check_options(arm.untrained, arm.options)
-        if shared := [key for key in OF_ALL if key in arm.recipe]:
+        elif arm.options:
+            raise ValueError(f"{key} is trained and has options, expected settings: name them in recipe.drafter")
+        shared = [name for name in OF_ALL if name in arm.recipe]
+        if shared:
             raise ValueError(
-                f"{place}.recipe names {' and '.join(shared)}, expected sections that arms may differ in: name those "
+                f"{key}.recipe names {' and '.join(shared)}, expected sections that arms may differ in: name those "
                 "in the recipe of the comparison"
             )
 
     def _is_curve(self, arm: ArmSection) -> bool:
-        own = any(getattr(arm, key) is not None for key in BUDGETS)
-        return isinstance(arm.tokens if own else self.section.tokens, tuple)
+        tokens = arm.tokens if _budgets(arm) else self.section.tokens
+        return isinstance(tokens, tuple)
 
     @cached_property
     def arms(self) -> dict[str, Arm]:
-        """The arms by name; one that starts from another or is timed by it comes after it."""
+        """Return the arms by name; one that starts from another or is timed by it comes after it."""
         arms: dict[str, Arm] = {}
         for name, section in self.section.arms.items():
-            if section.untrained is None and all(getattr(section, key) is None for key in BUDGETS):
-                shared = {key: getattr(self.section, key) for key in ("tokens", "seconds")}
+            if section.untrained is None and not _budgets(section):
+                # the budget that all arms have in common
+                shared = {"tokens": self.section.tokens, "seconds": self.section.seconds}
                 section = section.model_copy(update=shared)
             recipe = resolve_dtype(self._recipe_of(name, section))
             if isinstance(section.tokens, tuple):
                 arms |= self._list_points(name, section, recipe)
                 continue
-            start, as_long_as = arms.get(section.start or ""), arms.get(section.as_long_as or "")
+            start = arms.get(section.start or "")
+            as_long_as = arms.get(section.as_long_as or "")
             digest = digest_of(_decisive(recipe, section), start and start.digest, as_long_as and as_long_as.digest)
-            arms[name] = Arm(name, section, recipe, start, as_long_as, digest)
+            arms[name] = Arm(
+                name=name, section=section, recipe=recipe, start=start, as_long_as=as_long_as, digest=digest
+            )
         return arms
 
     def _list_points(self, name: str, section: ArmSection, recipe: Recipe) -> dict[str, Arm]:
-        """The arms of a curve, from few tokens to many, trained with a rate that falls at the end of each."""
-        train = recipe.train.model_copy(update={"schedule": "wsd"})
+        """Return the arms of a curve, from few tokens to many."""
+        train = recipe.train
         if 0 < train.warmup < 1:
             raise ValueError(
                 f"{self.source}: arms.{name} is a curve and train.warmup is {train.warmup:g}, expected a number of "
                 "steps, which all counts of tokens have in common"
             )
-        recipe, stem = recipe.model_copy(update={"train": train}), None
+        # warm-up, stable, decay: the points share the steps before each one's rate falls
+        recipe = recipe.model_copy(update={"train": train.model_copy(update={"schedule": "wsd"})})
         points: dict[str, Arm] = {}
+        stem = None
         for count in sorted(section.tokens):  # type: ignore[arg-type]
-            part = section.model_copy(update={"tokens": count})
-            digest, label = digest_of(_decisive(recipe, part), None, None), f"{name}, {count:,} tokens"
-            points[label] = stem = Arm(label, part, recipe, None, None, digest, name, stem)
+            point = section.model_copy(update={"tokens": count})
+            stem = Arm(
+                name=f"{name}, {count:,} tokens",
+                section=point,
+                recipe=recipe,
+                start=None,
+                as_long_as=None,
+                digest=digest_of(_decisive(recipe, point), None, None),
+                curve=name,
+                stem=stem,
+            )
+            points[stem.name] = stem
         return points
 
     @cached_property
     def curves(self) -> dict[str, list[Arm]]:
-        """The arms of every curve, from few tokens to many."""
+        """Return the arms of every curve, from few tokens to many."""
         curves: dict[str, list[Arm]] = {}
         for arm in self.arms.values():
             if arm.curve is not None:
@@ -207,71 +241,106 @@ class Comparison:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Which arms are compared, the second with the first; curves at every count that both have."""
-        first, *others = self.section.arms
-        named = self.section.compare if self.section.compare is not None else [(first, other) for other in others]
-        return [
-            (one.name, other.name)
-            for less, more in named
-            for one, other in product(*(self.curves.get(name) or [self.arms[name]] for name in (less, more)))
-            if one.curve is None or other.curve is None or one.section.tokens == other.section.tokens
-        ]
+        """Return which arms are compared, the second with the first."""
+        compared = self.section.compare
+        if compared is None:
+            first, *others = self.section.arms
+            compared = tuple((first, other) for other in others)
+        pairs = []
+        for less, more in compared:
+            for one, other in product(self._points(less), self._points(more)):
+                # two curves are compared at every count that both have
+                both_curves = one.curve is not None and other.curve is not None
+                if not both_curves or one.section.tokens == other.section.tokens:
+                    pairs.append((one.name, other.name))
+        return pairs
+
+    def _points(self, name: str) -> list[Arm]:
+        return self.curves.get(name) or [self.arms[name]]
 
     @property
     def answer_digest(self) -> str:
-        """A digest of what determines the target's answers, apart from weights, prompt, temperature and seed."""
+        """Return a digest of what determines the target's answers, but for weights, prompt, temperature and seed."""
         data = self.recipe.data
         return digest_of(data.template, data.template_kwargs, self.recipe.eval.max_new_tokens)
 
     def row_digest(self, arm: Arm, shape: str) -> str:
-        """A digest of what determines an arm's cycles in this shape."""
+        """Return a digest of what determines an arm's cycles in this shape."""
         return digest_of(self.answer_digest, arm.digest, repr(self.shapes[shape]))
 
     def _recipe_of(self, name: str, arm: ArmSection) -> Recipe:
-        """The comparison's recipe, with the sections that an arm's own recipe file has, and what is laid over both."""
+        """Return the comparison's recipe with the sections of an arm's recipe file, and the changes of both over it."""
         values = dict(self.shared)
         if arm.base is not None:
             arm_recipe = _read_yaml(arm.base)
             values |= {key: arm_recipe[key] for key in OF_AN_ARM if key in arm_recipe}
-            values = _merge_sections(
-                values, {key: self.section.recipe.get(key, {}) for key in OF_AN_ARM if key != "drafter"}
-            )
+            # what the comparison sets for all arms goes before an arm's file, but for the method
+            changes = {key: self.section.recipe.get(key, {}) for key in OF_AN_ARM if key != "drafter"}
+            values = _merge_sections(values, changes)
         source = f"{self.source}: arms.{name}" if name else self.source
         return Recipe.parse(_merge_sections(values, arm.recipe), source)
 
 
+def _budgets(arm: ArmSection) -> list[str]:
+    """Return the names of the budgets that an arm has of its own."""
+    return [key for key in BUDGETS if getattr(arm, key) is not None]
+
+
 def _merge_sections(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Nested values with changes laid over them; a drafter section that names its kind replaces the other whole."""
+    """Merge changes into nested values."""
     merged = dict(values)
     for key, value in changes.items():
         below = merged.get(key)
-        replaces = key == "drafter" and isinstance(value, dict) and "kind" in value
-        nested = isinstance(value, dict) and isinstance(below, dict) and not replaces
+        nested = isinstance(value, dict) and isinstance(below, dict)
+        # a drafter section that names its kind has other settings, and replaces the whole
+        if key == "drafter" and nested and "kind" in value:
+            nested = False
         merged[key] = _merge_sections(below, value) if nested else value  # type: ignore[arg-type]
     return merged
 
 
 def _decisive(recipe: Recipe, section: ArmSection) -> list[Any]:
-    """The settings that determine an arm's head."""
+    """Return the settings that determine an arm's head."""
     if section.untrained is not None:
-        folders = [Path(name) for name in section.untrained.split(",")]
-        weights = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
-        options = [section.options] if section.options else []
-        options += _codes(*map(method_without_files, section.untrained.split(",")))
-        return [section.untrained, *options, *([fingerprint(weights)] if weights else [])]
+        return _decisive_untrained(section.untrained, section.options)
     values = recipe.model_dump(mode="json", exclude={"eval", "regenerate"})
-    free = {"seed", "init"} if section.start else {"seed"}
-    values["train"] = {key: value for key, value in decisive_settings(values["train"]).items() if key not in free}
-    code = _codes(DRAFTERS.find(recipe.drafter.kind))
-    return [values, {key: getattr(section, key) for key in ("tokens", "seconds")}, *code]
+    train = decisive_settings(values["train"])
+    # the seed is in the folder's name, and the start's digest stands for its path
+    train.pop("seed", None)
+    if section.start:
+        train.pop("init", None)
+    values["train"] = train
+    budget = {"tokens": section.tokens, "seconds": section.seconds}
+    return [values, budget, *_codes(DRAFTERS.find(recipe.drafter.kind))]
+
+
+def _decisive_untrained(untrained: str, options: dict[str, Any]) -> list[Any]:
+    """Return the names, options, code and weights of drafters that are not trained here."""
+    names = untrained.split(",")
+    decisive: list[Any] = [untrained]
+    if options:
+        decisive.append(options)
+    decisive += _codes(*map(method_without_files, names))
+    weights: list[Path] = []
+    for name in names:
+        weights += sorted(Path(name).glob("*.safetensors"))
+    if weights:
+        decisive.append(fingerprint(weights))
+    return decisive
 
 
 def _codes(*methods: type[Any] | None) -> list[dict[str, str]]:
-    """The code of methods that are not the package's own: a file that was edited makes another arm."""
-    return [code for method in methods if method is not None and (code := describe_code(method)) is not None]
+    """Return the code of methods from outside the package, because a file that was edited makes another arm."""
+    codes = []
+    for method in methods:
+        code = None if method is None else describe_code(method)
+        if code is not None:
+            codes.append(code)
+    return codes
 
 
 def digest_of(*parts: Any) -> str:
+    """Return a short digest of values that JSON can hold."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -1,4 +1,4 @@
-"""The results of a comparison: a file of JSON lines that only grows, and is read again when the command goes on."""
+"""Store the results of a comparison: a file of JSON lines that only grows, and is read when the command goes on."""
 
 from __future__ import annotations
 
@@ -19,33 +19,39 @@ class Rows:
         self.by_kind: dict[str, list[Entry]] = {}
         data = self.path.read_bytes() if self.path.exists() else b""
         self.length = data.rfind(b"\n") + 1  # of the whole lines
-        for number, line in enumerate(data[: self.length].splitlines(), start=1):
+        for line_number, line in enumerate(data[: self.length].splitlines(), start=1):
             try:
                 [(kind, row)] = json.loads(line).items()
             except (ValueError, AttributeError):
                 raise ValueError(
-                    f"{self.path}:{number} is no row of a comparison: remove that line, and give the same command again"
+                    f"{self.path}:{line_number} is no row of a comparison: "
+                    "remove that line, and give the same command again"
                 ) from None
             self.by_kind.setdefault(kind, []).append(row)
 
     def of(self, kind: str, **fields: Any) -> list[Entry]:
-        """The rows of a kind that have these values."""
+        """Return the rows of a kind that have these values."""
         rows = self.by_kind.get(kind, [])
-        return [row for row in rows if all(row.get(name) == value for name, value in fields.items())]
+        for name, value in fields.items():
+            rows = [row for row in rows if row.get(name) == value]
+        return rows
 
     def find_training(self, digest: str, seed: int) -> Entry | None:
-        """The cost of training an arm, by the arm's digest; None where it is not done."""
-        return next(reversed(self.of("trained", digest=digest, seed=seed)), None)
+        """Return the cost of training an arm, by the arm's digest, or None where it is not done."""
+        trained = self.of("trained", digest=digest, seed=seed)
+        return trained[-1] if trained else None
 
     def add(self, kind: str, rows: Iterable[Entry]) -> None:
-        """Rows that belong together, on the disk when this returns."""
+        """Add rows that belong together; they are on the disk when this returns."""
         rows = list(rows)
         lines = "".join(json.dumps({kind: row}, separators=(",", ":"), ensure_ascii=False) + "\n" for row in rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
+            # a torn last line is cut off
             file.truncate(self.length)
             file.write(lines.encode())
             file.flush()
             os.fsync(file.fileno())
             self.length = file.tell()
+        # as they will be read: tuples become lists
         self.by_kind.setdefault(kind, []).extend(json.loads(json.dumps(rows)))

@@ -1,10 +1,12 @@
-"""The table of a comparison: acceptance lengths of all arms, what their training took, and differences of pairs."""
+"""Tabulate a comparison: acceptance lengths of all arms, the cost of their training, and differences of pairs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import isinf
 from typing import Any
 
@@ -28,59 +30,62 @@ class ComparisonTable:
 
     @property
     def columns(self) -> list[tuple[str, float]]:
-        """Every shape at every temperature."""
-        temperatures = self.comparison.recipe.eval.temperatures
-        return [(shape, temperature) for shape in self.comparison.shapes for temperature in temperatures]
+        """Return every shape at every temperature."""
+        return list(product(self.comparison.shapes, self.comparison.recipe.eval.temperatures))
 
     def lengths(self, arm: Arm, shape: str, temperature: float) -> dict[Key, Row]:
-        """Tokens and cycles of every answer to what was asked last; those of an untrained arm count for every seed."""
+        """Return tokens and cycles of each answer to the newest run's prompts, by seed."""
         asked = {tuple(prompt) for prompt in self.rows.of("run")[-1]["prompts"]}
         seeds = self.comparison.section.seeds
         digest = self.comparison.row_digest(arm, shape)
-        return {
-            (seed, row["set"], row["conversation"], row["turn"], row["sampling_seed"]): (
-                row["committed"],
-                row["cycles"],
-            )
-            for row in self.rows.of("row", digest=digest, temperature=temperature)
-            for seed in (seeds if row["seed"] is None else [row["seed"]])
-            if seed in seeds and (row["set"], row["conversation"]) in asked
-        }
+        lengths: dict[Key, Row] = {}
+        for row in self.rows.of("row", digest=digest, temperature=temperature):
+            if (row["set"], row["conversation"]) not in asked:
+                continue
+            key = (row["set"], row["conversation"], row["turn"], row["sampling_seed"])
+            # rows of an untrained arm have no seed, and count for every one
+            for seed in seeds if row["seed"] is None else [row["seed"]]:
+                if seed in seeds:
+                    answer = (seed, *key)
+                    lengths[answer] = (row["committed"], row["cycles"])
+        return lengths
 
     @cached_property
     def contexts(self) -> dict[Key, int]:
-        """The context bucket of every answer: that of the tokens before its middle."""
-        answers = self.rows.of("answer", digest=self.comparison.answer_digest)
+        """Return the context bucket of every answer: that of the tokens before its middle."""
         names = ("set", "conversation", "turn", "sampling_seed", "temperature")
-        return {
-            tuple(row[name] for name in names): CONTEXT.find((row["prompt"] + len(row["tokens"])) // 2)
-            for row in answers
-        }
+        contexts = {}
+        for row in self.rows.of("answer", digest=self.comparison.answer_digest):
+            key = tuple(row[name] for name in names)
+            contexts[key] = CONTEXT.find((row["prompt"] + len(row["tokens"])) // 2)
+        return contexts
 
     def split_by_context(self, lengths: Mapping[Key, Row], temperature: float) -> dict[str, dict[Key, Row]]:
-        """The answers of each bucket with enough cycles."""
+        """Return the answers of each bucket with enough cycles."""
+        num_cycles: dict[int, float] = defaultdict(float)
         parts: dict[int, dict[Key, Row]] = {}
         for key, row in lengths.items():
-            answer = *key[1:], temperature
-            parts.setdefault(self.contexts[answer], {})[key] = row
-        return {
-            CONTEXT.name(bucket): part
-            for bucket, part in sorted(parts.items())
-            if sum(cycles for _, cycles in part.values()) >= ENOUGH
-        }
+            # a context does not depend on the seed of training
+            answer = (*key[1:], temperature)
+            bucket = self.contexts[answer]
+            num_cycles[bucket] += row[1]
+            parts.setdefault(bucket, {})[key] = row
+        enough = [bucket for bucket in sorted(parts) if num_cycles[bucket] >= ENOUGH]
+        return {CONTEXT.name(bucket): parts[bucket] for bucket in enough}
 
     def training(self, arm: Arm, seed: int) -> dict[str, float] | None:
-        """Tokens, steps and seconds of training, those of its starts included; None where it is not done."""
+        """Return tokens, steps and seconds of training, its starts included, or None where it is not done."""
         total = {"tokens": 0.0, "steps": 0.0, "seconds": 0.0}
         for part in arm.line() if arm.is_trained else []:
             training = self.rows.find_training(part.digest, seed)
             if training is None:
                 return None
-            total = {name: value + training[name] for name, value in total.items()}
+            for name in total:
+                total[name] += training[name]
         return total
 
     def figures(self) -> dict[str, Any]:
-        """Everything that the table shows, and what every seed has."""
+        """Return everything that the table shows, and the figures of each seed."""
         return {
             "about": self.rows.of("run")[-1],
             "commits": sorted({run["commit"] for run in self.rows.of("run")}),
@@ -89,55 +94,64 @@ class ComparisonTable:
         }
 
     def _arm(self, arm: Arm) -> dict[str, Any]:
-        by_seed = {seed: self.training(arm, seed) for seed in self.comparison.section.seeds}
-        trained = [training for training in by_seed.values() if training is not None]
-        means = {
-            name: sum(training[name] for training in trained) / len(trained) if trained else None
-            for name in ("tokens", "steps", "seconds")
-        }
+        """Return an arm's means of training over its seeds, its sizes, and its acceptance lengths by column."""
+        trained = []
+        sizes: dict[str, int] = {}
+        for seed in self.comparison.section.seeds:
+            training = self.training(arm, seed)
+            if training is not None:
+                trained.append(training)
+            if arm.is_trained:
+                last = self.rows.find_training(arm.digest, seed) or {}
+                # rows of early releases have no sizes
+                sizes |= {name: last[name] for name in SIZES if name in last}
+        means: dict[str, float | None] = {"tokens": None, "steps": None, "seconds": None}
+        if trained:
+            means = {name: sum(training[name] for training in trained) / len(trained) for name in means}
         tau = {}
         for shape, temperature in self.columns:
-            if lengths := self.lengths(arm, shape, temperature):
-                seeds = sorted({key[0] for key in lengths})
+            lengths = self.lengths(arm, shape, temperature)
+            if lengths:
                 parts = self.split_by_context(lengths, temperature)
                 tau[column_name(shape, temperature)] = {
                     **_tau(lengths)._asdict(),
-                    "by_seed": {str(seed): _ratio(lengths, seed) for seed in seeds},
+                    "by_seed": _ratios(lengths),
                     "by_context": {name: _tau(part)._asdict() for name, part in parts.items()},
                 }
-        last = [self.rows.find_training(arm.digest, seed) or {} for seed in by_seed] if arm.is_trained else []
-        sizes = {name: row[name] for row in last for name in SIZES if name in row}
         return {"arm": arm.name, "trained": arm.is_trained, "seeds": len(trained), **means, **sizes, "tau": tau}
 
     def _pair(self, first: str, second: str) -> dict[str, Any]:
-        """How much longer the second arm's acceptance lengths are, by prompt and seed."""
+        """Return how much longer the second arm's acceptance lengths are, by prompt and seed."""
         tau = {}
         for shape, temperature in self.columns:
-            less, more = (self.lengths(self.comparison.arms[name], shape, temperature) for name in (first, second))
+            less = self.lengths(self.comparison.arms[first], shape, temperature)
+            more = self.lengths(self.comparison.arms[second], shape, temperature)
             if less.keys() & more.keys():
-                parts = [self.split_by_context(lengths, temperature) for lengths in (less, more)]
-                shared = {name: _compare(parts[0][name], part) for name, part in parts[1].items() if name in parts[0]}
-                tau[column_name(shape, temperature)] = {**_compare(less, more), "by_context": shared}
+                less_parts = self.split_by_context(less, temperature)
+                more_parts = self.split_by_context(more, temperature)
+                shared = [name for name in more_parts if name in less_parts]
+                by_context = {name: _compare(less_parts[name], more_parts[name]) for name in shared}
+                tau[column_name(shape, temperature)] = {**_compare(less, more), "by_context": by_context}
         return {"first": first, "second": second, "tau": tau}
 
 
 def conversation_of(key: Key) -> Key:
-    """The cluster of an answer: turns and seeds of one conversation are not independent."""
+    """Return the cluster of an answer: turns and seeds of one conversation are not independent."""
     return key[1:3]
 
 
 def column_name(shape: str, temperature: float) -> str:
-    """A shape at a temperature."""
+    """Return the name of a shape at a temperature."""
     return f"{shape}, T = {temperature:g}"
 
 
 def _tau(lengths: Mapping[Key, Row]) -> Estimate:
-    """Tokens per cycle, over all answers and seeds."""
+    """Return the tokens per cycle over all answers and seeds."""
     return estimate(group_by_conversation(lengths))
 
 
 def group_by_conversation(lengths: Mapping[Key, Row]) -> dict[Key, list[Row]]:
-    """The rows of each conversation."""
+    """Return the rows of each conversation."""
     clusters: dict[Key, list[Row]] = {}
     for key, row in lengths.items():
         clusters.setdefault(conversation_of(key), []).append(row)
@@ -145,57 +159,78 @@ def group_by_conversation(lengths: Mapping[Key, Row]) -> dict[Key, list[Row]]:
 
 
 def _compare(less: Mapping[Key, Row], more: Mapping[Key, Row]) -> dict[str, float]:
-    """How much longer the second acceptance lengths are, with the interval and the number of answers."""
+    """Return how much longer the second acceptance lengths are, with the interval and the number of answers."""
     difference = estimate_difference(less, more, conversation_of)
     return {**difference.estimate._asdict(), "answers": difference.pairs}
 
 
-def _ratio(lengths: Mapping[Key, Row], seed: int) -> float:
-    rows = [row for key, row in lengths.items() if key[0] == seed]
-    return sum(row[0] for row in rows) / max(sum(row[1] for row in rows), 1)
+def _ratios(lengths: Mapping[Key, Row]) -> dict[str, float]:
+    """Return the tokens per cycle of each seed."""
+    rows: dict[int, list[Row]] = {}
+    for key, row in lengths.items():
+        rows.setdefault(key[0], []).append(row)
+    ratios = {}
+    for seed in sorted(rows):
+        committed = sum(row[0] for row in rows[seed])
+        ratios[str(seed)] = committed / max(sum(row[1] for row in rows[seed]), 1)
+    return ratios
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
-    """The figures as a table, and a second one by context where answers have several."""
-    columns = list(dict.fromkeys(column for arm in figures["arms"] for column in arm["tau"]))
-    sizes = [name for name in SIZES if any(name in arm for arm in figures["arms"])]
+    """Return the figures as a table, and a second one by context where answers have several."""
+    # arms of a comparison that goes on have different columns
+    names: dict[str, None] = {}
+    sizes = []
+    for arm in figures["arms"]:
+        names |= dict.fromkeys(arm["tau"])
+    for name in SIZES:
+        if any(name in arm for arm in figures["arms"]):
+            sizes.append(name)
+    columns = list(names)
     titles = ["seeds", "tokens", "steps", "seconds", *(SIZES[name] for name in sizes)]
     lines = [
         f"| acceptance length τ | {' | '.join([*titles, *columns])} |",
         "|---|" + "---:|" * (len(titles) + len(columns)),
     ]
     for arm in figures["arms"]:
-        lengths = (f"{arm['tau'][column]['value']:.2f}" if column in arm["tau"] else NO_DATA for column in columns)
-        held = (f"{arm[name]:,}" if name in arm else NO_DATA for name in sizes)
-        lines.append(f"| {arm['arm']} | {' | '.join([*_training_cells(arm), *held, *lengths])} |")
+        cells = [arm["arm"], *_training_cells(arm)]
+        cells += [f"{arm[name]:,}" if name in arm else NO_DATA for name in sizes]
+        cells += [f"{arm['tau'][column]['value']:.2f}" if column in arm["tau"] else NO_DATA for column in columns]
+        lines.append(f"| {' | '.join(cells)} |")
     for pair in figures["pairs"]:
-        cells = (_difference(pair["tau"].get(column)) for column in columns)
-        lines.append(f"| {pair['second']} over {pair['first']} {'| ' * len(titles)}| {' | '.join(cells)} |")
+        differences = [_difference(pair["tau"].get(column)) for column in columns]
+        lines.append(f"| {pair['second']} over {pair['first']} {'| ' * len(titles)}| {' | '.join(differences)} |")
     return "\n".join([*lines, *_context_lines(figures), "", f"<sub>{', '.join(_about(figures))}</sub>"])
 
 
 def _context_lines(figures: Mapping[str, Any]) -> list[str]:
-    """A table of τ by tokens of context; nothing where all answers are in one bucket."""
-    contexts = [(column, context) for arm in figures["arms"] for column, context in _contexts(arm)]
-    columns = list(dict.fromkeys(contexts))
+    """Return a table of τ by tokens of context; nothing where all answers are in one bucket."""
+    columns: dict[tuple[str, str], None] = {}
+    for arm in figures["arms"]:
+        columns |= dict.fromkeys(_contexts(arm))
     if len({context for _, context in columns}) < 2:
         return []
     titles = " | ".join(f"{column}, {context}" for column, context in columns)
     lines = ["", f"| τ by {CONTEXT.title} | {titles} |", "|---|" + "---:|" * len(columns)]
     for arm in figures["arms"]:
         by_context = _contexts(arm)
-        cells = (format_number(Estimate(**by_context[key])) if key in by_context else NO_DATA for key in columns)
+        cells = [format_number(Estimate(**by_context[key])) if key in by_context else NO_DATA for key in columns]
         lines.append(f"| {arm['arm']} | {' | '.join(cells)} |")
     for pair in figures["pairs"]:
-        cells = (_difference(_contexts(pair).get(key)) for key in columns)
+        by_context = _contexts(pair)
+        cells = [_difference(by_context.get(key)) for key in columns]
         lines.append(f"| {pair['second']} over {pair['first']} | {' | '.join(cells)} |")
     return lines
 
 
 def _contexts(row: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """Figures of an arm or a pair by column and context; files of earlier releases have none."""
-    parts = ((column, tau.get("by_context", {})) for column, tau in row["tau"].items())
-    return {(column, context): value for column, part in parts for context, value in part.items()}
+    """Return the figures of an arm or a pair by column and context."""
+    contexts = {}
+    for column, tau in row["tau"].items():
+        # files of earlier releases have none
+        for context, value in tau.get("by_context", {}).items():
+            contexts[column, context] = value
+    return contexts
 
 
 def _training_cells(arm: Mapping[str, Any]) -> list[str]:
@@ -205,13 +240,14 @@ def _training_cells(arm: Mapping[str, Any]) -> list[str]:
 
 
 def _difference(more: Mapping[str, float] | None) -> str:
-    """A difference with its interval, bold where that excludes zero; one prompt alone has none."""
+    """Return a difference with its interval, in bold where that excludes zero."""
     if more is None:
         return NO_DATA
+    # one prompt alone has no interval
     if isinf(more["low"]):
         return f"{more['value']:+.2f}"
-    shown = f"{more['value']:+.2f} ({more['low']:+.2f} to {more['high']:+.2f})"
-    return f"**{shown}**" if Estimate(more["value"], more["low"], more["high"]).sign else shown
+    text = f"{more['value']:+.2f} ({more['low']:+.2f} to {more['high']:+.2f})"
+    return f"**{text}**" if Estimate(more["value"], more["low"], more["high"]).sign else text
 
 
 def _about(figures: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The training of a comparison's arms: features stored once, budgets turned into steps, heads by the project's loop."""
+"""Train a comparison's arms: store features once, turn budgets into steps, and train heads in the project's loop."""
 
 from __future__ import annotations
 
@@ -65,124 +65,170 @@ class TrainingRun:
 
     @classmethod
     def open(cls, recipe: Recipe) -> TrainingRun:
-        """The features of a recipe and its first head, as the training script opens them."""
-        accelerator, settings = launch(recipe.train), _settings(recipe)
+        """Open the features of a recipe and its first head, as the training script does."""
+        accelerator = launch(recipe.train)
+        settings = _settings(recipe)
         target, features = open_features(recipe, settings, partial(read_examples, recipe))
-        torch.manual_seed(recipe.train.seed)  # the head's first weights are part of the run
+        # the head's first weights are part of the run
+        torch.manual_seed(recipe.train.seed)
         head = first_head(recipe, settings, target, features)
-        if head.follows_progress:  # each count is a run of its own
-            recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"stem": None})})
+        if head.follows_progress:
+            # its loss depends on the length of the run, so counts share no steps
+            recipe = _with_train(recipe, stem=None)
         split = splits_weights(accelerator, recipe.train)
-        features = follow_head(recipe, settings, target, features, head, weights_split=split)
-        frozen = target.head.cast(getattr(torch, recipe.train.dtype))
-        masks = (gate_mask(features.mask(place), recipe.train.gate) for place in range(len(features)))
-        slots = [int(trim_mask(mask).sum()) for mask in masks]
-        return cls(recipe, accelerator, head, frozen, features, slots, roles_of(settings, target.config))
+        features = follow_head(recipe, settings, target, features, head=head, weights_split=split)
+        slots = []
+        for i in range(len(features)):
+            mask = trim_mask(gate_mask(features.mask(i), recipe.train.gate))
+            slots.append(int(mask.sum()))
+        return cls(
+            recipe=recipe,
+            accelerator=accelerator,
+            head=head,
+            frozen=target.head.cast(getattr(torch, recipe.train.dtype)),
+            features=features,
+            slots=slots,
+            roles=roles_of(settings, target.config),
+        )
 
     def plan(self, steps: int | None = None) -> Plan:
-        """Which conversations the steps read; a number of steps takes the place of the recipe's epochs."""
+        """Plan which conversations the steps read; a number of steps replaces the recipe's epochs."""
         settings = self.recipe.train
         if steps is not None:
             settings = settings.model_copy(update={"epochs": ENOUGH, "max_steps": steps})
         return Plan(self.slots, settings)
 
     def steps_for(self, tokens: int) -> int:
-        """The fewest steps that learn from so many supervised tokens."""
-        plan, steps, learned = self.plan(ENOUGH), 0, 0
+        """Return the fewest steps that learn from so many supervised tokens."""
+        plan = self.plan(ENOUGH)
+        steps = 0
+        learned = 0
         while learned < tokens:
-            learned += sum(self.slots[place] for place in plan.step(steps))
+            learned += sum(self.slots[i] for i in plan.step(steps))
             steps += 1
         return steps
 
     def train(self, steps: int | None) -> Entry:
-        """Train or resume; returns steps, supervised tokens and seconds, scaled up if a killed run made some steps."""
+        """Train or resume; return steps, supervised tokens, seconds and sizes."""
         plan = self.plan(steps)
         recipe = self.recipe.model_copy(update={"train": plan.settings})
-        folders = [Path(recipe.train.out) / "checkpoints", Path(recipe.train.stem or recipe.train.out) / "stem"]
-        kept = [path.name.removeprefix("step-") for folder in folders for path in folder.glob("step-*")]
-        done = max((int(step) for step in kept if step.isdigit()), default=0)
+        done = _count_saved_steps(recipe)
         begin = _seconds()
-        train(self.accelerator, recipe, self.head, self.frozen, self.features, None, commit())
+        train(self.accelerator, recipe, self.head, self.frozen, features=self.features, commit=commit())
+        # seconds of a resumed run are scaled up to all of its steps
         seconds = (_seconds() - begin) * len(plan) / max(len(plan) - done, 1)
         self.accelerator.free_memory()
         return {"steps": len(plan), "tokens": plan.learned(len(plan)), "seconds": round(seconds, 1), **self.sizes()}
 
     def sizes(self) -> Entry:
-        """How many weights the head trains, and the bytes of what it reads of each token."""
-        weights, width = (
-            (weight for weight in self.head.parameters() if weight.requires_grad),
-            self.head.shape.hidden_size,
+        """Return how many weights the head trains, and the bytes of what it reads of each token."""
+        texts = TextSizes.of((self.features.mask(i), 0) for i in range(len(self.features)))
+        token_bytes = mean_bytes(
+            parts_of(tap_identity(self.roles)), self.recipe.features.dtype, self.head.shape.hidden_size, texts
         )
-        parts = parts_of(tap_identity(self.roles))
-        texts = TextSizes.of((self.features.mask(place), 0) for place in range(len(self.features)))
         return {
-            "weights": sum(weight.numel() for weight in weights),
-            "token_bytes": round(mean_bytes(parts, self.recipe.features.dtype, width, texts)),
+            "weights": sum(weight.numel() for weight in self.head.parameters() if weight.requires_grad),
+            "token_bytes": round(token_bytes),
         }
 
     def timed_step(self) -> Callable[[int], float]:
-        """A function that times a training step, reading included; the trained weights are discarded.
-
-        Texts that are written for several steps at once count in each of these.
-        """
-        head, plan, settings = self.head.to(self.accelerator.device).train(), self.plan(ENOUGH), self.recipe.train
-        policy, features, writing, left = settings.on_policy, cast(Any, self.features), 0.0, 0
-        if policy is not None:
-            head.register_forward_hook(DraftsLoss(policy, settings.dtype))
+        """Return a function that times a training step, reading included. The trained weights are discarded."""
+        settings = self.recipe.train
+        device = self.accelerator.device
+        head = self.head.to(device).train()
+        plan = self.plan(ENOUGH)
+        writing = self._timed_writing(plan)
         optimizer = torch.optim.AdamW(head.parameters(), lr=settings.lr, betas=settings.betas, fused=True)
 
-        def step(number: int) -> float:
-            nonlocal writing, left
+        def step(step_index: int) -> float:
+            # on-policy texts are written for several steps at once, and count in each of these
+            written = writing(step_index)
             begin = _seconds()
-            if policy is not None and not left:
-                features.write([(settings.seed + n, plan.step(n)) for n in range(number, number + policy.every)])
-                writing, begin, left = (_seconds() - begin) / policy.every, _seconds(), policy.every
-            left -= 1
-            torch.manual_seed(settings.seed + number)  # which names the texts that are written
-            places = plan.step(number)
-            batch = collate(self.features.read(places), self.features.taps, plan.seeds(number, places))
-            with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-                losses = head(batch.to(self.accelerator.device), self.frozen)
+            # the seed names the texts that are written
+            torch.manual_seed(settings.seed + step_index)
+            batch_indices = plan.step(step_index)
+            seeds = plan.seeds(step_index, batch_indices)
+            batch = collate(self.features.read(batch_indices), self.features.taps, seeds)
+            with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+                losses = head(batch.to(device), self.frozen)
             losses["total"].backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), settings.clip)
             optimizer.step()
             optimizer.zero_grad()
-            return writing + _seconds() - begin
+            return written + _seconds() - begin
 
         return step
 
+    def _timed_writing(self, plan: Plan) -> Callable[[int], float]:
+        """Return a function that writes the texts of the next steps, and returns one step's share of the seconds."""
+        settings = self.recipe.train
+        policy = settings.on_policy
+        if policy is None:
+            return lambda _: 0.0
+        self.head.register_forward_hook(DraftsLoss(policy, settings.dtype))
+        # only features of texts that the head writes have `write`
+        features = cast(Any, self.features)
+        share = 0.0
+        left = 0
+
+        def write(step_index: int) -> float:
+            nonlocal share, left
+            if not left:
+                begin = _seconds()
+                steps = range(step_index, step_index + policy.every)
+                features.write([(settings.seed + i, plan.step(i)) for i in steps])
+                share = (_seconds() - begin) / policy.every
+                left = policy.every
+            left -= 1
+            return share
+
+        return write
+
+
+def _count_saved_steps(recipe: Recipe) -> int:
+    """Return the steps of the newest checkpoint that training goes on from."""
+    done = 0
+    stem = Path(recipe.train.stem or recipe.train.out) / "stem"
+    for folder in (Path(recipe.train.out) / "checkpoints", stem):
+        for path in folder.glob("step-*"):
+            # a folder that is still being written has a longer name
+            step = path.name.removeprefix("step-")
+            if step.isdigit():
+                done = max(done, int(step))
+    return done
+
 
 def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
-    """Train one arm with one seed for its budget, and note what it took."""
+    """Train one arm with one seed for its budget, and record what it took."""
     run = TrainingRun.open(arm.for_seed(comparison.folder, seed))
-    trained = {part.name: _find_training(rows, part, seed) for part in arm.line()[:-1]}
-    learned = sum(row["tokens"] for row in trained.values())
+    learned = sum(_find_training(rows, start, seed)["tokens"] for start in arm.line()[:-1])
+    steps: int | None = None
+    # without a budget the recipe's epochs decide
     if arm.section.tokens is not None:
-        steps: int | None = run.steps_for(arm.section.tokens - learned)
+        steps = run.steps_for(arm.section.tokens - learned)
     elif arm.section.seconds is not None or arm.as_long_as is not None:
         steps = steps_in_time(comparison, rows, arm, seed)
-    else:
-        steps = None
     if steps is not None and steps < 1:
         raise ValueError(
             f"arms.{arm.name} has no training left: its start has learned from {learned:,} tokens, and a budget "
             "counts those: give it a larger one, or its start a smaller one"
         )
-    row = {"arm": arm.name, "digest": arm.digest, "seed": seed, **run.train(steps)}
-    rows.add("trained", [row])
-    shutil.rmtree(Path(run.recipe.train.out) / "checkpoints", ignore_errors=True)  # nothing goes on from here
+    rows.add("trained", [{"arm": arm.name, "digest": arm.digest, "seed": seed, **run.train(steps)}])
+    # nothing goes on from here
+    shutil.rmtree(Path(run.recipe.train.out) / "checkpoints", ignore_errors=True)
     if arm.stem is not None:
         shutil.rmtree(arm.stem.folder(comparison.folder, seed) / "stem", ignore_errors=True)
 
 
 def is_trained(rows: Rows, arm: Arm, seed: int) -> bool:
-    """Whether an arm's training is complete."""
+    """Return whether an arm's training is complete."""
     return not arm.is_trained or rows.find_training(arm.digest, seed) is not None
 
 
 def _find_training(rows: Rows, arm: Arm, seed: int) -> Entry:
     training = rows.find_training(arm.digest, seed)
-    assert training is not None  # arms are trained in the order of their starts
+    # arms are trained in the order of their starts
+    assert training is not None
     return training
 
 
@@ -190,7 +236,7 @@ def _find_training(rows: Rows, arm: Arm, seed: int) -> Entry:
 
 
 def steps_in_time(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> int:
-    """The steps that fill an arm's budget of seconds, or those of the arm that it is timed by."""
+    """Return the steps that fill an arm's budget of seconds, or take as long as the arm that it is timed by."""
     budget = arm.section.seconds
     if arm.as_long_as is not None:
         budget = _estimate_seconds(comparison, rows, arm.as_long_as.line(), seed)
@@ -200,38 +246,44 @@ def steps_in_time(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> in
 
 
 def _estimate_seconds(comparison: Comparison, rows: Rows, arms: Sequence[Arm], seed: int) -> float:
-    """Seconds of training by the clock."""
+    """Return the seconds of training by the clock."""
     clock = _clock(comparison, rows)
     return sum(_find_training(rows, arm, seed)["steps"] * clock[arm.digest] for arm in arms)
 
 
 def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:
-    """Seconds of a step of every arm that a budget of time concerns, measured once, the arms in turns."""
-    timed = [arm for arm in comparison.arms.values() if arm.section.seconds is not None or arm.as_long_as is not None]
-    timed = [part for arm in timed for part in [*arm.line(), *(arm.as_long_as.line() if arm.as_long_as else [])]]
-    digests = {arm.digest for arm in timed}
+    """Return the seconds of a step of every arm that a budget of time concerns, measured once."""
+    timed: dict[str, Arm] = {}
+    for arm in comparison.arms.values():
+        if arm.section.seconds is not None or arm.as_long_as is not None:
+            concerned = arm.line()
+            if arm.as_long_as is not None:
+                concerned += arm.as_long_as.line()
+            timed |= {part.digest: part for part in concerned}
     for row in rows.of("clock"):
-        if digests <= row.keys():
+        if timed.keys() <= row.keys():
             return row
-    folder, count = comparison.folder, comparison.section.clock_steps
-    recipes = {arm.digest: arm.for_seed(folder, comparison.section.seeds[0]) for arm in timed}
-    fresh = {
-        digest: recipe.model_copy(update={"train": recipe.train.model_copy(update={"init": None})})
-        for digest, recipe in recipes.items()
-    }
-    steps = {digest: TrainingRun.open(recipe).timed_step() for digest, recipe in fresh.items()}
+    steps = {}
+    for digest, arm in timed.items():
+        recipe = arm.for_seed(comparison.folder, comparison.section.seeds[0])
+        # a step takes as long from fresh weights, and the start may not be trained yet
+        steps[digest] = TrainingRun.open(_with_train(recipe, init=None)).timed_step()
+    count = comparison.section.clock_steps
     warm_up = max(count // 10, 1)
     seconds = dict.fromkeys(steps, 0.0)
-    for number in progress(range(warm_up + count), "clock", warm_up + count, unit="steps"):
-        for place, (digest, step) in enumerate(steps.items()):
-            spent = step(number + place * (warm_up + count))  # a length that is new costs the first arm that meets it
-            seconds[digest] += spent if number >= warm_up else 0.0
+    # the arms take turns, so that a change of the machine's load concerns them all
+    for i in progress(range(warm_up + count), "clock", warm_up + count, unit="steps"):
+        for arm_index, (digest, step) in enumerate(steps.items()):
+            # each arm has its own steps: a length that is new costs the first arm that meets it
+            spent = step(i + arm_index * (warm_up + count))
+            if i >= warm_up:
+                seconds[digest] += spent
     rows.add("clock", [{digest: total / count for digest, total in seconds.items()}])
     return rows.of("clock")[-1]
 
 
 def _seconds() -> float:
-    """CPU seconds, which other processes do not affect; wall seconds on an accelerator."""
+    """Return CPU seconds, which other processes do not affect, or wall seconds on an accelerator."""
     if not torch.accelerator.is_available():
         return process_time()
     torch.accelerator.synchronize()
@@ -240,3 +292,7 @@ def _seconds() -> float:
 
 def _settings(recipe: Recipe) -> Any:
     return settings_of(recipe.drafter.model_dump(), "recipe")
+
+
+def _with_train(recipe: Recipe, **changes: Any) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})

@@ -1,4 +1,4 @@
-"""The figure of a comparison's curves: one panel for each draft tree and temperature, as an SVG file."""
+"""Draw a comparison's curves: one panel for each draft tree and temperature, as an SVG file."""
 
 from __future__ import annotations
 
@@ -10,69 +10,105 @@ from typing import Any
 # told apart with and without colours: the eighth and later curves are dashed
 COLOURS = ("#2f81f7", "#d1701c", "#2da44e", "#bf3989", "#8250df", "#9a6700", "#57606a")
 STYLE = "text{fill:#7a828c;font:12px system-ui,sans-serif}.title{font-weight:600}.grid{stroke:#7a828c40;fill:none}"
-WIDTH, HEIGHT, LEFT, NAMES, TOP, BOTTOM = 440, 260, 34, 120, 30, 34  # of a panel, and its margins
+# of a panel
+WIDTH = 440
+HEIGHT = 260
+# its margins; the names of the curves stand in the right one
+LEFT = 34
+NAMES = 120
+TOP = 30
+BOTTOM = 34
 APART = 13  # between names beside the ends of curves
 
 
 def draw_curves(columns: Sequence[dict[str, Any]]) -> str:
-    """All panels, two side by side; the vertical bars are 95% intervals over prompts."""
+    """Draw all panels in two columns; the vertical bars are 95% intervals over prompts."""
     shown = [column for column in columns if column["curves"]]
-    names = list(dict.fromkeys(name for column in shown for name in column["curves"]))
-    rows, wide = ceil(len(shown) / 2), min(len(shown), 2)
-    panels = "".join(
-        f'<g transform="translate({WIDTH * (number % 2)} {HEIGHT * (number // 2)})">{panel}</g>'
-        for number, panel in enumerate("".join(_panel(column, names)) for column in shown)
-    )
-    size = f'viewBox="0 0 {WIDTH * wide} {HEIGHT * rows}" width="{WIDTH * wide}"'
+    # a curve has one colour in all panels
+    names: dict[str, None] = {}
+    for column in shown:
+        names |= dict.fromkeys(column["curves"])
+    panels = ""
+    for i, column in enumerate(shown):
+        panel = "".join(_Panel(column, list(names)).draw())
+        panels += f'<g transform="translate({WIDTH * (i % 2)} {HEIGHT * (i // 2)})">{panel}</g>'
+    width = WIDTH * min(len(shown), 2)
+    height = HEIGHT * ceil(len(shown) / 2)
+    size = f'viewBox="0 0 {width} {height}" width="{width}"'
     title = "<title>Acceptance length by tokens learned from</title>"
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">{title}<style>{STYLE}</style>{panels}</svg>\n'
 
 
-def _panel(column: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
-    points = {name: one["points"] for name, one in column["curves"].items()}
-    every = [point for one in points.values() for point in one]
-    low = floor(min(point["low"] for point in every) * 2) / 2
-    high = max(ceil(max(point["high"] for point in every) * 2) / 2, low + 0.5)  # heads of which nothing is accepted
-    first, last = (log10(end(point["tokens"] for point in every)) for end in (min, max))
+class _Panel:
+    """The curves of one draft tree at one temperature, over a logarithmic axis of tokens."""
 
-    def x(tokens: float) -> float:
-        return round(LEFT + (log10(tokens) - first) / max(last - first, 1e-9) * (WIDTH - LEFT - NAMES), 1)
+    def __init__(self, column: dict[str, Any], names: list[str]) -> None:
+        self.title = column["column"]
+        self.names = names
+        self.curves: dict[str, list[dict[str, float]]] = {}
+        points = []
+        for name, curve in column["curves"].items():
+            self.curves[name] = curve["points"]
+            points += curve["points"]
+        self.counts = sorted({point["tokens"] for point in points})
+        # τ in halves; at least one half, for heads of which nothing is accepted
+        self.low = floor(min(point["low"] for point in points) * 2) / 2
+        self.high = max(ceil(max(point["high"] for point in points) * 2) / 2, self.low + 0.5)
 
-    def y(tau: float) -> float:
-        return round(HEIGHT - BOTTOM - (tau - low) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
+    def x(self, tokens: float) -> float:
+        """Return the coordinate of a count of tokens."""
+        first = log10(self.counts[0])
+        length = max(log10(self.counts[-1]) - first, 1e-9)
+        return round(LEFT + (log10(tokens) - first) / length * (WIDTH - LEFT - NAMES), 1)
 
-    yield f'<text x="{LEFT}" y="16" class="title">τ, {escape(column["column"])}, by tokens</text>'
-    for step in range(round((high - low) * 2) + 1):
-        tau = low + step / 2
-        yield f'<path d="M{LEFT} {y(tau)}H{WIDTH - NAMES}" class="grid"/>'
-        yield f'<text x="{LEFT - 6}" y="{y(tau) + 4}" text-anchor="end">{tau:g}</text>'
-    for tokens in sorted({point["tokens"] for point in every}):
-        yield f'<text x="{x(tokens)}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{_short(tokens)}</text>'
-    ends = _spread({name: y(one[-1]["value"]) for name, one in points.items()})
-    for name, one in points.items():
-        place = names.index(name)
-        ink, dash = COLOURS[place % len(COLOURS)], ' stroke-dasharray="5 3"' if place >= len(COLOURS) else ""
-        path = "L".join(f"{x(point['tokens'])} {y(point['value'])}" for point in one)
+    def y(self, tau: float) -> float:
+        """Return the coordinate of an acceptance length."""
+        return round(HEIGHT - BOTTOM - (tau - self.low) / (self.high - self.low) * (HEIGHT - BOTTOM - TOP), 1)
+
+    def draw(self) -> Iterator[str]:
+        """Yield title, axes and curves as SVG."""
+        yield f'<text x="{LEFT}" y="16" class="title">τ, {escape(self.title)}, by tokens</text>'
+        for step in range(round((self.high - self.low) * 2) + 1):
+            tau = self.low + step / 2
+            yield f'<path d="M{LEFT} {self.y(tau)}H{WIDTH - NAMES}" class="grid"/>'
+            yield f'<text x="{LEFT - 6}" y="{self.y(tau) + 4}" text-anchor="end">{tau:g}</text>'
+        for tokens in self.counts:
+            label = _short(tokens)
+            yield f'<text x="{self.x(tokens)}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>'
+        heights = _spread({name: self.y(points[-1]["value"]) for name, points in self.curves.items()})
+        for name, points in self.curves.items():
+            yield from self._draw_curve(name, points, heights[name])
+
+    def _draw_curve(self, name: str, points: list[dict[str, float]], height: float) -> Iterator[str]:
+        """Yield a curve, its intervals, and its name at its end."""
+        index = self.names.index(name)
+        ink = COLOURS[index % len(COLOURS)]
+        dash = ' stroke-dasharray="5 3"' if index >= len(COLOURS) else ""
+        path = "L".join(f"{self.x(point['tokens'])} {self.y(point['value'])}" for point in points)
         yield f'<path d="M{path}" fill="none" stroke="{ink}" stroke-width="2"{dash}/>'
-        for point in one:
-            bar = f"M{x(point['tokens'])} {y(point['low'])}V{y(point['high'])}"
+        for point in points:
+            bar = f"M{self.x(point['tokens'])} {self.y(point['low'])}V{self.y(point['high'])}"
             yield f'<path d="{bar}" stroke="{ink}" stroke-opacity=".35"/>'
-        end = x(one[-1]["tokens"]) + 6
-        yield f'<text x="{end}" y="{ends[name] + 4}" style="fill:{ink}">{escape(name)}</text>'
+        end = self.x(points[-1]["tokens"]) + 6
+        yield f'<text x="{end}" y="{height + 4}" style="fill:{ink}">{escape(name)}</text>'
 
 
-def _spread(places: dict[str, float]) -> dict[str, float]:
-    """Heights of names, moved down where they would cover one another, and up again where they leave the panel."""
-    order = sorted(places, key=lambda name: places[name])
-    heights = [places[name] for name in order]
-    for number in range(1, len(heights)):
-        heights[number] = max(heights[number], heights[number - 1] + APART)
+def _spread(heights: dict[str, float]) -> dict[str, float]:
+    """Move the heights of names apart where they would cover one another, within the panel."""
+    order = sorted(heights, key=lambda name: heights[name])
+    spread = [heights[name] for name in order]
+    # down, until each is below the one before it
+    for i in range(1, len(spread)):
+        spread[i] = max(spread[i], spread[i - 1] + APART)
+    # and up again, where they leave the panel
     below: float = HEIGHT - BOTTOM
-    for number in reversed(range(len(heights))):
-        heights[number] = min(heights[number], below)
-        below = heights[number] - APART
-    return dict(zip(order, heights, strict=True))
+    for i in reversed(range(len(spread))):
+        spread[i] = min(spread[i], below)
+        below = spread[i] - APART
+    return dict(zip(order, spread, strict=True))
 
 
-def _short(tokens: int) -> str:
-    return f"{tokens / 1e6:g} M" if tokens >= 1_000_000 else f"{tokens / 1000:g} k"
+def _short(tokens: float) -> str:
+    if tokens >= 1_000_000:
+        return f"{tokens / 1e6:g} M"
+    return f"{tokens / 1000:g} k"

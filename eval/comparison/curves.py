@@ -1,6 +1,6 @@
-"""Curves of a comparison: acceptance length against tokens learned from, a fit of each, and where two of them cross."""
+"""Fit curves of acceptance length over training tokens, and find where two of them cross."""
 
-# D draws of conversations, N counts of tokens, B exponents
+# D bootstrap samples of conversations, N counts of tokens, B exponents
 
 from __future__ import annotations
 
@@ -16,157 +16,196 @@ from eval.comparison.compare_table import NO_DATA, ComparisonTable, Key, column_
 from eval.result_files.statistics import Row, column_sums, draw_counts
 
 EXPONENTS = torch.logspace(-2, 0.5, 120, dtype=torch.float64)  # [B]
-DRAWS, TAIL = 1000, 0.025
-SURE = 0.95  # of the draws: curves that cross in fewer may not cross
+DRAWS = 1000
+TAIL = 0.025  # at each end of an interval
+SURE = 0.95  # of the samples: curves that cross in fewer may not cross
 FEWEST = 4  # counts, to fit three numbers
-HELD_BACK = 8  # times fewer tokens than the last count: from those points, or the fewest, it is predicted
+# the last point is predicted from those of at most 1/8 of its tokens, or from the fewest
+HELD_BACK = 8
+WITH_INTERVAL = "{value:.2f} ({low:.2f} to {high:.2f})"
+CHANGE = "{value:+.2f} ({low:+.2f} to {high:+.2f})"
+PREDICTED = "{value:.2f} from {from:,}: {error:+.2f}"
+CROSSING = "{value:,} tokens ({low:,} to {high:,})"
 
 
 def describe_curves(table: ComparisonTable) -> list[dict[str, Any]]:
-    """Every column of shape and temperature: points, fits, predictions and crossings of all curves."""
-    return [
-        {"column": column_name(shape, temperature), **describe_column(table, shape, temperature)}
-        for shape, temperature in table.columns
-        if table.comparison.curves
-    ]
+    """Return points, fits, predictions and crossings of all curves, for each shape and temperature."""
+    if not table.comparison.curves:
+        return []
+    columns = []
+    for shape, temperature in table.columns:
+        name = column_name(shape, temperature)
+        columns.append({"column": name, **describe_column(table, shape, temperature)})
+    return columns
 
 
 def describe_column(table: ComparisonTable, shape: str, temperature: float) -> dict[str, Any]:
-    """The curves of one shape at one temperature, all resampled by the same conversations."""
+    """Return the curves of one shape at one temperature, all resampled by the same conversations."""
     curves = {}
     for name, arms in table.comparison.curves.items():
-        measured = {_tokens(arm): lengths for arm in arms if (lengths := table.lengths(arm, shape, temperature))}
-        if measured:
-            taus = torch.stack([draw_taus(lengths) for lengths in measured.values()])
-            curves[name] = torch.tensor(list(measured), dtype=torch.float64), taus
-    most = float(table.comparison.shapes[shape].depth + 1)
+        counts = []
+        taus = []
+        for arm in arms:
+            lengths = table.lengths(arm, shape, temperature)
+            # a comparison that goes on lacks the last points
+            if lengths:
+                counts.append(_tokens(arm))
+                taus.append(draw_taus(lengths))
+        if counts:
+            curves[name] = torch.tensor(counts, dtype=torch.float64), torch.stack(taus)
+    max_tau = float(table.comparison.shapes[shape].depth + 1)
     return {
-        "curves": {name: describe_curve(counts, taus, most) for name, (counts, taus) in curves.items()},
+        "curves": {name: describe_curve(counts, taus, max_tau) for name, (counts, taus) in curves.items()},
         "crossings": list(find_crossings(curves)),
     }
 
 
 def draw_taus(lengths: dict[Key, Row]) -> Tensor:
-    """The acceptance length of all answers, and of each draw of conversations  # [1 + D]"""
+    """Return the acceptance length of all answers, and of each sample of conversations  # [1 + D]"""
     clusters = group_by_conversation(lengths)
-    sums = column_sums({name: clusters[name] for name in sorted(clusters, key=str)})  # for all arms in one order
+    # all arms in one order, so that a sample is of the same conversations
+    sums = column_sums({name: clusters[name] for name in sorted(clusters, key=str)})
     drawn = torch.cat([sums.sum(0)[None], draw_counts(len(sums), DRAWS, 0) @ sums])
     return drawn[:, 0] / drawn[:, 1]
 
 
 def describe_curve(counts: Tensor, taus: Tensor, most: float) -> dict[str, Any]:
-    """Points with intervals, the fit with its, and how well the first points predict the last."""
-    figures: dict[str, Any] = {
-        "points": [{"tokens": int(count), **_estimate(tau)} for count, tau in zip(counts, taus, strict=True)]
-    }
+    """Return points and fit with their intervals, and how well the first points predict the last."""
+    points = [{"tokens": int(count), **_estimate(tau)} for count, tau in zip(counts, taus, strict=True)]
+    figures: dict[str, Any] = {"points": points}
+    last = counts[-1:]
     if len(counts) >= FEWEST:
         fitted = fit(counts, taus, most)
-        figures["fit"] = dict(zip(("ceiling", "scale", "exponent"), map(_estimate, fitted.unbind(1)), strict=True))
-        figures["a doubling more"] = _estimate(curve(2 * counts[-1:], fitted)[0] - curve(counts[-1:], fitted)[0])
+        ceiling, scale, exponent = fitted.unbind(1)
+        figures["fit"] = {
+            "ceiling": _estimate(ceiling),
+            "scale": _estimate(scale),
+            "exponent": _estimate(exponent),
+        }
+        figures["a doubling more"] = _estimate(curve(2 * last, fitted)[0] - curve(last, fitted)[0])
+    # the fit is checked on a point that it has not seen
     few = max(int((counts <= counts[-1] / HELD_BACK).sum()), FEWEST)
     if few < len(counts):
-        predicted = curve(counts[-1:], fit(counts[:few], taus[:few], most))[0]
-        figures["predicted"] = {"from": int(counts[few - 1]), "at": int(counts[-1]), **_estimate(predicted)}
-        figures["predicted"]["error"] = float(predicted[0] - taus[-1, 0])
+        predicted = curve(last, fit(counts[:few], taus[:few], most))[0]
+        figures["predicted"] = {
+            "from": int(counts[few - 1]),
+            "at": int(counts[-1]),
+            **_estimate(predicted),
+            "error": float(predicted[0] - taus[-1, 0]),
+        }
     return figures
 
 
 def fit(counts: Tensor, taus: Tensor, most: float) -> Tensor:
-    """Ceiling, scale and exponent of `ceiling - scale * (tokens / 1000) ** -exponent`, by least squares  # [D, 3]
+    """Fit `ceiling - scale * (tokens / 1000) ** -exponent` by least squares  # [D, 3]
 
-    For each exponent the other two are a straight line's. The scale is not below 0, so that no curve falls, and the
-    ceiling not above `most`, the tokens of a cycle that keeps the deepest path.
+    The scale is not below 0, so that no curve falls. The ceiling is not above `most`, the tokens of a cycle that
+    accepts the deepest path.
     """
+    # each exponent of a grid leaves a straight line in `falls`, whose slope and offset have a closed form
     falls = (counts / 1000) ** -EXPONENTS[:, None]  # [B, N]
-    centred = falls - falls.mean(1, keepdim=True)
+    mean_fall = falls.mean(1, keepdim=True)  # [B, 1]
+    centred = falls - mean_fall
     means = taus.mean(0)  # [D]
-    scale = (-(centred @ (taus - means)) / centred.square().sum(1, keepdim=True)).clamp(min=0)  # [B, D]
-    ceiling = means + scale * falls.mean(1, keepdim=True)
-    bounded = (falls @ (most - taus)) / falls.square().sum(1, keepdim=True)  # with the highest ceiling
+    slope = (centred @ (taus - means)) / centred.square().sum(1, keepdim=True)  # [B, D]
+    scale = (-slope).clamp(min=0)
+    ceiling = means + scale * mean_fall
+    # where that is too high, the best scale under the highest ceiling
+    bounded = (falls @ (most - taus)) / falls.square().sum(1, keepdim=True)
     scale = torch.where(ceiling > most, bounded.clamp(min=0), scale)
     ceiling = ceiling.clamp(max=most)
     errors = (ceiling[:, None] - scale[:, None] * falls[..., None] - taus).square().sum(1)  # [B, D]
     best = errors.argmin(0)
-    rows = torch.arange(taus.shape[1])
-    return torch.stack([ceiling[best, rows], scale[best, rows], EXPONENTS[best]], dim=1)
+    samples = torch.arange(taus.shape[1])
+    return torch.stack([ceiling[best, samples], scale[best, samples], EXPONENTS[best]], dim=1)
 
 
 def curve(counts: Tensor, fitted: Tensor) -> Tensor:
-    """The fitted acceptance lengths  # [N, D]"""
+    """Return the fitted acceptance lengths  # [N, D]"""
     ceiling, scale, exponent = fitted.unbind(1)
     return ceiling - scale * (counts[:, None] / 1000) ** -exponent
 
 
 def find_crossings(curves: dict[str, tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
-    """Where the second of two curves overtakes the first, between their measured points."""
-    for (first, (less, one)), (second, (more, other)) in combinations(curves.items(), 2):
-        counts = [count for count in less.tolist() if count in more.tolist()]
-        if len(counts) < 2:
+    """Yield where the second of two curves overtakes the first, between their measured points."""
+    for (first, (first_counts, first_taus)), (second, (second_counts, second_taus)) in combinations(curves.items(), 2):
+        shared = [count for count in first_counts.tolist() if count in second_counts.tolist()]
+        # a crossing lies between two points
+        if len(shared) < 2:
             continue
-        gaps = torch.stack([other[more == count][0] - one[less == count][0] for count in counts])  # [N, D]
-        crossed = cross(torch.tensor(counts, dtype=torch.float64), gaps)
+        differences = []
+        for count in shared:
+            differences.append(second_taus[second_counts == count][0] - first_taus[first_counts == count][0])
+        gaps = torch.stack(differences)  # [N, D]
+        crossed = cross(torch.tensor(shared, dtype=torch.float64), gaps)
         if crossed.isfinite()[0]:
             crossings = crossed[crossed.isfinite()]
             yield {
-                **{"first": first, "second": second, "overtakes": second if gaps[-1, 0] > 0 else first},
+                "first": first,
+                "second": second,
+                "overtakes": second if gaps[-1, 0] > 0 else first,
                 **{name: round(value) for name, value in _estimate(crossings).items()},
-                "share": len(crossings) / len(crossed),  # of the draws in which they cross
+                "share": len(crossings) / len(crossed),  # of the samples in which they cross
             }
 
 
 def cross(counts: Tensor, gaps: Tensor) -> Tensor:
-    """The tokens at which a gap last changes its sign, straight between points over log tokens  # [D]
+    """Return the tokens at which a gap last changes its sign, straight between points over log tokens  # [D]
 
     NaN where it does not.
     """
-    places = counts.log10()[:, None].expand_as(gaps)
-    changes = (gaps[:-1] > 0) != (gaps[1:] > 0)
+    logs = counts.log10()[:, None].expand_as(gaps)  # [N, D]
+    changes = (gaps[:-1] > 0) != (gaps[1:] > 0)  # [N - 1, D]
     share = gaps[:-1] / (gaps[:-1] - gaps[1:])
-    at = places[:-1] + share * (places[1:] - places[:-1])
+    at = logs[:-1] + share * (logs[1:] - logs[:-1])
+    # argmax finds the first change, so the order is reversed
     last = len(changes) - 1 - changes.flip(0).int().argmax(0)
     return torch.where(changes.any(0), 10 ** at.gather(0, last[None])[0], torch.nan)
 
 
 def _estimate(drawn: Tensor) -> dict[str, float]:
-    """The figure, which is the first, and its interval over the draws."""
-    low, high = torch.quantile(drawn[1:] if len(drawn) > 1 else drawn, torch.tensor([TAIL, 1 - TAIL]).double()).tolist()
+    """Return the figure, which is the first, and its interval over the samples."""
+    samples = drawn[1:] if len(drawn) > 1 else drawn
+    low, high = torch.quantile(samples, torch.tensor([TAIL, 1 - TAIL]).double()).tolist()
     return {"value": float(drawn[0]), "low": low, "high": high}
 
 
 def _tokens(arm: Arm) -> float:
-    """The count that its budget names: heads of one count are compared with one another."""
+    """Return the count that an arm's budget names: heads of one count are compared with one another."""
     assert isinstance(arm.section.tokens, int)
     return float(arm.section.tokens)
 
 
-WITH_INTERVAL, CHANGE = "{value:.2f} ({low:.2f} to {high:.2f})", "{value:+.2f} ({low:+.2f} to {high:+.2f})"
-
-
 def curve_table(figures: Mapping[str, Any]) -> str:
-    """The tables of a comparison's curves."""
+    """Return the tables of a comparison's curves."""
     return "\n".join(curve_lines(figures["curves"])).strip()
 
 
 def curve_lines(columns: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Tables in Markdown: points by tokens, and what was fitted to them."""
+    """Yield tables in Markdown: points by tokens, and what was fitted to them."""
     for column in columns:
-        counts = sorted({point["tokens"] for one in column["curves"].values() for point in one["points"]})
+        curves = {}
+        for name, described in column["curves"].items():
+            curves[name] = {point["tokens"]: f"{point['value']:.2f}" for point in described["points"]}
+        # a row for each curve, and a column for each count that any of them has
+        counts = sorted(set[int]().union(*curves.values()))
         titles = [f"{column['column']}, tokens", *(f"{count:,}" for count in counts)]
         titles += ["the last, predicted", "ceiling", "a doubling more"]
         yield from ("", f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1))
-        for name, one in column["curves"].items():
-            points = {point["tokens"]: f"{point['value']:.2f}" for point in one["points"]}
-            cells = [name, *(points.get(count, NO_DATA) for count in counts), *_fitted_cells(one)]
+        for name, points in curves.items():
+            cells = [name, *(points.get(count, NO_DATA) for count in counts)]
+            cells += _fitted_cells(column["curves"][name])
             yield f"| {' | '.join(cells)} |"
         for crossing in column["crossings"]:
             if crossing["share"] >= SURE:
-                ahead, names = crossing["overtakes"], {crossing["first"], crossing["second"]}
-                at = "{value:,} tokens ({low:,} to {high:,})".format(**crossing)
-                yield from ("", f"{ahead} overtakes {(names - {ahead}).pop()} at {at}.")
+                ahead = crossing["overtakes"]
+                behind = crossing["first"] if ahead == crossing["second"] else crossing["second"]
+                yield from ("", f"{ahead} overtakes {behind} at {CROSSING.format(**crossing)}.")
 
 
-def _fitted_cells(one: dict[str, Any]) -> Iterator[str]:
-    predicted = "{value:.2f} from {from:,}: {error:+.2f}"
-    yield predicted.format(**one["predicted"]) if "predicted" in one else NO_DATA
-    yield WITH_INTERVAL.format(**one["fit"]["ceiling"]) if "fit" in one else NO_DATA
-    yield CHANGE.format(**one["a doubling more"]) if "fit" in one else NO_DATA
+def _fitted_cells(curve: dict[str, Any]) -> list[str]:
+    cells = [PREDICTED.format(**curve["predicted"]) if "predicted" in curve else NO_DATA]
+    # both need a fit
+    if "fit" not in curve:
+        return [*cells, NO_DATA, NO_DATA]
+    return [*cells, WITH_INTERVAL.format(**curve["fit"]["ceiling"]), CHANGE.format(**curve["a doubling more"])]
