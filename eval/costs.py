@@ -1,4 +1,4 @@
-"""Modelled seconds of recorded cycles, of one text or of texts that share them."""
+"""Model the seconds of recorded cycles, of one request or of requests that share them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _GrowsTrees(Drafter):
     """The drafter of stored rows, as far as modelled time needs it: a head that grows its trees."""
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """The rows of each level after the first."""
+        """Return the rows of each level after the first."""
         return level_rows(budget)
 
 
@@ -34,7 +34,7 @@ GROWS_TREES = _GrowsTrees()
 def model_seconds(
     costs: Costs, answers: Sequence[Answer], budgets: Sequence[Sequence[Budget]], drafter: Drafter = GROWS_TREES
 ) -> list[float]:
-    """Modelled seconds of each answer, by the budgets of its cycles; prefill is excluded.
+    """Return the modelled seconds of each answer without prefill, by the budgets of its cycles.
 
     A cycle that texts share is split evenly among them. Its forwards read all texts' rows padded to the most, behind
     contexts padded to the longest. Drafts whose forwards have no costs take the mean seconds of those recorded with as
@@ -42,50 +42,75 @@ def model_seconds(
     """
     shared: dict[Place, list[tuple[Cycle, Rows]]] = defaultdict(list)
     places: list[list[Place]] = []
-    for number, (answer, asked) in enumerate(zip(answers, budgets, strict=True)):
+    for i, (answer, asked) in enumerate(zip(answers, budgets, strict=True)):
         cycles = answer["cycles"]
-        rows = costs.rows_along(drafter, asked, [(cycle["accepted"], cycle["depth"]) for cycle in cycles])
-        session = answer.get("session", number)
-        places.append([(session, cycle.get("number", place)) for place, cycle in enumerate(cycles)])
-        for place, cycle, forwards in zip(places[-1], cycles, rows, strict=True):
-            shared[place].append((cycle, forwards))
-    drafts = draft_seconds([cycle for cycle, _ in texts] for texts in shared.values())
+        outcomes = [(cycle["accepted"], cycle["depth"]) for cycle in cycles]
+        # an answer that was decoded alone shares its cycles with none
+        session = answer.get("session", i)
+        of_answer: list[Place] = []
+        for cycle, rows in zip(cycles, costs.rows_along(drafter, asked, outcomes), strict=True):
+            place = (session, cycle.get("number", len(of_answer)))
+            of_answer.append(place)
+            shared[place].append((cycle, rows))
+        places.append(of_answer)
+    recorded = []
+    for texts in shared.values():
+        recorded.append([cycle for cycle, _ in texts])
+    drafts = draft_seconds(recorded)
     seconds = {place: _share_cycle(costs, texts, drafts) for place, texts in shared.items()}
-    return [sum(seconds[place] for place in of_answer) for of_answer in places]
+    totals = []
+    for of_answer in places:
+        totals.append(sum(seconds[place] for place in of_answer))
+    return totals
 
 
 def asked_budgets(cycles: Sequence[Cycle], budget: Budget | None, limit: int | None = None) -> list[Budget]:
-    """What each cycle asked for: with the answer's limit of tokens, no levels that its end had no room for."""
-    budgets, done = [], 1
+    """Return what each cycle asked for. With the answer's limit of tokens, its end leaves room for fewer levels."""
+    if budget is None:
+        return [NOT_DRAFTING] * len(cycles)
+    if limit is None:
+        return [budget] * len(cycles)
+    budgets = []
+    # the prefill commits the first token
+    done = 1
     for cycle in cycles:
-        left = budget if budget is None or limit is None else budget.within(limit - done - 1)
-        budgets.append(left or NOT_DRAFTING)
+        # the target's own token takes one position of what is left
+        budgets.append(budget.within(limit - done - 1))
         done += cycle["committed"]
     return budgets
 
 
 def draft_seconds(shared: Iterable[Sequence[Cycle]]) -> dict[Shape, float]:
-    """Mean seconds of recorded drafts by their shape, from the records of each cycle's texts."""
+    """Return the mean seconds of recorded drafts by their shape, from the records of each cycle's texts."""
     seconds_by_shape: dict[Shape, list[float]] = defaultdict(list)
     for cycles in shared:
-        if "draft" in (seconds := cycles[0].get("seconds") or {}):
+        # each text's record holds the whole cycle's seconds
+        seconds = cycles[0].get("seconds") or {}
+        if "draft" in seconds:
             seconds_by_shape[shape_of(cycles)].append(seconds["draft"])
     return {shape: mean_of_most(seconds) for shape, seconds in seconds_by_shape.items()}
 
 
 def shape_of(cycles: Sequence[Cycle]) -> Shape:
-    """The shape of a cycle by the records of its texts."""
-    nodes, depth = (max(cycle[name] for cycle in cycles) for name in ("nodes", "depth"))
+    """Return the shape of a cycle by the records of its texts."""
+    nodes = max(cycle["nodes"] for cycle in cycles)
+    depth = max(cycle["depth"] for cycle in cycles)
     return cycles[0].get("rows", 1), nodes, depth
 
 
 def _share_cycle(costs: Costs, texts: Sequence[tuple[Cycle, Rows]], drafts: Mapping[Shape, float]) -> float:
-    """Seconds that a cycle takes of each of its texts."""
-    shape, context = shape_of([cycle for cycle, _ in texts]), max(cycle["context"] for cycle, _ in texts)
-    count, nodes, _ = shape
+    """Return the seconds that a cycle takes of each of its texts."""
+    cycles = [cycle for cycle, _ in texts]
+    shape = shape_of(cycles)
+    num_texts, nodes, _ = shape
+    context = max(cycle["context"] for cycle in cycles)
+    drafting = 0.0
     asked = [rows for _, rows in texts if rows]
-    drafting = drafts.get(shape, 0.0) if any(rows is None for _, rows in texts) else 0.0
     if asked:
-        pending, levels = max(rows[0] for rows in asked), max(asked, key=len)[1:]
+        # a forward is as wide as its widest text, and there are as many as the deepest draft needs
+        pending = max(rows[0] for rows in asked)
+        levels = max(asked, key=len)[1:]
         drafting = costs.draft((pending, *levels), context, len(asked))
-    return (drafting + costs.read(nodes + 1, context, count)) / count
+    elif any(rows is None for _, rows in texts):
+        drafting = drafts.get(shape, 0.0)
+    return (drafting + costs.read(nodes + 1, context, num_texts)) / num_texts

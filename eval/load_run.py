@@ -46,38 +46,48 @@ class MeasuredDrafter:
 
     @property
     def plan(self) -> Budget | Policy:
-        """The budget, or the policy that chooses one each cycle."""
+        """Return the budget, or the policy that chooses one each cycle."""
         return self.policy or self.budget
 
     @property
     def is_sampled(self) -> bool:
-        """Whether drafts at T > 0 are sampled from q: output keeps the target's distribution, not each token."""
+        """Return whether drafts at T > 0 are sampled from q: output keeps the distribution, not each token."""
         return self.budget.draw == "sampled"
 
     def describe(self) -> dict[str, Any]:
-        """The settings that decide its drafts, for the header of results."""
+        """Return the settings that decide its drafts, for the header of results."""
         folders = [name for name in self.head.split(",") if method_without_files(name) is None]
-        weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders]) if folders else None
-        policy = {"policy": "goodput"} if self.policy else {}
-        options: dict[str, Any] = {"options": self.options} if self.options else {}
-        parts = self.drafter.drafters if isinstance(self.drafter, FirstOf) else [self.drafter]
-        codes = [code for part in parts if (code := describe_code(type(part))) is not None]
-        options |= {"code": codes} if codes else {}
-        return {"head": self.head, **options, "weights": weights, "budget": asdict(self.budget), **policy}
+        weights = None
+        if folders:
+            weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders])
+        described: dict[str, Any] = {"head": self.head}
+        if self.options:
+            described["options"] = self.options
+        codes = []
+        for part in self.drafter.drafters if isinstance(self.drafter, FirstOf) else [self.drafter]:
+            # a method from outside the package is known by its code
+            code = describe_code(type(part))
+            if code is not None:
+                codes.append(code)
+        if codes:
+            described["code"] = codes
+        described |= {"weights": weights, "budget": asdict(self.budget)}
+        if self.policy:
+            described["policy"] = "goodput"
+        return described
 
 
 def load_target(recipe: Recipe, **options: Any) -> Target:
-    """The recipe's target; on a CPU in fp32 unless the recipe names a precision, so that output can be compared.
-
-    `options` of `Target.load` go before the recipe's.
-    """
+    """Load the recipe's target; `options` of `Target.load` go before the recipe's."""
     if recipe.joint is not None:
         served = Path(recipe.train.out) / "head/recipe.yaml"
         raise ValueError(
             f"this recipe makes a new target of {recipe.target.path}: take {served}, which names the new one"
         )
-    DRAFTERS.find(recipe.drafter.kind)  # a file, it may be, that heads of it need
+    # a method may be a file of its own, which heads of it need
+    DRAFTERS.find(recipe.drafter.kind)
     section = recipe.target.model_dump() | options
+    # fp32 on a CPU, so that output can be compared
     if section["dtype"] == "auto" and best_device() == "cpu":
         section["dtype"] = "float32"
     target = Target.load(**section)
@@ -88,9 +98,9 @@ def load_target(recipe: Recipe, **options: Any) -> Target:
 def settle_threads(target: Target, header: dict[str, Any] | None = None) -> ThreadsOfLongWork | None:
     """Set the number of threads to that of an earlier run's header, else to the fastest for this target on a CPU.
 
-    Returns what times them again; None on another device.
+    Return what times them again, or None on another device.
     """
-    most = torch.get_num_threads()
+    max_threads = torch.get_num_threads()
     on_cpu = target.device.type == "cpu"
     tokens = torch.ones(1, 4, dtype=torch.long)
 
@@ -98,17 +108,19 @@ def settle_threads(target: Target, header: dict[str, Any] | None = None) -> Thre
     def forward() -> None:
         target.model(input_ids=tokens, use_cache=False)
 
-    earlier = re.search(r", (\d+) threads", str((header or {}).get("machine")))
+    machine = str((header or {}).get("machine"))
+    earlier = re.search(r", (\d+) threads", machine)
     if earlier:
+        # rows of one file are measured under the same conditions
         torch.set_num_threads(int(earlier[1]))
         print(f"threads: {earlier[1]}, with which these results were begun; --again chooses anew", file=sys.stderr)
     elif on_cpu:
         choose_threads(forward)
-    return ThreadsOfLongWork(forward, most=most) if on_cpu else None
+    return ThreadsOfLongWork(forward, most=max_threads) if on_cpu else None
 
 
 def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
-    """`none`, then the drafters that the recipe names, or ngram and its own head."""
+    """Load `none`, then the drafters that the recipe names, or ngram and its own head."""
     default = {"ngram": MeasuredSection(head="ngram")}
     default[DRAFTERS.registered_name(recipe.drafter.kind)] = MeasuredSection()
     sections = recipe.eval.drafters or default
@@ -118,6 +130,7 @@ def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
     measured = {"none": MeasuredDrafter(load_drafter("none", target), Budget(0, 0, 0), "none")}
     for name, section in sections.items():
         head = section.head or str(Path(recipe.train.out) / "head")
+        # budgets of one head share its weights
         key = json.dumps([head, section.options], sort_keys=True)
         if key not in loaded:
             loaded[key] = load_drafter(head, target, **section.options)
@@ -127,7 +140,7 @@ def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
 
 
 def load_named(recipe: Recipe, target: Target, name: str) -> Drafter:
-    """One of the drafters that the recipe measures, with its options."""
+    """Load one of the drafters that the recipe measures, with its options."""
     drafters = load_drafters(recipe, target)
     if name not in drafters:
         raise ValueError(f"--drafter is {name!r}, expected one of eval.drafters: {', '.join(drafters)}")
@@ -137,21 +150,25 @@ def load_named(recipe: Recipe, target: Target, name: str) -> Drafter:
 def add_policies(
     recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], asked: Sequence[Question]
 ) -> dict[str, MeasuredDrafter]:
-    """The drafters, and each that drafts once more as NAME+policy, with adaptive draft lengths within its budget."""
-    prompts = [encode_prompt(recipe, target, one.turns[:1], one.images) for one in asked[:POLICY_PROMPTS]]
-    given_prompts = [prompt for prompt in prompts if prompt is not None]
-    # texts at the end of a batch are fewer than it holds
-    sizes = sorted({*recipe.eval.batch_size, *(size for size in BATCH_SIZES if size < max(recipe.eval.batch_size))})
+    """Return the drafters, and each that drafts again as NAME+policy, with adaptive draft lengths."""
+    prompts = []
+    for question in asked[:POLICY_PROMPTS]:
+        prompt = encode_prompt(recipe, target, question.turns[:1], question.images)
+        if prompt is not None:
+            prompts.append(prompt)
+    # smaller sizes too: the end of a prompt set does not fill a batch
+    largest = max(recipe.eval.batch_size)
+    sizes = sorted({*recipe.eval.batch_size, *(size for size in BATCH_SIZES if size < largest)})
     added = dict(drafters)
     for name, measured in drafters.items():
         if not measured.budget.is_empty:
-            policy = Goodput.measure(target, measured.drafter, given_prompts, measured.budget, batch_sizes=sizes)
+            policy = Goodput.measure(target, measured.drafter, prompts, measured.budget, batch_sizes=sizes)
             added[f"{name}+policy"] = replace(measured, policy=policy)
     return added
 
 
 def _choose_budget(recipe: Recipe, section: BudgetSection | None, drafter: Drafter) -> Budget:
-    """The recipe's budget for this drafter or for all, else what the head was tuned to, else the recipe's defaults."""
+    """Return the recipe's budget for this drafter or for all, else the head's tuned one, else the recipe's defaults."""
     if section is not None:
         return budget_of(section)
     tuned = drafter.budget
@@ -161,7 +178,7 @@ def _choose_budget(recipe: Recipe, section: BudgetSection | None, drafter: Draft
 
 
 def budget_of(section: BudgetSection) -> Budget:
-    """The budget that a recipe writes."""
+    """Return the budget that a recipe writes."""
     values = section.model_dump(exclude_none=True)
     paths = values.pop("paths", None)
     return Budget(**values) if paths is None else replace(Budget.fixed(paths), **values)
@@ -170,20 +187,28 @@ def budget_of(section: BudgetSection) -> Budget:
 def describe_run(
     recipe: Recipe, target: Target, drafters: dict[str, MeasuredDrafter], processes: int = 1
 ) -> dict[str, Any]:
-    """The settings that decide the answers and their time; rows made by anything else do not go into the same file."""
-    together = f", {processes} processes" if processes > 1 else ""
-    most, trees = recipe.eval.max_tokens_in_cache, target.describe()
-    return {
+    """Return the settings that decide answers and their time. Rows made by others do not go into the same file."""
+    machine = f"{device_name(best_device())}, {torch.get_num_threads()} threads"
+    if processes > 1:
+        machine += f", {processes} processes"
+    settings = {
         "target": recipe.target.path,
         "weights": target_identity(recipe.target),
         "dtype": str(target.model.dtype).removeprefix("torch."),
         "template": {"file": recipe.data.template, **recipe.data.template_kwargs},
         "drafters": {name: measured.describe() for name, measured in drafters.items()},
-        **({} if trees == "mask" else {"trees": trees}),
-        "sets": question_sets(recipe),
-        "new_tokens": recipe.eval.max_new_tokens,
-        **({} if most is None else {"max_tokens_in_cache": most}),
-        "machine": f"{device_name(best_device())}, {torch.get_num_threads()} threads{together}",
+    }
+    # keys that early releases did not write are there only where they differ from what those did
+    trees = target.describe()
+    if trees != "mask":
+        settings["trees"] = trees
+    settings["sets"] = question_sets(recipe)
+    settings["new_tokens"] = recipe.eval.max_new_tokens
+    if recipe.eval.max_tokens_in_cache is not None:
+        settings["max_tokens_in_cache"] = recipe.eval.max_tokens_in_cache
+    return {
+        **settings,
+        "machine": machine,
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "commit": commit(),
@@ -191,7 +216,7 @@ def describe_run(
 
 
 def describe_start(recipe: Recipe, path: str) -> dict[str, Any]:
-    """Amount and date of a run; a resumed run may be asked for more."""
+    """Return amount and date of a run. A resumed run may be asked for more."""
     return {
         "recipe": path,
         "count": recipe.eval.count,

@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -64,7 +65,7 @@ class Divergence:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the tokens are so close that rounding, which moves both, can decide between them."""
+        """Return whether the tokens are so close that rounding, which moves both, can decide between them."""
         return self.gap is not None and self.gap <= 2 * self.rounding
 
     def __str__(self) -> str:
@@ -76,14 +77,15 @@ class Divergence:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The fields with the key spelt out."""
+        """Return the fields, with the parts of the key under their names."""
         row = asdict(self)
-        return {**dict(zip(KEY_NAMES, row.pop("key"), strict=True)), **row, "is_rounding": self.is_rounding}
+        key = dict(zip(KEY_NAMES, row.pop("key"), strict=True))
+        return {**key, **row, "is_rounding": self.is_rounding}
 
 
 @dataclass
 class Verdict:
-    """The comparison of one drafter at one temperature, with so many texts at a time."""
+    """The comparison of one drafter at one temperature and batch size."""
 
     drafter: str
     temperature: float
@@ -99,34 +101,46 @@ class Verdict:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether all answers are plain decoding's, if they must be, and the model's own up to rounding."""
+        """Return whether all answers are plain decoding's, if they must be, and the model's own up to rounding."""
         if self.variance is None and self.to_plain < self.answers:
             return False
         return all(divergence.is_rounding or divergence.is_models_own for divergence in self.divergences)
 
     @property
     def identical(self) -> int:
-        """Number of answers that are the model's own token by token."""
+        """Return the number of answers that are the model's own token by token."""
         return self.answers - len(self.divergences)
 
     def __str__(self) -> str:
         together = f", {self.batch_size} at a time" if self.batch_size > 1 else ""
-        text = f"{self.drafter} at T = {self.temperature:g}{together}: identical to plain decoding here in "
-        text += f"{self.to_plain} of {self.answers}, to the untouched model in {self.dtype} in {self.identical}"
-        text += "" if self.to_float32 is None else f", to the model in float32 in {self.to_float32}"
-        ties = [divergence.ulps for divergence in self.divergences]
-        widths = [ulps for ulps in ties if ulps is not None]
+        text = (
+            f"{self.drafter} at T = {self.temperature:g}{together}: identical to plain decoding here in "
+            f"{self.to_plain} of {self.answers}, to the untouched model in {self.dtype} in {self.identical}"
+        )
+        if self.to_float32 is not None:
+            text += f", to the model in float32 in {self.to_float32}"
+        widths = [divergence.ulps for divergence in self.divergences if divergence.ulps is not None]
         if widths:
             text += f"; the others part at near-ties of at most {max(widths):.2g} units in the last place"
-        text += f" ({self.left_out} more leave no room for an answer)" if self.left_out else ""
-        text += f"\n  {self.variance}" if self.variance and self.to_plain < self.answers else ""
-        for worst in sorted(self.divergences, key=lambda each: (each.is_rounding, each.is_models_own))[:1]:
-            kind = "the model differs from itself" if worst.is_models_own else "BEYOND ROUNDING"
-            text += f"\n  {'rounding' if worst.is_rounding else kind}: {worst}"
+        if self.left_out:
+            text += f" ({self.left_out} more leave no room for an answer)"
+        if self.variance and self.to_plain < self.answers:
+            text += f"\n  {self.variance}"
+        if self.divergences:
+            text += f"\n  {self._describe_worst()}"
         return text
 
+    def _describe_worst(self) -> str:
+        # the least explained first: beyond rounding, then the model's own, then rounding
+        worst = min(self.divergences, key=lambda divergence: (divergence.is_rounding, divergence.is_models_own))
+        if worst.is_rounding:
+            return f"rounding: {worst}"
+        if worst.is_models_own:
+            return f"the model differs from itself: {worst}"
+        return f"BEYOND ROUNDING: {worst}"
+
     def to_json(self) -> dict[str, Any]:
-        """The verdict as the certificate holds it."""
+        """Return the verdict as the certificate holds it."""
         return {
             "drafter": self.drafter,
             "temperature": self.temperature,
@@ -149,99 +163,131 @@ def decode_untouched(
 ) -> ModelAnswer:
     """Decode with the model alone; only the rule of choice is this project's.
 
-    It goes by "steps" of one token over its own cache, as in `generate`. Or it reads whole texts: always with images.
+    It takes "steps" of one token over its own cache, as in `generate`, or reads "whole texts", always with images.
     """
-    name, tokens, cache = cache_name_of(model), list[int](), None
-    truth = "whole texts" if media_of(prompt) else truth
+    name = cache_name_of(model)
+    tokens: list[int] = []
+    cache = None
+    if media_of(prompt):
+        truth = "whole texts"
     last_logits: deque[Tensor] = deque(maxlen=REMEMBERED)
     while len(tokens) < count and not (tokens and tokens[-1] in stop):
         if truth == "steps":
             inputs = torch.tensor([tokens[-1:] if tokens else prompt], device=model.device)
             output = model(input_ids=inputs, use_cache=True, **{name: cache})
             cache = getattr(output, name)
-            last_logits.append(output.logits[0, -1].clone())
+            # a view would keep the logits of the whole prompt
+            logits = output.logits[0, -1].clone()
         else:
-            last_logits.append(_logits(model, prompt, tokens)[-1].clone())
-        tokens.append(_choose_token(choose, last_logits[-1], prompt + tokens))
+            logits = _logits(model, prompt, tokens)[-1].clone()
+        last_logits.append(logits)
+        tokens.append(_choose_token(choose, logits, prompt + tokens))
     return ModelAnswer(prompt, tokens, list(last_logits), choose)
 
 
 def _choose_token(choose: Choose, logits: Tensor, prefix: list[int]) -> int:
-    """The token after a prefix, by the rule that drafted output follows."""
+    """Return the token after a prefix, by the rule that drafted output follows."""
     if choose.noise is not None:
         choose.noise.forget(len(prefix))
-    return choose(TargetOutput(DraftTree.chain(prefix[-1:]), logits[None], None, len(prefix) - 1, prefix[:-1]), [0])[0]
+    # a tree of the last token alone
+    tree = DraftTree.chain(prefix[-1:])
+    output = TargetOutput(tree, logits[None], None, len(prefix) - 1, text=prefix[:-1])
+    return choose(output, [0])[0]
 
 
 def find_divergence(
     model: Any, tokenizer: Any, key: Key, answer: ModelAnswer, drafted: list[int], *, steps_differ: bool = False
 ) -> Divergence | None:
-    """The first difference of drafted tokens from the model's answer, or None.
+    """Return the first difference of drafted tokens from the model's answer, or None.
 
     A model whose `steps_differ` from its forwards over whole texts is compared with its steps alone.
     """
     if drafted == answer.tokens:
         return None
-    at = first_difference(drafted, answer.tokens)
-    token = drafted[at] if at < len(drafted) else None
-    expected = answer.tokens[at] if at < len(answer.tokens) else None
-    gap = ulps = None
+    position = first_difference(drafted, answer.tokens)
+    # either may be the beginning of the other
+    token = drafted[position] if position < len(drafted) else None
+    expected = answer.tokens[position] if position < len(answer.tokens) else None
+    gap = None
+    ulps = None
     if token is not None and expected is not None:
-        if steps_differ:
-            own = decode_untouched(model, Choose(answer.choose.sampling), answer.prompt, [], at + 1)
-            logits = own.last_logits[-1].float()
-        else:
-            logits = _logits(model, answer.prompt, answer.tokens[:at])[-1].float()
-        scores = add_noise(logits, answer.choose, len(answer.prompt) + at)
+        logits = _logits_at(model, answer, position, steps=steps_differ)
+        scores = add_noise(logits, answer.choose, len(answer.prompt) + position)
         gap = float(scores[expected] - scores[token])
         ulps = in_last_places(scores, logits, (expected, token), model.dtype)
-    texts = ["" if each is None else tokenizer.decode([each]) for each in (token, expected)]
-    rounding = least_rounding(answer) if steps_differ else measure_rounding(model, answer)
-    return Divergence(key, at, token, expected, (texts[0], texts[1]), gap, rounding, ulps=ulps)
+    return Divergence(
+        key=key,
+        position=position,
+        drafted=token,
+        own=expected,
+        texts=(_decode_token(tokenizer, token), _decode_token(tokenizer, expected)),
+        gap=gap,
+        rounding=least_rounding(answer) if steps_differ else measure_rounding(model, answer),
+        ulps=ulps,
+    )
+
+
+def _logits_at(model: Any, answer: ModelAnswer, position: int, *, steps: bool) -> Tensor:
+    """Return the model's logits [V] at a position of its answer, by steps or by one forward."""
+    if not steps:
+        return _logits(model, answer.prompt, answer.tokens[:position])[-1].float()
+    again = decode_untouched(model, Choose(answer.choose.sampling), answer.prompt, [], count=position + 1)
+    return again.last_logits[-1].float()
+
+
+def _decode_token(tokenizer: Any, token: int | None) -> str:
+    if token is None:
+        return ""
+    text: str = tokenizer.decode([token])
+    return text
 
 
 def _compare_steps(
     target: Target, model: Any, divergence: Divergence, answer: ModelAnswer, drafted: list[int]
 ) -> Divergence:
-    """The divergence, marked as the model's own if its steps by one token lead to the drafted tokens too."""
+    """Return the divergence, marked as the model's own if its steps by one token give the drafted tokens too."""
     choose = Choose(answer.choose.sampling)
-    stepped = decode_untouched(model, choose, answer.prompt, target.stop_tokens, len(drafted)).tokens
-    return replace(divergence, is_models_own=stepped == drafted)
+    stepped = decode_untouched(model, choose, answer.prompt, target.stop_tokens, count=len(drafted))
+    return replace(divergence, is_models_own=stepped.tokens == drafted)
 
 
 def measure_rounding(model: Any, answer: ModelAnswer) -> float:
-    """The largest difference between the logits of the model's last steps and those of one forward over all."""
+    """Return the largest difference between the logits of the model's last steps and of one forward over all."""
     rows = torch.stack(answer.last_logits)
     whole = _logits(model, answer.prompt, answer.tokens[:-1])[-len(rows) :]
     return max(least_rounding(answer), float((whole - rows).abs().max()))
 
 
 def least_rounding(answer: ModelAnswer) -> float:
-    """The rounding of logits as large as these that must be expected in any case."""
+    """Return the rounding that must be expected of logits as large as these."""
     rows = torch.stack(answer.last_logits)
+    # 8 units in the last place of the largest
     return 8 * torch.finfo(rows.dtype).eps * float(rows.abs().max())
 
 
 @torch.inference_mode()
 def _logits(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
-    """[T, V] of one forward over a prompt, with its images, and the beginning of an answer, without a cache."""
+    """Return the logits [T, V] of one forward without a cache, over a prompt and the beginning of an answer."""
     return model(**inputs_of(model, prompt, answer), use_cache=False).logits[0]
 
 
 def answer_turns(
     recipe: Recipe, target: Target, model: Any, case: Case, truth: Truth
 ) -> Iterator[tuple[int, ModelAnswer | None]]:
-    """The model's own answers to a question's turns, each after those before; None where it has no room for one."""
+    """Yield the model's own answer to each turn of a question, or None where it has no room for one."""
     turns: list[str] = []
     for turn, text in enumerate(case.question.turns):
-        prompt = encode_prompt(recipe, target, [*turns, text], case.question.images)
+        turns.append(text)
+        prompt = encode_prompt(recipe, target, turns, case.question.images)
         if prompt is None:
             yield turn, None
-            return  # later turns are longer still
+            # later turns are longer still
+            return
         choose = Choose(case.sampling(turn))
-        answer = decode_untouched(model, choose, prompt, target.stop_tokens, recipe.eval.max_new_tokens, truth)
+        limit = recipe.eval.max_new_tokens
+        answer = decode_untouched(model, choose, prompt, target.stop_tokens, count=limit, truth=truth)
         yield turn, answer
-        turns += [text, target.tokenizer.decode(answer.tokens, skip_special_tokens=True)]
+        turns.append(target.tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
 def certify(
@@ -253,82 +299,141 @@ def certify(
     truth: Truth = "steps",
     in_float32: Any = None,
 ) -> list[Verdict]:
-    """Compare every drafter at every temperature with the model's own single answers to all questions of the recipe.
+    """Compare every drafter at every temperature with the model's own single answers to the recipe's questions.
 
     They are compared with plain decoding by this library, too, and with the model `in_float32` where it is given.
     """
-    temperatures = sorted({*TEMPERATURES, *recipe.eval.temperatures})
-    dtype = str(model.dtype).removeprefix("torch.")
-    about: dict[str, Any] = {"dtype": dtype, "variance": target.variance()}
-    about["to_float32"] = None if in_float32 is None else 0
-    plain = MeasuredDrafter(load_drafter("none", target), Budget(), "none")
-    # sampled drafts keep the distribution of the output, not its tokens
-    verdicts = {
-        temperature: [
-            Verdict(name, temperature, batch_size, **about)
-            for batch_size in batch_sizes
-            for name, measured in drafters.items()
-            if temperature == 0 or not measured.is_sampled
-        ]
-        for temperature in temperatures
-    }
-    for temperature, part in verdicts.items():
-        every = cases(recipe, questions(recipe), [temperature])
-        size = QUESTIONS_AT_A_TIME * max(batch_sizes)
-        groups = [every[start : start + size] for start in range(0, len(every), size)]
-        for group in progress(groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len):
-            turns = [(case, *turn) for case in group for turn in answer_turns(recipe, target, model, case, truth)]
-            answered = [(case.key(turn), answer) for case, turn, answer in turns if answer is not None]
-            if in_float32 is not None:
-                answered = [(key, _in_float32(recipe, target, in_float32, answer, truth)) for key, answer in answered]
-            by_plain = list(_decode(recipe, target, plain, answered, 1))
-            for verdict in part:
-                verdict.left_out += len(turns) - len(answered)
-                verdict.answers += len(answered)
-                drafted = _decode(recipe, target, drafters[verdict.drafter], answered, verdict.batch_size)
-                for (key, answer), own, tokens in zip(answered, by_plain, drafted, strict=True):
-                    verdict.to_plain += tokens == own
-                    if verdict.to_float32 is not None:
-                        verdict.to_float32 += tokens == answer.in_float32
-                    differ = target.reader.follows_steps
-                    divergence = find_divergence(model, target.tokenizer, key, answer, tokens, steps_differ=differ)
-                    if divergence is not None and differ and truth != "steps":
-                        divergence = _compare_steps(target, model, divergence, answer, tokens)
-                    verdict.divergences += [divergence] if divergence else []
-    return [verdict for part in verdicts.values() for verdict in part]
+    return _Certifier(recipe, target, model, drafters, truth=truth, in_float32=in_float32).certify(batch_sizes)
 
 
-def _in_float32(recipe: Recipe, target: Target, model: Any, answer: ModelAnswer, truth: Truth) -> ModelAnswer:
-    """The answer, with the tokens that the model writes in fp32."""
-    choose = Choose(answer.choose.sampling)
-    count = recipe.eval.max_new_tokens
-    return replace(
-        answer, in_float32=decode_untouched(model, choose, answer.prompt, target.stop_tokens, count, truth).tokens
-    )
+class _Certifier:
+    """The models and drafters that are compared."""
 
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        model: Any,
+        drafters: dict[str, MeasuredDrafter],
+        *,
+        truth: Truth,
+        in_float32: Any,
+    ) -> None:
+        self.recipe = recipe
+        self.target = target
+        self.model = model
+        self.drafters = drafters
+        self.truth = truth
+        self.in_float32 = in_float32
+        self.plain = MeasuredDrafter(load_drafter("none", target), Budget(), "none")
+        self.variance = target.variance()
 
-def _decode(
-    recipe: Recipe,
-    target: Target,
-    measured: MeasuredDrafter,
-    answers: Sequence[tuple[Key, ModelAnswer]],
-    batch_size: int,
-) -> Iterator[list[int]]:
-    """The drafted tokens for each of the model's answers, so many texts at a time; each prompt is read anew."""
-    section = recipe.eval
-    options: dict[str, Any] = {"budget": measured.plan, "max_new_tokens": section.max_new_tokens}
-    if batch_size == 1:
-        for _, answer in answers:
-            target.forget()
-            sampling = answer.choose.sampling
-            yield generate(target, measured.drafter, answer.prompt, sampling=sampling, **options).tokens
-    elif answers:
-        target.forget()
-        options |= {"batch_size": batch_size, "max_tokens_in_cache": section.max_tokens_in_cache}
-        samplings = [answer.choose.sampling for _, answer in answers]
-        prompts = [answer.prompt for _, answer in answers]
-        for trace in generate(target, measured.drafter, prompts, sampling=samplings, **options):
-            yield trace.checked().tokens
+    def certify(self, batch_sizes: Sequence[int]) -> list[Verdict]:
+        """Return a verdict for each temperature, batch size and drafter."""
+        verdicts = []
+        for temperature in sorted({*TEMPERATURES, *self.recipe.eval.temperatures}):
+            at_temperature = self._open_verdicts(temperature, batch_sizes)
+            every = cases(self.recipe, questions(self.recipe), [temperature])
+            # a few at a time: the model's answers hold logits
+            size = QUESTIONS_AT_A_TIME * max(batch_sizes)
+            groups = [every[start : start + size] for start in range(0, len(every), size)]
+            for group in progress(groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len):
+                self._compare_group(group, at_temperature)
+            verdicts += at_temperature
+        return verdicts
+
+    def _open_verdicts(self, temperature: float, batch_sizes: Sequence[int]) -> list[Verdict]:
+        """Return the verdicts of one temperature, without answers."""
+        verdicts = []
+        for batch_size, (name, measured) in product(batch_sizes, self.drafters.items()):
+            # sampled drafts keep the distribution of the output, not its tokens
+            if temperature > 0 and measured.is_sampled:
+                continue
+            verdict = Verdict(
+                name,
+                temperature,
+                batch_size,
+                dtype=str(self.model.dtype).removeprefix("torch."),
+                variance=self.variance,
+                to_float32=None if self.in_float32 is None else 0,
+            )
+            verdicts.append(verdict)
+        return verdicts
+
+    def _compare_group(self, group: Sequence[Case], verdicts: Sequence[Verdict]) -> None:
+        """Answer some questions in every way, and add the comparison to the verdicts."""
+        left_out = 0
+        # all turns of the group are answered before the drafters decode them in batches
+        answered = []
+        for case in group:
+            for turn, answer in answer_turns(self.recipe, self.target, self.model, case, truth=self.truth):
+                if answer is None:
+                    left_out += 1
+                else:
+                    answered.append((case.key(turn), self._add_float32(answer)))
+        answers = [answer for _, answer in answered]
+        by_plain = list(self._decode(self.plain, answers, 1))
+        for verdict in verdicts:
+            verdict.left_out += left_out
+            verdict.answers += len(answered)
+            drafted = self._decode(self.drafters[verdict.drafter], answers, verdict.batch_size)
+            for (key, answer), plain, tokens in zip(answered, by_plain, drafted, strict=True):
+                verdict.to_plain += tokens == plain
+                if verdict.to_float32 is not None:
+                    verdict.to_float32 += tokens == answer.in_float32
+                divergence = self._find_divergence(key, answer, tokens)
+                if divergence is not None:
+                    verdict.divergences.append(divergence)
+
+    def _find_divergence(self, key: Key, answer: ModelAnswer, tokens: list[int]) -> Divergence | None:
+        steps_differ = self.target.reader.follows_steps
+        divergence = find_divergence(
+            self.model, self.target.tokenizer, key, answer, drafted=tokens, steps_differ=steps_differ
+        )
+        # the target follows the model's steps, and the answer is that of its other way
+        if divergence is not None and steps_differ and self.truth != "steps":
+            return _compare_steps(self.target, self.model, divergence, answer, drafted=tokens)
+        return divergence
+
+    def _add_float32(self, answer: ModelAnswer) -> ModelAnswer:
+        """Return the answer, with the tokens that the model writes in fp32 where that is given."""
+        if self.in_float32 is None:
+            return answer
+        wide = decode_untouched(
+            self.in_float32,
+            Choose(answer.choose.sampling),
+            answer.prompt,
+            self.target.stop_tokens,
+            count=self.recipe.eval.max_new_tokens,
+            truth=self.truth,
+        )
+        return replace(answer, in_float32=wide.tokens)
+
+    def _decode(
+        self, measured: MeasuredDrafter, answers: Sequence[ModelAnswer], batch_size: int
+    ) -> Iterator[list[int]]:
+        """Yield the drafted tokens for each of the model's answers."""
+        section = self.recipe.eval
+        options: dict[str, Any] = {"budget": measured.plan, "max_new_tokens": section.max_new_tokens}
+        if batch_size == 1:
+            for answer in answers:
+                # each prompt is read again
+                self.target.forget()
+                sampling = answer.choose.sampling
+                yield generate(self.target, measured.drafter, answer.prompt, sampling=sampling, **options).tokens
+        elif answers:
+            self.target.forget()
+            traces = generate(
+                self.target,
+                measured.drafter,
+                [answer.prompt for answer in answers],
+                sampling=[answer.choose.sampling for answer in answers],
+                batch_size=batch_size,
+                max_tokens_in_cache=section.max_tokens_in_cache,
+                **options,
+            )
+            for trace in traces:
+                yield trace.checked().tokens
 
 
 def main(argv: list[str]) -> None:
@@ -348,9 +453,13 @@ def main(argv: list[str]) -> None:
         help="compare with the model in float32 too, which needs memory for a third set of weights",
     )
     args = parser.parse_intermixed_args(argv)
-    size = [] if args.batch_size is None else [f"eval.batch_size={args.batch_size}"]
-    recipe = Recipe.load(args.recipe, [*args.overrides, *size])
-    target, model = load_target(recipe), load_target(recipe, packed=False).model  # the second one reads no tree, ever
+    overrides = list(args.overrides)
+    if args.batch_size is not None:
+        overrides.append(f"eval.batch_size={args.batch_size}")
+    recipe = Recipe.load(args.recipe, overrides)
+    target = load_target(recipe)
+    # a second copy, which reads no tree, ever
+    model = load_target(recipe, packed=False).model
     drafters = load_drafters(recipe, target)
     if recipe.eval.goodput_policy:
         drafters = add_policies(recipe, target, drafters, questions(recipe))
@@ -358,14 +467,21 @@ def main(argv: list[str]) -> None:
     if args.with_float32:
         wide = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "float32"})})
         in_float32 = load_target(wide, packed=False).model
-    verdicts = certify(recipe, target, model, drafters, sorted(set(recipe.eval.batch_size)), args.truth, in_float32)
+    batch_sizes = sorted(set(recipe.eval.batch_size))
+    verdicts = certify(
+        recipe, target, model, drafters, batch_sizes=batch_sizes, truth=args.truth, in_float32=in_float32
+    )
     print(*verdicts, sep="\n")
     print(f"Trees are read by {target.describe()}; the untouched model answered by {args.truth}")
-    for name in (name for name, measured in drafters.items() if measured.is_sampled):
-        print(f"{name} above T = 0: drafts are sampled, so the output keeps the model's distribution, not each token")
+    for name, measured in drafters.items():
+        if measured.is_sampled:
+            print(
+                f"{name} above T = 0: drafts are sampled, so the output keeps the model's distribution, not each token"
+            )
     header = {**describe_start(recipe, args.recipe), **describe_run(recipe, target, drafters), "truth": args.truth}
+    certificate = {"run": header, "verdicts": [verdict.to_json() for verdict in verdicts]}
     path = Path(recipe.train.out) / "lossless.json"
-    write_text(path, json.dumps({"run": header, "verdicts": [each.to_json() for each in verdicts]}, indent=2) + "\n")
+    write_text(path, json.dumps(certificate, indent=2) + "\n")
     if not all(verdict.is_lossless for verdict in verdicts):
         sys.exit(f"the output of a drafter is not the model's own: see {path}")
 

@@ -1,4 +1,4 @@
-"""Several processes that share the prompts of one command, each with a target of its own."""
+"""Share the prompts of one command among several processes, each with a target of its own."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes for all."""
+        """Return whether this is the process that writes for all."""
         return self.rank == 0
 
     def share(self, make: Callable[[], Made]) -> Made:
-        """A value that the first process makes, for all processes; they wait for it here."""
+        """Return a value that the first process makes, for all processes; they wait for it here."""
         if self.count == 1:
             return make()
         box = [make() if self.is_first else None]
@@ -40,7 +40,7 @@ class Processes:
         return box[0]  # type: ignore[return-value]
 
     def part(self, items: Sequence[Made]) -> list[Made]:
-        """The items that this process handles."""
+        """Return the items that this process handles."""
         return list(items[self.rank :: self.count])
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Prompts that a drafter is measured on: sets of questions, some of several turns."""
+"""Read the prompts that a drafter is measured on: sets of questions, some of several turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, cycle, islice, product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,18 +45,19 @@ class Case(NamedTuple):
     question: Question
 
     def key(self, turn: int) -> Key:
-        """The key of the answer to a turn."""
+        """Return the key of the answer to a turn."""
         return self.question.set, self.question.id, turn, self.temperature, self.seed
 
     def sampling(self, turn: int) -> Sampling:
-        """Temperature and noise of a turn; the noise of a question does not depend on the other questions."""
+        """Return temperature and noise of a turn."""
+        # by name, so that the noise of a question does not depend on the other questions
         name = f"{self.question.set}\n{self.question.id}\n{turn}"
         request = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
         return Sampling(self.temperature, seed=self.seed, request=request)
 
 
 def question_sets(recipe: Recipe) -> dict[str, str]:
-    """The recipe's prompt sources by the names of their sets."""
+    """Return the recipe's prompt sources by the names of their sets."""
     prompts = recipe.eval.prompts or recipe.data.heldout
     if prompts is None:
         raise ValueError(
@@ -66,51 +67,63 @@ def question_sets(recipe: Recipe) -> dict[str, str]:
     if isinstance(prompts, dict):
         return prompts
     path = Path(prompts)
-    return {path.parent.name if path.stem == "question" and path.parent.name else path.stem: prompts}
+    name = path.stem
+    # Spec-Bench and MT-bench name the folder, and every file "question"
+    if name == "question" and path.parent.name:
+        name = path.parent.name
+    return {name: prompts}
 
 
 def questions(recipe: Recipe) -> list[Question]:
-    """At most `eval.count` questions of each of the recipe's sets."""
-    sets = question_sets(recipe).items()
+    """Read at most `eval.count` questions of each of the recipe's sets."""
     seeing = recipe.data.images is not None
-    return [
-        question
-        for name, source in sets
-        for question in _read_questions(name, source, recipe.eval.split, recipe.eval.count, seeing)
-    ]
+    asked = []
+    for name, source in question_sets(recipe).items():
+        asked += _read_questions(name, source, recipe.eval.split, recipe.eval.count, seeing=seeing)
+    return asked
 
 
 def cases(recipe: Recipe, asked: list[Question], temperatures: Iterable[float]) -> list[Case]:
-    """Every question at every temperature with every seed; at temperature 0 with one seed alone."""
-    seeds = recipe.eval.seeds
-    kinds = [(temperature, seed) for temperature in temperatures for seed in (seeds if temperature > 0 else seeds[:1])]
-    return [Case(temperature, seed, question) for temperature, seed in kinds for question in asked]
+    """Return every question at every temperature with every seed."""
+    every = []
+    for temperature in temperatures:
+        # at temperature 0 the seed changes nothing
+        seeds = recipe.eval.seeds if temperature > 0 else recipe.eval.seeds[:1]
+        for seed, question in product(seeds, asked):
+            every.append(Case(temperature, seed, question))
+    return every
 
 
 def chat_prompt(recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source]) -> list[int]:
-    """Token ids of alternating user and assistant turns; the first images stand where the turns have marks."""
-    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(turns)]
-    shown = with_images(messages, (as_text(image, recipe.data.images) for image in images))
-    return target.chat(shown, **recipe.data.template_kwargs)
+    """Return the token ids of alternating user and assistant turns; images stand where the turns have marks."""
+    messages = [
+        {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)
+    ]
+    with_marks = with_images(messages, (as_text(image, recipe.data.images) for image in images))
+    return target.chat(with_marks, **recipe.data.template_kwargs)
 
 
 def encode_prompt(
     recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source] = ()
 ) -> list[int] | None:
-    """The prompt of these turns and images; None where an answer would exceed the model's positions."""
-    prompt, most = chat_prompt(recipe, target, turns, images), target.max_positions
-    return None if most is not None and len(prompt) + recipe.eval.max_new_tokens > most else prompt
+    """Return the prompt of these turns and images, or None where an answer would exceed the model's positions."""
+    prompt = chat_prompt(recipe, target, turns, images)
+    end = len(prompt) + recipe.eval.max_new_tokens
+    if target.max_positions is not None and end > target.max_positions:
+        return None
+    return prompt
 
 
-def _read_questions(name: str, source: str, split: str, count: int, seeing: bool) -> list[Question]:
-    """The first `count` questions; where questions have tasks, the tasks take turns."""
+def _read_questions(name: str, source: str, split: str, count: int, *, seeing: bool) -> list[Question]:
+    """Read the first `count` questions; where questions have tasks, the tasks take turns."""
     dropped: Counter[str] = Counter()
-    stream = _parse_questions(name, source, split, dropped, seeing)
-    first = next(stream, None)
-    if first is not None and first.task is not None:
-        chosen = _alternate_tasks(chain([first], stream))[:count]
-    else:
-        chosen = [] if first is None else [first, *islice(stream, count - 1)]
+    stream = _parse_questions(name, source, split, dropped, seeing=seeing)
+    chosen = list(islice(stream, 1))
+    if chosen and chosen[0].task is not None:
+        # the whole source is read, since tasks may follow one another
+        chosen = _alternate_tasks(chain(chosen, stream))[:count]
+    elif chosen:
+        chosen += islice(stream, count - 1)
     if dropped:
         reasons = ", ".join(f"{reason} ({times})" for reason, times in dropped.most_common())
         print(f"{name}: {dropped.total()} records of {source} are no questions: {reasons}")
@@ -119,52 +132,75 @@ def _read_questions(name: str, source: str, split: str, count: int, seeing: bool
     return _number_duplicates(chosen)
 
 
-def _parse_questions(name: str, source: str, split: str, dropped: Counter[str], seeing: bool) -> Iterator[Question]:
+def _parse_questions(name: str, source: str, split: str, dropped: Counter[str], *, seeing: bool) -> Iterator[Question]:
+    """Yield the questions of a source, and count the records that are none."""
     for file, records in read_records(source, split, None):
-        for number, record in records:
+        for record_number, record in records:
             try:
-                yield _parse_question(name, record, f"{Path(file).name}:{number}", seeing)
+                yield _parse_question(name, record, f"{Path(file).name}:{record_number}", seeing)
             except Dropped as reason:
                 dropped[str(reason)] += 1
 
 
 def _parse_question(name: str, record: Any, place: str, seeing: bool) -> Question:
-    """All user turns of a record without answers, the first one of a conversation with answers."""
+    """Return all user turns of a record without answers, or the first one of a conversation with answers."""
     if isinstance(record, Dropped):
         raise record
     conversation, _ = conversation_of(record, place, answered=False, images=seeing)
-    turns = [turn["content"] for turn in conversation.messages if turn["role"] == "user"]
-    task, record_id = _first_value(record, TASKS), _first_value(record, NAMES)
-    task = task if isinstance(task, str) else None
-    if any(says_something(turn) for turn in conversation.messages if turn["role"] == "assistant"):
-        return Question(name, conversation.id, task, (turns[0],), conversation.images)
-    record_name = conversation.id if record_id is None else str(record_id)
-    return Question(name, record_name, task, tuple(turns), conversation.images)
+    turns = []
+    is_answered = False
+    for message in conversation.messages:
+        if message["role"] == "user":
+            turns.append(message["content"])
+        elif message["role"] == "assistant" and says_something(message):
+            is_answered = True
+    task = _first_value(record, TASKS)
+    record_id = _first_value(record, NAMES)
+    question = Question(
+        set=name,
+        id=conversation.id,
+        task=task if isinstance(task, str) else None,
+        turns=tuple(turns),
+        images=conversation.images,
+    )
+    if is_answered:
+        # the drafted conversation would leave the stored one after the first answer
+        return replace(question, turns=(turns[0],))
+    if record_id is not None:
+        return replace(question, id=str(record_id))
+    return question
 
 
 def _first_value(record: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    """The first value under these keys that is not empty."""
+    """Return the first value under these keys that is not empty."""
     return next((record[key] for key in keys if record.get(key) not in (None, "", [])), None)
 
 
 def _alternate_tasks(stream: Iterator[Question]) -> list[Question]:
-    """The first question of every task, then the second of every task, and so on."""
+    """Return the first question of every task, then the second of every task, and so on."""
     tasks: dict[str | None, list[Question]] = {}
     for question in stream:
         tasks.setdefault(question.task, []).append(question)
-    if tasks.keys() > MT_BENCH:  # Spec-Bench, where MT-bench is one task among six
-        names = [name for name in tasks if name in MT_BENCH]
-        whole = [replace(question, task="mt_bench") for name in names for question in tasks.pop(name)]
-        tasks = {"mt_bench": whole, **tasks}
-    return [question for rank in zip_longest(*tasks.values()) for question in rank if question is not None]
+    # Spec-Bench, where MT-bench is one task among six
+    if tasks.keys() > MT_BENCH:
+        mt_bench = []
+        for name in [name for name in tasks if name in MT_BENCH]:
+            mt_bench += [replace(question, task="mt_bench") for question in tasks.pop(name)]
+        tasks = {"mt_bench": mt_bench, **tasks}
+    alternated = []
+    for rank in zip_longest(*tasks.values()):
+        alternated += [question for question in rank if question is not None]
+    return alternated
 
 
 def _number_duplicates(questions: list[Question]) -> list[Question]:
-    """The questions with a number appended to ids that occur again."""
+    """Return the questions, with a number appended to ids that occur again."""
     counts: Counter[str] = Counter()
     numbered = []
     for question in questions:
         counts[question.id] += 1
         times = counts[question.id]
-        numbered.append(question if times == 1 else replace(question, id=f"{question.id}#{times}"))
+        if times > 1:
+            question = replace(question, id=f"{question.id}#{times}")
+        numbered.append(question)
     return numbered

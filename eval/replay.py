@@ -1,4 +1,4 @@
-"""Replay drafters along known answers: the cycles of decoding, without the target's forwards."""
+"""Replay drafters along recorded answers: the cycles of decoding, without the target's forwards."""
 
 from __future__ import annotations
 
@@ -38,76 +38,98 @@ class Answer:
 
     @property
     def length(self) -> int:
-        """Tokens of the answer."""
+        """Return the number of tokens of the answer."""
         return len(self.tokens) - self.prompt
 
     @property
     def asked(self) -> list[int]:
-        """The prompt, with its images."""
+        """Return the prompt, with its images."""
         return first_tokens(self.tokens, self.prompt)
 
 
 def answer(
     target: Target, taps: tuple[int, ...], prompt: list[int], *, limit: int, sampling: Sampling, task: str = ""
 ) -> Answer:
-    """The target's own answer to a prompt."""
+    """Return the target's own answer to a prompt."""
     written = generate(target, NoDrafter(), prompt, sampling=sampling, max_new_tokens=limit).tokens
     tokens = with_answer(prompt, written)
-    return Answer(task, tokens, len(prompt), features_of(target, tokens, taps), sampling, limit)
+    return Answer(
+        task=task,
+        tokens=tokens,
+        prompt=len(prompt),
+        features=features_of(target, tokens, taps),
+        sampling=sampling,
+        limit=limit,
+    )
 
 
 def features_of(target: Target, tokens: list[int], taps: tuple[int, ...]) -> Tensor | None:
-    """[T, L, D], the target's states at the tokens of a text, which hold its images; None without taps."""
-    return target.features(torch.tensor([tokens]), taps, media=media_of(tokens) or None)[0] if taps else None
+    """Return the target's hidden states [T, L, D] at the tokens of a sequence, or None without taps."""
+    if not taps:
+        return None
+    return target.features(torch.tensor([tokens]), taps, media=media_of(tokens) or None)[0]
 
 
 def replay(
     target: Target, drafter: Drafter, target_answer: Answer, budget: Budget | Policy, seconds: list[float] | None = None
 ) -> list[tuple[DraftTree, list[int]]]:
-    """The trees that decoding this answer would verify, each with the path that would be accepted.
+    """Return the trees that decoding this answer would verify, each with the path that would be accepted.
 
     A draft depends on the committed text alone, so these are the cycles of decoding. Drafts that are sampled are
     refused, since the target's random numbers decide how much of them is kept.
     The seconds of each draft are appended to `seconds`; a drafter is not asked where nothing may be drafted.
     """
-    if drafter.reads.choices or drafter.reads.texts:  # known from forwards of the target alone
-        return _decode(target, drafter, target_answer, budget, seconds)
-    learn = getattr(budget, "learn", None)
+    if drafter.reads.choices or drafter.reads.texts:
+        # known from forwards of the target alone
+        return _decode(target, drafter, target_answer, budget, seconds=seconds)
     if getattr(budget, "draw", None) == "sampled" and target_answer.sampling.temperature > 0:
         raise ValueError(f"draw is 'sampled': only decoding shows how much of such drafts is kept; got {budget}")
+    learn = getattr(budget, "learn", None)
     if drafter.reads.view:
         drafter.bind_target(target.view())
-    text = drafter.begin(Choose(target_answer.sampling).offer(target.vocab_size, target.device))
-    tokens, seen, root = target_answer.tokens, 0, target_answer.prompt
-    cycles, now = [], clock_of(target.device)
+    state = drafter.begin(Choose(target_answer.sampling).offer(target.vocab_size, target.device))
+    now = clock_of(target.device)
+    tokens = target_answer.tokens
+    read = 0  # tokens that the drafter has read
+    root = target_answer.prompt
+    cycles = []
     while root + 1 < len(tokens):
         step_budget = budget.within(target_answer.limit - (root - target_answer.prompt) - 2)
-        tree, start = DraftTree.chain([tokens[root]]), now()
+        tree = DraftTree.chain([tokens[root]])
+        start = now()
         if not step_budget.is_empty:
-            features = None if target_answer.features is None else target_answer.features[seen:root]
-            tree = text.propose(Committed(torch.tensor(tokens[seen:root]), features, tokens[root]), step_budget)
-            seen = root
+            features = None if target_answer.features is None else target_answer.features[read:root]
+            tree = state.propose(Committed(torch.tensor(tokens[read:root]), features, tokens[root]), step_budget)
+            read = root
         if seconds is not None:
             seconds.append(now() - start)
-        after = [root + 1 + depth for depth in tree.depths()]
-        path = walk(tree, [tokens[place] if place < len(tokens) else NOWHERE for place in after])
+        # the target's choice after a node is the answer's token there, whatever the node is
+        choices = []
+        for depth in tree.depths():
+            position = root + 1 + depth
+            choices.append(tokens[position] if position < len(tokens) else NOWHERE)
+        path = walk(tree, choices)
         cycles.append((tree, path))
         if learn is not None:
-            learn(Cycle(tree, tuple(path[1:]), min(len(path), len(tokens) - root - 1), root))
+            committed = min(len(path), len(tokens) - root - 1)
+            learn(Cycle(tree, tuple(path[1:]), committed, root))
         root += len(path)
     return cycles
 
 
 def _decode(
-    target: Target, drafter: Drafter, target_answer: Answer, budget: Budget | Policy, seconds: list[float] | None
+    target: Target, drafter: Drafter, target_answer: Answer, budget: Budget | Policy, *, seconds: list[float] | None
 ) -> list[tuple[DraftTree, list[int]]]:
-    """The cycles of `replay` by decoding the answer, the target's forwards included."""
-    options: dict[str, Any] = {
-        "sampling": target_answer.sampling,
-        "max_new_tokens": target_answer.limit,
-        "budget": budget,
-    }
-    cycles = generate(target, drafter, target_answer.asked, timing=True, **options).cycles
+    """Return the cycles of `replay` by decoding the answer, the target's forwards included."""
+    cycles = generate(
+        target,
+        drafter,
+        target_answer.asked,
+        timing=True,
+        sampling=target_answer.sampling,
+        max_new_tokens=target_answer.limit,
+        budget=budget,
+    ).cycles
     if seconds is not None:
         seconds += [(cycle.seconds or {})["draft"] for cycle in cycles]
     return [(cycle.tree, [0, *cycle.kept]) for cycle in cycles]
@@ -116,46 +138,51 @@ def _decode(
 def record_cycles(
     target_answer: Answer, cycles: Sequence[tuple[DraftTree, list[int]]], seconds: Sequence[float] = ()
 ) -> list[dict[str, Any]]:
-    """The replayed cycles, and the seconds of their drafts if they are known, as `eval.measure` writes cycles down."""
-    rows, context = [], target_answer.prompt
-    for number, (tree, path) in enumerate(cycles):
-        committed = min(len(path), len(target_answer.tokens) - context - 1)
-        rows.append(
-            {
-                "nodes": len(tree) - 1,
-                "depth": max(tree.depths()),
-                "accepted": len(path) - 1,
-                "committed": committed,
-                "context": context,
-                **({"seconds": {"draft": seconds[number]}} if seconds else {}),
-            }
-        )
+    """Return the replayed cycles as `eval.measure` writes them, with the seconds of their drafts if they are known."""
+    rows = []
+    context = target_answer.prompt
+    for i, (tree, path) in enumerate(cycles):
+        row: dict[str, Any] = {
+            "nodes": len(tree) - 1,
+            "depth": max(tree.depths()),
+            "accepted": len(path) - 1,
+            # the answer's end cuts the last path off
+            "committed": min(len(path), len(target_answer.tokens) - context - 1),
+            "context": context,
+        }
+        if seconds:
+            row["seconds"] = {"draft": seconds[i]}
+        rows.append(row)
         context += len(path)
     return rows
 
 
 def plain(target_answer: Answer) -> list[dict[str, Any]]:
-    """The cycles of decoding without a draft."""
+    """Return the cycles of decoding without a draft."""
     return [
-        {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": place}
-        for place in range(target_answer.prompt, len(target_answer.tokens) - 1)
+        {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": context}
+        for context in range(target_answer.prompt, len(target_answer.tokens) - 1)
     ]
 
 
 def rates_by_rank(cycles: Iterable[tuple[DraftTree, list[int]]]) -> list[list[float]]:
-    """How often, after an accepted node of each depth, the target chooses the child of each rank that it has."""
+    """Return how often, after an accepted node of each depth, the target chooses the child of each rank."""
     drafted: list[Counter[int]] = []
-    kept: list[Counter[int]] = []
+    accepted: list[Counter[int]] = []
     for tree, path in cycles:
         children = tree.children()
         for depth, node in enumerate(path):
-            if not children[node]:
+            ranks = children[node]
+            if not ranks:
                 break
             if depth == len(drafted):
                 drafted.append(Counter())
-                kept.append(Counter())
-            drafted[depth].update(range(len(children[node])))
-            kept[depth].update(children[node].index(child) for child in path[depth + 1 : depth + 2])
-    return [
-        [kept[rank] / drafted[rank] for rank in sorted(drafted)] for kept, drafted in zip(kept, drafted, strict=True)
-    ]
+                accepted.append(Counter())
+            drafted[depth].update(range(len(ranks)))
+            # after the last node the target chose none of the children
+            if depth + 1 < len(path):
+                accepted[depth][ranks.index(path[depth + 1])] += 1
+    rates = []
+    for tried, chosen in zip(drafted, accepted, strict=True):
+        rates.append([chosen[rank] / tried[rank] for rank in sorted(tried)])
+    return rates

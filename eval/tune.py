@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,7 +33,10 @@ from eval.prompts import Question, chat_prompt, questions
 from eval.replay import Answer, answer, plain, rates_by_rank, record_cycles, replay
 from eval.tune_policy import replay_policy
 
-NODES, DEPTHS, TOP_K = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60), (1, 2, 3, 4, 6, 8), (2, 3, 4, 6, 10)
+# the grid of trees
+NODES = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60)
+DEPTHS = (1, 2, 3, 4, 6, 8)
+TOP_K = (2, 3, 4, 6, 10)
 CHAINS = range(1, 9)
 GUESS = ((0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01),)  # acceptance by rank, before any is known
 WIDE = best_tree(GUESS, 500, 6)  # where it is looked for: many ranks behind likely nodes, few behind others
@@ -41,24 +45,25 @@ MARGIN = 1.03  # a smaller gain on paper may be none
 
 
 def chain(length: int) -> Budget:
-    """A chain, which is what most engines serve."""
+    """Return the budget of a chain, which is what most engines serve."""
     return Budget(length, length, 1)
 
 
 def dynamic() -> list[Budget]:
-    """The grid of dynamic trees, without trees deeper than their nodes or narrower than a chain."""
-    return [
-        Budget(nodes, depth, top_k)
-        for nodes in NODES
-        for depth in DEPTHS
-        for top_k in TOP_K
-        if max(depth, top_k) <= nodes <= top_k + (depth - 1) * top_k**2
-    ]
+    """Return the grid of dynamic trees, without trees deeper than their nodes or narrower than a chain."""
+    budgets = []
+    for nodes, depth, top_k in product(NODES, DEPTHS, TOP_K):
+        # the first level has top_k nodes, each later one top_k children of each of top_k nodes
+        largest = top_k + (depth - 1) * top_k**2
+        if max(depth, top_k) <= nodes <= largest:
+            budgets.append(Budget(nodes, depth, top_k))
+    return budgets
 
 
 def fixed(rates: Sequence[Sequence[float]]) -> list[Budget]:
-    """The best shapes of each size and depth for acceptance by rank."""
-    shapes = {best_tree(rates, nodes, depth): None for nodes in NODES for depth in DEPTHS}
+    """Return the best shapes of each size and depth for acceptance by rank."""
+    # several sizes and depths have the same best shape
+    shapes = dict.fromkeys(best_tree(rates, nodes, depth) for nodes, depth in product(NODES, DEPTHS))
     return [Budget.fixed(shape) for shape in shapes if shape]
 
 
@@ -73,12 +78,12 @@ class Trial:
 
     @property
     def acceptance_length(self) -> float:
-        """tau, of these answers."""
+        """Return tau of these answers."""
         return self.committed / self.cycles
 
     @property
     def speed(self) -> float:
-        """Modelled tokens per second."""
+        """Return the modelled tokens per second."""
         return self.committed / self.seconds
 
 
@@ -93,50 +98,68 @@ class Tuning:
     records: dict[Budget, list[list[dict[str, Any]]]] = field(default_factory=dict)  # cycles of the first few answers
 
     def trial(self, budget: Budget, count: int | None = None, task: str | None = None) -> Trial:
-        """The budget along the first `count` answers, or those of them that belong to a task."""
+        """Try the budget on the first `count` answers, or those of them that belong to a task."""
         answers = self.answers[:count]
+        # the search tries a budget on more and more answers: a replay is not repeated
         records = self.records.setdefault(budget, [])
-        records += [self._replay_answer(known, budget) for known in answers[len(records) :]]
-        shown = [pair for pair in zip(answers, records, strict=False) if task in (None, pair[0].task)]
-        cycles = [row for _, rows in shown for row in rows]
-        asked = [asked_budgets(rows, budget, known.limit) for known, rows in shown]
-        seconds = model_seconds(self.costs, [{"cycles": rows} for _, rows in shown], asked, self.drafter)
+        for target_answer in answers[len(records) :]:
+            records.append(self._replay_answer(target_answer, budget))
+        cycles: list[dict[str, Any]] = []
+        recorded = []
+        budgets = []
+        for target_answer, rows in zip(answers, records, strict=False):
+            if task is None or target_answer.task == task:
+                cycles += rows
+                recorded.append({"cycles": rows})
+                budgets.append(asked_budgets(rows, budget, target_answer.limit))
+        seconds = model_seconds(self.costs, recorded, budgets, self.drafter)
         return Trial(budget, len(cycles), sum(row["committed"] for row in cycles), sum(seconds))
 
-    def _replay_answer(self, known: Answer, budget: Budget) -> list[dict[str, Any]]:
+    def _replay_answer(self, target_answer: Answer, budget: Budget) -> list[dict[str, Any]]:
         if not budget.nodes:
-            return plain(known)
+            return plain(target_answer)
         seconds: list[float] = []
-        cycles = replay(self.target, self.drafter, known, budget, seconds)
-        return record_cycles(known, cycles, seconds)
+        cycles = replay(self.target, self.drafter, target_answer, budget, seconds)
+        return record_cycles(target_answer, cycles, seconds)
 
     def break_even(self, budget: Budget, task: str | None = None) -> float:
-        """The acceptance length below which this budget is slower than no draft, at the answers' mean context.
+        """Return the acceptance length below which this budget is slower than no draft, at the mean context.
 
         Of a drafter without bare costs it holds the drafts that were replayed, so none before the first replay.
         """
-        known = [one for one in self.answers if task in (None, one.task)]
-        context = sum(one.prompt + one.length // 2 for one in known) // len(known)
+        answers = [target_answer for target_answer in self.answers if task in (None, target_answer.task)]
+        middles = [target_answer.prompt + target_answer.length // 2 for target_answer in answers]
+        context = sum(middles) // len(answers)
         rows = self.costs.rows(self.drafter, budget, PENDING)
         drafting = 0.0
-        if rows is None and (replayed := [[row] for cycles in self.records.get(budget, []) for row in cycles]):
-            drafts = draft_seconds(replayed)
-            drafting = fmean(drafts.get(shape_of(cycle), 0.0) for cycle in replayed)
+        if rows is None:
+            drafting = self._recorded_draft_seconds(budget)
         return (self.costs.cycle(budget.nodes, rows or (), context) + drafting) / self.costs.read(1, context)
 
+    def _recorded_draft_seconds(self, budget: Budget) -> float:
+        """Return the mean seconds of a budget's replayed drafts, 0 before the first replay."""
+        replayed = []
+        for cycles in self.records.get(budget, []):
+            replayed += [[cycle] for cycle in cycles]
+        if not replayed:
+            return 0.0
+        drafts = draft_seconds(replayed)
+        return fmean(drafts.get(shape_of(cycle), 0.0) for cycle in replayed)
+
     def could_pay(self, budget: Budget) -> bool:
-        """Whether it would be faster than no draft if every level were accepted."""
+        """Return whether it would be faster than no draft if every level were accepted."""
         return budget.depth + 1 > self.break_even(budget)
 
 
 def search(tuning: Tuning, candidates: Sequence[Budget], note: Callable[[str], None] = print) -> Trial:
-    """The fastest of candidates and no draft, by halving: all on a few answers, the better half on twice as many."""
+    """Return the fastest of candidates and no draft, by successive halving."""
     left = [NOT_DRAFTING, *filter(tuning.could_pay, candidates)]
     note(f"{len(candidates) + 1 - len(left)} of {len(candidates)} shapes cost more than they could ever bring")
     count = min(max(len(tuning.answers) // 8, 2), len(tuning.answers))
+    # all on a few answers, the better half on twice as many
     while True:
-        shown = progress(left, f"{count} answers", len(left), unit="shapes")
-        trials = [tuning.trial(budget, count) for budget in shown]
+        bar = progress(left, f"{count} answers", len(left), unit="shapes")
+        trials = [tuning.trial(budget, count) for budget in bar]
         trials.sort(key=lambda trial: -trial.speed)
         if count == len(tuning.answers):
             return trials[0]
@@ -145,51 +168,62 @@ def search(tuning: Tuning, candidates: Sequence[Budget], note: Callable[[str], N
 
 
 def acceptance_by_rank(tuning: Tuning) -> list[list[float]]:
-    """How often the target chooses each child, by depth and rank, along half of the answers."""
+    """Return how often the target chooses each child, by depth and rank, along half of the answers."""
     wide = Budget.fixed(WIDE)
-    few = tuning.answers[: max(len(tuning.answers) // 2, 8)]
-    return rates_by_rank(cycle for known in few for cycle in replay(tuning.target, tuning.drafter, known, wide))
+    cycles = []
+    for target_answer in tuning.answers[: max(len(tuning.answers) // 2, 8)]:
+        cycles += replay(tuning.target, tuning.drafter, target_answer, wide)
+    return rates_by_rank(cycles)
 
 
 def tuning_questions(recipe: Recipe) -> list[Question]:
-    """The questions behind those that are measured, so that no tree is measured on what it was fitted to."""
+    """Return the questions after those that are measured, so that no tree is measured on what it was fitted to."""
     measured = questions(recipe)
     twice = recipe.eval.model_copy(update={"count": 2 * recipe.eval.count})
-    behind = [one for one in questions(recipe.model_copy(update={"eval": twice})) if one not in measured]
-    if not behind:
+    every = questions(recipe.model_copy(update={"eval": twice}))
+    asked = [question for question in every if question not in measured]
+    if not asked:
         print(f"the sets have no more than the {len(measured)} questions that are measured: they are tuned on, too")
+        asked = measured
+    # the sets take turns: the search begins with the first few, which are of all sets
     ranks: Counter[str] = Counter()
-    order = []
-    for one in behind or measured:
-        ranks[one.set] += 1
-        order.append((ranks[one.set], one))
-    return [one for _, one in sorted(order, key=lambda pair: pair[0])]  # the sets in turn: the first few are of all
+    ranked = []
+    for question in asked:
+        ranks[question.set] += 1
+        ranked.append((ranks[question.set], question))
+    ranked.sort(key=lambda pair: pair[0])
+    return [question for _, question in ranked]
 
 
 def answer_prompts(
     recipe: Recipe, target: Target, taps: tuple[int, ...], threads: ThreadsOfLongWork | None = None
 ) -> list[Answer]:
-    """The target's own answers to the first turns of the tuning questions, at every temperature of the recipe.
+    """Return the target's own answers to the first turns of the tuning questions, at the recipe's temperatures.
 
     `threads` are timed again where other jobs come or go.
     """
-    asked, limit = tuning_questions(recipe), recipe.eval.max_new_tokens
+    asked = tuning_questions(recipe)
+    limit = recipe.eval.max_new_tokens
     answers = []
-    for number, one in enumerate(progress(asked, "answer the tuning questions", len(asked), unit="questions")):
+    bar = progress(asked, "answer the tuning questions", len(asked), unit="questions")
+    for i, question in enumerate(bar):
         if threads is not None:
             threads.settle()
-        prompt = chat_prompt(recipe, target, one.turns[:1], one.images)
+        prompt = chat_prompt(recipe, target, question.turns[:1], question.images)
+        task = question.task or question.set
         for temperature in recipe.eval.temperatures:
-            sampling = Sampling(temperature=temperature, request=number)
-            known = answer(target, taps, prompt, limit=limit, sampling=sampling, task=one.task or one.set)
-            answers += [known] if known.length > 1 else []
+            sampling = Sampling(temperature=temperature, request=i)
+            target_answer = answer(target, taps, prompt, limit=limit, sampling=sampling, task=task)
+            # the prefill gives the first token: an answer without a second has no cycle
+            if target_answer.length > 1:
+                answers.append(target_answer)
     if not answers:
         raise ValueError(f"the target answers none of the {len(asked)} tuning questions with more than one token")
     return answers
 
 
 def name_budget(budget: Budget) -> str:
-    """A budget in a few words."""
+    """Describe a budget in a few words."""
     if not budget.nodes:
         return "no draft"
     if budget.top_k == 1:
@@ -199,51 +233,64 @@ def name_budget(budget: Budget) -> str:
 
 
 def by_rank(rates: Sequence[Sequence[float]]) -> str:
-    """Acceptance by depth and rank as a table."""
-    lines = [f"{'chosen at':22}" + "".join(f"{f'rank {rank}':>9}" for rank in range(max(map(len, rates))))]
+    """Return acceptance by depth and rank as a table."""
+    num_ranks = max(map(len, rates))
+    lines = [f"{'chosen at':22}" + "".join(f"{f'rank {rank}':>9}" for rank in range(num_ranks))]
     for depth, row in enumerate(rates, start=1):
         lines.append(f"{f'level {depth}':22}" + "".join(f"{rate:9.3f}" for rate in row))
     return "\n".join(lines)
 
 
 def chains_by_task(tuning: Tuning) -> str:
-    """tau and modelled speed-up of chains, per task and over all, as a table."""
-    tasks = dict.fromkeys(known.task for known in tuning.answers)
+    """Return tau and modelled speed-up of chains, per task and over all, as a table."""
+    tasks: list[str | None] = [*_tasks(tuning), None]
+    # a single task is the same as all
+    if len(tasks) == 2:
+        tasks = [None]
+    budgets = [chain(length) for length in CHAINS]
     lines = [f"{'tau, speed-up':22}" + "".join(f"{f'k = {length}':>13}" for length in CHAINS)]
-    for task in [*tasks, None] if len(tasks) > 1 else [None]:
-        plain = tuning.trial(NOT_DRAFTING, task=task).speed
-        trials = [tuning.trial(chain(length), task=task) for length in CHAINS]
-        cells = [f"{trial.acceptance_length:.2f}, {trial.speed / plain:.2f} x" for trial in trials]
-        lines.append(f"{(task or 'all')[:22]:22}" + "".join(f"{cell:>13}" for cell in cells))
-    lines.append(f"{'break-even tau':22}" + "".join(f"{tuning.break_even(chain(length)):>13.2f}" for length in CHAINS))
+    for task in tasks:
+        plain_speed = tuning.trial(NOT_DRAFTING, task=task).speed
+        line = f"{(task or 'all')[:22]:22}"
+        for budget in budgets:
+            trial = tuning.trial(budget, task=task)
+            line += f"{f'{trial.acceptance_length:.2f}, {trial.speed / plain_speed:.2f} x':>13}"
+        lines.append(line)
+    lines.append(f"{'break-even tau':22}" + "".join(f"{tuning.break_even(budget):>13.2f}" for budget in budgets))
     return "\n".join(lines)
+
+
+def _tasks(tuning: Tuning) -> list[str]:
+    return list(dict.fromkeys(target_answer.task for target_answer in tuning.answers))
 
 
 def ranking(tuning: Tuning, count: int = 12) -> str:
-    """The fastest of the budgets that were replayed along every answer."""
-    whole = [one for one, rows in tuning.records.items() if len(rows) == len(tuning.answers)]
+    """Return the fastest of the budgets that were replayed along every answer."""
+    whole = [budget for budget, records in tuning.records.items() if len(records) == len(tuning.answers)]
     whole.sort(key=lambda budget: -tuning.trial(budget).speed)
-    return _table("fastest, modelled", [(name_budget(budget), tuning, budget, None) for budget in whole[:count]])
+    lines = [_line(name_budget(budget), tuning, budget) for budget in whole[:count]]
+    return "\n".join([_heading("fastest, modelled"), *lines])
 
 
 def choice_by_task(tuning: Tuning, budget: Budget) -> str:
-    """The chosen budget on each task."""
-    tasks = dict.fromkeys(known.task for known in tuning.answers)
-    return _table(f"{name_budget(budget)}, by task", [(task, tuning, budget, task) for task in tasks])
+    """Return the figures of the chosen budget on each task."""
+    lines = [_line(task, tuning, budget, task) for task in _tasks(tuning)]
+    return "\n".join([_heading(f"{name_budget(budget)}, by task"), *lines])
 
 
-def _table(title: str, rows: Sequence[tuple[str, Tuning, Budget, str | None]]) -> str:
-    lines = [f"{title:44}{'tau':>8}{'break-even':>12}{'speed-up':>12}"]
-    for name, tuning, budget, task in rows:
-        trial, plain = tuning.trial(budget, task=task), tuning.trial(NOT_DRAFTING, task=task)
-        gain = trial.speed / plain.speed
-        figures = f"{trial.acceptance_length:8.2f}{tuning.break_even(budget, task):12.2f}{gain:10.2f} x"
-        lines.append(f"{name[:43]:44}{figures}{'  slower than no draft' * (gain < 1)}")
-    return "\n".join(lines)
+def _heading(title: str) -> str:
+    return f"{title:44}{'tau':>8}{'break-even':>12}{'speed-up':>12}"
+
+
+def _line(name: str, tuning: Tuning, budget: Budget, task: str | None = None) -> str:
+    trial = tuning.trial(budget, task=task)
+    gain = trial.speed / tuning.trial(NOT_DRAFTING, task=task).speed
+    line = f"{name[:43]:44}{trial.acceptance_length:8.2f}{tuning.break_even(budget, task):12.2f}{gain:10.2f} x"
+    return f"{line}  slower than no draft" if gain < 1 else line
 
 
 def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
-    """The budget to decode with, and the reason."""
+    """Return the budget to decode with, and the reason."""
     gain = best.speed / tuning.trial(NOT_DRAFTING).speed
     reached = f"{name_budget(best.budget)}: tau {best.acceptance_length:.2f}, modelled speed-up {gain:.2f} x"
     if gain >= MARGIN:
@@ -255,11 +302,16 @@ def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
 
 
 def policy_line(tuning: Tuning) -> str:
-    """A line with the figures of an adaptive policy over chains."""
+    """Return a line with the figures of an adaptive policy over chains."""
     longest = chain(max(CHAINS))
-    tuning.trial(longest)  # for what its drafts take, where no bare forwards tell
-    seconds = fmean(row["seconds"]["draft"] for rows in tuning.records[longest] for row in rows)
-    tokens, total = replay_policy(tuning.target, tuning.drafter, tuning.answers, tuning.costs, longest, seconds)
+    # for the seconds of its drafts, where the drafter takes no forwards
+    tuning.trial(longest)
+    seconds = []
+    for rows in tuning.records[longest]:
+        seconds += [row["seconds"]["draft"] for row in rows]
+    tokens, total = replay_policy(
+        tuning.target, tuning.drafter, tuning.answers, tuning.costs, budget=longest, draft_seconds=fmean(seconds)
+    )
     gain = tokens / total / tuning.trial(NOT_DRAFTING).speed
     return f"policy, chains of 0 to {longest.depth}: modelled speed-up {gain:.2f} x"
 
@@ -272,46 +324,61 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--exhaustive", action="store_true", help="replay every candidate, and compare the choice")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    target, head = load_target(recipe), Path(recipe.train.out) / "head"
     if args.write and args.drafter:
         raise ValueError(f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget")
+    target = load_target(recipe)
+    head = Path(recipe.train.out) / "head"
     threads = settle_threads(target)
     drafter = load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
     answers = answer_prompts(recipe, target, drafter.taps, threads)
     if threads is not None:
-        threads.settle()  # for the last time: from here on all that is timed is compared
+        # for the last time: from here on all that is timed is compared
+        threads.settle()
     tuning = Tuning(target, drafter, answers, time_forwards(target, drafter, answers))
     rates = acceptance_by_rank(tuning)
-    own = [] if drafter.budget is None else [drafter.budget]
-    candidates = list(dict.fromkeys([*own, *map(chain, CHAINS), *dynamic(), *fixed(rates)]))
+    candidates = [*map(chain, CHAINS), *dynamic(), *fixed(rates)]
+    if drafter.budget is not None:
+        candidates.insert(0, drafter.budget)
+    candidates = list(dict.fromkeys(candidates))
     best = search(tuning, candidates)
     print(by_rank(rates), chains_by_task(tuning), ranking(tuning), sep="\n\n")
     chains = [tuning.trial(chain(length)) for length in CHAINS]
     fastest = max(chains, key=lambda trial: trial.speed)
     print(f"\nengines that serve chains: num_speculative_tokens = {fastest.budget.depth}")
-    budget, why = verdict(tuning, best)
-    print(f"\n{choice_by_task(tuning, best.budget)}\n\n{why}")
+    budget, reason = verdict(tuning, best)
+    print(f"\n{choice_by_task(tuning, best.budget)}\n\n{reason}")
     if recipe.eval.goodput_policy:
         print(policy_line(tuning))
     if args.exhaustive:
-        shown = progress(candidates, "every shape", len(candidates), unit="shapes")
-        every = [tuning.trial(one) for one in [NOT_DRAFTING, *shown]]
-        top = max(every, key=lambda trial: trial.speed)
-        share = tuning.trial(budget).speed / top.speed
-        print(
-            f"the best of no draft and all {len(candidates)} is {name_budget(top.budget)}; "
-            f"the choice has {share:.1%} of it"
-        )
+        _try_all(tuning, candidates, budget)
     if args.write:
         write_budget(head, budget)
         print(f"written into {head}/config.json")
 
 
+def _try_all(tuning: Tuning, candidates: Sequence[Budget], chosen: Budget) -> None:
+    """Replay every candidate along all answers, and print what share of the best the choice has."""
+    trials = [tuning.trial(NOT_DRAFTING)]
+    for budget in progress(candidates, "every shape", len(candidates), unit="shapes"):
+        trials.append(tuning.trial(budget))
+    best = max(trials, key=lambda trial: trial.speed)
+    share = tuning.trial(chosen).speed / best.speed
+    print(
+        f"the best of no draft and all {len(candidates)} is {name_budget(best.budget)}; "
+        f"the choice has {share:.1%} of it"
+    )
+
+
 def time_forwards(target: Target, drafter: Drafter, answers: Sequence[Answer]) -> Costs:
-    """The costs of forwards from the shortest prompt to the end of the longest answer, and of cycles beside them."""
-    low, high = min(known.prompt for known in answers), max(len(known.tokens) for known in answers)
-    prompts, options = [known.asked for known in answers], {"max_new_tokens": answers[0].limit}
-    return measure_costs(target, drafter, prompts, TRIAL, options, contexts=[low, (low + high) // 2, high])[0]
+    """Return the costs of forwards and of the rest of a cycle."""
+    # contexts from the shortest prompt to the end of the longest answer
+    shortest = min(target_answer.prompt for target_answer in answers)
+    longest = max(len(target_answer.tokens) for target_answer in answers)
+    contexts = [shortest, (shortest + longest) // 2, longest]
+    prompts = [target_answer.asked for target_answer in answers]
+    options = {"max_new_tokens": answers[0].limit}
+    costs, _ = measure_costs(target, drafter, prompts, TRIAL, options=options, contexts=contexts)
+    return costs
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Acceptance and modelled speed of an adaptive policy along the answers that budgets are tuned on."""
+"""Replay an adaptive policy along the answers that budgets are tuned on."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class NotedPolicy:
     """A policy that records the budgets it chooses."""
 
     def __init__(self, policy: Goodput) -> None:
-        self.policy, self.nodes, self.draw = policy, policy.nodes, policy.draw
+        self.policy = policy
+        self.nodes = policy.nodes
+        self.draw = policy.draw
         self.budgets: list[Budget] = []
 
     def within(self, levels: int) -> Budget:
-        """The policy's budget, which is recorded."""
+        """Return and record the policy's budget."""
         self.budgets.append(self.policy.within(levels))
         return self.budgets[-1]
 
@@ -36,17 +38,20 @@ class NotedPolicy:
 def replay_policy(
     target: Target, drafter: Drafter, answers: Sequence[Answer], costs: Costs, budget: Budget, draft_seconds: float
 ) -> tuple[int, float]:
-    """Committed tokens and modelled seconds of a policy within a budget, which learns from answer to answer.
+    """Return committed tokens and modelled seconds of a policy within a budget, which learns from answer to answer.
 
-    Drafts without forwards take so many seconds each.
+    Drafts without forwards take `draft_seconds` each.
     """
     drafts = {1: [0.0, *[draft_seconds] * budget.depth]}
     policy = Goodput.of_costs(CycleCosts.of_forwards(costs, drafter, budget, drafts), budget)
     records: list[dict[str, Any]] = []
     budgets: list[list[Budget]] = []
-    for known in answers:
-        noted, seconds = NotedPolicy(policy), list[float]()
-        records.append({"cycles": record_cycles(known, replay(target, drafter, known, noted, seconds), seconds)})
+    tokens = 0
+    for target_answer in answers:
+        noted = NotedPolicy(policy)
+        seconds: list[float] = []
+        cycles = record_cycles(target_answer, replay(target, drafter, target_answer, noted, seconds), seconds)
+        tokens += sum(cycle["committed"] for cycle in cycles)
+        records.append({"cycles": cycles})
         budgets.append(noted.budgets)
-    tokens = sum(cycle["committed"] for record in records for cycle in record["cycles"])
     return tokens, sum(model_seconds(costs, records, budgets, drafter))
