@@ -191,7 +191,7 @@ def describe_run(
     machine = f"{device_name(best_device())}, {torch.get_num_threads()} threads"
     if processes > 1:
         machine += f", {processes} processes"
-    settings = {
+    settings: dict[str, Any] = {
         "target": recipe.target.path,
         "weights": target_identity(recipe.target),
         "dtype": str(target.model.dtype).removeprefix("torch."),

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, cycle, islice, product, zip_longest
+from itertools import chain, islice, product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,9 +96,7 @@ def cases(recipe: Recipe, asked: list[Question], temperatures: Iterable[float]) 
 
 def chat_prompt(recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source]) -> list[int]:
     """Return the token ids of alternating user and assistant turns; images stand where the turns have marks."""
-    messages = [
-        {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), turns, strict=False)
-    ]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
     with_marks = with_images(messages, (as_text(image, recipe.data.images) for image in images))
     return target.chat(with_marks, **recipe.data.template_kwargs)
 

@@ -324,10 +324,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--exhaustive", action="store_true", help="replay every candidate, and compare the choice")
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
-    if args.write and args.drafter:
-        raise ValueError(f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget")
     target = load_target(recipe)
     head = Path(recipe.train.out) / "head"
+    if args.write and args.drafter:
+        raise ValueError(f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget")
     threads = settle_threads(target)
     drafter = load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
     answers = answer_prompts(recipe, target, drafter.taps, threads)
