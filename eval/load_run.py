@@ -171,6 +171,7 @@ def _choose_budget(recipe: Recipe, section: BudgetSection | None, drafter: Draft
     """Return the recipe's budget for this drafter or for all, else the head's tuned one, else the recipe's defaults."""
     if section is not None:
         return budget_of(section)
+    # a recipe that sets any of the three has chosen, even at the default values
     tuned = drafter.budget
     if tuned is not None and not {"nodes", "depth", "top_k"} & recipe.eval.model_fields_set:
         return tuned

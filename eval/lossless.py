@@ -306,43 +306,35 @@ def certify(
     return _Certifier(recipe, target, model, drafters, truth=truth, in_float32=in_float32).certify(batch_sizes)
 
 
+@dataclass(frozen=True)
 class _Certifier:
     """The models and drafters that are compared."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        target: Target,
-        model: Any,
-        drafters: dict[str, MeasuredDrafter],
-        *,
-        truth: Truth,
-        in_float32: Any,
-    ) -> None:
-        self.recipe = recipe
-        self.target = target
-        self.model = model
-        self.drafters = drafters
-        self.truth = truth
-        self.in_float32 = in_float32
-        self.plain = MeasuredDrafter(load_drafter("none", target), Budget(), "none")
-        self.variance = target.variance()
+    recipe: Recipe
+    target: Target
+    model: Any
+    drafters: dict[str, MeasuredDrafter]
+    truth: Truth
+    in_float32: Any
 
     def certify(self, batch_sizes: Sequence[int]) -> list[Verdict]:
         """Return a verdict for each temperature, batch size and drafter."""
         verdicts = []
+        # asked before anything is decoded, which may change what is known
+        variance = self.target.variance()
+        plain = MeasuredDrafter(load_drafter("none", self.target), Budget(), "none")
         for temperature in sorted({*TEMPERATURES, *self.recipe.eval.temperatures}):
-            at_temperature = self._open_verdicts(temperature, batch_sizes)
+            at_temperature = self._open_verdicts(temperature, batch_sizes, variance)
             every = cases(self.recipe, questions(self.recipe), [temperature])
             # a few at a time: the model's answers hold logits
             size = QUESTIONS_AT_A_TIME * max(batch_sizes)
             groups = [every[start : start + size] for start in range(0, len(every), size)]
             for group in progress(groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len):
-                self._compare_group(group, at_temperature)
+                self._compare_group(group, at_temperature, plain)
             verdicts += at_temperature
         return verdicts
 
-    def _open_verdicts(self, temperature: float, batch_sizes: Sequence[int]) -> list[Verdict]:
+    def _open_verdicts(self, temperature: float, batch_sizes: Sequence[int], variance: str | None) -> list[Verdict]:
         """Return the verdicts of one temperature, without answers."""
         verdicts = []
         for batch_size, (name, measured) in product(batch_sizes, self.drafters.items()):
@@ -354,13 +346,13 @@ class _Certifier:
                 temperature,
                 batch_size,
                 dtype=str(self.model.dtype).removeprefix("torch."),
-                variance=self.variance,
+                variance=variance,
                 to_float32=None if self.in_float32 is None else 0,
             )
             verdicts.append(verdict)
         return verdicts
 
-    def _compare_group(self, group: Sequence[Case], verdicts: Sequence[Verdict]) -> None:
+    def _compare_group(self, group: Sequence[Case], verdicts: Sequence[Verdict], plain: MeasuredDrafter) -> None:
         """Answer some questions in every way, and add the comparison to the verdicts."""
         left_out = 0
         # all turns of the group are answered before the drafters decode them in batches
@@ -372,13 +364,13 @@ class _Certifier:
                 else:
                     answered.append((case.key(turn), self._add_float32(answer)))
         answers = [answer for _, answer in answered]
-        by_plain = list(self._decode(self.plain, answers, 1))
+        plain_tokens = list(self._decode(plain, answers, 1))
         for verdict in verdicts:
             verdict.left_out += left_out
             verdict.answers += len(answered)
             drafted = self._decode(self.drafters[verdict.drafter], answers, verdict.batch_size)
-            for (key, answer), plain, tokens in zip(answered, by_plain, drafted, strict=True):
-                verdict.to_plain += tokens == plain
+            for (key, answer), own, tokens in zip(answered, plain_tokens, drafted, strict=True):
+                verdict.to_plain += tokens == own
                 if verdict.to_float32 is not None:
                     verdict.to_float32 += tokens == answer.in_float32
                 divergence = self._find_divergence(key, answer, tokens)

@@ -58,6 +58,7 @@ class Batches:
                 for text in ended:
                     self._add(text.case)
         finally:
+            # an interruption leaves no rows in the cache
             self.decoding.close()
 
     def _add(self, case: Case) -> None:

@@ -87,6 +87,7 @@ def replay(
     learn = getattr(budget, "learn", None)
     if drafter.reads.view:
         drafter.bind_target(target.view())
+    # drafts may be ranked by the target's own noise, which the drafter is offered as in decoding
     state = drafter.begin(Choose(target_answer.sampling).offer(target.vocab_size, target.device))
     now = clock_of(target.device)
     tokens = target_answer.tokens
@@ -103,18 +104,22 @@ def replay(
             read = root
         if seconds is not None:
             seconds.append(now() - start)
-        # the target's choice after a node is the answer's token there, whatever the node is
-        choices = []
-        for depth in tree.depths():
-            position = root + 1 + depth
-            choices.append(tokens[position] if position < len(tokens) else NOWHERE)
-        path = walk(tree, choices)
+        path = walk(tree, _choices(tree, tokens, root))
         cycles.append((tree, path))
         if learn is not None:
             committed = min(len(path), len(tokens) - root - 1)
             learn(Cycle(tree, tuple(path[1:]), committed, root))
         root += len(path)
     return cycles
+
+
+def _choices(tree: DraftTree, tokens: list[int], root: int) -> list[int]:
+    """Return the target's choice after each node: the answer's token there, whatever the node is."""
+    choices = []
+    for depth in tree.depths():
+        position = root + 1 + depth
+        choices.append(tokens[position] if position < len(tokens) else NOWHERE)
+    return choices
 
 
 def _decode(

@@ -119,7 +119,7 @@ class Tuning:
         if not budget.nodes:
             return plain(target_answer)
         seconds: list[float] = []
-        cycles = replay(self.target, self.drafter, target_answer, budget, seconds)
+        cycles = replay(self.target, self.drafter, target_answer, budget, seconds=seconds)
         return record_cycles(target_answer, cycles, seconds)
 
     def break_even(self, budget: Budget, task: str | None = None) -> float:

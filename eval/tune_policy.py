@@ -47,10 +47,11 @@ def replay_policy(
     records: list[dict[str, Any]] = []
     budgets: list[list[Budget]] = []
     tokens = 0
+    # the policy is one: what it learns from an answer serves the next
     for target_answer in answers:
         noted = NotedPolicy(policy)
         seconds: list[float] = []
-        cycles = record_cycles(target_answer, replay(target, drafter, target_answer, noted, seconds), seconds)
+        cycles = record_cycles(target_answer, replay(target, drafter, target_answer, noted, seconds=seconds), seconds)
         tokens += sum(cycle["committed"] for cycle in cycles)
         records.append({"cycles": cycles})
         budgets.append(noted.budgets)

@@ -152,6 +152,7 @@ def _tau(lengths: Mapping[Key, Row]) -> Estimate:
 
 def group_by_conversation(lengths: Mapping[Key, Row]) -> dict[Key, list[Row]]:
     """Return the rows of each conversation."""
+    # the interval resamples conversations, whatever their seeds and turns
     clusters: dict[Key, list[Row]] = {}
     for key, row in lengths.items():
         clusters.setdefault(conversation_of(key), []).append(row)
@@ -208,6 +209,7 @@ def _context_lines(figures: Mapping[str, Any]) -> list[str]:
     columns: dict[tuple[str, str], None] = {}
     for arm in figures["arms"]:
         columns |= dict.fromkeys(_contexts(arm))
+    # one bucket says no more than the first table
     if len({context for _, context in columns}) < 2:
         return []
     titles = " | ".join(f"{column}, {context}" for column, context in columns)

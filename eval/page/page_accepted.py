@@ -151,6 +151,7 @@ def calibration(report: ReportData) -> Html:
     bins_by_temperature: dict[float, dict[str, Points]] = {}
     for group in report.drafting:
         bins = bin_confidences(group)
+        # results of drafters without probabilities have no confidences
         if bins:
             bins_by_temperature.setdefault(group.temperature, {})[group.name] = bins
     if not bins_by_temperature:
@@ -159,6 +160,7 @@ def calibration(report: ReportData) -> Html:
     figures = []
     for temperature, bins_by_name in bins_by_temperature.items():
         errors = ", ".join(f"{name} {_calibration_error(bins):.0%}" for name, bins in bins_by_name.items())
+        # points on the diagonal are as often right as the draft believes
         figure = draw_plot(
             f"Accepted by confidence, T = {temperature:g}",
             [(report.series[name], bins) for name, bins in bins_by_name.items()],

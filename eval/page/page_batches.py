@@ -47,6 +47,7 @@ def batches(report: ReportData) -> Html:
     parts = []
     figures = []
     for heading, groups in by_temperature(report.every):
+        # results that were added to hold their batch sizes in any order
         by_size = sorted(groups, key=lambda group: group.batch_size)
         parts.append((heading, [_row(group) for group in by_size]))
         drafting = [group for group in groups if group.drafts]

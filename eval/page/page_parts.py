@@ -142,6 +142,7 @@ def figures_by_task(report: ReportData, label: str, metric: Metric, start: float
     for heading, groups in by_temperature(report.drafting):
         tasks: dict[str, Points] = {}
         for group in groups:
+            # a panel lists the tasks in the order of the answers
             by_name: dict[str, list[Answer]] = {}
             for answer in group.answers:
                 by_name.setdefault(task_of(answer), []).append(answer)

@@ -201,6 +201,7 @@ def time_split(report: ReportData) -> Html:
         "A cycle is one target forward with the draft before it and the bookkeeping after it. The draft pays while τ "
         "is larger than the length of its cycle in cycles of plain decoding."
     )
+    # plain decoding too: its cycle is what a draft has to pay for
     timed = [group for group in report.groups if cycle_seconds(group.cycles)]
     if not timed:
         return section("time", title, lead, missing("These results keep no seconds per cycle."))

@@ -291,6 +291,7 @@ def _figure(title: str, note: str, height: float, *parts: object) -> Html:
 
 def _axes(x: Scale, y: Scale, height: float, titles: tuple[str, str]) -> list[Html]:
     """Draw both axes with their numbers and titles."""
+    # numbers stand in the margins, so that lines and points do not cross them
     foot = height - BOTTOM
     right = WIDTH - RIGHT
     return [
