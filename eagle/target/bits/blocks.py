@@ -56,12 +56,21 @@ class Blocks:
         is_own = (len(query), query.shape[2]) == self.ends.shape and key.shape[2] == self.length
         return is_own and key.shape == value.shape and keeps_bits(query.dtype, query.shape[-1])
 
-    def cut(self, groups: int, sees_first: Tensor | None) -> list[Piece]:
-        """The queries in pieces; those that do not see the first key, by `sees_first` [B, N], read no blocks."""
-        if sees_first is not None and not bool(sees_first.all()):
-            return Blocks(self.ends * sees_first, self.length).cut(groups, None)
+    def cut(self, groups: int, mask: Tensor) -> list[Piece]:
+        """The queries in pieces; those from whom the mask hides a key before their end read no blocks.
+
+        The mask is bool or additive, [B, 1, N or more, S], or [1, 1, 1, 1] if it hides none of these keys.
+        """
+        at_once = max(1, MAX_ROWS // groups)
+        if mask.shape[-1] > 1:
+            shown = mask[:, 0, : self.ends.shape[1], : int(self.ends.max())]
+            shown = shown if mask.dtype == torch.bool else shown == 0
+            # windows and chunks hide the first keys, the indexer of a sparse layer any
+            sees_all = (shown | (torch.arange(shown.shape[-1]) >= self.ends[..., None])).all(-1)
+            if not bool(sees_all.all()):
+                return [*Blocks(self.ends * sees_all, self.length)._cut(at_once)]
         if groups not in self.pieces:
-            self.pieces[groups] = [*self._cut(max(1, MAX_ROWS // groups))]
+            self.pieces[groups] = [*self._cut(at_once)]
         return self.pieces[groups]
 
     def _cut(self, at_once: int) -> Iterator[Piece]:

@@ -130,12 +130,7 @@ def _pieces_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> list[
     blocks = BLOCKS.get()
     if blocks is None or mask.shape[1] > 1 or not blocks.fit(query, key, value):
         return None
-    groups = query.shape[1] // key.shape[1]
-    if mask.shape[-1] == 1:
-        return blocks.cut(groups, None)
-    # a window or a chunk hides the first key, and then perhaps a part of a block
-    first = mask[:, 0, : query.shape[2], 0]
-    return blocks.cut(groups, first if mask.dtype == torch.bool else first >= 0)
+    return blocks.cut(query.shape[1] // key.shape[1], mask)
 
 
 def _cut(sequences: int, count: int, at_once: int) -> list[Piece]:
