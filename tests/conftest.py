@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,25 +23,14 @@ from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from eagle import Target
-from eagle.drafters import DRAFTERS
 from eagle.recipe import Recipe
 from tests.fixture_target import make_fixture_target
-from tests.registry import BY_DEFAULT
 from tests.trained import FIXTURE_SEED, fixture_seed
 
 # the fast suite draws the same cases every time; with --hypothesis-profile=new others, and a failure says how to pin it
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
 settings.register_profile("new", derandomize=False, deadline=None, database=None, print_blob=True)
 settings.load_profile("same")
-# cases of the conformance suite that are slow, or long, for methods that share most of their parts with one another
-SHARING = [*BY_DEFAULT, "none", "suffix", "unigram", "bigram", "early_exit", "hass"]
-SLOW_CASES = {
-    "test_output_is_the_untouched_models_own": ("top-p",),
-    "test_begin_forgets": ("greedy",),
-    "test_texts_side_by_side_are_as_each_alone": ("greedy",),
-}
-ALIKE = set(DRAFTERS) - {"eagle1", "eagle3", "early_exit"}
-LONG_CASES = {"test_drawn_drafts_have_the_targets_law": ("chain-T=1", "chain-top-p", "published-T=1")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,13 +60,12 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    """Mark those cases; turn the order round where asked."""
+    """Mark the cases that `quick` and `not_long` do not name; reverse the order where asked."""
     for item in items:
-        if item.path.name == "test_conformance.py" and (call := getattr(item, "callspec", None)):
-            name, case = call.params.get("name"), call.id.partition("-")[2]
-            for mark, cases, names in (("slow", SLOW_CASES, SHARING), ("long", LONG_CASES, ALIKE)):
-                if name in names and case in cases.get(item.originalname, ()):
-                    item.add_marker(mark)
+        for named, mark in (("quick", "slow"), ("not_long", "long")):
+            marker = item.get_closest_marker(named)
+            if marker and not any(fnmatchcase(item.callspec.id, pattern) for pattern in marker.args):
+                item.add_marker(mark)
     if config.getoption("reversed"):
         items.reverse()
 

@@ -263,6 +263,7 @@ def share_noise(registered: type[Any], patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registered, "begin", shared)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [keep_one_text, share_noise])
 def test_texts_that_share_what_is_kept_are_seen(
     fault: Any, registered: type[Any], mixing_target: Target, monkeypatch: pytest.MonkeyPatch

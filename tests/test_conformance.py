@@ -68,6 +68,19 @@ def batch(examples: LiveFeatures) -> Batch:
 FEWER = [pytest.param(sampling, marks=pytest.mark.slow) for sampling in (SAMPLINGS[1], SAMPLINGS[2], SAMPLINGS[4])]
 
 
+@pytest.mark.quick(
+    "none-greedy",
+    "ngram-greedy",
+    "ngram-top-p",
+    "sparse_kv-greedy",
+    "unigram-greedy",
+    "draft_model-greedy",
+    "eagle1-greedy",
+    "medusa-greedy",
+    "falcon-greedy",
+    "spire-greedy",
+    "dspark-greedy",
+)
 @pytest.mark.parametrize(
     "sampling", [SAMPLINGS[0], SAMPLINGS[3], *FEWER], ids=["greedy", "top-p", "T=0.5", "T=1", "top-k"]
 )
@@ -88,6 +101,7 @@ def letters() -> Target:
 
 
 @pytest.mark.slow
+@pytest.mark.not_long("*-published-top-p", "eagle1-*", "eagle3-*", "early_exit-*")
 @pytest.mark.parametrize("sampling", SAMPLINGS[2:4], ids=["T=1", "top-p"])
 @pytest.mark.parametrize("budget", DRAWN[:2], ids=["chain", "published"])
 @pytest.mark.parametrize("name", LAWFUL)
@@ -107,6 +121,7 @@ def test_the_probability_of_counts_is_that_of_scipy(freedom: int) -> None:
         assert chi_square_p(seen, due) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.quick("*-T=1")
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2]], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> None:
@@ -136,6 +151,7 @@ def drafted_beside(name: str, sampling: Sampling, target: Target) -> list[Trace]
     return drafting.draft_beside(partial(drafter_of, name, target), target, list(map(target.chat, BESIDE)), sampling)
 
 
+@pytest.mark.quick("none-T=1", "suffix-T=1", "eagle1-T=1", "hydra-T=1", "spire-T=1", "dflash-T=1", "mtp-T=1")
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2]], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_texts_side_by_side_are_as_each_alone(name: str, sampling: Sampling, tiny_target: Target) -> None:
@@ -157,6 +173,7 @@ def test_trees_are_rooted_and_within_budget(name: str, budget: Budget, tiny_targ
     drafting.check_tree(partial(drafter_of, name, tiny_target), tiny_target, budget)
 
 
+@pytest.mark.quick("eagle1", "medusa", "blockwise", "falcon", "early_exit_adapter", "mtp")
 @pytest.mark.parametrize("name", TRAINED)
 def test_loss_falls_on_one_batch(name: str, tiny_target: Target, batch: Batch) -> None:
     """Thirty steps on one batch teach it half of what the target says there."""
@@ -173,6 +190,7 @@ def answers(examples: LiveFeatures, tiny_target: Target) -> Batch:
 QUICK = ("eagle1", "medusa", "mtp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRAINED]
 )

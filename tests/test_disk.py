@@ -22,6 +22,7 @@ for lock in (lock_folder, lock_path):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="folders cannot be made in /proc, not even by root")
 def test_a_folder_that_cannot_be_made_is_named() -> None:
     """Both locks end instead of trying for ever; in a process of its own, which is ended if one does not."""

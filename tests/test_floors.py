@@ -154,6 +154,7 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
+@pytest.mark.slow
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Within a room too; and the search for circles finds one."""
     graph = {name_of(path): {name for name, _ in imports(ast.parse(path.read_text()))} for path in SOURCES}

@@ -206,6 +206,7 @@ def words_here(line: str, folder: Path) -> list[str]:
     return [*words, *less]
 
 
+@pytest.mark.slow
 def test_messages_of_the_guides_are_the_projects_own() -> None:
     """A message in a text block of the troubleshooting page is one that the project prints."""
     known = messages_of_the_project()

@@ -202,6 +202,7 @@ def difference(name: str, settings: dict[str, Any], dealt: list[tuple[int, int]]
     return max(apart(whole, learn(head, frozen, *counts, sampled)) for counts in dealt)
 
 
+@pytest.mark.quick("*-{}")
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: str(value))
 def test_a_step_is_the_same_in_any_parts(name: str, settings: dict[str, Any]) -> None:
     """Every loss that is logged and every gradient, over processes and accumulated parts, with texts unevenly dealt."""

@@ -74,6 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), run(fenced("python")))
 def test_snippet_runs(page: str, text: str, checkout: Path, server: Server) -> None:
     """Every Python snippet runs as it stands, in a process of its own."""
@@ -81,6 +82,7 @@ def test_snippet_runs(page: str, text: str, checkout: Path, server: Server) -> N
     assert ended.status == 0, str(ended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "lines"), run(short_commands()))
 def test_short_commands_run(page: str, lines: list[str], checkout: Path, server: Server) -> None:
     """Every short command of a page runs as it stands, after those above it."""
@@ -181,6 +183,7 @@ def test_the_table_across_methods_is_that_of_the_result_files() -> None:
     assert methods_table() in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_text_of_an_index_page_has_no_relative_links() -> None:
     """They lead nowhere there, nor do pictures."""
     (name,) = re.findall(r'^readme = "(.*?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

@@ -21,6 +21,7 @@ def test_the_page_of_recipe_keys_is_that_of_the_types() -> None:
     assert recipe_keys.PAGE.read_text() == recipe_keys.page()
 
 
+@pytest.mark.slow
 def test_every_key_has_a_meaning() -> None:
     """Each comes from the comment behind the field."""
     lines = recipe_keys.page().splitlines()

@@ -232,6 +232,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_holds_a_lock(tmp_path: Path) -> None:
     """Many that take and leave it as fast as they can never meet, though the lock file comes and goes."""
 

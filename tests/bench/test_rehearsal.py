@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick("a tensor less")
 @pytest.mark.parametrize("fault", ["none", "a weight", "a tensor less"])
 def test_a_head_that_came_back_changed_is_seen(
     fault: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -75,6 +76,7 @@ def test_a_head_that_came_back_changed_is_seen(
         assert "tensors bit-equal" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_ends_the_rehearsal(tmp_path: Path) -> None:
     """With what it printed; memory is that of the stage."""
     rehearsal = Rehearsal(tmp_path, "small", ["eagle1"], ["vllm"])

@@ -172,6 +172,7 @@ def test_a_pick_is_never_impossible(uniform: float, dtype: torch.dtype) -> None:
         assert cumulative[picked] >= uniform - 1e-7 and (cumulative - law / law.sum())[picked] <= uniform + 1e-7
 
 
+@pytest.mark.slow
 def test_coins_and_picks_follow_their_laws() -> None:
     """Frequencies of 20,000 draws each."""
     choose = Choose(Sampling(temperature=1.0, seed=1))
@@ -194,6 +195,7 @@ def goodness(*drawn: np.ndarray) -> float:
     return float(scipy.stats.chisquare(np.bincount(places, minlength=joint.size), places.size * joint).pvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_choices_over_positions_follow_the_law(count: int) -> None:
     """Adding the noise and taking the largest is sampling; what follows does not depend on what went before."""
@@ -203,6 +205,7 @@ def test_choices_over_positions_follow_the_law(count: int) -> None:
     assert goodness(drawn[:-2:3], drawn[1:-1:3], drawn[2::3]) > CHANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [5_000, pytest.param(50_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("field", ["seed", "request"])
 def test_choices_over_seeds_and_requests_follow_the_law(field: str, count: int) -> None:

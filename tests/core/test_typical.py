@@ -122,6 +122,7 @@ def answers(target: Target, budget: Budget, **options: Any) -> list[Any]:
     return generate(target, new_head("medusa", target), prompts, sampling=sampling, budget=budget, stop=[], **options)
 
 
+@pytest.mark.slow
 def test_texts_in_a_batch_answer_as_alone_and_more_is_accepted(bench: Bench) -> None:
     """Rows do not meddle; more drafts stay than without, and what is written then is not what the target writes."""
     sampling, budget = Sampling(temperature=0.7, top_k=20, seed=1, typical=(0.02, 0.3)), Budget(12, 3, 4)

@@ -142,6 +142,7 @@ def faulty(tree: DraftTree, head: Laws, fault: str) -> DraftTree:
     return DraftTree(tree.tokens[order], torch.tensor([-1, *parents]), tree.draft_probs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["unfiltered", "of the level above", "out of order"])
 def test_laws_that_nodes_were_not_drawn_from_are_seen(fault: str) -> None:
     """Planted faults: laws without temperature, those of other nodes, siblings that are not in the order of drawing."""
@@ -158,6 +159,7 @@ def test_laws_that_nodes_were_not_drawn_from_are_seen(fault: str) -> None:
 # -- by the dice ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_draws_follow_the_law_without_replacement() -> None:
     """The first two of 3,000 rankings by the law's log-odds and the offered noise, with and without temperature."""
     law = torch.tensor([0.5, 0.3, 0.15, 0.05])
@@ -237,12 +239,14 @@ def p_value(sampling: Sampling, paths: Paths, offer: Any = None, count: int = 60
     return float(scipy.stats.chisquare(counts[joint > 0], count * expected / expected.sum()).pvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "rule"), [("chain", 0), ("chain", 4), ("wide", 2), ("best", 3)])
 def test_generations_of_drawn_drafts_have_the_targets_law(shape: str, rule: int) -> None:
     """Cycle after cycle with the shipped dice, the draft's stream and the target's."""
     assert p_value(SAMPLINGS[rule], SHAPES[shape]) > CHANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "rule", "count"), [(CoinSharing, 0, 600), (Positional, 4, 2000)])
 def test_drafts_drawn_with_used_numbers_are_seen(fault: Any, rule: int, count: int) -> None:
     """The planted faults bend the law."""

@@ -75,6 +75,14 @@ def dtype_cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.quick(
+    "sample_tree-shape0-dtype0-1e-12",
+    "sample_tree-shape1-dtype1-1e-06",
+    "sample_tree-shape2-dtype2-1e-12",
+    "sample_tree-shape6-dtype6-1e-12",
+    "sample_block-shape16-dtype16-1e-12",
+    "sample_block-shape17-dtype17-1e-06",
+)
 @pytest.mark.parametrize(("rule", "shape", "dtype", "tolerance"), dtype_cases())
 def test_sampled_drafts_leave_the_targets_law_as_it_is(
     rule: Rule, shape: Shape, dtype: torch.dtype, tolerance: float
@@ -84,6 +92,7 @@ def test_sampled_drafts_leave_the_targets_law_as_it_is(
         assert distance(emitted(rule, target, trees)[0], target) < tolerance
 
 
+@pytest.mark.quick("shape0")
 @pytest.mark.parametrize("shape", CHAINS)
 def test_block_verification_accepts_no_fewer_tokens(shape: Shape) -> None:
     """In every family the mean number of accepted drafts is at least that of token-wise verification, in some more."""
@@ -112,6 +121,7 @@ def test_siblings_that_their_law_no_longer_holds_are_left_alone(dtype: torch.dty
     assert distance(emitted(sample_tree, target, [(tree, texts_of(tree), 1.0)])[0], target) < 1e-6
 
 
+@pytest.mark.quick("less-sample_block-branching1")
 @pytest.mark.parametrize(("rule", "branching"), [(sample_tree, [2, 1]), (sample_block, [1, 1, 1])])
 @pytest.mark.parametrize("towards", [(0, 0, 0), (1, 1, 1), (0, 1, 1)], ids=["less", "more", "less then more"])
 def test_laws_that_differ_by_rounding_alone_do_no_harm(
@@ -172,6 +182,7 @@ def textbook(tree: DraftTree, law: Probs, coin: Coin, pick: Pick, fault: str = "
             return path, pick(residual)
 
 
+@pytest.mark.quick("residual of the target")
 @pytest.mark.parametrize("fault", ["", "stale proposal", "residual of the target", "residual not normalised"])
 def test_faults_planted_in_the_residual_are_seen(fault: str) -> None:
     """The enumeration tells a faulty rule from the right one."""
@@ -275,6 +286,7 @@ def test_verify_samples_drafts_that_carry_their_law(name: str, rule: Rule, sampl
         assert accepted == pytest.approx(emitted(rule, target, trees)[1], abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["token", "block"])
 def test_verify_with_its_own_dice_agrees_with_the_law(name: str) -> None:
     """The first of the tokens that 4,000 requests emit is distributed as the target says."""
@@ -318,6 +330,7 @@ def test_verify_walks_drafts_that_carry_no_law() -> None:
         assert distance(joint, target) < 1e-12
 
 
+@pytest.mark.quick("token-branching0", "block-branching2")
 @pytest.mark.parametrize(("name", "branching"), [("token", [1, 1, 1]), ("token", [3, 1]), ("block", [1, 1, 1])])
 def test_greedy_verification_ignores_the_laws_of_drafts(name: str, branching: list[int]) -> None:
     """At temperature 0 the output is that of walking by argmax, with certainty."""

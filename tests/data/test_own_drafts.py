@@ -87,6 +87,7 @@ def replays(batch: Batch) -> list[tuple[Tensor, int, int, int]]:
     return found
 
 
+@pytest.mark.quick("early_exit_adapter")
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "medusa", "dflash", "early_exit_adapter"])
 def test_texts_and_states_are_the_targets_own(name: str, target: Target) -> None:
     """Each answer is what the target writes alone; states, of rejected tokens too, are those of the untouched model."""
@@ -143,6 +144,7 @@ def naive_losses(head: Any, batch: Batch, target: Target, policy: OnPolicySectio
     return {name: term / batch.slots for name, term in terms.items()}
 
 
+@pytest.mark.quick("blockwise")
 @pytest.mark.parametrize("name", REPLAYED)
 def test_the_loss_is_that_of_each_draft_alone(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients, for every method; a planted fault, which reads the text in place of the draft, is seen."""
@@ -201,6 +203,7 @@ def test_texts_are_written_anew_behind_a_checkpoint(whole: Path, command: list[s
     assert not equal(other, whole)
 
 
+@pytest.mark.quick("eagle1")
 @pytest.mark.parametrize("kind", ["eagle1", "medusa"])
 def test_parts_of_a_step_are_the_step(
     kind: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,7 @@ def test_side_by_side_is_alone() -> None:
     assert sorted(ends) == [False, False, True] and [len(row) for row in said] != limits
 
 
+@pytest.mark.slow
 def test_it_is_drawn_from_the_law() -> None:
     """Of 1,200 answers of two tokens each of the 36 comes as often as the model's own law says, by a chi-square."""
     torch.manual_seed(0)

@@ -72,6 +72,7 @@ def alone(target: Target, text: torch.Tensor, taps: tuple[int, ...]) -> torch.Te
     return torch.stack([states[tap][0] for tap in taps], dim=1)
 
 
+@pytest.mark.quick("phi3", "gpt_neox", "mpt", "falcon-alibi")
 @pytest.mark.parametrize("name", [*FAMILIES, "jamba", "bloom", "mpt", "falcon-alibi"])
 def test_states_are_those_of_each_text_alone(name: str) -> None:
     """Up to rounding; where reading on would save nothing, texts are read whole."""
@@ -94,6 +95,7 @@ def test_states_are_those_of_each_text_alone(name: str) -> None:
         assert (rows - torch.cat(kept)).abs().max() <= 2e-5 * torch.cat(kept).abs().max()
 
 
+@pytest.mark.slow
 def test_which_targets_read_on() -> None:
     """Those whose layers keep keys and values alone."""
     assert can_read_on(Target(build("llama"))) and can_read_on(Target(build("gemma2")))
@@ -187,6 +189,7 @@ def mark_states(text: torch.Tensor, taps: Sequence[int]) -> torch.Tensor:
     return (sums[:, None, None] + torch.tensor([*taps])[:, None] + torch.arange(32) / 64).float()
 
 
+@pytest.mark.quick("eagle1")
 @pytest.mark.parametrize("name", ["eagle1", "eagle3", "dflash", "spire", "mtp"])
 def test_heads_learn_the_same(name: str, target: Target, tmp_path: Path) -> None:
     """Losses, gradients and validation on both stores, up to the rounding of the states."""
@@ -221,6 +224,7 @@ def test_places_of_rows(texts: list[tuple[int, int]]) -> None:
         assert read == [owner(number, slot) for slot in range(count)]
 
 
+@pytest.mark.slow
 def test_conversations_stay_in_one_batch(target: Target) -> None:
     """Whatever the limits, and every example is planned once; a forecast tells what is shared."""
     examples = conversations(5, (3, 1, 4, 2, 5, 1, 2))

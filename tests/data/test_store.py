@@ -88,6 +88,7 @@ def copy_store(whole: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+@pytest.mark.slow
 def test_a_store_gives_back_what_went_in(whole: Path, examples: list[Example], tiny_target: Target) -> None:
     """Tokens, masks and features, in the data's order, whatever order they were computed in."""
     store = FeatureStore(whole, IDENTITY)
@@ -113,6 +114,7 @@ def test_others_can_read_and_check_the_shards(whole: Path) -> None:
     assert check.returncode == 0
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_live_features_are_those_of_a_store(
     dtype: str, examples: list[Example], tiny_target: Target, tmp_path: Path
@@ -236,6 +238,7 @@ def test_a_shard_that_was_right_is_not_read_whole_again(whole: Path, tmp_path: P
     assert [fault for _, fault in FeatureStore(folder).faults(read=True) if fault]
 
 
+@pytest.mark.slow
 def test_a_shard_of_another_store_is_seen(
     whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
 ) -> None:
@@ -305,6 +308,7 @@ def test_an_index_with_a_wrong_value_is_damaged(
         FeatureStore(folder)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_survived(
     whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,6 +353,7 @@ def test_a_disk_that_fills_up_is_seen_before_each_shard(
     assert contents(tmp_path) == contents(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_any_number_of_processes_makes_the_same_store(
     count: int, whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
@@ -363,6 +368,7 @@ def test_any_number_of_processes_makes_the_same_store(
     assert contents(tmp_path) == contents(whole)
 
 
+@pytest.mark.slow
 def test_a_second_extraction_of_the_same_shards_spoils_nothing(
     whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
 ) -> None:
@@ -396,6 +402,7 @@ def test_another_identity_is_refused_by_name(change: dict[str, object], named: s
     assert named in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_store_that_says_auto_is_read(examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
     """As those did that were made before; beside it they say what it was."""
     create_store(tmp_path, examples, target={"weights": "w", "dtype": "auto"})

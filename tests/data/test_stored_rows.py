@@ -87,6 +87,7 @@ def losses_of(head: Any, batch: Batch, target: Target) -> list[Tensor]:
     return [*losses.values(), *grads, *counts, *sums.values()]
 
 
+@pytest.mark.quick("falcon", "own", "hydra", "blockwise")
 @pytest.mark.parametrize("name", HEADS)
 def test_states_that_are_not_kept_change_nothing(name: str, target: Target, examples: list[Example]) -> None:
     """NaN in their place: losses, gradients and validation of every method stay bit for bit."""

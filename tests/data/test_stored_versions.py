@@ -102,6 +102,7 @@ def test_a_store_of_a_later_version_is_refused(examples: list[Example], tmp_path
     assert not isinstance(refused.value, Damaged)
 
 
+@pytest.mark.slow
 def test_opening_a_store_takes_a_few_bytes_an_example(tmp_path: Path) -> None:
     """Of 300,000 examples of 40 tokens: tokens stay on the disk, and numbers are no lists."""
     count, length = 300_000, 40

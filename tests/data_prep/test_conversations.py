@@ -120,6 +120,7 @@ def test_a_broken_gzip_keeps_what_came_before(
     assert tally.dropped[reason] == 1
 
 
+@pytest.mark.slow
 def test_long_records_cross_the_pieces_that_are_read(tmp_path: Path) -> None:
     """Records that are longer than what is read at once, in every layout of the file."""
     records = [record(str(number), "\u00e9{" * 400_000) for number in range(4)]

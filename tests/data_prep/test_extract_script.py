@@ -71,6 +71,7 @@ def test_extract_verify_repair(command: list[str], tmp_path: Path, capsys: pytes
     assert files(folder) == whole and "shard-00002" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_second_extraction_sees_a_flipped_byte(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_second_extraction_sees_a_flipped_byte(
     assert "0 of " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_changed_recipe_is_refused(command: list[str]) -> None:
     """Another max_length or other taps do not mix into a store that is there."""
     main(command)
@@ -197,6 +199,7 @@ def test_a_killed_script_goes_on_with_any_number_of_processes(command: list[str]
     assert all((folder / name).stat().st_mtime_ns == when for name, when in kept.items())
 
 
+@pytest.mark.slow
 def test_training_cannot_tell_live_features_from_stored_ones(command: list[str], tmp_path: Path) -> None:
     """The same head, bit for bit, from a store and without one."""
     short = [*command, "data.limit=12", "train.epochs=1", "train.lr=1e-3"]
@@ -234,6 +237,7 @@ def without_head(folder: Path) -> None:
         (folder / name).unlink()
 
 
+@pytest.mark.slow
 def test_a_store_trains_without_its_target(
     short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +274,7 @@ def test_another_run_is_refused_without_the_target_too(
         train_head([*short, override], tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_changed_target_is_refused(short: list[str], tmp_path: Path) -> None:
     """Where its files are there they are compared, though nothing of them is loaded."""
     config = json.loads((tmp_path / "target/config.json").read_text())

@@ -170,6 +170,7 @@ def test_what_cannot_be_shown_is_dropped_with_its_reason(sees: Path, pictures: P
     assert "an image that max_length cuts off" in open_cache(short).tally.dropped
 
 
+@pytest.mark.slow
 def test_features_are_the_models_own(sees: Path, pictures: Path, tmp_path: Path) -> None:
     """Stored and live states equal the hidden states of the untouched model, given its own processor's output."""
     recipe = make_recipe(tmp_path, sees, pictures, records(pictures))

@@ -122,6 +122,7 @@ def test_it_is_read_once(data: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: 
         open_cache(changed(data, max_length=23))
 
 
+@pytest.mark.quick("turns")
 @pytest.mark.parametrize(
     "change",
     [

@@ -196,6 +196,7 @@ def uninterrupted(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory)
     return out.read_bytes()
 
 
+@pytest.mark.quick("suffix")
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_local_answers_are_the_untouched_models(
     drafter: str, command: list[str], truth: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -212,6 +213,7 @@ def test_local_answers_are_the_untouched_models(
     assert f"{COUNT}  conversations" in printed and "data.train is" in printed
 
 
+@pytest.mark.slow
 def test_local_samples_differ_and_are_drawn_again(command: list[str], tmp_path: Path) -> None:
     """Two answers to each prompt by noise of their own, the same whatever stands beside them."""
     files = []
@@ -293,6 +295,7 @@ ANSWERED = [
 ]
 
 
+@pytest.mark.quick("gpt2-suffix")
 @pytest.mark.parametrize(("name", "drafter"), ANSWERED)
 def test_neighbours_and_drafts_change_no_answer_of_any_family(name: str, drafter: str) -> None:
     """Sliding windows, learned positions and experts beside longer and shorter texts, greedy and drawn."""
@@ -324,6 +327,7 @@ def prompts(target: Target) -> list[Prompt]:
     return [Prompt([], None, tokens, 12 + number, 1000 + number) for number, tokens in enumerate(ids)]
 
 
+@pytest.mark.slow
 def test_answers_are_the_decoders_whoever_drafts(target: Target, head: str) -> None:
     """Keyed by seed, conversation and place: in any batch what `eagle.generate` draws alone, though drafts differ."""
     for temperature, top_p in ((0.0, 1.0), (0.7, 1.0), (1.2, 0.8)):
@@ -397,6 +401,7 @@ def three_turns(target: Target, number: int) -> Generator[Prompt, Answer, dict[s
     return {"said": said, "lengths": lengths}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_a_killed_run_of_the_target_itself_resumes(drafter: str, target: Target, source: Path, tmp_path: Path) -> None:
     """By two processes whose last lines are cut, then by one: the bytes of a run that nobody disturbed."""

@@ -125,6 +125,7 @@ ENTRY = JSON | st.fixed_dictionaries({"id": JSON | st.just("target")}, optional=
 MODELS = JSON | st.lists(ENTRY, max_size=3) | st.fixed_dictionaries({"data": JSON | st.lists(ENTRY, max_size=3)})
 
 
+@pytest.mark.slow
 def test_any_reply_is_an_answer_or_a_reason(tiny_target: Target) -> None:
     """Over a real connection: no value of JSON at any place is more than one conversation's failure."""
     current: list[Any] = [None]

@@ -102,6 +102,7 @@ def serve(target: Target, draw: Draw, tells: bool = True) -> Reply:
     return reply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tells", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_server_that_samples_rightly_is_taken(
     command: list[str], target: Target, tmp_path: Path, tells: bool, capsys: pytest.CaptureFixture[str]
@@ -181,6 +182,7 @@ def tokens_of(probs: torch.Tensor, draws: int, power: float = 1.0, swap: bool = 
     return tokens
 
 
+@pytest.mark.quick("True-0.3")
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_right_sampler_is_not_suspected(spread: float, swap: bool) -> None:

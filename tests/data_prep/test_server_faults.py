@@ -68,6 +68,7 @@ def whole(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> byte
     return joined(out, jobs_of(16))
 
 
+@pytest.mark.quick("500", "hang")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_changes_nothing(fault: str, whole: bytes, tiny_target: Target, tmp_path: Path) -> None:
     """Planted in every third request, which may be one conversation's each time; a hanging one costs the timeout."""
@@ -101,6 +102,7 @@ def test_what_fails_too_often_is_counted_with_its_reason(tiny_target: Target, tm
         assert len(asked) == 1 and sorted(lines_of(out)) == [f"c{n}" for n in range(6)]
 
 
+@pytest.mark.slow
 def test_a_hung_server_is_noticed_within_its_timeout(
     tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +183,7 @@ def probed(target: Target) -> Any:
     return lambda request: completion("x", prompt_tokens=length) if request["max_tokens"] == 1 else echo(request)
 
 
+@pytest.mark.quick("403-sk-a/very+secret=key")
 @pytest.mark.parametrize(("status", "key"), [("401", KEY), ("403", KEY), ("401", "")])
 def test_a_key_that_is_refused_ends_the_run_at_once(
     status: str, key: str, tiny_target: Target, tiny_target_dir: Path, tmp_path: Path,
@@ -264,6 +267,7 @@ def test_retry_after_has_two_forms(asked: str, seconds: float) -> None:
     assert 50 < pause_in(without) <= 100
 
 
+@pytest.mark.slow
 def test_a_server_is_left_alone_for_as_long_as_it_asks(tiny_target: Target, tmp_path: Path) -> None:
     """No request comes within the pause, though other conversations wait."""
     times: list[float] = []
@@ -278,6 +282,7 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(tiny_target: Target, tmp_
     assert times[5] - times[4] >= 1.0
 
 
+@pytest.mark.slow
 def test_a_conversation_that_failed_waits_before_it_is_asked_again(tiny_target: Target, tmp_path: Path) -> None:
     """At least half of the wait that is due, and twice that the next time; others go on meanwhile."""
     times: list[float] = []

@@ -52,6 +52,7 @@ class Clock:
                     self.changed.wait(WAIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speeds", [(1, 3), (3, 1)])
 def test_servers_share_by_speed(speeds: tuple[int, int], tiny_target: Target, tmp_path: Path) -> None:
     """One that is three times slower gives a fourth of the answers; the file is that of one server."""

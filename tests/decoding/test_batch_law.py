@@ -99,6 +99,7 @@ def worst_p_value(target: Target, answers: np.ndarray, case: str) -> float:
     return min(values) * len(values)  # for as many as were tried
 
 
+@pytest.mark.slow
 def test_two_rows_have_the_targets_probs(target: Target) -> None:
     """A chain of sampled drafts, in batches of two."""
     assert worst_p_value(target, answer_batches(target, 2, 250, "chain"), "chain") > CHANCE

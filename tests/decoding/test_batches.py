@@ -52,6 +52,7 @@ def assert_equal(bench: Bench, kind: str, requests: list[Request], batch_size: i
     )
 
 
+@pytest.mark.quick("llama", "gpt2", "opt")
 @pytest.mark.parametrize("name", QUICK)
 def test_every_row_is_the_untouched_models_own(name: str) -> None:
     """Ragged prompts, samplings and limits in one batch, with drafts of every kind."""
@@ -79,6 +80,7 @@ def test_every_family_with_every_drafter(name: str, dtype: torch.dtype) -> None:
     print(f"{name} {dtype}: {dict(total)}")
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.sampled_from([None, 96, 150, 250]))
 def test_any_schedule_leaves_every_row_right(seed: int, batch_size: int, most: int | None) -> None:
@@ -142,6 +144,7 @@ def test_generate_and_stream_take_many_prompts() -> None:
     assert generate(own.target, NoDrafter(), [], batch_size=2) == []
 
 
+@pytest.mark.slow
 def test_rows_end_at_stops_of_their_own_time() -> None:
     """One row ends, the others go on; what comes later takes its place."""
     own, prompts = bench("llama"), [random_tokens(9, seed=seed) for seed in range(6)]
@@ -243,6 +246,7 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [neighbours_offset, slots_n
 FAULTS += [padding_seen, padding_nodes_seen, positions_of_the_longest, swaps_forgotten]
 
 
+@pytest.mark.quick("positions_of_the_longest-llama")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +303,7 @@ class Forgiving(KnowsAnswers):
         return True
 
 
+@pytest.mark.slow
 def test_choices_that_come_at_once_are_those_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, whose choices for all texts are fetched together."""
     monkeypatch.setattr("eagle.core.verify._is_lazy", lambda output: False)

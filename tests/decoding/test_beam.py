@@ -150,6 +150,7 @@ def check(cases: Iterator[Case]) -> None:
     assert steps > 1.5 * forwards
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # options that transformers does not use with one beam
 def test_answers_and_scores_are_transformers_own() -> None:
     """Four families, six drafters, processors, end tokens and every kind of stopping."""
@@ -164,6 +165,7 @@ def test_many_searches_are_transformers_own() -> None:
     check(draw_cases(500, seed=2))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_each_step_is_transformers_own() -> None:
     """The rule alone, fed with the log-probs of each of transformers' steps: the same beams, as many steps, no more."""
@@ -321,6 +323,7 @@ class EndsWith(StoppingCriteria):
         return torch.tensor([Letters().decode(row).endswith(self.string) for row in input_ids.tolist()])
 
 
+@pytest.mark.slow
 def test_stop_strings_end_an_answer() -> None:
     """As a criterion of transformers that reads the same letters."""
     model: Any = build("llama")

@@ -70,6 +70,7 @@ def expected_session(target: Target, temperature: float) -> list[Trace]:
     return [*drafted, *plain, *answers(target, ASKED[1:2], "suffix", temperature)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafted_and_plain_answers_are_the_same(
     temperature: float,
@@ -104,6 +105,7 @@ def test_a_speed_up_is_told_once_both_were_timed(
     assert min(gains) > 1  # more than a token a second, where plain decoding writes one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["noise", "prefix"])
 def test_a_wrong_answer_would_be_seen(
     fault: str,

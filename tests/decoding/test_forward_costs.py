@@ -126,6 +126,7 @@ def modelled(costs: Costs, answers: list[dict[str, Any]], budget: Budget) -> flo
     return sum(model_seconds(costs, answers, [asked_budgets(answer["cycles"], budget) for answer in answers]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("texts", [1, 3, 4])
 @pytest.mark.parametrize("budget", [CHAIN, TREE], ids=["chain", "tree"])
@@ -147,6 +148,7 @@ def test_tokens_that_a_drafter_has_not_read_have_a_price(world: World) -> None:
     assert bare_costs(world.target, NgramDrafter(), **tables).catch_up == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["no head", "one text", "one context", "nothing beside forwards"])
 def test_a_fault_of_the_model_is_seen(world: World, fault: str) -> None:
     """Each is off by 5% or more: the test above can fail."""
@@ -184,6 +186,7 @@ def best_depths(forecasts: Sequence[Forecast], context: int) -> tuple[tuple[int,
     return best, results[best]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [40, 65, 90])
 @pytest.mark.parametrize("rates", [(0.9,), (0.3,), (0.8, 0.5), (0.95, 0.95, 0.2), (0.6, 0.6, 0.6)])
 def test_the_policys_depths_are_the_best_of_all(world: World, rates: tuple[float, ...], context: int) -> None:

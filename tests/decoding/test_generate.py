@@ -95,6 +95,7 @@ def test_what_was_drafted_is_marked(mixing_target: Target) -> None:
     assert not Trace([]).drafted
 
 
+@pytest.mark.slow
 def test_an_answer_is_streamed_and_compared(
     mixing_target: Target, mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

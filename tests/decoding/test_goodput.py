@@ -98,6 +98,7 @@ def best_fixed(world: World, tokens: int) -> float:
     return min(simulate(Budget.fixed(chain_paths(levels)), world, tokens)[0] for levels in FIXED)
 
 
+@pytest.mark.quick("four", "eight")
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_finds_the_best_number_of_levels(name: str) -> None:
     """After a start it asks for what the closed form says, and is never 3% slower than the best fixed length."""
@@ -132,6 +133,7 @@ def lived_through(policy: Goodput, worlds: Sequence[World], tokens: int) -> tupl
     return sum(seconds for seconds, _ in runs) / expected, runs[-1][1][-500:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", CHANGES, ids=", then ".join)
 def test_it_comes_back(names: tuple[str, ...]) -> None:
     """A drafter that was stopped is asked again when it has become good, and one that was good is stopped."""
@@ -142,6 +144,7 @@ def test_it_comes_back(names: tuple[str, ...]) -> None:
     assert ratio < 1.04
 
 
+@pytest.mark.slow
 def test_without_trying_it_would_not() -> None:
     """The test above can fail."""
     world = WORLDS["eight"]
@@ -149,6 +152,7 @@ def test_without_trying_it_would_not() -> None:
     assert ratio > 1.5 and not any(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.05])
 def test_trying_costs_no_more_than_its_share(share: float) -> None:
     """Where nothing is ever accepted, all that it loses after the first cycles is the share that it may."""
@@ -162,6 +166,7 @@ def test_trying_costs_no_more_than_its_share(share: float) -> None:
     assert 0.8 * share < seconds / 5000 - 1 < share / (1 - share) + 0.002
 
 
+@pytest.mark.slow
 def test_the_end_of_an_answer_is_no_rejection() -> None:
     """Where nine cycles of ten are cut short, the averages are what they would be without."""
     world = WORLDS["eight"]
@@ -176,6 +181,7 @@ GREEDY, WARM = Sampling(), Sampling(temperature=1.0, seed=5)
 CHAIN, GROWN = Budget.fixed(chain_paths(4)), Budget(8, 4, 3)
 
 
+@pytest.mark.quick("lookup T=0")
 @pytest.mark.parametrize(
     ("name", "shape", "sampling"),
     [("ngram", CHAIN, GREEDY), ("ngram", CHAIN, WARM), ("eagle1", CHAIN, GREEDY), ("eagle1", GROWN, WARM)],
@@ -229,6 +235,7 @@ class Slow(PlantedTrees):
         return DraftTree.chain([update.root, *right])
 
 
+@pytest.mark.slow
 def test_costs_are_measured() -> None:
     """Drafting takes what it was made to take, and reading too, of trees that were never proposed as well."""
     target, prompt = Target(build("llama")), random_tokens(20, seed=3)

@@ -106,6 +106,7 @@ def best_length(rates: Sequence[float], texts: int) -> int:
     return max(range(LEVELS + 1), key=lambda level: expected_speed([rates] * texts, [level] * texts))
 
 
+@pytest.mark.quick("good-1")
 @pytest.mark.parametrize("texts", [pytest.param(n, marks=[pytest.mark.slow] * (n > 4)) for n in SIZES])
 @pytest.mark.parametrize("rates", [GOOD, FAIR, BAD], ids=["good", "fair", "bad"])
 def test_it_finds_the_best_length_of_every_batch(rates: list[float], texts: int) -> None:
@@ -126,6 +127,7 @@ def test_the_best_length_differs_between_batches() -> None:
     assert stuck < 0.8
 
 
+@pytest.mark.slow
 def test_a_policy_that_takes_a_batch_for_one_text_is_seen() -> None:
     """A planted fault: costs of one text for every batch. It drafts far too much, and the 3% are not kept."""
     one = tuple(grid[:1] * len(SIZES) for grid in (COSTS.draft, COSTS.read))
@@ -180,6 +182,7 @@ def test_speeds_of_assignments_are_those_of_the_closed_form() -> None:
         assert batch.speed(levels) == pytest.approx(expected_speed(rates, levels))
 
 
+@pytest.mark.slow
 def test_good_texts_draft_more_than_bad_ones() -> None:
     """Where a draft of one more text has its price, each gets the levels that it is worth by its own acceptance."""
     rows = {row: GOOD if row < 4 else BAD for row in range(8)}
@@ -191,6 +194,7 @@ def test_good_texts_draft_more_than_bad_ones() -> None:
     assert speed > 1.1 * common
 
 
+@pytest.mark.slow
 def test_texts_that_come_and_go() -> None:
     """Three batches after one another, larger and smaller, with what was learned before; none is 3% off."""
     policy = Goodput.of_costs(COSTS, CHAIN)
@@ -212,6 +216,7 @@ def test_another_text_of_the_same_number_is_another_text() -> None:
     assert policy.acceptance.rows.keys() == {0}
 
 
+@pytest.mark.quick("0", "5")
 @pytest.mark.parametrize("most", [0, 5, 16])
 def test_one_verification_budget_for_all(most: int) -> None:
     """Never more draft nodes than may be, exploring included; and no slower than the best common length within it."""
@@ -258,6 +263,7 @@ def test_measured_costs_are_those_of_whole_cycles() -> None:
         goodput_budget(target, NgramDrafter(), prompts, budget, (2,), max_new_tokens=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_batches_under_the_policy_are_the_untouched_models(temperature: float) -> None:
     """Texts that change their lengths all the time, among others that come and go: each is what it is alone."""

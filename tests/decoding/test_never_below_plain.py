@@ -94,6 +94,7 @@ def speeds(world: World, rate: float, texts: int, tokens: int, costs: CycleCosts
     return fixed[0] / policy, min(fixed) / policy
 
 
+@pytest.mark.quick("4-drafts pay, less in a batch")
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("texts", TEXTS)
 def test_first_answers_are_no_slower_than_plain_decoding(name: str, texts: int) -> None:
@@ -104,6 +105,7 @@ def test_first_answers_are_no_slower_than_plain_decoding(name: str, texts: int) 
     assert min(over_best) > 0.88 and mean(over_best) > 0.94
 
 
+@pytest.mark.quick("16-0.965")
 @pytest.mark.parametrize(("tokens", "least"), [(16, 0.965), (200, 0.99)])
 def test_a_bad_drafter_loses_no_more_than_its_trials(tokens: int, least: float) -> None:
     """Half a percent of the time; of an answer of 50 tokens or fewer, up to five times as much."""
@@ -111,6 +113,7 @@ def test_a_bad_drafter_loses_no_more_than_its_trials(tokens: int, least: float) 
     assert min(ratios) > least
 
 
+@pytest.mark.slow
 def test_an_unknown_drafter_that_is_believed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: a policy that takes a new drafter for a good one loses far more."""
     monkeypatch.setattr(acceptance, "GUESS", 1.0)
@@ -118,6 +121,7 @@ def test_an_unknown_drafter_that_is_believed_is_seen(monkeypatch: pytest.MonkeyP
     assert max(ratios) < 0.96 and min(ratios) < 0.9
 
 
+@pytest.mark.slow
 def test_reading_a_prompt_is_priced() -> None:
     """A planted fault: a policy that is not told what a drafter's first forward costs drafts too eagerly."""
     world = WORLDS["drafts barely pay in a batch"]._replace(token=0.02)

@@ -257,6 +257,7 @@ def test_a_text_that_cannot_be_spelt(place: int, target: Target) -> None:
     check_neighbours(spelt, place, run(spelt, NgramDrafter(), place, 4, stop=["x"]), f"no spelling of {unknown}")
 
 
+@pytest.mark.quick("within-0", "within-1", "within-3", "draw-0")
 @pytest.mark.parametrize("place", [0, 1, 3])
 @pytest.mark.parametrize("call", ["within", "learn", "draw", "no budget"])
 def test_a_policy_that_fails_for_one_text(call: str, place: int, target: Target) -> None:
@@ -316,6 +317,7 @@ SAMPLINGS: dict[str, tuple[Sampling, Budget | None]] = {
 }
 
 
+@pytest.mark.quick("typical-3", "lenient-3")
 @pytest.mark.parametrize(
     ("kind", "place"),
     [("greedy", 0), *((kind, 3) for kind in SAMPLINGS)]
@@ -360,6 +362,7 @@ LONGROPE = {
 }
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_a_text_that_reaches_the_border_of_longrope(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a batch, with drafts and without; texts on either side of it go on."""

@@ -115,6 +115,7 @@ STATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_the_second_answer_of_a_seed_has_the_targets_law(state: State, target: Target) -> None:
     """What was remembered of the first decides how the second is drafted, and must know nothing of its coins."""
@@ -122,6 +123,7 @@ def test_the_second_answer_of_a_seed_has_the_targets_law(state: State, target: T
     assert p_value(last_answers, joint_probs(target, PROMPTS[0], 2)) > CHANCE
 
 
+@pytest.mark.slow
 def test_coins_that_are_tossed_again_are_seen(target: Target) -> None:
     """Planted: a target that does not count its requests."""
 

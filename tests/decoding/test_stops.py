@@ -32,6 +32,7 @@ def target() -> Target:
     return Target(MODEL, PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
 
+@pytest.mark.slow
 def test_the_first_end_counts_whoever_drafts(target: Target) -> None:
     """Stop tokens and stop strings at every two places of an answer: the trace is that of plain decoding."""
     none, letters = load_drafter("none", target), target.tokenizer.decode
@@ -46,6 +47,7 @@ def test_the_first_end_counts_whoever_drafts(target: Target) -> None:
             assert (drafted.stop_string, drafted.text) == (plain.stop_string, plain.text)
 
 
+@pytest.mark.slow
 def test_pieces_end_where_the_text_ends(target: Target) -> None:
     """Neither holds the stop string, wherever in a token it begins."""
     text = target.tokenizer.decode(ANSWER)

@@ -115,6 +115,7 @@ def test_a_reader_by_hand_is_not_disturbed_by_a_stream() -> None:
     assert state.text(0) == [*PROMPTS[0], 5, 6, 1]
 
 
+@pytest.mark.slow
 def test_threads_on_one_target_are_right() -> None:
     """No thread gets another's text, and none crashes."""
     target = Target(copy.deepcopy(MODEL))
@@ -122,6 +123,7 @@ def test_threads_on_one_target_are_right() -> None:
         assert together(*(lambda number=number: answer(target, number) for number in range(4))) == ANSWERS
 
 
+@pytest.mark.slow
 def test_targets_over_one_model_answer_in_threads() -> None:
     """Weights are shared, and nothing else: not the attention, not the taps."""
     model = copy.deepcopy(MODEL)
@@ -130,6 +132,7 @@ def test_targets_over_one_model_answer_in_threads() -> None:
         assert together(*(lambda n=n: answer(targets[n], n) for n in range(4))) == ANSWERS
 
 
+@pytest.mark.slow
 def test_the_users_own_model_generates_beside_a_target() -> None:
     """`model.generate` in another thread is not touched by what the target reads with."""
     model = copy.deepcopy(MODEL)
@@ -157,6 +160,7 @@ SAMPLINGS = [Sampling(), Sampling(1.0, seed=3)]
 MAKES = [small, lambda _: NgramDrafter(), lambda target: FirstOf([NgramDrafter(), small(target)])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKES, ids=["draft model", "n-grams", "list"])
 @pytest.mark.parametrize(
     "sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]], ids=["greedy", "T=1"]
@@ -186,6 +190,7 @@ def test_lists_that_share_a_drafter_do_not_disturb_each_other() -> None:
     assert in_turn(*streams) == ANSWERS[:2]
 
 
+@pytest.mark.slow
 def test_threads_on_one_drafter_are_right() -> None:
     """No thread drafts by another's text, and none crashes, on targets of their own and on one."""
     targets = [Target(copy.deepcopy(MODEL)) for _ in range(3)]

@@ -92,6 +92,7 @@ def check_alike(make: Callable[[], tuple[Any, dict[str, Any]]], target: Target) 
     return len(seen)
 
 
+@pytest.mark.quick("hydra-plain T=1", "several-T=1")
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", HEADS)
 def test_answers_and_cycles_are_those_of_trees_on_the_host(name: str, sampling: str, target: Target) -> None:
@@ -100,6 +101,7 @@ def test_answers_and_cycles_are_those_of_trees_on_the_host(name: str, sampling: 
     assert check_alike(lambda: (new_drafter(name, target), options), target) > 10 * (name != "several")
 
 
+@pytest.mark.quick("grown-plain T=1", "chain-T=1")
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_every_kind_of_tree_can_stay(budget: str, sampling: str, target: Target) -> None:
@@ -133,6 +135,7 @@ def test_a_policy_learns_from_trees_that_stayed(target: Target) -> None:
     assert check_alike(make, target) > 3
 
 
+@pytest.mark.quick("lenient")
 @pytest.mark.parametrize("asked", ["drawn", "typical", "lenient", "hybrid"])
 def test_what_needs_trees_on_the_host_reads_them_first(asked: str, target: Target) -> None:
     """Rules that look at a tree, and mixers that run over its paths: nothing is verified on the device."""
@@ -182,6 +185,7 @@ def spoil(kind: str) -> Callable[..., Any]:
     return hand
 
 
+@pytest.mark.quick("parent-parents precede")
 @pytest.mark.parametrize(
     ("kind", "message"), [("siblings", "siblings differ"), ("token", "token ids"), ("parent", "parents precede")]
 )
@@ -334,6 +338,7 @@ class Compiled:
         return replay
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["greedy", pytest.param("plain T=1", marks=pytest.mark.slow)])
 def test_a_cycle_beside_the_target_is_one_graph(sampling: str, target: Target) -> None:
     """Nothing in it asks the host; the trees are those of a loop that is not captured."""

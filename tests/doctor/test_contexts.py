@@ -49,6 +49,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contexts, "FAR", 60)
 
 
+@pytest.mark.slow
 def test_joined_texts_are_the_same_tokens(target: Target, texts: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order, with the states that the target has behind all of what lies before."""
     joined = join_texts(target, texts, (1, -1))
@@ -63,6 +64,7 @@ def test_joined_texts_are_the_same_tokens(target: Target, texts: Batch, monkeypa
     assert max(join_texts(target, texts, (-1,)).lengths) <= 50
 
 
+@pytest.mark.quick("20", "4096")
 @pytest.mark.parametrize("window", [16, 20, 4096])
 def test_a_slot_sees_a_window(window: int, head: Any, target: Target, texts: Batch) -> None:
     """Every slot in its order, with half to all of the window before it; a wide one changes nothing."""

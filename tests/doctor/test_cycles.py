@@ -40,6 +40,7 @@ def learn(kind: dict[str, Any], target: Target, steps: int = 8) -> Any:
     return head.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [{"kind": "eagle1"}, {"kind": "medusa", "levels": 3}, {"kind": "dflash", "slots": 4, "blocks": 1}],

@@ -64,6 +64,7 @@ def heads(target: Target, texts: Batch) -> dict[str, Any]:
     return {kind: trained(target, texts, kind, 6) for kind in KINDS}
 
 
+@pytest.mark.quick("eagle3", "eagle3.1")
 @pytest.mark.parametrize("kind", KINDS)
 def test_figures_are_those_of_validation(kind: str, heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """Agreement, overlap, every level and τ are what `judge` finds, text by text too."""
@@ -166,6 +167,10 @@ def undone(heads: dict[str, Any], target: Target, texts: Batch, kind: str, broke
     return [probe for probe in probes if torch.allclose(last_states(probe.change(wiring), texts), whole, atol=1e-5)]
 
 
+@pytest.mark.quick(
+    "eagle3.1-norm_output is True-norm_output is False, expected True",
+    "eagle1-trained on the state in front of-trained on the state behind the final norm",
+)
 @pytest.mark.parametrize(
     ("kind", "broken", "named"),
     [

@@ -107,6 +107,7 @@ def test_a_head_of_another_network_is_examined(head: SeveralHeads, target: Targe
     assert "without any effect on what it guesses: trained with the token one place earlier" in str(diagnosis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "read", "fault"),
     [

@@ -102,6 +102,7 @@ def test_the_target_drafts_for_itself(mode: str, target: Target) -> None:
     assert [cycle.committed for cycle in trace.cycles] == [5] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_chains_are_the_models_own_continuation(kind: str, target: Target, alike: Any) -> None:
     """Cycle by cycle the draft is what the untouched model says of the whole text, uncached, whatever was kept."""
@@ -127,6 +128,7 @@ def test_chains_are_the_models_own_continuation(kind: str, target: Target, alike
     assert {0, 3} <= counts  # all of a draft was kept, and nothing of one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [Budget(12, 4, 3), Budget.fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)))])
 def test_trees_hold_what_the_model_says_on_each_path(budget: Budget) -> None:
     """Every node is among the likeliest children of its parent by an uncached forward over its path.
@@ -162,6 +164,7 @@ def test_a_model_that_was_not_asked_reads_what_it_missed(target: Target, alike: 
     assert torch.equal(patient.propose(Committed.join(pieces), budget).tokens, drafts[-1].tokens)
 
 
+@pytest.mark.quick("drawn-40")
 @pytest.mark.parametrize("rows", [40, 56])
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_without_words_may_differ_in_number(mode: str, rows: int, target: Target) -> None:
@@ -192,6 +195,7 @@ LONGROPE = {
 }
 
 
+@pytest.mark.quick("drawn")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_longrope_model_is_silent_behind_its_border(mode: str, target: Target) -> None:
     """Its drafts end at the border of its frequencies, and the target goes on alone; a longer prompt is drafted for."""
@@ -220,6 +224,7 @@ def test_a_model_that_reads_no_trees_is_refused_as_draft_model(target: Target, t
 SERVED = ["qwen3_5_text", "jamba", "nemotron_h", "bloom", "gpt_neo", "rwkv"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name == "jamba" else pytest.param(name, marks=slow) for name in SERVED])
 def test_models_with_states_draft_what_they_would_write(name: str) -> None:
     """Every draft is the model's own continuation, by naive loops, whatever of the one before was kept."""
@@ -265,6 +270,7 @@ def test_other_words_are_refused_by_name() -> None:
         check_vocabulary(None, own, 3, 8)
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_language_model_is_a_drafter(target: Target, alike: Any, tmp_path: Path) -> None:
     """Any causal language model on disk drafts, in a list too; one of another vocabulary is refused."""
     alike.save_pretrained(tmp_path / "small")

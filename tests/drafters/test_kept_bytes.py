@@ -141,18 +141,21 @@ def check(target: Target, drafter: Any, prompts: tuple[int, ...] = PROMPTS, text
     return said
 
 
+@pytest.mark.quick("draft_model", "hydra", "falcon", "spire")
 @pytest.mark.parametrize("kind", [name for name in DRAFTERS if name not in LOOKUPS])
 def test_a_drafter_tells_what_its_state_keeps(kind: str, target: Target) -> None:
     """By the registry: a new method that keeps something and says nothing fails here."""
     check(target, drafter_of(kind, target))
 
 
+@pytest.mark.quick("memory without window", "recent", "snap", "lookup, head", "waiting")
 @pytest.mark.parametrize("name", OTHERS)
 def test_so_do_other_settings_and_several_drafters(name: str, target: Target) -> None:
     """Windows, blocks, sparse caches, captured drafts; and one drafter that waits while another is asked."""
     check(target, OTHERS[name](target))
 
 
+@pytest.mark.quick("none", "suffix")
 @pytest.mark.parametrize("kind", LOOKUPS)
 def test_what_reads_tokens_alone_keeps_ids(kind: str, target: Target) -> None:
     """No more than some bytes of each token, which nobody counts."""

@@ -180,6 +180,15 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(
+    "eagle1-drawn-T=1",
+    "eagle3-fixed-T=0",
+    "medusa-dynamic-T=1",
+    "mlp_speculator-dynamic-T=1",
+    "blockwise-dynamic-T=1",
+    "hydra-dynamic-T=1",
+    "falcon-dynamic-T=1",
+)
 @pytest.mark.parametrize(("name", "kind", "sampling"), CASES)
 def test_every_row_drafts_as_if_it_were_alone(name: str, kind: str, sampling: str, made: Callable[[str], Any]) -> None:
     """Ragged updates, depths that differ, rows passed over, slots that are taken again; each text has its own noise."""

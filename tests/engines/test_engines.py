@@ -251,6 +251,7 @@ def counting(target: Target, prompts: list[list[int]], new_tokens: int) -> Job:
     return Job(Path(), prompts, CHAIN, new_tokens)
 
 
+@pytest.mark.slow
 def test_whole_drafts_are_counted(tiny_target: Target) -> None:
     """The counts are those of an answer that goes on: of its cycles that begin before the limit."""
     prompt, total = tiny_target.tokenizer.encode(TEXT), 0
@@ -267,6 +268,7 @@ def test_whole_drafts_are_counted(tiny_target: Target) -> None:
     assert total > 0
 
 
+@pytest.mark.slow
 def test_a_draft_behind_the_prompt_is_one_behind_a_first_token(tiny_target: Target) -> None:
     """To draft from a prompt's last token is to draft from the answer's first, where the prompt holds it already."""
     prompt = tiny_target.tokenizer.encode(TEXT)
@@ -319,6 +321,7 @@ def draft_naively(head: Any, target: Target, prompt: list[int], root: int, reads
     return drafted
 
 
+@pytest.mark.slow
 def test_a_reading_is_that_of_whole_forwards(tiny_target_dir: Path) -> None:
     """Each drafts as a loop does that reads it so, and not as a loop that reads the layer as this project does."""
     torch.manual_seed(3)

@@ -98,6 +98,7 @@ def test_recorded_seconds_are_charged_where_a_draft_was_asked_for() -> None:
     assert seconds_of(COUNTING, [cycle], Budget(4, 4, 1), limit=2) == 1
 
 
+@pytest.mark.quick("3-3-1", "2-1-2", "25-2-4")
 @pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: f"{budget.nodes}-{budget.depth}-{budget.top_k}")
 def test_the_rows_of_each_level_are_those_that_the_head_reads(target: Target, head: Eagle1, budget: Budget) -> None:
     """Forward by forward."""

@@ -108,6 +108,7 @@ def test_what_is_equal_is_certified(command: list[str], tmp_path: Path, capsys: 
     assert found["run"]["target"] and found["run"]["commit"]
 
 
+@pytest.mark.slow
 def test_batches_are_certified(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each size that the recipe or the command line names, all turns, against the model's single decoding."""
     main([*command, "eval.batch_size=[1, 3]"])
@@ -166,6 +167,7 @@ def noise_of_the_next_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Choose, "__call__", wrong)
 
 
+@pytest.mark.quick("noise_of_the_next_place")
 @pytest.mark.parametrize(
     "fault", [last_node_kept, pytest.param(whole_tree_seen, marks=pytest.mark.slow), noise_of_the_next_place]
 )
@@ -232,6 +234,7 @@ def test_rounding_is_what_the_model_differs_by_from_itself(model: Any, tiny_targ
     assert [one.is_rounding for one in told] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_drafts_that_carry_their_law_are_compared_greedily_alone(
     command: list[str], tiny_target: Target, model: Any
 ) -> None:

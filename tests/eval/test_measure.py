@@ -86,6 +86,7 @@ def comparable(rows: list[dict[str, Any]]) -> dict[Any, Any]:
     }
 
 
+@pytest.mark.slow
 def test_rows_say_what_the_decoder_did(small: Recipe, target: Target) -> None:
     """Each row beside a generation of its own: same cycles, text and figures; contexts add up; `none` commits ones."""
     headers, rows = lines_of(measure(small, "small.yaml"))
@@ -130,6 +131,7 @@ def check(row: dict[str, Any], trace: Trace, plain: str, run: str) -> None:
     assert ("pieces" in row) == (row["conversation"] in ("1", "2"))  # the first two asked; tasks come in turn
 
 
+@pytest.mark.slow
 def test_drafters_take_turns_and_another_begins_each_time(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the cases each drafter goes first, second and so on equally often, up to one."""
     order, real = list[str](), module.time_answer
@@ -188,6 +190,7 @@ def test_a_killed_run_goes_on_where_it_was(small: Recipe, tmp_path: Path, capfd:
     assert "all answers are in" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_grows_but_other_settings_begin_anew(
     small: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +211,7 @@ def test_a_run_grows_but_other_settings_begin_anew(
     assert len(lines_of(path)[1]) == 4 * 2 and len(list((tmp_path / "run").glob("results-*"))) == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_threads(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing chooses them once; rows that follow are measured on as many, whatever would be chosen now."""
     before = torch.get_num_threads()
@@ -317,6 +321,7 @@ def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:
     assert {row["identical"] for row in rows if row["drafter"] == "none" or row["temperature"] == 0} == {True}
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_is_not_identical(
     small: Recipe, mixing_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def lines_of(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return [line for line in lines if "drafter" in line], [line["batch"] for line in lines if "batch" in line]
 
 
+@pytest.mark.slow
 def test_rows_of_batches_are_those_of_texts_alone(small: Recipe) -> None:
     """Each answer at 3 and 5 at a time has the tokens and cycles of the answer alone; seconds add up to the steps'."""
     rows, batches = lines_of(measure(with_eval(small, batch_size=[1, 3, 5]), "small.yaml"))

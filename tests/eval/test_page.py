@@ -371,6 +371,7 @@ def test_a_restarted_run_adds_up(tmp_path: Path) -> None:
         page([path])
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_or_prints_the_table(
     results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_an_interval_is_that_of_a_naive_loop() -> None:
     assert interval(rows, draws=20000) == pytest.approx(naive, abs=0.06 * (naive[1] - naive[0]))
 
 
+@pytest.mark.slow
 def test_intervals_cover_as_often_as_they_say() -> None:
     """With but eight conversations 92 to 97% hold the truth; were their rows taken as independent, few would."""
     assert 0.92 <= share_covered(clustered=True) <= 0.97

@@ -176,6 +176,7 @@ def test_what_is_no_rate_is_refused(alpha: float, gamma: int) -> None:
         expected_tokens(alpha, gamma)
 
 
+@pytest.mark.slow
 def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop's mean over its coins lies in the 95% interval around the exact expectation, given what was drafted."""
     target, read, outputs = Target(build("llama")), TargetState.read, list[TargetOutput]()

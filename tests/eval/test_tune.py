@@ -79,6 +79,7 @@ def answers(target: Target) -> list[Answer]:
     return [answer(target, (-1,), prompt, limit=16, sampling=s) for prompt, s in zip(prompts, samplings, strict=True)]
 
 
+@pytest.mark.quick("ngram-budget0-0.7")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(("guess", "budget"), [("ngram", chain(6)), *(("head", budget) for budget in BUDGETS)])
 def test_replay_is_decoding(tiny_target: Target, head: Eagle1, guess: str, budget: Budget, temperature: float) -> None:

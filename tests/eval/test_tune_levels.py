@@ -121,6 +121,7 @@ def expected_tokens(rates: list[list[float]], paths: Paths) -> float:
     return kept
 
 
+@pytest.mark.slow
 def test_measured_ranks_of_each_level_give_the_shape(tuning: Tuning) -> None:
     """As many rows as the head has levels; of all shapes of twelve nodes none is expected to keep more."""
     rates = acceptance_by_rank(tuning)

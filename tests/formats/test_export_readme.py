@@ -146,6 +146,7 @@ def export_kind(kind: str, engine: str, heads: Path, target: Target, out: Path) 
     return (out / "README.md").read_text()
 
 
+@pytest.mark.quick("medusa", "mlp_speculator")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_command_of_any_export_holds_a_placeholder(kind: str, heads: Path, target: Target, tmp_path: Path) -> None:
     """Of any kind of head for any engine; what is asked of vLLM is JSON, with the method's own name."""
@@ -197,6 +198,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("dspark")
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.no_grad()
 def test_a_layout_says_whether_shorter_drafts_are_others(name: str, target: Target) -> None:

@@ -42,6 +42,7 @@ def folder(tmp_path: Path) -> Path:
 # -- config.json ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     changed=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=4),
     name=st.sampled_from([*made.LAYOUTS, "own"]),
@@ -265,6 +266,7 @@ def rewritten(path: Path, change: Callable[[str, bytes], bytes], kind: int = zip
             archive.writestr(name, change(name, data))
 
 
+@pytest.mark.slow
 def test_an_archive_that_grows_is_not_unpacked(folder: Path) -> None:
     """A bomb of zeros, and a tensor that claims more than its storage holds."""
 

@@ -116,6 +116,7 @@ def test_what_was_found_stays_mended(
         check_head(head, tmp_path, target)
 
 
+@pytest.mark.slow
 @given(name=st.sampled_from(sorted(EVERY)), changes=CHANGES, wrong=TENSORS, beside=st.booleans())
 @settings(FUZZ, max_examples=60)
 def test_any_head_of_any_kind_is_read_or_refused(
@@ -152,6 +153,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, made.Head]:
     return heads
 
 
+@pytest.mark.slow
 @given(data=st.data(), kind=st.sampled_from(HEADS), wrong=TENSORS)
 @settings(FUZZ, max_examples=40)
 def test_any_head_of_this_project_is_loaded_or_refused(
@@ -169,6 +171,7 @@ def test_any_head_of_this_project_is_loaded_or_refused(
         assert str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "part", "key"),
     [("eagle1", "shape", "num_hidden_layers"), ("medusa", "settings", "levels"), ("medusa", "settings", "layers")],

@@ -84,6 +84,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_before_it_is_meant(folder: Path, hub: StubHub, capsys: pytest.CaptureFixture[str]) -> None:
     """Every file is named with its size and why, what is hidden, and what stays; the hub is not asked."""
     before = contents(folder.parent)
@@ -98,6 +99,7 @@ def test_nothing_is_sent_before_it_is_meant(folder: Path, hub: StubHub, capsys: 
     assert f"stays here: {folder.parent / 'last'} is not part of what is shared" in said
 
 
+@pytest.mark.slow
 def test_what_was_pushed_is_pulled(
     folder: Path, hub: StubHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_folder_that_differs_is_not_touched(folder: Path, hub: StubHub, tmp_pa
     assert contents(out) == hub.repositories["model", "someone/head"].files
 
 
+@pytest.mark.slow
 def test_a_push_that_was_interrupted_goes_on(folder: Path, hub: StubHub) -> None:
     """What has arrived is not sent again, and nothing shows before all has."""
     hub.faults = [("POST .*/commit/", 500)]
@@ -198,6 +201,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_hub_answers_is_told(fault: tuple[str, int], folder: Path, hub: StubHub) -> None:
     """In a sentence, with what to do."""
@@ -265,6 +269,7 @@ def test_exports_go_beside_a_head_or_alone(folder: Path, hub: StubHub, tmp_path:
         pack(export, "someone/head", [export])
 
 
+@pytest.mark.slow
 def test_small_files_go_through_the_clients_newer_way_too(
     hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

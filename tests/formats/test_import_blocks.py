@@ -166,6 +166,7 @@ VALUES = SCALARS | st.lists(SCALARS, max_size=4) | st.dictionaries(st.text(max_s
 KEYS = sorted({key for (config, _), _, _ in LAYOUTS.values() for key in [*config, *config.get("dflash_config", {})]})
 
 
+@pytest.mark.slow
 @given(
     changed=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=4),
     name=st.sampled_from(sorted(LAYOUTS)),

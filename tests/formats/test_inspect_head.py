@@ -176,6 +176,7 @@ def test_traps_of_speculators_and_modelopt(tmp_path: Path) -> None:
     assert "input_layernorm too" in str(written) and "(yarn) into exports" in str(written) and not written.fatal
 
 
+@pytest.mark.quick("eagle3", "eagle3 regression", "eagle3 normed residual", "eagle3 hybrid", "hass")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_of_this_project_is_known_and_healthy(variant: str, tmp_path: Path) -> None:
     """And where it is from is compared with the target that is named."""
@@ -198,6 +199,7 @@ def test_a_healthy_head_of_each_layout_is_not_called_broken(name: str, tmp_path:
         assert not inspect(folder, target).fatal, inspect(folder, target)
 
 
+@pytest.mark.slow
 def test_whatever_is_missing_it_does_not_fail(tmp_path: Path) -> None:
     """Every tensor and every key gone, alone and together."""
     target = made.write_target(tmp_path / "target")

@@ -304,6 +304,7 @@ def test_what_this_project_makes_beside_heads(tmp_path: Path) -> None:
     assert found.kind == "a draft_model of this project" and not found.fatal, found
 
 
+@pytest.mark.quick("EAGLE-1")
 @pytest.mark.parametrize("name", ["EAGLE-1", "SafeAILab EAGLE-3", "speculators EAGLE-3.1", "ModelOpt"])
 def test_heads_stay_heads(name: str, tmp_path: Path) -> None:
     """Whatever single tensor is missing, and with another architecture."""

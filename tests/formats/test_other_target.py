@@ -74,6 +74,19 @@ def misfits(kind: str) -> list[str]:
     return [what for what in OTHERS if what != "layers" or deep]
 
 
+@pytest.mark.quick(
+    "hass",
+    "eagle3",
+    "medusa",
+    "mlp_speculator",
+    "blockwise",
+    "hydra",
+    "falcon",
+    "early_exit_adapter",
+    "spire",
+    "peagle",
+    "mtp",
+)
 @pytest.mark.parametrize("kind", HEADS)
 def test_it_is_not_loaded(kind: str, work: Path, targets: dict[str, Target]) -> None:
     """For decoding, measuring and serving, which all take it by `load_drafter`."""
@@ -84,6 +97,7 @@ def test_it_is_not_loaded(kind: str, work: Path, targets: dict[str, Target]) -> 
     assert generate(targets["target"], load_drafter(work / kind, targets["target"]), [1, 2, 3], max_new_tokens=2)
 
 
+@pytest.mark.quick("blockwise", "early_exit_adapter")
 @pytest.mark.parametrize("kind", HEADS)
 def test_no_exporter_writes_it(kind: str, work: Path, targets: dict[str, Target]) -> None:
     """Nor does any that has a layout for its kind; a target that fits is told nothing of the sort."""

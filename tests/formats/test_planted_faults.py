@@ -193,6 +193,7 @@ SIZES["num_hidden_layers"] = made.LAYERS
 OWN = ["eagle1", "eagle3", "peagle", "dflash", "dspark", "mtp", "falcon", "hydra", "medusa", "mlp_speculator"]
 
 
+@pytest.mark.quick("falcon")
 @pytest.mark.parametrize("kind", OWN)
 def test_a_head_of_this_project_is_looked_at_too(kind: str, tmp_path: Path) -> None:
     """A tensor of zeros, and the theta of another target where the head turns positions."""

@@ -20,6 +20,7 @@ HEADS: dict[str, dict[str, Any]] = {"eagle1": {"fc_bias": False}, "eagle3": {}}
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
+@pytest.mark.quick("qwen2_5_vl-eagle3", "gemma3-eagle1", "gemma3-eagle3")
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_a_folder_for_vllm_has_the_text_models_sizes(

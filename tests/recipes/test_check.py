@@ -36,6 +36,7 @@ def ready_engines(printed: str) -> set[str]:
     return set(printed.partition("ready for ")[2].splitlines()[0].split(", "))
 
 
+@pytest.mark.slow
 def test_every_stage_runs_and_nothing_is_left(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_an_engine_that_cannot_serve_the_head_is_named(
     assert "vllm" not in ready_engines(said) and re.search(r"not for [^:]*\bvllm\b[^:]*: .*fc", said)
 
 
+@pytest.mark.quick("eagle1-changed0")
 @pytest.mark.parametrize(
     ("method", "changed"), [("eagle1", []), ("eagle3", ["drafter.taps=[2,3,4]", "drafter.steps=2"])]
 )
@@ -73,6 +75,7 @@ def test_every_engine_that_has_a_layout_is_ready(
     assert "bind" not in said
 
 
+@pytest.mark.slow
 def test_a_draft_model_goes_through_all_stages(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +98,7 @@ def test_further_heads_go_through_all_stages(
     assert "h to train" in said and "GB of memory while training" in said
 
 
+@pytest.mark.slow
 def test_a_head_that_is_not_there_yet_is_said(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +115,7 @@ def test_a_head_that_is_not_there_yet_is_said(
         check(with_data(tiny_target_dir, tmp_path, *few, f"train.init={head}", method="hass"))
 
 
+@pytest.mark.slow
 def test_what_is_computed_while_training_needs_the_target_in_memory(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +138,7 @@ def test_what_is_computed_while_training_needs_the_target_in_memory(
     assert needs[0] - needs[1] == 4 * rest + states + reading > 0
 
 
+@pytest.mark.slow
 def test_data_that_are_too_few_are_refused(tiny_target_dir: Path, tmp_path: Path) -> None:
     """Two steps need two batches."""
     with pytest.raises(ValueError, match="2 steps need 32"):
@@ -174,6 +180,7 @@ def test_a_target_that_does_not_fit_here_is_forecast_all_the_same(
     assert "not checked here" in said and "target ..." not in said and "supervised" in said
 
 
+@pytest.mark.slow
 def test_a_target_without_weights_is_forecast_all_the_same(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +207,7 @@ def test_a_quantised_target_that_cannot_be_loaded_is_told_of_early(
     assert said.index("it is quantised by eetq, whose kernels") < said.index("tokens and masks ...")
 
 
+@pytest.mark.slow
 def test_a_local_file_is_counted_before_the_forecast(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def stateful_dir(request: pytest.FixtureRequest, tiny_target_dir: Path, tmp_path
     return folder
 
 
+@pytest.mark.quick("rwkv")
 def test_every_stage_runs(stateful_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And what is forecast is said."""
     check(with_data(stateful_dir, tmp_path, "data.limit=40"))

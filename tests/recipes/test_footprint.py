@@ -31,6 +31,7 @@ def small_head(name: str) -> Any:
     return empty_head(settings_of({**section, **small}, "test"), SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "accumulation"),
     [
@@ -57,6 +58,7 @@ def test_the_forecast_is_what_the_allocator_gives_the_loop(name: str, dtype: str
     assert forecast == pytest.approx(real, rel=0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "name"),
     [
@@ -87,6 +89,7 @@ def test_heads_with_and_without_matrices_of_their_own(lm_head: str) -> None:
     assert expected == pytest.approx(live_bytes(head, config, LENGTHS, dtype="bfloat16"), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["one step", "nothing is freed", "chunks of a CPU"])
 def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments that are forgotten, freed storages that count on, and chunks of another device are far from the loop."""

@@ -58,6 +58,7 @@ PREFIXED = {"kind": "hydra", "layers": 2, "prefix": True}
 NORMED = {"kind": "eagle3", "fc_norm": True, "norm_output": True}
 
 
+@pytest.mark.slow
 def test_a_method_of_other_parts_is_forecast() -> None:
     """A model of its own: masters, gradients and moments of its weights, and more of either with more layers."""
     runs = [
@@ -108,6 +109,7 @@ def test_zero_saves_what_it_splits() -> None:
     assert exchange_bytes(1_000_000, 8) == exchange_bytes(1_000_000, 1, 2) == 0
 
 
+@pytest.mark.slow
 def test_the_published_run_needs_what_its_authors_report() -> None:
     """740 GB of features for a width of 4,096, and a head of 0.24 B."""
     recipe = Recipe.load(VICUNA)
@@ -119,6 +121,7 @@ def test_the_published_run_needs_what_its_authors_report() -> None:
     assert forecast(recipe, sizes_of(recipe.target.path), 34_000).features == pytest.approx(run.features / 2)
 
 
+@pytest.mark.slow
 def test_what_is_not_stored_lies_on_the_card_and_is_made_every_epoch() -> None:
     """Three states of a token in two bytes each, and one more where it is learned; or the target, once for all."""
     sizes = sizes_of("meta-llama/Llama-3.1-8B-Instruct")
@@ -182,6 +185,7 @@ class Counted(TorchDispatchMode):
         return output
 
 
+@pytest.mark.quick("section6-0.5", "section11-0.5")
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("section", [*HEADS.values(), NORMED, PREFIXED, *({"kind": name} for name in BY_DEFAULT)])
 def test_flops_are_what_a_step_computes(section: dict[str, Any], share: float) -> None:

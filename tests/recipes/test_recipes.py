@@ -301,6 +301,14 @@ def sixteenth(sizes: dict[str, Any], family: str) -> Target:
     return Target(AutoModelForCausalLM.from_config(config))
 
 
+@pytest.mark.quick(
+    "llama-3.1-8b/eagle1",
+    "mimo-7b/mtp",
+    "qwen3-30b-a3b/eagle3",
+    "qwen3-8b/hass",
+    "vicuna-7b/medusa",
+    "vicuna-7b/medusa2",
+)
 @pytest.mark.parametrize("path", LARGE, ids=named)
 def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     """Features of a real forward, the recipe's loss and optimizer: every weight moves, and the loss falls."""

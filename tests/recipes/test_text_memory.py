@@ -49,6 +49,7 @@ def test_states_are_those_of_their_shapes(family: str) -> None:
     assert text_memory(model) == MODELS[family][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name, (_, text) in MODELS.items() if text])
 def test_a_real_text_takes_what_is_forecast(family: str) -> None:
     """States once, keys and values by the token, in a model's cache after nine tokens; a text here holds as much."""

@@ -12,6 +12,7 @@ from recipes.forecast import empty_head, token_flops, training_bytes
 from tests.unrolled_heads import SHAPE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [{"kind": "eagle1"}, {"kind": "eagle3", "steps": 2}], ids=["eagle1", "eagle3"])
 def test_a_window_makes_attention_linear(section: dict[str, Any]) -> None:
     """Flops of a token stop growing with the text; without a window they go on."""

@@ -69,6 +69,7 @@ def answer(model: Any, prompt: list[int]) -> list[int]:
     return said[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_drafted_answers_are_pefts_own_in_alternation(
     mixing_target: Target, adapted: dict[str, Target], switched: Any
 ) -> None:
@@ -88,6 +89,7 @@ def test_drafted_answers_are_pefts_own_in_alternation(
             assert len({tuple(plain.tokens), *(tuple(said[name, len(prompt)]) for name in adapted)}) == 3
 
 
+@pytest.mark.slow
 def test_texts_side_by_side_are_drawn_as_by_the_merged_model(
     mixing_target: Target, adapted: dict[str, Target], switched: Any
 ) -> None:
@@ -118,6 +120,7 @@ def test_features_are_those_of_the_merged_model(
         assert copy.copy(target).adapter == str(folders[name])
 
 
+@pytest.mark.slow
 def test_a_text_of_another_adapter_is_not_read_on(
     adapted: dict[str, Target], switched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +163,7 @@ def test_a_state_is_read_on_with_its_own_adapter(
     assert cut[4:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_packed_weights_are_laid_out_for_adapters(
     mixing_target_dir: Path, mixing_target: Target, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def counting_texts(target: Target) -> Iterator[list[int]]:
         yield counts
 
 
+@pytest.mark.quick("roformer")
 @pytest.mark.parametrize("model_type", EVERY)
 def test_a_batch_reads_each_text_by_itself(model_type: str) -> None:
     """Ragged batches of known trees, heads, and the target's own model as draft model, which reads alone as well."""

@@ -32,6 +32,7 @@ def frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.quick("llama-rope-yarn")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_answers_beside_a_first_call_are_the_models_own(family: str) -> None:
     """The windows that a probe lowers are those of a copy."""

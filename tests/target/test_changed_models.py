@@ -50,6 +50,7 @@ def check(target: Target, model: Any) -> list[int]:
     return expected
 
 
+@pytest.mark.quick("adapter first-lora-llama", "call first-ia3-qwen3")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("first", ["adapter first", "call first"])
@@ -151,6 +152,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.quick("put_hook", "put_embedding_hook")
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_changes_between_calls_are_followed(change: Callable[[Any], None]) -> None:
     """Of hooks, forwards, modules, attributes and buffers."""
@@ -200,6 +202,7 @@ def test_nothing_is_found_out_again_where_nothing_changed(monkeypatch: pytest.Mo
     check(target, model)
 
 
+@pytest.mark.slow
 def test_an_open_state_reads_on_by_the_model_that_it_began_with() -> None:
     """Its cache belongs to it: modules that another call has found do not read it."""
     model = build("qwen3_next")

@@ -133,6 +133,7 @@ def greedy_cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.quick("*-planted", "llama-random", "deepseek_v3-random", "gemma3-random")
 @pytest.mark.parametrize(("name", "drafter"), greedy_cases())
 def test_greedy_output_is_the_untouched_models(name: str, drafter: str) -> None:
     """At T = 0 drafts change nothing, be they random, right or copied, and the answer is not a constant."""
@@ -157,6 +158,13 @@ def grid() -> list[Any]:
     return cases
 
 
+@pytest.mark.quick(
+    "llama-rope-llama3-planted-temperature=0.5-min_p=0.05",
+    "llama-tied-planted-temperature=1.0-min_p=0.05",
+    "mixtral-planted-temperature=1.0-top_p=0.9",
+    "gpt2-planted-temperature=0.5-min_p=0.05",
+    "starcoder2-planted-temperature=0.5-top_p=0.9",
+)
 @pytest.mark.parametrize(("name", "drafter", "setting"), grid())
 def test_sampled_output_is_the_untouched_models(
     name: str, drafter: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -166,6 +174,7 @@ def test_sampled_output_is_the_untouched_models(
     assert_lossless(family(name), drafter, setting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma2", "gpt2"])
 def test_double_precision_is_lossless_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models in fp64 are decoded in fp64."""
@@ -212,6 +221,7 @@ def test_taps_are_the_models_hidden_states(name: str) -> None:
         assert_close(features, expected[0, : len(features)])
 
 
+@pytest.mark.quick("bloom")
 @pytest.mark.parametrize("name", OTHER_MEANS)
 def test_other_means_than_masks_leave_taps_and_answers_as_they_are(name: str) -> None:
     """State from token to token, or positions that cannot be given: trees are read all the same."""
@@ -254,6 +264,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
         assert difference < 1e-4, f"tap number {tap} is {difference:.1e} away"
 
 
+@pytest.mark.quick("llama", "llama-rope-llama3", "mixtral", "gemma3", "gpt2", "falcon")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_is_left_as_it_was(name: str) -> None:
     """After decoding, the model attends as before and its logits are the untouched model's bit for bit."""
@@ -299,6 +310,7 @@ def rejected_nodes_kept(target: Target, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TreeCache, "keep", wrong)
 
 
+@pytest.mark.quick("rejected_nodes_kept-mistral-sliding")
 @pytest.mark.parametrize("name", ["mistral-sliding", "gemma3"])
 @pytest.mark.parametrize("fault", [ignored_window, nodes_as_positions, siblings_seen, rejected_nodes_kept])
 def test_a_planted_fault_is_seen(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:

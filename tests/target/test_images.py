@@ -74,6 +74,7 @@ def greedy_cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.quick("qwen2_5_vl-planted", "qwen2_5_vl-ngram", "gemma3-planted", "gemma3-ngram")
 @pytest.mark.parametrize(("name", "kind"), greedy_cases())
 def test_greedy_answers_are_the_untouched_models(name: str, kind: str) -> None:
     """To no, one and three images; and to other images the model says something else."""
@@ -89,6 +90,7 @@ def test_greedy_answers_are_the_untouched_models(name: str, kind: str) -> None:
             assert own(name, images, 7, drawn=False)[1] != answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_drawn_answers_are_the_untouched_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At T = 1 by the same noise."""
@@ -102,6 +104,7 @@ def test_drawn_answers_are_the_untouched_models(name: str, monkeypatch: pytest.M
             assert generate(target, drafter, asked, budget=TREE, **options).tokens == answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VISION_FAMILIES)
 def test_texts_side_by_side(name: str) -> None:
     """With none to three images, in more prompts than there are rows; the same tokens stand for other images."""
@@ -186,6 +189,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         prompt_rows(two)
 
 
+@pytest.mark.quick("llava-eagle1")
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "llava_onevision"])
 def test_heads_draft_from_what_they_learn_from(name: str, kind: str) -> None:

@@ -159,6 +159,7 @@ def target_of(targets: dict[Any, Target], name: str, dtype: str) -> Target:
     return targets[name, dtype]
 
 
+@pytest.mark.quick("llama-fp16", "gemma2-bf16")
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", families(*FAMILIES))
 def test_bits_do_not_depend_on_what_is_read_together(name: str, dtype: str, targets: dict[Any, Target]) -> None:
@@ -187,6 +188,7 @@ def test_bits_do_not_depend_on_long_contexts(name: str) -> None:
         assert find_variance(target, 3000) is None
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("name", families(*FAMILIES, *OTHER_MEANS, seldom=True))
 def test_drafted_output_is_plain_decodings(name: str, targets: dict[Any, Target]) -> None:
     """By right and wrong trees around an answer, random ones and n-grams, alone and in ragged batches."""
@@ -283,6 +285,7 @@ def test_it_can_be_left_out_and_fp32_has_no_need_of_it() -> None:
     assert not whole.reader.means.invariant
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_budget(targets: dict[Any, Target]) -> None:
     """Chains and trees of many sizes write the same."""
     target = target_of(targets, "qwen3", "bf16")

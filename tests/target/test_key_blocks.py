@@ -129,6 +129,7 @@ def test_a_kernel_that_counts_rows_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     keeps_bits.cache_clear()
 
 
+@pytest.mark.quick("llama-bf16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_moe", "falcon", "gemma2"])
 def test_models_keep_their_bits_beyond_blocks(name: str, dtype: torch.dtype) -> None:
@@ -140,6 +141,7 @@ def test_models_keep_their_bits_beyond_blocks(name: str, dtype: torch.dtype) -> 
         assert find_variance(target, LENGTH) is None
 
 
+@pytest.mark.slow
 def test_a_tree_without_a_lag_is_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: blocks that end at the root, so that a tree and steps cut their keys at other places."""
     model = build("llama", torch.bfloat16)

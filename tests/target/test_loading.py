@@ -36,6 +36,7 @@ MISSING = {"model.layers.1.mlp.up_proj.weight": None}
 UNKNOWN = {"fc.weight": torch.ones(2, 2), "d2t": torch.ones(3)}
 
 
+@pytest.mark.quick("tensors4-holds weights of other sizes than its config.json says")
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

@@ -112,6 +112,7 @@ def test_an_index_key_left_in_its_place_is_seen(indexed: Any, monkeypatch: pytes
     assert worst_difference(indexed, make_reader(indexed)) > 100 * EXACT
 
 
+@pytest.mark.slow
 def test_positions_of_rejected_drafts_do_not_stay() -> None:
     """Qwen4-Exp has those of the whole text in its cache, before transformers 5.21 in no layer of it."""
     model, prompt = build("qwen4_exp_text"), random_tokens(9, seed=1)

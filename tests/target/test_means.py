@@ -116,6 +116,7 @@ def assert_own(bench: Own, kind: str, requests: list[Request], batch_size: int, 
     )
 
 
+@pytest.mark.quick("bloom")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", pytest.param("jamba", marks=pytest.mark.slow), "bloom"])
 def test_a_ragged_batch_is_lossless(model_type: str) -> None:
     """By paths, by levels and with tables: rows come and go, and trees are kept."""

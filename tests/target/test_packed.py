@@ -31,6 +31,7 @@ def packed_pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Modul
     return model, packed
 
 
+@pytest.mark.quick("starcoder2", "llama", "gpt2")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_drafted_answers_are_those_of_the_untouched_model(name: str) -> None:
     model, packed = packed_pair(name)
@@ -82,6 +83,7 @@ def test_state_dict_tensors_copies_and_files_hold_plain_weights(name: str, tmp_p
     assert count_packed(packed)
 
 
+@pytest.mark.quick("write-model.layers.1.mlp.up_proj", "load-model.layers.1.mlp.up_proj")
 @pytest.mark.parametrize("part", ["model.layers.1.mlp.up_proj", "lm_head"])
 @pytest.mark.parametrize("way", ["write", "replace", "load"])
 def test_changed_weights_are_read(part: str, way: str) -> None:
@@ -161,6 +163,7 @@ def test_load_packs_where_it_is_asked_to_and_says_why_not(tmp_path: Path) -> Non
         Target.load(tmp_path, dtype="float64", packed=True)
 
 
+@pytest.mark.slow
 def test_a_head_packs_its_own_lm_head_where_the_targets_is() -> None:
     """Its drafts stay, also once its LM head was written to."""
     model, packed = packed_pair("llama")

@@ -80,6 +80,7 @@ def test_every_method_has_a_row_in_the_docs() -> None:
     assert {name for name in names if f"| `{name}`" not in page} == set()
 
 
+@pytest.mark.slow
 def test_unpacked_weights_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On stderr, with their size; and a plain target says nothing."""
     target = Target.load(write_fp8(tmp_path / "fp8"), dtype="float32", device="cpu")
@@ -168,6 +169,7 @@ def quantise(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "granite", "gpt_neox"])
 def test_heads_borrow_plain_copies(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, in the model's precision, and that is said; the model itself is decoded as it is."""
@@ -269,6 +271,7 @@ class ByRows(nn.Linear):
         return F.linear(rounded.float(), self.weight.float()).to(torch.bfloat16).to(x.dtype)
 
 
+@pytest.mark.quick("dtype1-True")
 @pytest.mark.parametrize(("dtype", "plain"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_products_that_depend_on_rows_are_read_by_steps_in_float32(dtype: torch.dtype, plain: bool) -> None:
     """As the guide says of 4 bits on such a CPU: drafts change no token there, and bf16 is read like a plain target."""

@@ -76,6 +76,7 @@ def test_layers_that_count_rows_in_an_untold_window_are_the_refused_ones() -> No
     assert generate(Target(copy.deepcopy(model)), drafter, prompt, max_new_tokens=24, stop=[]).tokens == answer
 
 
+@pytest.mark.quick("random-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drafter", ["none", "random"])
 def test_layers_that_rewrite_masks_get_whole_ones(
@@ -110,6 +111,7 @@ def test_models_that_read_trees_pass_in_every_precision(name: str, dtype: torch.
     assert target.masks.grouped == grouped
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("seed", range(4))
 def test_deep_models_in_bf16_are_not_refused_for_rounding(seed: int) -> None:
     """A number of layers is no window: a prompt longer than that hides what one token makes out behind rounding."""

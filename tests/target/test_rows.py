@@ -66,6 +66,7 @@ def assert_right(target: Target, requests: list[Request], **options: Any) -> Non
         assert [trace.tokens for trace in traces] == [request.answer for request in requests]
 
 
+@pytest.mark.slow
 def test_longrope_rows_on_both_sides_of_the_border(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows share forwards, long ones do not change them, and drafts of neither reach across."""
     model = build_rope(LONGROPE, monkeypatch, original_max_position_embeddings=BORDER)
@@ -80,6 +81,7 @@ def test_longrope_rows_on_both_sides_of_the_border(monkeypatch: pytest.MonkeyPat
         assert_right(target, requests, batch_size=7)
 
 
+@pytest.mark.slow
 def test_dynamic_frequencies_of_a_longer_text_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """They change behind the model's last position, which `features` may pass and no answer can: rows are right."""
     model = build_rope(DYNAMIC, monkeypatch, max_position_embeddings=64)
@@ -146,6 +148,7 @@ def test_rows_that_see_a_neighbours_length_are_seen(dtype: torch.dtype, monkeypa
 # -- how much a cache holds -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("400")
 @pytest.mark.parametrize("most", [80, 130, 200, 400])
 def test_a_cache_never_holds_more_than_it_may(most: int) -> None:
     """At every step, whatever comes in whatever order; rows wait rather than exceed it, and all are answered."""
@@ -227,6 +230,7 @@ def test_a_state_that_a_batch_leaves_is_clean() -> None:
             assert generate(bench.target, NgramDrafter(), prompt, max_new_tokens=12, stop=[]).tokens == answer
 
 
+@pytest.mark.slow
 def test_rows_by_hand_are_read_and_kept_each_at_its_own_place() -> None:
     """Any subset of rows, in any order, with trees of any size: logits and taps are those of the plain model."""
     bench, dice = Bench("llama", torch.float64), random.Random(3)

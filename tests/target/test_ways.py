@@ -41,6 +41,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[bool, bool]]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", EVERY)
 def test_answers_do_not_depend_on_the_way(model_type: str, ways: Counter[tuple[bool, bool]]) -> None:
     """Ragged batches whose trees and growing drafts are read by either way in turn, at T = 0 and above."""

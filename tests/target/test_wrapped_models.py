@@ -70,6 +70,7 @@ def check_answers(model: Any, expected: list[int], kinds: tuple[str, ...] = ("ea
     return target
 
 
+@pytest.mark.quick("pruned-layer", "pruned-embedding")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_weight_that_is_made_of_others_is_read(wrap: str, place: str) -> None:
@@ -100,6 +101,7 @@ def test_offloaded_weights_are_read(where: str, tmp_path: Path) -> None:
     assert not target.head.weight.is_meta and target.device.type == "cpu"
 
 
+@pytest.mark.quick("tuner-IA3Config", "tuner-AdaptionPromptConfig")
 @pytest.mark.parametrize("kind", ["LoraConfig", "IA3Config", "AdaptionPromptConfig"])
 @pytest.mark.parametrize("wrapper", ["model", "tuner"])
 def test_a_peft_model_is_unwrapped(kind: str, wrapper: str) -> None:

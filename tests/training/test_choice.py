@@ -95,6 +95,7 @@ def test_prompts_need_conversations_that_are_held_out(command: list[str], tmp_pa
         run(command, tmp_path / "run", "train.decode=3")
 
 
+@pytest.mark.slow
 def test_the_head_that_accepts_most_is_kept(
     command: list[str], script: Callable[..., Scripted], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +150,7 @@ def test_patience_ends_a_run(
     assert [row["step"] for row in rows(out) if "validation" in row] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_choice_outlives_a_stop(command: list[str], script: Callable[..., Scripted], tmp_path: Path) -> None:
     """A run that goes on after step 3 counts on from there: the best stays, and patience ends at the same step."""
     asked = (*EVERY, "train.max_steps=8", "train.patience=3")

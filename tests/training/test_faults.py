@@ -115,6 +115,7 @@ TORN = {
 }
 
 
+@pytest.mark.quick("flipped", "missing", "unmarked", "half a mark")
 @pytest.mark.parametrize("fault", TORN)
 def test_a_torn_checkpoint_is_named_and_passed_over(
     fault: str, whole: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -163,6 +164,7 @@ def test_a_checkpoint_is_not_begun_without_room_for_it(
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
 
 
+@pytest.mark.slow
 def test_a_disk_too_full_for_the_head_is_said(
     whole: Path, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_disk_too_full_for_the_head_is_said(
     assert equal(tmp_path / "run", whole)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_with_nan_is_left_out_and_named(
     accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -213,6 +216,7 @@ def store_of(command: list[str]) -> Path:
     return Path(next(part.split("=")[1] for part in command if part.startswith("features.store=")))
 
 
+@pytest.mark.slow
 def test_another_store_is_refused(whole: Path, command: list[str], tmp_path: Path) -> None:
     """Features made anew from other texts do not slip into a run that has begun."""
     out, texts = tmp_path / "run", tmp_path / "data.jsonl"

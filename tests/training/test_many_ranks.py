@@ -137,6 +137,7 @@ def exchanges_of(launcher: str, count: int, accumulation: int = 1) -> tuple[Coun
     return exchanges.counts, exchanges.bytes, total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_exchanges_of_a_step(count: int, tmp_path: Path) -> None:
     """DDP sums the gradients once; a sharded head is gathered and its gradients scattered once, and its norm summed."""
@@ -150,6 +151,7 @@ def test_exchanges_of_a_step(count: int, tmp_path: Path) -> None:
     assert counts == {"all-gather": 3, "reduce-scatter": 3, "all-reduce": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["false", "true"])
 def test_exchanges_of_the_loop(shard: str, tmp_path: Path) -> None:
     """Two real processes between two logs: what DDP or the sharded head needs, and nothing else."""
@@ -224,6 +226,7 @@ def parts_of_target(count: int) -> tuple[list[int], Counter[str], int]:
     return held, exchanges.counts, outside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_target_spread_over_many(count: int, tmp_path: Path) -> None:
     """Each weight of a layer is on one process, embedding and LM head on all; a forward gathers each layer once."""

@@ -123,6 +123,7 @@ def test_a_leaking_mask_is_seen(
     assert largest_difference(ours, head, batch, frozen, truth) > 1e-3
 
 
+@pytest.mark.quick("fp32-norm")
 @pytest.mark.parametrize("clip", ["value", "norm"])
 def test_the_rendering_learns(
     ours: Eagle1, examples: list[Example], frozen: TargetHead, dtype: torch.dtype, clip: str

@@ -108,6 +108,7 @@ def refresh_write(refresh: Refresh, target: Target) -> OwnDrafts:
     return refresh._write(target, PROMPTS, 10, 9)
 
 
+@pytest.mark.slow
 def test_a_continuation_comes_to_the_same_bits(model: Any) -> None:
     """From the states of head and optimizer and the number of steps."""
     target = Target(model)

@@ -22,6 +22,7 @@ def shorter(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run(command, tmp_path_factory.mktemp("runs") / "shorter", "train.max_steps=10")
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_before_the_fall(shorter: Path, command: list[str], tmp_path: Path) -> None:
     """Bit by bit, over two stems, with and without a stop; what it wrote is what the whole run wrote from there on."""
     whole = run(command, tmp_path / "whole", "train.max_steps=20")
@@ -34,6 +35,7 @@ def test_a_longer_run_goes_on_before_the_fall(shorter: Path, command: list[str],
     assert equal(run(command, third, "train.max_steps=20", f"train.stem={tmp_path / 'gone'}"), whole)
 
 
+@pytest.mark.slow
 def test_the_fall_is_no_part_of_a_stem(shorter: Path, command: list[str], tmp_path: Path) -> None:
     """A planted fault: from the end of the shorter run another head comes out."""
     whole = run(command, tmp_path / "whole", "train.max_steps=20")

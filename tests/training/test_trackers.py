@@ -136,6 +136,7 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(command, tmp_path_factory.mktemp("whole") / "run", *EVERY)
 
 
+@pytest.mark.slow
 def test_every_row_is_in_both_trackers(whole: Path, command: list[str], tmp_path: Path) -> None:
     """With the recipe as flat hyper-parameters, under the run's name; training itself is not touched."""
     out = run(command, tmp_path / "runs/mine", *EVERY, BOTH, "train.project=heads")
@@ -184,6 +185,7 @@ def test_a_run_that_goes_on_is_one_run(gone_on: Callable[[], Path], whole: Path)
     assert len(list(out.glob("tensorboard/*/hparams.yml"))) == 1
 
 
+@pytest.mark.slow
 def test_rows_that_are_told_twice_are_seen(gone_on: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: wandb is told again what it knows, TensorBoard of a later step."""
     kind, make = module._kind, Trackers._make

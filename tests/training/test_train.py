@@ -76,6 +76,7 @@ def same(trained: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return bool(distances.mean() < 1e-8 and distances.max() < 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
 def test_the_loop_is_the_naive_one(accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path) -> None:
     """Parts of a step add up to it, a part that repeats an example too; in another order the weights differ."""
@@ -84,6 +85,7 @@ def test_the_loop_is_the_naive_one(accumulation: int, command: list[str], tiny_t
     assert apart(trained, naive(command, tiny_target, orders(1))) > 1e-3
 
 
+@pytest.mark.quick("all-1")
 @pytest.mark.parametrize(("mean_over", "accumulation"), [("all", 1), ("all", 3), ("texts", 4), ("texts", 6)])
 def test_losses_are_divided_as_asked(
     mean_over: str, accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
@@ -104,6 +106,7 @@ def test_clipping_by_value_and_bare_means(command: list[str], tmp_path: Path) ->
     assert all(apart(left[0], other) > 1e-6 for other in left[1:])
 
 
+@pytest.mark.slow
 def test_two_halves_are_the_whole(whole: Path, command: list[str], tmp_path: Path) -> None:
     """A run that is stopped after any checkpoint and gone on with leaves the same bytes, and each row once."""
     asked = ["train.validation=0.2", "train.checkpoint_every=3", "train.keep=9"]

@@ -30,6 +30,7 @@ def alone(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(command, tmp_path_factory.mktemp("alone") / "run", *EVERY)
 
 
+@pytest.mark.slow
 def test_two_halves_are_the_whole(command: list[str], alone: Path, tmp_path: Path) -> None:
     """A run that is stopped after a checkpoint and gone on with leaves the same bytes, and each row once."""
     out = run(command, tmp_path / "run", *EVERY)
@@ -41,6 +42,7 @@ def test_two_halves_are_the_whole(command: list[str], alone: Path, tmp_path: Pat
     assert rows(out) == rows(alone)
 
 
+@pytest.mark.quick("eagle3")
 def test_parts_of_a_step_add_up(command: list[str], alone: Path, tmp_path: Path) -> None:
     """Whatever share of a part's slots each step of the unroll reaches."""
     parts = run(command, tmp_path / "run", *EVERY, "train.accumulation=2")

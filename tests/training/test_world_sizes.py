@@ -127,6 +127,7 @@ def check_same(out: Path, other: Path, ranks: int, tolerance: float = TOLERANCE)
         assert apart(torch.load(out / f"rank-{rank}.pt")[0], weights(out)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
     ("ranks", "shard"),
@@ -145,6 +146,7 @@ def test_any_number_of_processes_is_one(
     load_head(out / "head")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "paced")) for name in ("eagle1", *FURTHER)]
 )
@@ -157,6 +159,7 @@ def test_means_of_texts_are_the_same_on_any_number_of_processes(name: str, tmp_p
     assert apart(weights(tmp_path / "step"), weights(tmp_path / "one")) > 10 * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
     ("first", "then"),
@@ -195,6 +198,7 @@ def test_further_heads_learn_the_same(name: str, alone: dict[str, Path], tmp_pat
     check_same(out, alone[name], 4, few)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["mean", "part"])
 def test_a_planted_fault_is_seen(fault: str, alone: dict[str, Path], tmp_path: Path) -> None:
     """A mean over parts instead of tokens, and a process that reads another's part: other weights by far."""
@@ -210,6 +214,7 @@ def test_moments_of_another_process_are_seen(alone: dict[str, Path], tmp_path: P
     assert apart(weights(out), weights(alone["eagle1"])) > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_sharded_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     """On all processes, as one process skips it."""
     for count in (1, 2):

@@ -276,6 +276,7 @@ def test_streamers_and_the_pipeline(repeating_target: Target, capsys: pytest.Cap
     assert served(messages, max_new_tokens=24, do_sample=False) == stock
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     """Its weights' gradients, training, config and answers; a copy begins anew, and nothing keeps it alive."""
     model = build("llama")

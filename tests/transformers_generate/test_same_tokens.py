@@ -43,6 +43,7 @@ WARPERS = [
 ]
 
 
+@pytest.mark.quick("one-llama", "one-gpt2", "one-opt")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
 def test_greedy_tokens_are_the_stock_ones(family: str, inputs: dict[str, Any]) -> None:
@@ -82,6 +83,7 @@ def test_sampled_tokens_are_the_stock_ones_with_the_same_noise(family: str, inpu
     assert torch.equal(ours, stock) and with_drafter.acceptance_length > 3
 
 
+@pytest.mark.quick("one-llama")
 @pytest.mark.parametrize("family", MOSTLY_SLOW)
 @pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
 def test_beams_are_the_stock_ones(family: str, inputs: dict[str, Any]) -> None:
@@ -163,6 +165,7 @@ def unpadded(length: int, seed: int) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+@pytest.mark.quick("data2vec-text")
 @pytest.mark.parametrize("model_type", ["roberta", "xlm-roberta", "xmod", "data2vec-text", "bert"])
 def test_positions_begin_where_generate_begins(model_type: str) -> None:
     """At 0, where the forward of RoBERTa by itself begins behind the padding token's id."""
@@ -178,6 +181,7 @@ def test_positions_begin_where_generate_begins(model_type: str) -> None:
     assert torch.equal(generate_knowing(model, stock, inputs)[0], stock)
 
 
+@pytest.mark.quick("5")
 @pytest.mark.parametrize("length", [5, 9, 30])
 def test_a_cache_that_forgets_is_followed(length: int) -> None:
     """Moshi's forward over a text applies no window, and its cache does."""

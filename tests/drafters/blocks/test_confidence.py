@@ -87,6 +87,7 @@ def bias_of(rule: Rule, budget: Budget, cut: Cut | None = None) -> tuple[float, 
 CASES = [(sample_tree, chain_paths(3)), (sample_block, chain_paths(3)), (sample_tree, BUSHY)]
 
 
+@pytest.mark.quick("chain", "chain as a block")
 @pytest.mark.parametrize(("rule", "paths"), CASES, ids=["chain", "chain as a block", "tree"])
 def test_drafts_that_end_early_leave_the_targets_law_as_it_is(rule: Rule, paths: Paths) -> None:
     """All that a head may draw is drawn, and some of it ends early."""
@@ -120,6 +121,7 @@ def cut_behind(tree: DraftTree, ahead: int) -> DraftTree:
     return DraftTree(tree.tokens[:end], tree.parents[:end], laws)
 
 
+@pytest.mark.slow
 def test_what_looks_ahead_has_another_law() -> None:
     """The shipped rule is that of the first node behind which confidence lacks; one node earlier is biased."""
     whole, budget = Budget.fixed(chain_paths(3), "sampled"), Budget.fixed(chain_paths(3), "sampled", LEAST)
@@ -146,6 +148,7 @@ def test_no_node_goes_on_without_confidence() -> None:
         assert len(head.begin().propose(update, replace(shape, confidence=1.0))) == 1
 
 
+@pytest.mark.slow
 def test_a_text_is_written_the_same_with_any_confidence() -> None:
     """In batches, and behind a drafter that is asked first."""
     target, prompts = Target(build("llama")), [[5, 6, 7, 5, 6], [9, 8, 7]]

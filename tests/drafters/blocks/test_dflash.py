@@ -64,6 +64,7 @@ def difference(head: Any, spans: dict[int, list[tuple[int, int]]]) -> float:
     return apart(head, computed(head, collate(texts, TAPS), frozen), naive(head, texts, frozen))
 
 
+@pytest.mark.quick("no norms by head")
 @pytest.mark.parametrize(
     "settings",
     [*VARIANTS.values(), *({"loss": kind} for kind in get_args(Kind)[1:])],

@@ -112,6 +112,7 @@ def own_cycles(model: Any, assistant: Any, prompt: Tensor, new: int) -> tuple[li
     return written[0, len(prompt) :].tolist(), [cycle for cycle in cycles[1:] if len(cycle) > 1]
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_are_those_of_transformers(seed: int, model: Any, assistant: Any) -> None:
     """Token by token in every cycle, of prompts of one token and of many; some drafts are kept and some are not."""

@@ -64,6 +64,7 @@ def apart(head: DSpark) -> float:
     return max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.quick("none", "domino")
 @pytest.mark.parametrize("markov", MARKOV)
 def test_the_loss_is_that_of_one_anchor_after_the_other(markov: str) -> None:
     """And its gradients at every weight, whatever is switched on."""

@@ -334,6 +334,7 @@ def registered() -> Iterator[None]:
 WARM = pytest.param(conformance.SAMPLINGS[2], marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [conformance.SAMPLINGS[0], WARM], ids=["greedy", "T=1"])
 def test_decoding_with_a_prefix_is_lossless_and_forgets(sampling: Sampling, tiny_target: Target) -> None:
     """The untouched model's own tokens, and a second text as if it were the first."""
@@ -342,6 +343,7 @@ def test_decoding_with_a_prefix_is_lossless_and_forgets(sampling: Sampling, tiny
     conformance.test_texts_side_by_side_are_as_each_alone("hydra++", sampling, tiny_target)
 
 
+@pytest.mark.slow
 def test_what_is_trained_with_a_prefix_is_learned_saved_and_loaded(
     tiny_target: Target, batch: Batch, examples: LiveFeatures, tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ def large(seed: int, dtype: torch.dtype) -> Table:
     return logits
 
 
+@pytest.mark.quick("large-torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head", [sure, large])
 def test_no_node_loses_its_parent(head: Callable[..., Table], dtype: torch.dtype) -> None:

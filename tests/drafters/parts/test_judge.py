@@ -111,6 +111,7 @@ def judged_counts(head: Eagle1, target: Target, batch: Batch) -> dict[str, list[
     return {name: sums.tolist() for name, sums in head.validate(batch, target.head, TREES).items() if "/" in name}
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_drafting_at_every_slot(
     head: Eagle1, target: Target, mixed: Batch, drafted: dict[str, list[int]]
 ) -> None:
@@ -172,6 +173,7 @@ def test_loss_terms_agreement_and_overlap_are_the_plain_ones(head: Eagle1, targe
     assert found["chain/1"] == found["agreement"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 def test_the_predicted_acceptance_length_is_near_the_decoders(
     name: str, head: Eagle1, target: Target, texts: list[list[int]], answered: Batch

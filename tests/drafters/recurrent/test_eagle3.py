@@ -182,6 +182,7 @@ def learned(updates: int, **settings: Any) -> float:
     return trace.acceptance_length
 
 
+@pytest.mark.slow
 def test_one_conversation_is_learned_by_heart() -> None:
     """More than four tokens a step where six are the most there can be; nothing is right that was not learned."""
     assert learned(150, steps=5) > 4

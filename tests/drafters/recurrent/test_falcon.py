@@ -373,6 +373,7 @@ def check_drafts(k: int, levels: int) -> int:
     return nodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "levels"), [(2, 6), (3, 7)])
 def test_drafts_with_a_cache_are_those_of_a_loop_without(k: int, levels: int) -> None:
     """Over cycles of one token and of many; nothing is drafted before a block is there."""

@@ -124,6 +124,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "budget", "sampling"), CASES)
 def test_one_capture_drafts_all_later_cycles(name: str, budget: str, sampling: str, tmp_path: Path) -> None:
     """The same trees as the eager loop's, by one trace, of the third cycle: one makes room, the next warms up."""
@@ -131,6 +132,7 @@ def test_one_capture_drafts_all_later_cycles(name: str, budget: str, sampling: s
     assert (traces.captured, traces.replayed) == (1, 4)
 
 
+@pytest.mark.slow
 def test_texts_of_different_lengths_share_a_capture(tmp_path: Path) -> None:
     """Three rows, each with its own length and noise."""
     assert replay(make("eagle3.1", tmp_path), BUDGETS["dynamic"], SAMPLINGS["noise"], texts=3).captured == 1

@@ -30,6 +30,7 @@ from tests.unrolled_heads import (
 )
 
 
+@pytest.mark.quick("*-1")
 @pytest.mark.parametrize(
     ("steps", "dtype"),
     [
@@ -48,6 +49,7 @@ def test_loss_and_all_gradients_equal_the_loop(tmp_path: Path, name: str, steps:
     assert difference(new_head(tmp_path, name, dtype, steps=steps), SPANS, dtype) < allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3.1", "hass"])
 def test_a_long_text_in_pieces_is_no_other(tmp_path: Path, name: str) -> None:
     """Attention reads an answer of 145 tokens piece by piece, and not the text beside it."""

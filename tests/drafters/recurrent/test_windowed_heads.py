@@ -74,6 +74,7 @@ def windowed_head(
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("hass-Window(sinks=3, recent=2)")
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("name", ["eagle3.1", "hass"])
 def test_loss_and_all_gradients_equal_the_loop(
@@ -183,6 +184,7 @@ TREE = Budget(5, 4, 2, sharpness=1)  # likelihoods are those of the head
 CHAIN = Budget(5, 5, 1, sharpness=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "window"),
     [("hass", WINDOWS[1]), ("eagle3", WINDOWS[0]), pytest.param("eagle3 normed residual", WINDOWS[2], marks=SLOW)],
@@ -211,6 +213,7 @@ def drop_sinks(self: SlotCache, gaps: Any) -> None:
 drop, forget, hides = TextState._drop_unseen, SlotCache.drop, Window.hides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("home", "part", "fault"),
     [
@@ -247,6 +250,7 @@ def test_a_window_longer_than_every_text_drafts_as_none(tmp_path: Path, name: st
         assert torch.equal(ours.likelihoods, whole.likelihoods)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "sampling"),
     [
@@ -261,6 +265,7 @@ def test_every_row_drafts_as_if_it_were_alone(tmp_path: Path, name: str, kind: s
     assert play(head, BUDGETS[kind], SAMPLINGS[sampling], seed=0) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "texts"),
     [("chain", 1), pytest.param("dynamic", 3, marks=SLOW), pytest.param("published", 2, marks=SLOW)],

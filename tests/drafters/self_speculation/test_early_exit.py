@@ -64,6 +64,7 @@ def check_layers(model: Any, drafter: EarlyExit) -> None:
             check_drafts(short, [*prompt, *trace.tokens], cycle)
 
 
+@pytest.mark.quick("llama")
 def test_drafts_are_those_of_the_cut_model(model: Any) -> None:
     """Of three texts at a time, in trees, before and behind drafts that were rejected."""
     check_layers(model, EarlyExit(KEPT))
@@ -125,6 +126,7 @@ def columns_held(target: Target, room: int) -> tuple[list[Trace], int]:
     return traces, most
 
 
+@pytest.mark.slow
 def test_drafts_stay_within_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts read more nodes than they keep: they end a level earlier where the cache may not grow."""
     model = build("llama", torch.float64)

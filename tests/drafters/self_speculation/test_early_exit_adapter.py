@@ -41,6 +41,7 @@ def trained(head: Any) -> Any:
     return head
 
 
+@pytest.mark.quick("linear-llama")
 @pytest.mark.parametrize(
     ("kind", "family"), [("norm", "gemma2"), ("linear", "llama"), ("mlp", "llama"), ("mlp", "qwen3")]
 )

@@ -125,6 +125,7 @@ def differs(drafter: LookaheadDrafter, predict: Predict, limit: int = LIMIT) -> 
 SIZES = st.tuples(st.integers(4, 7), st.integers(2, 5), st.integers(1, 4), st.booleans())
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(sizes=SIZES, vocab=st.integers(2, 9), seen=st.integers(1, 5))
 def test_every_tree_is_the_naive_loops(sizes: Any, vocab: int, seen: int) -> None:

@@ -132,6 +132,7 @@ def drafts_are_naive(model: Any, traces: list[Trace], hold: Held) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_recent_drafts_are_the_models_behind_sinks_and_window(model: Any) -> None:
     """Of texts of unlike lengths, over cycles that keep some drafts and drop others."""
     traces = decode(Target(copy.deepcopy(model)), SparseKv(BUDGET, SINKS), LENGTHS)
@@ -185,6 +186,7 @@ def test_faults_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not drafts_are_naive(sliding, traces, hold_recent)
 
 
+@pytest.mark.quick("phi3-sliding")
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "mistral", "phi3-sliding"])
 def test_what_the_budget_holds_whole_is_drafted_as_the_target_writes_it(name: str) -> None:
     """A kept path ends at a leaf, in texts of unlike lengths and beyond windows; the answers are the model's own."""
@@ -259,6 +261,7 @@ def test_costs_are_those_of_what_is_held(model: Any) -> None:
     assert SparseKv().probe(3, 2, 1) is None
 
 
+@pytest.mark.quick("mistral-sliding-12-4")
 @pytest.mark.parametrize(("budget", "sinks"), [(3, 2), (6, 4), (12, 4), (5, 0)])
 @pytest.mark.parametrize("name", ["mistral-sliding", "qwen2-sliding"])
 def test_short_prompts_draft_behind_windows(name: str, budget: int, sinks: int) -> None:

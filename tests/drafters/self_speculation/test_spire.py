@@ -130,6 +130,7 @@ def difference(lengths: dict[int, list[tuple[int, int]]], **settings: Any) -> fl
     return apart(head, computed(head, batch, frozen), expected)
 
 
+@pytest.mark.quick("3 recent")
 @pytest.mark.parametrize("window", WINDOWS)
 def test_loss_and_gradients_are_those_of_the_loop(window: str) -> None:
     """Texts of several answers, and one where nothing is supervised."""
@@ -158,6 +159,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.quick("a wider window")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_loop_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop with a fault: other memories, or more and fewer of them."""
@@ -326,6 +328,7 @@ def unlike_trees(window: Window | None, budget: Budget) -> int:
     return unlike
 
 
+@pytest.mark.quick("2+1-chain")
 @pytest.mark.parametrize("budget", DRAFTED, ids=["tree", "published", "chain"])
 @pytest.mark.parametrize("window", [*WINDOWS][1:])
 def test_trees_are_those_of_the_loop(window: str, budget: Budget) -> None:
@@ -344,6 +347,7 @@ def own_column(self: _MemoryLevels, *given: Any) -> Tensor:
 CALL = _MemoryLevels.__call__
 
 
+@pytest.mark.quick("positions")
 @pytest.mark.parametrize("fault", ["siblings", "still windows", "positions", "no trimming"])
 def test_other_drafts_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that see others than their ancestors, a window that does not move, tables a position late, none at all."""
@@ -360,6 +364,7 @@ def test_other_drafts_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert unlike_trees(Window(1, 4), Budget(12, 4, 3)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixed", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_texts_in_small_windows_draft_as_if_alone(kind: str) -> None:
     """Texts of unlike lengths, some shorter than the window."""
