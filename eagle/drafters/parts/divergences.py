@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-TINY = 1e-20  # no logarithm is taken of less: an overlap, and what has no probability, have one
+TINY = 1e-20  # logarithms are taken of nothing smaller: an overlap, and what has no probability, have one
 
 Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest"]
 """Of the teacher's probs p and the student's q, with a = sum min(p, q) what they have in common:
@@ -35,106 +35,129 @@ class Objective:
     top: float = 0.0
     top_k: int = 10
     blend: float | None = None  # of a hybrid
-    tokens: float = 0.0  # what the likelihood of the texts' own tokens counts beside the teacher's probs
+    tokens: float = 0.0  # what the likelihood of the texts' own tokens counts in addition to the teacher's probs
 
 
 def compare_with(taught: Tensor, objective: Objective, named: Tensor | None = None) -> Compare:
-    """The function that compares a student with a teacher's probs [R, V], or with right tokens [R].
+    """Return the function that compares a student with a teacher's probs [R, V], or with right tokens [R].
 
-    `named` tokens [R] beside the probs have the weight that the objective gives.
+    `named` are the texts' tokens [R], which have the weight that the objective gives them.
     """
     if not taught.is_floating_point():
         return _likelihood(taught[:, None], objective.weight)
-    compare = COMPARE.get(objective.kind, _overlap)(taught, objective)
-    return compare if named is None else _both(compare, _likelihood(named[:, None], objective.tokens))
+    compare = COMPARE[objective.kind](taught, objective)
+    if named is None:
+        return compare
+    return _add_likelihood(compare, _likelihood(named[:, None], objective.tokens))
 
 
-def _both(first: Compare, second: Compare) -> Compare:
-    """The sum of two, of which the second leaves the logits as they are."""
+def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
+    """Return the sum of a divergence and a likelihood, which leaves the logits as they are."""
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        more, pull = second(logits, probs.clone())
-        loss, grad = first(logits, probs)
-        return loss + more, grad.add_(pull)
+        token_loss, token_grad = likelihood(logits, probs.clone())
+        loss, grad = divergence(logits, probs)
+        return loss + token_loss, grad.add_(token_grad)
 
     return compare
 
 
 def _likelihood(tokens: Tensor, weight: float) -> Compare:
-    """Cross-entropy from tokens [R, 1] that are right."""
+    """Return the cross-entropy from tokens [R, 1] that are right."""
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        # log of the sum of exponentials, by the likeliest token alone: max z - log max q
         norm = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
         loss = (norm - logits.gather(-1, tokens))[..., 0]
+        # the gradient is q - e, with e the unit vector of the token
         grad = probs.scatter_add_(-1, tokens, torch.full_like(norm, -1))
-        return (loss, grad) if weight == 1 else (weight * loss, grad.mul_(weight))
+        if weight != 1:
+            loss, grad = weight * loss, grad.mul_(weight)
+        return loss, grad
 
     return compare
 
 
-def _entropy(target_probs: Tensor, objective: Objective) -> Compare:
-    """Cross-entropy from the target's probs, whose likeliest tokens may count more."""
-    wanted = target_probs if objective.weight == 1 else objective.weight * target_probs
-    mass: Any = objective.weight
+def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
+    """Return the cross-entropy from the target's probs, whose likeliest tokens may count more."""
+    # with w the weight of each token: loss = sum(w p) logsumexp(z) - sum(w p z), gradient = sum(w p) q - w p
+    weight = objective.weight
+    weighted = target_probs if weight == 1 else weight * target_probs
+    mass: Any = weight
     if objective.top:
         best = target_probs.topk(objective.top_k)
-        wanted = (wanted.clone() if wanted is target_probs else wanted).scatter_add_(
-            -1, best.indices, objective.top * best.values
-        )
-        mass = mass + objective.top * best.values.sum(-1)
+        extra = objective.top * best.values
+        if weighted is target_probs:
+            weighted = weighted.clone()
+        weighted.scatter_add_(-1, best.indices, extra)
+        mass = mass + extra.sum(-1)
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        # the sum of exponentials, known from the likeliest token alone
         norm = logits.amax(-1) - probs.amax(-1).log()
-        loss = mass * norm - logits.mul_(wanted).sum(-1)
-        scaled = probs.mul_(mass[..., None]) if isinstance(mass, Tensor) else probs if mass == 1 else probs.mul_(mass)
-        return loss, scaled.sub_(wanted)
+        loss = mass * norm - logits.mul_(weighted).sum(-1)
+        if isinstance(mass, Tensor):
+            probs.mul_(mass[..., None])
+        elif mass != 1:
+            probs.mul_(mass)
+        return loss, probs.sub_(weighted)
 
     return compare
 
 
 def _overlap(target_probs: Tensor, objective: Objective) -> Compare:
-    """Losses of the overlap sum min(p, q), the probability that a drafted token is accepted."""
+    """Return a loss of the overlap a = sum min(p, q), the probability that a sampled token is accepted."""
+    weight = objective.weight
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        below = (probs < target_probs).to(probs.dtype)
         overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
-        # of the overlap, by the logits
+        # da/dz = q (b - sum q b), where b marks the tokens with q < p, whose q is what min(p, q) follows
+        below = (probs < target_probs).to(probs.dtype)
         rise = probs * (below - (probs * below).sum(-1, keepdim=True))
         if objective.kind == "tv":
-            return objective.weight * (1 - overlap[..., 0]), rise.mul_(-objective.weight)
+            return weight * (1 - overlap[..., 0]), rise.mul_(-weight)
         if objective.kind == "acceptance":
-            return objective.weight * -overlap[..., 0].log(), rise.mul_(-objective.weight / overlap)
+            return weight * -overlap[..., 0].log(), rise.mul_(-weight / overlap)
         blend = (-3 * overlap).exp() if objective.blend is None else torch.full_like(overlap, objective.blend)
-        divergence = torch.xlogy(target_probs, target_probs).sum(-1) - (target_probs * logits.log_softmax(-1)).sum(-1)
+        entropy = torch.xlogy(target_probs, target_probs).sum(-1)
+        divergence = entropy - (target_probs * logits.log_softmax(-1)).sum(-1)
         loss = blend[..., 0] * divergence + (1 - blend[..., 0]) * (1 - overlap[..., 0])
-        return objective.weight * loss, (blend * (probs - target_probs) - (1 - blend) * rise).mul_(objective.weight)
+        grad = blend * (probs - target_probs) - (1 - blend) * rise
+        return weight * loss, grad.mul_(weight)
 
     return compare
 
 
-def _relative(target_probs: Tensor, objective: Objective) -> Compare:
-    """Losses of the student's probs relative to others: the teacher's, or the middle between both."""
-    middle = objective.kind == "jsd"
-    weight = objective.weight / 2 if middle else objective.weight
+def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
+    """Return KL(q, p), or half the sum of the KLs from p and q to their middle m = (p + q) / 2 (jsd)."""
+    is_jsd = objective.kind == "jsd"
+    weight = objective.weight / 2 if is_jsd else objective.weight
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        other = (probs + target_probs).div_(2) if middle else target_probs.clamp(min=TINY)
-        # each logarithm for itself: a ratio of two zeros has none
-        apart = torch.xlogy(probs, probs) - torch.xlogy(probs, other)
-        divergence = apart.sum(-1, keepdim=True)
+        reference = (probs + target_probs).div_(2) if is_jsd else target_probs.clamp(min=TINY)
+        # q log q - q log m by two logarithms, as the ratio of two zeros has none
+        terms = torch.xlogy(probs, probs) - torch.xlogy(probs, reference)
+        divergence = terms.sum(-1, keepdim=True)
         loss = divergence[..., 0]
-        if middle:
-            loss = loss + (torch.xlogy(target_probs, target_probs) - torch.xlogy(target_probs, other)).sum(-1)
-        return weight * loss, apart.sub_(probs * divergence).mul_(weight)
+        if is_jsd:
+            target_terms = torch.xlogy(target_probs, target_probs) - torch.xlogy(target_probs, reference)
+            loss = loss + target_terms.sum(-1)
+        # of both kinds: q (log q/m - KL(q, m)), as the derivatives by m cancel out
+        return weight * loss, terms.sub_(probs * divergence).mul_(weight)
 
     return compare
 
 
 def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:
-    """Cross-entropy from the teacher's likeliest token alone."""
+    """Return the cross-entropy from the teacher's likeliest token alone."""
     return _likelihood(target_probs.argmax(-1, keepdim=True), objective.weight)
 
 
-# others are functions of the overlap
-COMPARE = {"cross_entropy": _entropy, "reverse_kl": _relative, "jsd": _relative, "likeliest": _likeliest}
+COMPARE: dict[Kind, Callable[[Tensor, Objective], Compare]] = {
+    "cross_entropy": _cross_entropy,
+    "reverse_kl": _reverse_kl,
+    "jsd": _reverse_kl,
+    "tv": _overlap,
+    "acceptance": _overlap,
+    "hybrid": _overlap,
+    "likeliest": _likeliest,
+}

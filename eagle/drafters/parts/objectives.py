@@ -1,41 +1,129 @@
-"""Losses that several methods share."""
+"""Losses that several methods share, and the LM heads that they read."""
 
-# K steps, S supervised slots, D width, R rows of one chunk, V vocabulary
+# K steps, S supervised slots, D width, R rows of one chunk, V vocabulary, r rank of a biased head's codes
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch
 from eagle.drafters.parts.divergences import Kind as Kind
 from eagle.drafters.parts.divergences import Objective as Objective
 from eagle.drafters.parts.divergences import compare_with
-from eagle.drafters.parts.language_heads import BiasedHead as BiasedHead
-from eagle.drafters.parts.language_heads import LanguageHead as LanguageHead
-from eagle.drafters.parts.language_heads import OwnHead as OwnHead
 
-ROWS = 96  # of a chunk at least: fewer make poor matrix products
-LEARNED = 4  # times as many where a matrix learns: every chunk is added to all of its gradient
-LOGITS = {"cpu": 1 << 22}  # bytes of a chunk's at most, on a CPU such as stay in its cache
+# A chunk has at least this many rows, as fewer make poor matrix products; times LEARNED where a matrix is trained,
+# because every chunk is added to all of its gradient.
+ROWS = 96
+LEARNED = 4
+EVEN = 16  # a chunk's rows are a multiple of this
+
+# Bytes of a chunk's logits at most, so that on a CPU they stay in its cache.
+LOGITS = {"cpu": 1 << 22}
 LOGITS_ELSEWHERE = 1 << 28
-AT_ONCE = {"cpu": 1 << 17}  # of them in fp32 at a time, for all that is no product
+# Logits that are in fp32 at a time, for everything that is no matrix product.
+AT_ONCE = {"cpu": 1 << 17}
 AT_ONCE_ELSEWHERE = 1 << 25
-
-EVEN = 16  # of which a chunk's rows are a multiple
 
 Loss = Literal[Kind, "tokens"]
 """A divergence from the target's probs, or "tokens": cross-entropy of the text's next token."""
 
 
+# -- LM heads ---------------------------------------------------------------------------------------------------------
+
+
+class LanguageHead(Protocol):
+    """An LM head during training: hidden states to logits, and gradients back."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None: ...
+
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor: ...
+
+    def cast(self, dtype: torch.dtype) -> LanguageHead: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnHead:
+    """A head's own matrix [V, D], and a bias [V] where it has one."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return logits [.., V], written to `out` where a buffer is passed."""
+        logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T, out=out)
+        return logits if self.bias is None else logits.add_(self.bias)
+
+    def slope(self, logits: Tensor, hidden: Tensor) -> None:
+        """Return None, as there is no softcap."""
+
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """Return the gradient at hidden states [.., D] from the gradient at their logits."""
+        return gradient.to(self.weight.dtype) @ self.weight
+
+    def cast(self, dtype: torch.dtype) -> OwnHead:
+        """Return this head in another precision, with gradients that reach its own tensors."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return OwnHead(self.weight.to(dtype), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasedHead:
+    """The target's LM head plus a bias of the logits, made of codes [.., r] that follow the states [.., D] in a row."""
+
+    frozen: TargetHead
+    weight: Tensor  # [V, r], which makes biases of codes, and learns
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return logits [.., V] of states and codes [.., D + r], written to `out` where a buffer is passed."""
+        state, code = self._split(hidden.to(self.weight.dtype))
+        logits = self.frozen.logits(state, out=out)
+        if out is None:
+            return logits.add_(code @ self.weight.T)
+        return torch.addmm(logits, code, self.weight.T, out=out)
+
+    def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return how far the target's logits [.., V] move with what lies below their softcap; None without one.
+
+        For a target that transforms states it is these states [.., D].
+        """
+        if self.frozen.is_linear:
+            return None
+        state, code = self._split(hidden)
+        return self.frozen.slope(logits - code @ self.weight.T, state)
+
+    def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
+        """Return the gradient at states and codes [.., D + r] from the gradient at the logits."""
+        # the target's head changes its gradient in place where it has a softcap, and the codes need it unchanged
+        target_gradient = gradient if slope is None else gradient.clone()
+        return torch.cat([self.frozen.pull_back(target_gradient, slope), gradient @ self.weight], dim=-1)
+
+    def cast(self, dtype: torch.dtype) -> BiasedHead:
+        """Return this head in another precision, with gradients that reach its own matrix."""
+        return BiasedHead(self.frozen.cast(dtype), self.weight.to(dtype))
+
+    def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        width = hidden.shape[-1] - self.weight.shape[1]
+        return hidden.tensor_split([width], dim=-1)
+
+
+# -- teachers, weights and aligned steps ------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The tokens [S] that stand in the texts, and room for what student and teacher have in common there [K, S]."""
+    """The tokens [S] that stand in the texts, and a buffer for the overlap of student and teacher there [K, S]."""
 
     tokens: Tensor
     overlaps: Tensor
@@ -44,45 +132,55 @@ class Named:
 def choose_teacher(
     loss: Loss, batch: Batch, places: Tensor, frozen: LanguageHead
 ) -> tuple[Tensor, LanguageHead | None, Objective]:
-    """The teacher for the token two places after each slot [S], and the divergence from it.
+    """Return the teacher of the token two positions after each slot [S], its head, and the divergence from it.
 
     The teacher is the token itself, or the target's state and LM head that predict it.
     """
     if loss == "tokens":
         return batch.tokens.index_select(0, places + 2), None, Objective()
-    return batch.select_taps((-1,))[:, 0].index_select(0, places + 1), frozen, Objective(loss)
+    target_hidden = batch.select_taps((-1,))[:, 0]
+    return target_hidden.index_select(0, places + 1), frozen, Objective(loss)
 
 
 def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:
-    """Smooth-L1 (beta 1) of [K, S, D] to [S, D], a mean over the width, and a sum over the rest by weights [K, S]."""
+    """Return the smooth-L1 loss (beta 1) of [K, S, D] to [S, D]: a mean over the width, a sum over weights [K, S]."""
     wide = torch.promote_types(predicted.dtype, torch.float32)
-    losses = F.smooth_l1_loss(predicted.to(wide), true.to(wide).expand_as(predicted), reduction="none")
+    expected = true.to(wide).expand_as(predicted)
+    losses = F.smooth_l1_loss(predicted.to(wide), expected, reduction="none")
     return (losses.mean(-1) * weights).sum()
 
 
 def step_weights(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None, decay: float = 1.0) -> Tensor:
-    """[K, S], the weight of row r in step s: decay^s / S if a draft that began s slots earlier reaches it, else 0."""
+    """Return weights [K, S]: decay^s / S in step s where a draft that began s slots earlier gets there, else 0."""
     decays = decay ** torch.arange(steps, device=places.device)
-    return reached_steps(places, steps, in_draft_vocab) * (decays / max(len(places), 1))[:, None]
+    reached = reached_steps(places, steps, in_draft_vocab)
+    return reached * (decays / max(len(places), 1))[:, None]
 
 
 def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None) -> Tensor:
-    """[K, S], whether a draft that began s slots before row r reaches it in step s.
+    """Return [K, S], whether a draft that began s slots before a row gets to it in step s.
 
     It does if all slots between are supervised and marked by `in_draft_vocab` [S].
     """
-    reached = [torch.ones_like(places, dtype=torch.bool) if in_draft_vocab is None else in_draft_vocab]
+    if in_draft_vocab is None:
+        in_draft_vocab = torch.ones_like(places, dtype=torch.bool)
+    reached = [in_draft_vocab]
     for step in range(1, steps):
-        moved = places.roll(step)
-        reached.append(reached[-1].roll(1) & reached[0] & (places - moved == step))
+        is_adjacent = places - places.roll(step) == step
+        reached.append(reached[-1].roll(1) & in_draft_vocab & is_adjacent)
     return torch.stack(reached)
 
 
 def align_steps(states: Iterable[Tensor]) -> Tensor:
-    """[K, S, D]: in row r of step s the state of the draft that began s slots before, so that all share a teacher."""
-    return torch.stack(
-        [F.pad(state[: max(len(state) - s, 0)], (0, 0, min(s, len(state)), 0)) for s, state in enumerate(states)]
-    )
+    """Return [K, S, D]: row r of step s is from the draft that began s slots earlier, so that all share a teacher."""
+    aligned = []
+    for step, state in enumerate(states):
+        shift = min(step, len(state))
+        aligned.append(F.pad(state[: len(state) - shift], (0, 0, shift, 0)))
+    return torch.stack(aligned)
+
+
+# -- distillation -----------------------------------------------------------------------------------------------------
 
 
 def distillation_loss(
@@ -94,12 +192,19 @@ def distillation_loss(
     dtype: torch.dtype | None = None,
     named: Named | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Divergence of the student [K, S, D'] from the teacher [S, D] by weights [K, S], summed, and each step's part [K].
+    """Return the weighted divergence of the student from the teacher, summed, and each step's share of it [K].
 
-    The student has one head for all steps, or one for each. A teacher without a head names the tokens [S] that are
-    right. Logits live for one chunk of rows, of which the teacher's serve all steps; gradients are found in the same
-    pass, at the states and at the matrices and biases that are trained. `dtype` is that of the student's products.
-    Where tokens are `named` beside the teacher, they count as the objective says, and all overlaps are written down.
+    Logits live for one chunk of rows, of which the teacher's serve all steps; gradients are found in the same pass,
+    at the states and at the matrices and biases that are trained.
+
+    Args:
+        student: States [K, S, D'].
+        teacher: States [S, D], or the tokens [S] that are right where the teacher has no head.
+        weights: What each row counts [K, S].
+        heads: The student's, one for all steps or one for each, and the teacher's.
+        objective: The divergence.
+        dtype: The precision of the student's products.
+        named: The texts' own tokens: they count as the objective says, and all overlaps are written down.
     """
     students, frozen = heads
     students = students if isinstance(students, Sequence) else [students]
@@ -107,145 +212,182 @@ def distillation_loss(
         raise ValueError(f"got {len(students)} heads for {len(student)} steps: expected one, or one for each step")
     # heads that share no teacher's logits have nothing in common: those of one live at a time
     groups = [students] if frozen is not None else [[head] for head in students]
-    losses = []
-    for group, states, weight in zip(groups, student.chunk(len(groups)), weights.chunk(len(groups)), strict=True):
+    totals = []
+    step_losses = []
+    by_group = zip(groups, student.chunk(len(groups)), weights.chunk(len(groups)), strict=True)
+    for group, states, weight in by_group:
         trained = [head.weight for head in group] + [_bias_of(head) for head in group]
         cast = group if dtype is None else [head.cast(dtype) for head in group]
-        learned = cast, frozen, objective or Objective(), named
-        losses.append(_Distilled.apply(states, teacher, weight, *learned, *trained))
-    totals, each = zip(*losses, strict=True)
-    return torch.stack(totals).sum(), torch.cat(each)
+        settings = _Settings(cast, frozen, objective or Objective(), named)
+        total, losses = _Distilled.apply(states, teacher, weight, settings, *trained)
+        totals.append(total)
+        step_losses.append(losses)
+    return torch.stack(totals).sum(), torch.cat(step_losses)
 
 
 def _bias_of(head: LanguageHead) -> Tensor | None:
     return head.bias if isinstance(head, OwnHead) else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What `_Distilled` needs besides tensors that have gradients."""
+
+    students: Sequence[LanguageHead]
+    frozen: LanguageHead | None
+    objective: Objective
+    named: Named | None
+
+
 class _Distilled(torch.autograd.Function):
+    """The divergence of one group of heads; autograd would keep the logits of all rows for the backward pass."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        weights: Tensor,
-        students: Sequence[LanguageHead],
-        frozen: LanguageHead | None,
-        objective: Objective,
-        named: Named | None,
-        *trained: Tensor | None,
+        ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor, settings: _Settings, *trained: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Chunk by chunk: both logits, their divergence, and its gradient pulled back."""
+        """Find losses and gradients chunk by chunk."""
         steps, count, _ = student.shape
         wide = torch.promote_types(student.dtype, torch.float32)
-        grad_student, sums = torch.empty_like(student), torch.zeros(steps, dtype=wide, device=student.device)
-        grads = [
-            torch.zeros_like(part, dtype=wide) if part is not None and needed else None
-            for part, needed in zip(trained, ctx.needs_input_grad[7:], strict=True)
-        ]
-        learned = list(zip(students, grads[: len(students)], grads[len(students) :], strict=True))
+        grads: list[Tensor | None] = []
+        for tensor, needs_grad in zip(trained, ctx.needs_input_grad[4:], strict=True):
+            if tensor is None or not needs_grad:
+                grads.append(None)
+            else:
+                grads.append(torch.zeros_like(tensor, dtype=wide))
+        grad_student = torch.empty_like(student)
+        sums = torch.zeros(steps, dtype=wide, device=student.device)
         device = "cpu" if student.is_meta else student.device.type  # meta tensors, of sizes alone, know no autocast
         with torch.autocast(device, enabled=False):
-            chunks = _chunks(count, steps, students[0].weight, len(students), grads[0] is not None)
-            room = _room_for_logits(chunks, steps, students[0], frozen)
-            product = _room_for_product(students[0], grads[0])
+            students = settings.students
+            chunks = _chunks(count, steps, students[0].weight, heads=len(students), learned=grads[0] is not None)
+            distill_chunk = _ChunkDistiller(settings, grads, steps, chunks)
             for rows in chunks:
-                taught = teacher[rows]
-                if frozen is not None:
-                    taught = frozen.logits(taught, out=room[1][: len(taught)])
-                # flat, as products of three dimensions copy the matrix
-                hidden, weight = student[:, rows].flatten(0, 1).to(students[0].weight.dtype), weights[:, rows]
-                lent = room[0][: len(hidden)].chunk(len(students))
-                parts = zip(students, hidden.chunk(len(students)), lent, strict=True)
-                logits = [own.logits(states, out=out) for own, states, out in parts]
-                read = hidden.chunk(len(students))
-                slopes = [own.slope(*parts) for own, *parts in zip(students, logits, read, strict=True)]
-                by_step = [one for part in logits for one in part.chunk(steps // len(students))]
-                beside = None if named is None else Named(named.tokens[rows], named.overlaps[:, rows])
-                losses = _loss_and_grad_(by_step, taught, wide, objective, beside)
-                sums += (losses * weight).sum(-1)
-                weight = weight.reshape(-1, 1)
-                weighted = (hidden * weight).to(hidden.dtype).chunk(len(students))
-                by_head = zip(learned, logits, slopes, weighted, weight.chunk(len(students)), strict=True)
-                pulled = torch.cat([_pull_back_(*parts, product) for parts in by_head])
-                grad_student[:, rows] = pulled.to(student.dtype).view(steps, len(taught), -1)
-        ctx.trained = [grad is not None for grad in grads]
+                losses, grad = distill_chunk(rows, student[:, rows], teacher[rows], weights[:, rows])
+                sums += losses
+                grad_student[:, rows] = grad
+        ctx.has_grad = [grad is not None for grad in grads]
         ctx.save_for_backward(grad_student, *(grad for grad in grads if grad is not None))
         ctx.mark_non_differentiable(sums)
         return sums.sum(), sums
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that the forward pass found, scaled in place: those of matrices are large."""
+        """Scale the gradients that the forward pass found, those of matrices in place because they are large."""
         grad_student, *grads = ctx.saved_tensors
-        by_part = [grads.pop(0).mul_(upstream[0]) if trained else None for trained in ctx.trained]
-        others = [None] * 6  # of the arguments between states and matrices
-        return grad_student * upstream[0], *others, *by_part
+        grad_trained = [grads.pop(0).mul_(upstream[0]) if has_grad else None for has_grad in ctx.has_grad]
+        # teacher, weights and settings have none
+        return grad_student * upstream[0], None, None, None, *grad_trained
 
 
-def _pull_back_(
-    learned: tuple[LanguageHead, Tensor | None, Tensor | None],
-    back: Tensor,
-    slope: Tensor | None,
-    weighted: Tensor,
-    weight: Tensor,
-    product: Tensor | None,
-) -> Tensor:
-    """[R, D], the gradient at states from that at their logits [R, V]; adds to those of the matrix and the bias."""
-    own, grad, grad_bias = learned
-    pulled = own.pull_back(back, slope) * weight
-    if grad is not None:
-        _add_product_(grad, back.T, weighted[:, -grad.shape[1] :], product)  # it reads what lies behind, if not all
-    if grad_bias is not None:
-        grad_bias += (back.T @ weight.to(back.dtype))[:, 0]
-    return pulled
+class _ChunkDistiller:
+    """Losses and gradients of a chunk of rows at a time, with memory that all chunks use in turn."""
+
+    def __init__(
+        self, settings: _Settings, grads: Sequence[Tensor | None], steps: int, chunks: Sequence[slice]
+    ) -> None:
+        self.settings = settings
+        self.grad_weights = grads[: len(settings.students)]
+        self.grad_biases = grads[len(settings.students) :]
+        # one allocation each: an allocator would lay the logits of every chunk beside those of the last
+        rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+        weight = settings.students[0].weight
+        self.logits = weight.new_empty(rows * steps, len(weight))
+        self.target_logits: Tensor | None = None
+        if settings.frozen is not None:
+            target_weight = settings.frozen.weight
+            self.target_logits = target_weight.new_empty(rows, len(target_weight))
+        # products of another precision than the gradient cannot be added to it in one operation
+        self.product: Tensor | None = None
+        grad_weight = grads[0]
+        if grad_weight is not None and grad_weight.dtype != weight.dtype:
+            self.product = torch.empty_like(weight)
+
+    def __call__(self, rows: slice, student: Tensor, teacher: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weighted losses [K] of a chunk, and the gradient at its states [K, R, D]."""
+        heads = self.settings.students
+        steps, count, _ = student.shape
+        if self.settings.frozen is not None and self.target_logits is not None:
+            teacher = self.settings.frozen.logits(teacher, out=self.target_logits[:count])
+        # flat, as products of three dimensions copy the matrix
+        hidden = student.flatten(0, 1).to(heads[0].weight.dtype)
+        hidden_by_head = hidden.chunk(len(heads))
+        buffers = self.logits[: len(hidden)].chunk(len(heads))
+        logits = []
+        slopes = []
+        for head, states, buffer in zip(heads, hidden_by_head, buffers, strict=True):
+            logits.append(head.logits(states, out=buffer))
+            slopes.append(head.slope(logits[-1], states))
+        logits_by_step: list[Tensor] = []
+        for head_logits in logits:
+            logits_by_step += head_logits.chunk(steps // len(heads))
+        named = self.settings.named
+        if named is not None:
+            named = Named(named.tokens[rows], named.overlaps[:, rows])
+        wide = torch.promote_types(student.dtype, torch.float32)
+        losses = _loss_and_grad_(logits_by_step, teacher, wide, self.settings.objective, named)
+        # from here on `logits` hold the gradients at the logits
+        grad = self._pull_back(hidden, weights.reshape(-1, 1), logits, slopes)
+        return (losses * weights).sum(-1), grad.to(student.dtype).view(steps, count, -1)
+
+    def _pull_back(
+        self, hidden: Tensor, weights: Tensor, grad_logits: Sequence[Tensor], slopes: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Return the gradient at states [K * R, D]; add to those of matrices and biases what the chunk gives."""
+        heads = self.settings.students
+        weighted = (hidden * weights).to(hidden.dtype).chunk(len(heads))
+        weights_by_head = weights.chunk(len(heads))
+        grads = []
+        for index, head in enumerate(heads):
+            grad = grad_logits[index]
+            grads.append(head.pull_back(grad, slopes[index]) * weights_by_head[index])
+            grad_weight = self.grad_weights[index]
+            if grad_weight is not None:
+                inputs = weighted[index][:, -grad_weight.shape[1] :]  # a biased head's matrix reads the codes alone
+                _add_product_(grad_weight, grad.T, inputs, self.product)
+            grad_bias = self.grad_biases[index]
+            if grad_bias is not None:
+                grad_bias += (grad.T @ weights_by_head[index].to(grad.dtype))[:, 0]
+        return torch.cat(grads)
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor, room: Tensor | None) -> None:
-    """Add a product to a gradient, by way of some memory where it is of another precision."""
-    if room is None:
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, buffer: Tensor | None) -> None:
+    """Add a product to a gradient, by way of a buffer where it is of another precision."""
+    if buffer is None:
         total.addmm_(left, right)
     else:
-        total += torch.mm(left, right, out=room)
+        total += torch.mm(left, right, out=buffer)
 
 
 def _loss_and_grad_(
-    logits: Sequence[Tensor], taught: Tensor, wide: torch.dtype, objective: Objective, named: Named | None
+    logits: Sequence[Tensor], teacher: Tensor, wide: torch.dtype, objective: Objective, named: Named | None
 ) -> Tensor:
-    """[K, R], how each step's logits [R, V] diverge from what the teacher says; they become the gradient."""
-    losses = torch.empty(len(logits), len(taught), dtype=wide, device=taught.device)
-    few = max(AT_ONCE.get(taught.device.type, AT_ONCE_ELSEWHERE) // logits[0].shape[1], 1)
-    for first in range(0, len(taught), few):
-        rows = slice(first, first + few)
-        right = taught[rows].softmax(-1, dtype=wide) if taught.is_floating_point() else taught[rows]
-        compare = compare_with(right, objective, None if named is None else named.tokens[rows])
+    """Return how each step's logits [R, V] diverge from the teacher's [K, R]; they become the gradient in place."""
+    losses = torch.empty(len(logits), len(teacher), dtype=wide, device=teacher.device)
+    # probs in fp32 are several times larger than the logits, so only a few rows have them at a time
+    limit = AT_ONCE.get(teacher.device.type, AT_ONCE_ELSEWHERE)
+    size = max(limit // logits[0].shape[1], 1)
+    for first in range(0, len(teacher), size):
+        rows = slice(first, first + size)
+        target = teacher[rows]
+        if teacher.is_floating_point():
+            target = target.softmax(-1, dtype=wide)
+        compare = compare_with(target, objective, None if named is None else named.tokens[rows])
         for step, step_logits in enumerate(logits):
             student = step_logits[rows].to(wide)
             probs = student.softmax(-1)
             if named is not None:
-                named.overlaps[step, rows] = torch.minimum(probs, right).sum(-1)
+                named.overlaps[step, rows] = torch.minimum(probs, target).sum(-1)
             losses[step, rows], step_logits[rows] = compare(student, probs)
             del probs  # before the next step's are made
     return losses
 
 
-def _room_for_logits(
-    chunks: Sequence[slice], steps: int, own: LanguageHead, frozen: LanguageHead | None
-) -> list[Tensor]:
-    """Memory for the student's logits of a chunk and the teacher's: each new one would be laid beside the last."""
-    rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-    heads = [(own.weight, steps)] + ([] if frozen is None else [(frozen.weight, 1)])
-    return [weight.new_empty(rows * count, len(weight)) for weight, count in heads]
-
-
-def _room_for_product(own: LanguageHead, grad: Tensor | None) -> Tensor | None:
-    """Memory for what a chunk adds to a matrix's gradient, where the products are of another precision."""
-    return None if grad is None or grad.dtype == own.weight.dtype else torch.empty_like(own.weight)
-
-
 def _chunks(count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False) -> list[slice]:
-    """Rows of which the logits of all steps live at once."""
-    size = weight.element_size() * weight.shape[0] * steps  # bytes of a row's logits
-    least = -(-(LEARNED if learned else 1) * ROWS * heads // steps)
-    rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // size, least)
+    """Return slices of rows of which the logits of all steps live at once."""
+    row_bytes = weight.element_size() * weight.shape[0] * steps
+    wanted = (LEARNED if learned else 1) * ROWS * heads
+    min_rows = -(-wanted // steps)
+    rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // row_bytes, min_rows)
     rows = max(rows // EVEN, 1) * EVEN
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
