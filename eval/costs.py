@@ -10,7 +10,7 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.decoding.cycle_times import mean_of_most
 from eagle.decoding.forward_costs import Costs
-from eagle.drafters.parts.shapes import level_rows
+from eagle.drafters.parts.growth import level_rows
 
 Answer = dict[str, Any]
 Cycle = dict[str, Any]

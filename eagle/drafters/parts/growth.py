@@ -1,11 +1,13 @@
 """Growing trees level by level, in a fixed shape or along the drafter's likeliest paths."""
 
-# B rows of text, K nodes of one level, R of all levels, C candidates, V vocabulary, D draft vocabulary
+# B rows of text, K nodes of one level, R of all levels, C candidates, N nodes of a tree
+# V vocabulary, D draft vocabulary
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -14,43 +16,12 @@ from torch import Tensor
 from eagle.core.budget import Budget
 from eagle.core.drafter import Noise
 from eagle.core.grown import LEFT_OUT, GrownTrees, hand_over
-from eagle.core.tree import DraftTree
-from eagle.device import must_wait, pick_rows
+from eagle.core.tree import DraftTree, Paths
+from eagle.device import must_wait, pick_rows, upload
 from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, Seed
-from eagle.drafters.parts.shapes import level_rows as level_rows
-from eagle.drafters.parts.shapes import plan_parents as plan_parents
-from eagle.drafters.parts.shapes import plan_rungs
-
-
-def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
-    """[B, 1, groups * K, S + R]: a level's nodes see the committed text and, of the draft [B, K, R], their own path.
-
-    `committed` [B or 1, S] is 0 at columns that a row's text fills, the lowest number behind it.
-    """
-    rows, count, _ = seen.shape
-    draft = torch.where(seen, *_seen_and_hidden(committed.dtype, committed.device))
-    parts = committed[:, None, None].expand(rows, groups, count, -1), draft[:, None].expand(-1, groups, -1, -1)
-    return torch.cat(parts, dim=-1).flatten(1, 2)[:, None]
-
-
-NOTHING = int(torch.tensor(-math.inf).view(torch.int32))  # the bits of a likelihood of minus infinity
-
-
-@cache
-def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two values of an additive mask: seen and hidden."""
-    lowest = torch.finfo(dtype).min
-    return torch.zeros((), dtype=dtype, device=device), torch.full((), lowest, dtype=dtype, device=device)
-
-
-@cache
-def _see_itself(count: int, device: torch.device) -> Tensor:
-    """[1, K, K], each node of a level sees itself alone of its level."""
-    return torch.eye(count, dtype=torch.bool, device=device)[None]
-
 
 Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Depth, tokens [K], nodes of the level before that they follow [K], whom they see [K, R] -> logits [K, D].
+"""Depth, tokens [K], their parents among the nodes of the level above [K], their ancestors [K, R] -> logits [K, D].
 
 One row of logits stands for all nodes, where the children of all are guessed alike.
 """
@@ -61,16 +32,113 @@ RowsLevel = Callable[[int, list[int], Tensor, Tensor, Tensor], Tensor]
 Confidence = Callable[[int, list[int]], Tensor]
 """Depth and these rows -> how likely a child of each node is kept whose logits were given last, [B, K] or [B, 1]."""
 
+NOTHING = int(torch.tensor(-math.inf).view(torch.int32))  # the bits of a log-likelihood of minus infinity
+
 
 class FollowsRows:
-    """A `RowsLevel` that remembers the level before; rows leave it as their trees end."""
+    """A `RowsLevel` that remembers the level above; rows leave it as their trees end."""
 
-    rows: list[int]  # of the level before
+    rows: list[int]  # of the level above
 
     def keep_rows(self, rows: list[int], *parts: Tensor) -> list[Tensor]:
-        """The rows of `parts` [B, ..] that grow on."""
-        kept, self.rows = [self.rows.index(row) for row in rows], rows
-        return [pick_rows(part, kept) for part in parts]
+        """Return the rows of tensors [B, ..] that grow on."""
+        indices = [self.rows.index(row) for row in rows]
+        self.rows = rows
+        return [pick_rows(part, indices) for part in parts]
+
+
+# -- masks and fixed shapes -------------------------------------------------------------------------------------------
+
+
+def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
+    """Return the additive mask [B, 1, groups * K, S + R] by which a level's nodes see the text and their own path.
+
+    Args:
+        committed: [B or 1, S], 0 at columns that a row's text fills, the lowest number after them.
+        seen: [B, K, R], the ancestors of each node, and the node.
+        groups: How many query heads share a key, and become rows of one head.
+    """
+    rows, count, _ = seen.shape
+    draft = torch.where(seen, *_mask_values(committed.dtype, committed.device))
+    text_mask = committed[:, None, None].expand(rows, groups, count, -1)
+    draft_mask = draft[:, None].expand(-1, groups, -1, -1)
+    return torch.cat([text_mask, draft_mask], dim=-1).flatten(1, 2)[:, None]
+
+
+@cache
+def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the two values of an additive mask: of what is seen, and of what is hidden."""
+    lowest = torch.finfo(dtype).min
+    return torch.zeros((), dtype=dtype, device=device), torch.full((), lowest, dtype=dtype, device=device)
+
+
+@cache
+def _identity(count: int, device: torch.device) -> Tensor:
+    """Return [1, K, K]: of its own level, each node sees itself alone."""
+    return torch.eye(count, dtype=torch.bool, device=device)[None]
+
+
+def level_rows(budget: Budget) -> tuple[int, ...]:
+    """Return how many rows `grow` asks for in each level of a tree after the first."""
+    if budget.paths is None:
+        width = min(budget.top_k, budget.nodes)
+        return (width,) * (budget.depth - 1) if width else ()
+    # nodes of a fixed shape that have children
+    inner = {path[:-1] for path in budget.paths if 1 < len(path) <= budget.depth}
+    depths = [len(path) for path in inner]
+    return tuple(depths.count(depth) for depth in range(1, max(depths, default=0) + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class LevelPlan:
+    """One level of a fixed shape: its nodes, and those of them that are read because they have children."""
+
+    width: int  # children of a row that are ranked
+    rows: Tensor  # [nodes], each node's parent among the rows that were read of the level above
+    children: Tensor  # [nodes], which each node is of all ranked children of these rows
+    read: Tensor  # [K], the nodes that are read
+    parents: Tensor  # [K], the rows that these follow
+    tree_mask: Tensor  # [K, rows read so far]
+
+
+@cache  # never dropped: captured drafts read these tensors
+def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[LevelPlan], Tensor]:
+    """Return a fixed shape level by level down to `depth`, and the parents [N] of its nodes."""
+    plans = []
+    tree_mask = torch.zeros(1, 0, dtype=torch.bool)
+    above: list[tuple[int, ...]] = [()]  # the paths that were read of the level above
+    nodes = {path: 0 for path in above}  # of the whole tree, by path
+    parents = [-1]
+    for length in range(1, depth + 1):
+        level = sorted(path for path in set(paths) if len(path) == length)  # siblings in the order of their ranks
+        for path in level:
+            parents.append(nodes[path[:-1]])
+            nodes[path] = len(nodes)
+        followed = {path[:-1] for path in paths} if length < depth else set()
+        inner = [path for path in level if path in followed]
+        rows = torch.tensor([above.index(path[:-1]) for path in level])
+        ranks = torch.tensor([path[-1] for path in level])
+        read = torch.tensor([level.index(path) for path in inner], dtype=torch.long)
+        width = 1 + max(path[-1] for path in level)
+        # a node sees what its parent sees, and itself
+        tree_mask = torch.cat([tree_mask[rows[read]], torch.eye(len(inner), dtype=torch.bool)], dim=1)
+        tensors = [rows, rows * width + ranks, read, rows[read], tree_mask]
+        plans.append(LevelPlan(width, *(upload(tensor, device) for tensor in tensors)))
+        if not inner:
+            break
+        above = inner
+    return plans, torch.tensor(parents)
+
+
+def plan_parents(budget: Budget, nodes: int, device: torch.device) -> Tensor | None:
+    """Return the parents [1 + N] in a fixed shape of so many nodes; None where the budget fixes none."""
+    if budget.paths is None:
+        return None
+    _, parents = plan_levels(budget.paths, budget.depth, device)
+    return parents[: 1 + nodes]
+
+
+# -- growing ----------------------------------------------------------------------------------------------------------
 
 
 def grow(
@@ -83,14 +151,23 @@ def grow(
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
 ) -> DraftTree:
-    """The tree under `root`, whose children the head gives these logits [D]; they will stand at position `place`.
+    """Return the tree under one root.
 
     A budget with a fixed shape gets that shape. Any other gets EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858).
-    `drafts` [D] is the draft vocabulary, if not all; `sharpness` holds where the budget names none.
+
+    Args:
+        root: The root's token.
+        logits: [D], those of the root's children.
+        level: Gives the logits of the next level.
+        budget: The size or the shape of the tree.
+        noise: The target's sampling noise; None if it is greedy.
+        place: The position where the root's children will stand.
+        drafts: [D], the draft vocabulary; None for all tokens.
+        sharpness: What logits are multiplied by where the budget does not say.
     """
 
-    def level_of_row(depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        return level(depth, tokens[0], before[0], seen[0])[None]
+    def level_of_row(depth: int, rows: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor) -> Tensor:
+        return level(depth, tokens[0], parents[0], tree_mask[0])[None]
 
     return grow_rows([Seed(root, place, budget, noise)], logits[None], level_of_row, drafts, sharpness)[0]
 
@@ -103,10 +180,10 @@ def grow_rows(
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
 ) -> list[DraftTree]:
-    """The tree under each root, as `grow` describes; logits [B, D].
+    """Return the tree under each root, as `grow` describes; logits [B, D].
 
     Trees stay on a device that the host would have to wait for, until something on the host asks for one of them.
-    Where a budget has a least confidence, nodes have no children that the drafter is less sure of.
+    Where a budget has a minimum confidence, nodes have no children that the drafter is less sure of.
     """
     grown = grow_columns(seeds, logits, level, drafts, sharpness, confidence)
     return hand_over(grown, [seed.root for seed in seeds], at_once=not must_wait(logits.device))
@@ -120,10 +197,11 @@ def grow_columns(
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
 ) -> list[GrownTrees]:
-    """`grow_rows`, but the trees have no roots yet.
+    """Return the trees of `grow_rows` without their roots.
 
     Rows whose budgets differ in their depth alone grow together, and leave when they are deep enough.
     """
+    # a group shares all that decides the operations of a level, so that one forward reads it for all
     groups: dict[object, list[int]] = {}
     for row, seed in enumerate(seeds):
         if not seed.budget.is_empty:
@@ -132,16 +210,16 @@ def grow_columns(
     for rows in groups.values():
         budget = seeds[rows[0]].budget
         scorer = ChildScorer(budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness)
-        first = pick_rows(logits, rows)[:, None]
-        grow_group = _likeliest if budget.paths is None else _fill_plan
-        grown += grow_group(_Rows(seeds, rows, confidence), first, level, scorer)
+        group = _Rows(seeds, rows, confidence)
+        trees = _DynamicTrees(group, scorer) if budget.paths is None else _FixedTrees(group, scorer, logits.device)
+        grown += _grow_group(trees, pick_rows(logits, rows)[:, None], level)
     return grown
 
 
 def _kind(seed: Seed) -> object:
-    """The properties shared by rows that grow together: the budget except its depth, and whether noise is given."""
+    """Return the properties shared by rows that grow together: all of the budget but its depth, and having noise."""
     budget = seed.budget
-    shape = budget.nodes, budget.top_k, budget.paths
+    shape = (budget.nodes, budget.top_k, budget.paths)
     return *shape, budget.draw, budget.sharpness, budget.confidence, seed.noise is None
 
 
@@ -149,127 +227,221 @@ class _Rows:
     """The rows of one group that still grow."""
 
     def __init__(self, seeds: Sequence[Seed], rows: list[int], confidence: Confidence | None) -> None:
-        self.rows, self.seeds, self.confidence = rows, [seeds[row] for row in rows], confidence
+        self.rows = rows
+        self.seeds = [seeds[row] for row in rows]
+        self.confidence = confidence
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of all, but for its depth."""
+        return self.seeds[0].budget
 
     @property
     def depth(self) -> int:
-        """How deep the deepest tree may be."""
+        """The depth that the deepest tree may have."""
         return max(seed.budget.depth for seed in self.seeds)
 
-    def split(self, depth: int) -> tuple[list[int], list[int]]:
-        """The rows whose trees end at this depth, and the rows that continue."""
-        ended = [number for number, seed in enumerate(self.seeds) if seed.budget.depth <= depth]
-        return ended, [number for number in range(len(self.rows)) if number not in ended] if ended else []
-
     def is_sure(self, depth: int) -> Tensor | None:
-        """[B, K] or [B, 1], which nodes may have children; None where all may."""
-        least = self.seeds[0].budget.confidence
-        return None if least is None or self.confidence is None else self.confidence(depth, self.rows) >= least
+        """Return [B, K] or [B, 1], which nodes may have children; None where all may."""
+        if self.budget.confidence is None or self.confidence is None:
+            return None
+        return self.confidence(depth, self.rows) >= self.budget.confidence
 
-    def keep(self, numbers: list[int]) -> None:
+    def keep(self, indices: list[int]) -> None:
         """Continue with these rows only."""
-        self.rows, self.seeds = [self.rows[n] for n in numbers], [self.seeds[n] for n in numbers]
+        self.rows = [self.rows[index] for index in indices]
+        self.seeds = [self.seeds[index] for index in indices]
 
 
-def _likeliest(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[GrownTrees]:
-    """Read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all; fp32 throughout."""
-    budget, device = rows.seeds[0].budget, logits.device
-    width = min(budget.top_k, budget.nodes)
-    totals = logits.new_zeros(len(logits), 1, dtype=torch.float32)
-    frontier = torch.zeros(len(logits), 1, dtype=torch.long, device=device)  # what the logits belong to; 0 is the root
-    seen = torch.zeros(len(logits), 1, 0, dtype=torch.bool, device=device)
-    # per level: tokens [B, C], the parents of C / K each [B, K], likelihoods [B, C]
-    candidates: list[list[Tensor]] = []
+def _grow_group(trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel) -> list[GrownTrees]:
+    """Return the trees of a group of rows, from the logits [B, 1, D] of their roots' children."""
     grown: list[GrownTrees] = []
-    count = 1
-    for depth in range(rows.depth):
-        scores, _ = scorer.score(rows.seeds, depth, logits)
-        values, best = scorer.best(scores.log_softmax(-1), width)  # never above 0: no child beats its parent
-        if (sure := rows.is_sure(depth)) is not None:
-            values = values.masked_fill(~sure[..., None], -math.inf)
-        best = best.expand(-1, totals.shape[1], -1)
-        likelihoods = (totals[..., None] + values).flatten(1)
-        tokens = best.flatten(1)
-        candidates.append([tokens, frontier, likelihoods])
-        ended, growing = rows.split(depth + 1)
+    rows = trees.rows
+    for depth in range(1, trees.depth + 1):
+        trees.add_level(depth - 1, logits)
+        is_last = depth == trees.depth
+        ended = [index for index, seed in enumerate(rows.seeds) if is_last or seed.budget.depth <= depth]
         if ended:
-            whole = [torch.cat([pick_rows(part, ended) for part in kind], 1) for kind in zip(*candidates, strict=True)]
-            columns = _keep_likeliest(*whole, nodes=budget.nodes)
-            if budget.confidence is not None:
-                columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
-            sheds = budget.confidence is not None
-            grown.append(GrownTrees([rows.rows[number] for number in ended], columns, depth + 1, sheds=sheds))
+            grown.append(trees.finish(ended, depth))
+            growing = [index for index in range(len(rows.rows)) if index not in ended]
             if not growing:
                 break
             rows.keep(growing)
-            candidates = [[pick_rows(part, growing) for part in level_parts] for level_parts in candidates]
-            seen = pick_rows(seen, growing)
-            tokens, _, likelihoods = candidates[-1]
-        chosen = likelihoods.topk(min(width, likelihoods.shape[1]))
-        before = chosen.indices // best.shape[2]
-        totals, frontier = chosen.values, count + chosen.indices
-        count += likelihoods.shape[1]
-        itself = _see_itself(before.shape[1], device).expand(len(before), -1, -1)
-        seen = torch.cat([seen.gather(1, before[..., None].expand(-1, -1, seen.shape[2])), itself], dim=2)
-        logits = level(depth + 1, rows.rows, tokens.gather(1, chosen.indices), before, seen)
+            trees.keep(growing)
+        tokens, parents, tree_mask = trees.read_next(depth)
+        logits = level(depth, rows.rows, tokens, parents, tree_mask)
     return grown
+
+
+def _pick_levels(levels: list[Tensor], rows: list[int]) -> list[Tensor]:
+    """Return these rows of each level's [B, ..]."""
+    return [pick_rows(level, rows) for level in levels]
+
+
+def _join_levels(levels: list[Tensor], rows: list[int]) -> Tensor:
+    """Return these rows of all levels, one level after the other."""
+    return torch.cat(_pick_levels(levels, rows), dim=1)
+
+
+class _DynamicTrees:
+    """EAGLE-2's trees: read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all.
+
+    A path's log-likelihood is the sum of its nodes' log-probs, in fp32.
+    """
+
+    def __init__(self, rows: _Rows, scorer: ChildScorer) -> None:
+        self.rows = rows
+        self.scorer = scorer
+        self.depth = rows.depth
+        self.width = min(rows.budget.top_k, rows.budget.nodes)
+        # the candidates of each level
+        self.tokens: list[Tensor] = []  # [B, C]
+        self.parents: list[Tensor] = []  # [B, K], of C / K candidates each
+        self.likelihoods: list[Tensor] = []  # [B, C], in logs
+        self.count = 1  # candidates so far, and the root
+        self.per_parent = 0  # candidates of the last level that follow one parent
+        # of the nodes that were read last; at first the root, which is node 0
+        self.totals: Tensor | None = None  # [B, K], their log-likelihoods
+        self.frontier: Tensor | None = None  # [B, K], their numbers
+        self.tree_mask: Tensor | None = None  # [B, K, R], their ancestors
+
+    def add_level(self, depth: int, logits: Tensor) -> None:
+        """Make the best children of the nodes that were read last candidates."""
+        scores, _ = self.scorer.score(self.rows.seeds, depth, logits)
+        # log-probs are never above 0, so that no child beats its parent
+        log_probs, tokens = self.scorer.best(scores.log_softmax(-1), self.width)
+        if self.totals is None or self.frontier is None:
+            self.totals = logits.new_zeros(len(logits), 1, dtype=torch.float32)
+            self.frontier = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
+        is_sure = self.rows.is_sure(depth)
+        if is_sure is not None:
+            log_probs = log_probs.masked_fill(~is_sure[..., None], -math.inf)
+        # one row of logits may stand for all nodes
+        tokens = tokens.expand(-1, self.totals.shape[1], -1)
+        likelihoods = self.totals[..., None] + log_probs
+        self.tokens.append(tokens.flatten(1))
+        self.parents.append(self.frontier)
+        self.likelihoods.append(likelihoods.flatten(1))
+        self.per_parent = tokens.shape[2]
+
+    def finish(self, rows: list[int], levels: int) -> GrownTrees:
+        """Return the trees of rows that are deep enough."""
+        columns = _keep_likeliest(
+            _join_levels(self.tokens, rows),
+            _join_levels(self.parents, rows),
+            _join_levels(self.likelihoods, rows),
+            nodes=self.rows.budget.nodes,
+        )
+        leaves_out = self.rows.budget.confidence is not None
+        if leaves_out:
+            columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
+        return GrownTrees([self.rows.rows[row] for row in rows], columns, levels, sheds=leaves_out)
+
+    def keep(self, rows: list[int]) -> None:
+        """Continue with these rows only."""
+        self.tokens = _pick_levels(self.tokens, rows)
+        self.parents = _pick_levels(self.parents, rows)
+        self.likelihoods = _pick_levels(self.likelihoods, rows)
+        if self.tree_mask is not None:
+            self.tree_mask = pick_rows(self.tree_mask, rows)
+
+    def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens [B, K], parents [B, K] and ancestors [B, K, R] of the nodes to read next."""
+        likelihoods = self.likelihoods[-1]
+        best = likelihoods.topk(min(self.width, likelihoods.shape[1]))
+        parents = best.indices // self.per_parent
+        self.totals = best.values
+        self.frontier = self.count + best.indices
+        self.count += likelihoods.shape[1]
+        tree_mask = _identity(parents.shape[1], parents.device).expand(len(parents), -1, -1)
+        if self.tree_mask is not None:
+            above = self.tree_mask.gather(1, parents[..., None].expand(-1, -1, self.tree_mask.shape[2]))
+            tree_mask = torch.cat([above, tree_mask], dim=2)
+        self.tree_mask = tree_mask
+        return self.tokens[-1].gather(1, best.indices), parents, tree_mask
 
 
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
-    """[B, 3, N], tokens, parents and bits of the best candidates [B, C]; candidate i is the parent i + 1, the root 0.
+    """Return [B, 3, N], tokens, parents and bits of the best candidates [B, C].
 
-    Each of the `parents` has as many candidates, one after the other.
-
-    A tie goes to the one found first, so that no child loses its parent.
+    Candidate i is the parent i + 1, and the root is 0. Each of the `parents` has as many candidates, in a row.
     """
     parents = parents[..., None].expand(-1, -1, tokens.shape[1] // parents.shape[1]).flatten(1)
-    kept = likelihoods.sort(descending=True, stable=True).indices[:, :nodes].sort().values
-    numbers = torch.arange(1, kept.shape[1] + 1, device=kept.device)
-    place = kept.new_full((len(tokens), tokens.shape[1] + 1), -2)  # -2 is nobody's parent: a tree would refuse it
-    place[:, 0] = 0
-    place.scatter_(1, kept + 1, numbers.expand(kept.shape))
-    bits = likelihoods.gather(1, kept).view(torch.int32).long()
-    return torch.stack([tokens.gather(1, kept), place.gather(1, parents.gather(1, kept)), bits], dim=1)
+    # at a tie the candidate that comes first is better, so that no child loses its parent
+    selected = likelihoods.sort(descending=True, stable=True).indices[:, :nodes].sort().values
+    # from candidates to nodes of the tree; -2 is nobody's parent, which a tree refuses
+    node_of = selected.new_full((len(tokens), tokens.shape[1] + 1), -2)
+    node_of[:, 0] = 0
+    nodes_selected = torch.arange(1, selected.shape[1] + 1, device=selected.device)
+    node_of.scatter_(1, selected + 1, nodes_selected.expand(selected.shape))
+    # one tensor of integers, so that all of a tree comes to the host in one transfer
+    bits = likelihoods.gather(1, selected).view(torch.int32).long()
+    tree_parents = node_of.gather(1, parents.gather(1, selected))
+    return torch.stack([tokens.gather(1, selected), tree_parents, bits], dim=1)
 
 
-def _fill_plan(rows: _Rows, logits: Tensor, level: RowsLevel, scorer: ChildScorer) -> list[GrownTrees]:
-    """Trees of a fixed shape: one reading per level, of the nodes that have children."""
-    paths = rows.seeds[0].budget.paths
-    assert paths is not None
-    rungs, parents = plan_rungs(paths, rows.depth, logits.device)
-    tokens: list[Tensor] = []  # per level [B, nodes]
-    drawn_from: list[Tensor] = []
-    grown: list[GrownTrees] = []
-    inner_nodes, goes_on = 1, None  # nodes of the level above that have children, and which of them may
-    for depth, rung in enumerate(rungs):
-        scores, probs = scorer.score(rows.seeds, depth, logits)
-        best = scorer.best(scores, rung.best)[1].expand(-1, inner_nodes, -1)
-        if best.shape[2] != rung.best:
+class _FixedTrees:
+    """Trees of a fixed shape: of each level the nodes that have children are read."""
+
+    def __init__(self, rows: _Rows, scorer: ChildScorer, device: torch.device) -> None:
+        assert rows.budget.paths is not None
+        self.rows = rows
+        self.scorer = scorer
+        self.plans, self.parents = plan_levels(rows.budget.paths, rows.depth, device)
+        self.depth = len(self.plans)
+        self.read_count = 1  # nodes that were read of the level above
+        self.tokens: list[Tensor] = []  # of each level [B, nodes]
+        self.draft_probs: list[Tensor] = []  # of each level [B, nodes, V], what its nodes were sampled from
+        self.last = torch.empty(0)  # [B, nodes], the last level's tokens, those that are left out included
+        # [B, nodes], whether all nodes of the path so far had confidence; None where no budget asks
+        self.goes_on: Tensor | None = None
+
+    def add_level(self, depth: int, logits: Tensor) -> None:
+        """Give the nodes of a level the children of the ranks that the shape names."""
+        plan = self.plans[depth]
+        scores, probs = self.scorer.score(self.rows.seeds, depth, logits)
+        _, best = self.scorer.best(scores, plan.width)
+        if best.shape[2] != plan.width:
             raise ValueError(
-                f"the budget's fixed tree holds a child of rank {rung.best - 1}, and the drafter knows "
+                f"the budget's fixed tree holds a child of rank {plan.width - 1}, and the drafter knows "
                 f"{best.shape[2]} tokens: take ranks below that"
             )
-        chosen = best.flatten(1).index_select(1, rung.children)
-        if (sure := rows.is_sure(depth)) is not None:
-            goes_on = (sure.expand(-1, inner_nodes) if goes_on is None else sure & goes_on).index_select(1, rung.rows)
-        tokens.append(chosen if goes_on is None else chosen.masked_fill(~goes_on, LEFT_OUT))
+        # one row of logits may stand for all nodes
+        best = best.expand(-1, self.read_count, -1)
+        self.last = best.flatten(1).index_select(1, plan.children)
+        is_sure = self.rows.is_sure(depth)
+        if is_sure is not None:
+            goes_on = is_sure.expand(-1, self.read_count) if self.goes_on is None else is_sure & self.goes_on
+            self.goes_on = goes_on.index_select(1, plan.rows)
+        self.tokens.append(self.last if self.goes_on is None else self.last.masked_fill(~self.goes_on, LEFT_OUT))
         if probs is not None:
-            probs = probs.expand(-1, inner_nodes, -1)
-            drawn_from += [probs] * (not drawn_from) + [probs.index_select(1, rung.rows)]  # a row for the root, unused
-        ended, growing = rows.split(depth + 1) if depth + 1 < len(rungs) else (list(range(len(rows.rows))), [])
-        if ended:
-            nodes = torch.cat([pick_rows(part, ended) for part in tokens], dim=1)[:, None]
-            whole = torch.cat([pick_rows(part, ended) for part in drawn_from], dim=1) if drawn_from else None
-            shape, sheds = parents[: 1 + nodes.shape[2]], goes_on is not None
-            grown.append(GrownTrees([rows.rows[n] for n in ended], nodes, depth + 1, shape, whole, sheds=sheds))
-            if not growing:
-                break
-            rows.keep(growing)
-            tokens, drawn_from = ([pick_rows(part, growing) for part in parts] for parts in (tokens, drawn_from))
-            chosen = pick_rows(chosen, growing)
-            goes_on = None if goes_on is None else pick_rows(goes_on, growing)
-        before, seen = rung.before.expand(len(rows.rows), -1), rung.seen.expand(len(rows.rows), -1, -1)
-        logits = level(depth + 1, rows.rows, chosen.index_select(1, rung.read), before, seen)
-        inner_nodes = len(rung.read)
-        goes_on = None if goes_on is None else goes_on.index_select(1, rung.read)
-    return grown
+            probs = probs.expand(-1, self.read_count, -1)
+            if not self.draft_probs:
+                self.draft_probs.append(probs)  # a row for the root, which nothing reads
+            self.draft_probs.append(probs.index_select(1, plan.rows))
+
+    def finish(self, rows: list[int], levels: int) -> GrownTrees:
+        """Return the trees of rows that are deep enough."""
+        tokens = _join_levels(self.tokens, rows)[:, None]
+        probs = _join_levels(self.draft_probs, rows) if self.draft_probs else None
+        parents = self.parents[: 1 + tokens.shape[2]]
+        is_partial = self.goes_on is not None
+        return GrownTrees([self.rows.rows[row] for row in rows], tokens, levels, parents, probs, sheds=is_partial)
+
+    def keep(self, rows: list[int]) -> None:
+        """Continue with these rows only."""
+        self.tokens = _pick_levels(self.tokens, rows)
+        self.draft_probs = _pick_levels(self.draft_probs, rows)
+        self.last = pick_rows(self.last, rows)
+        if self.goes_on is not None:
+            self.goes_on = pick_rows(self.goes_on, rows)
+
+    def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens [B, K], parents [B, K] and ancestors [B, K, R] of the nodes to read next."""
+        plan = self.plans[depth - 1]
+        count = len(self.rows.rows)
+        self.read_count = len(plan.read)
+        if self.goes_on is not None:
+            self.goes_on = self.goes_on.index_select(1, plan.read)
+        parents = plan.parents.expand(count, -1)
+        return self.last.index_select(1, plan.read), parents, plan.tree_mask.expand(count, -1, -1)

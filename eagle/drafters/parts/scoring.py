@@ -41,32 +41,42 @@ class ChildScorer:
     sharpness: float
 
     def score(self, seeds: Sequence[Seed], depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-odds [B, K, D] of being the target's choice, and the probs [B, K, V] that children are drawn from."""
+        """Return log-odds [B, K, D] of being the target's choice, and the probs [B, K, V] that children come from."""
         logits = logits.float()
         if seeds[0].noise is None:
             return self.sharpness * logits, None
-        scores, probs = zip(*map(self._score_row, seeds, [depth] * len(seeds), logits), strict=True)
-        return _stack(scores), _stack(probs) if self.draw == "sampled" else None
+        rows = zip(seeds, logits, strict=True)
+        if self.draw != "sampled":
+            return _stack([self._score_row(seed, depth, row_logits) for seed, row_logits in rows]), None
+        sampled = [self._sample_row(seed, row_logits) for seed, row_logits in rows]
+        return _stack([scores for scores, _ in sampled]), _stack([probs for _, probs in sampled])
 
-    def _score_row(self, seed: Seed, depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scores [K, D] and probs [K, V] of a row that samples, by its own noise.
+    def _score_row(self, seed: Seed, depth: int, logits: Tensor) -> Tensor:
+        """Return the scores [K, D] of a row whose target samples, with its noise or without."""
+        noise = seed.noise
+        assert noise is not None
+        logits = noise.filter_logits(logits)
+        if self.draw == "noise":
+            return self.sharpness * (logits + self._in_draft_vocab(noise([seed.place + depth])))
+        # unknown noise is one more error, beside the head's own
+        return logits / math.hypot(noise.temperature, 1 / self.sharpness)
+
+    def _sample_row(self, seed: Seed, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores [K, D] of a row that samples by its own noise, and the probs [K, V] that it samples from.
 
         The best k of log-probs plus Gumbel noise are k draws from these probs without replacement.
         """
         noise = seed.noise
         assert noise is not None
         logits = noise.filter_logits(logits)
-        if self.draw == "noise":
-            return self.sharpness * (logits + self._in_draft_vocab(noise([seed.place + depth]))), None
-        if self.draw == "likeliest":  # unknown noise is one more error, beside the head's own
-            return logits / math.hypot(noise.temperature, 1 / self.sharpness), None
         private = noise.own(len(logits))
         probs = (logits / noise.temperature).softmax(-1)
-        whole = probs if self.drafts is None else torch.zeros_like(private).index_copy_(-1, self.drafts, probs)
-        return logits + self._in_draft_vocab(private), whole
+        if self.drafts is not None:
+            probs = torch.zeros_like(private).index_copy_(-1, self.drafts, probs)
+        return logits + self._in_draft_vocab(private), probs
 
     def best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """[B, K, count] each, the best scores and their tokens, in the target's vocabulary."""
+        """Return the best scores and their tokens in the target's vocabulary, [B, K, count] each."""
         values, indices = scores.topk(min(count, scores.shape[-1]))
         return values, indices if self.drafts is None else self.drafts[indices]
 
@@ -74,6 +84,6 @@ class ChildScorer:
         return noise if self.drafts is None else noise[:, self.drafts]
 
 
-def _stack(rows: Sequence[Tensor]) -> Tensor:
-    """[B, ..], without a copy of one row alone."""
-    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
+def _stack(rows: list[Tensor]) -> Tensor:
+    """Return [B, ..], without a copy of one row alone."""
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
