@@ -16,15 +16,19 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from eagle.device import upload
-from eagle.drafters.parts.window import FUSED, Window, touched_blocks
+from eagle.drafters.parts.window import Window
 
-# rows of one product, half of whose own square is wasted; at 1,024 rows of 4 heads of 64 forward and backward take
-# 24 / 30 / 35 ms with 64 / 128 / 256 rows in fp32, 12.6 / 10.4 / 10.2 ms in bf16; PyTorch's fused attention 30 and 22
+# Rows of one product, half of whose own square is wasted. At 1,024 rows of 4 heads of 64 forward and backward take
+# 24 / 30 / 35 ms with 64 / 128 / 256 rows in fp32, 12.6 / 10.4 / 10.2 ms in bf16; PyTorch's fused attention 30 and 22.
 PIECE = {torch.float32: 64, torch.float64: 64}
 PIECE_ELSE = 128
-COLUMNS = {torch.bfloat16: 64}  # of which a piece sees a multiple: CPUs prepare each new shape of products in bf16
+COLUMNS = {torch.bfloat16: 64}  # a piece sees a multiple of this: CPUs prepare each new shape of products in bf16
+FUSED = 128  # rows and columns of a fused kernel's blocks
 Own = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values [k, S, w] of every step before: row i of each belongs to wanted row i alone."""
+"""Keys and values [k, S, w] of every earlier step: row i of each belongs to wanted row i alone."""
+
+
+# -- which rows see what ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,84 +52,120 @@ class Spans:
         firsts: Sequence[int] | None = None,
         window: Window | None = None,
     ) -> Spans:
-        """The rows that masks on the host mark, a mask for each text; of each `stride`-th row from its first on."""
-        runs, rows, begin = [], [], 0
+        """Return the rows that masks on the host mark, a mask for each text: every `stride`-th from its first on."""
+        runs = []
+        rows = []
+        begin = 0
         for mask, first in zip(masks, firsts or [0] * len(masks), strict=True):
             marked = mask[first::stride]
-            edges = F.pad(marked.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
             start = begin + first
+            # where the marks begin and end, in turn
+            edges = F.pad(marked.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
             for low, high in zip(edges[::2], edges[1::2], strict=True):
                 runs.append((begin, start + low * stride, start + (high - 1) * stride + 1))
             rows.append(start + stride * marked.nonzero()[:, 0])
             begin += len(mask)
-        return cls(upload(torch.cat(rows), device), runs, begin, stride, window)
+        return cls(upload(torch.cat(rows), device), runs, count=begin, stride=stride, window=window)
 
     @classmethod
     def at(cls, places: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Spans:
-        """The rows at such places [S], in ascending order, of each text of such a length."""
-        runs, rows, begin = [], list[list[int]](), 0
-        for marked, length in zip(places, lengths, strict=True):
-            if len(marked):
-                rows.append((begin + marked).tolist())
-                runs.append((begin, rows[-1][0], rows[-1][-1] + 1))
+        """Return the rows at positions [S], in ascending order, of texts of these lengths."""
+        runs = []
+        scattered: list[list[int]] = []
+        rows: list[int] = []
+        begin = 0
+        for positions, length in zip(places, lengths, strict=True):
+            if len(positions):
+                text_rows = (begin + positions).tolist()
+                scattered.append(text_rows)
+                rows += text_rows
+                runs.append((begin, text_rows[0], text_rows[-1] + 1))
             begin += length
-        every = torch.tensor([row for run in rows for row in run], dtype=torch.long)
-        return cls(upload(every, device), runs, begin, scattered=tuple(rows))
+        return cls(upload(torch.tensor(rows, dtype=torch.long), device), runs, begin, scattered=tuple(scattered))
+
+    def _rows_of(self, run_index: int) -> Sequence[int]:
+        if self.scattered:
+            return self.scattered[run_index]
+        _, start, stop = self.runs[run_index]
+        return range(start, stop, self.stride)
 
     def split_runs(self, size: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """Where a text begins, and the next rows of it, so many at most."""
-        for number, (begin, start, stop) in enumerate(self.runs):
-            rows = self.scattered[number] if self.scattered else range(start, stop, self.stride)
+        """Yield where a text begins, and the next rows of it, at most `size` at a time."""
+        for run_index, (begin, _, _) in enumerate(self.runs):
+            rows = self._rows_of(run_index)
             for first in range(0, len(rows), size):
                 yield begin, rows[first : first + size]
 
     def split(self, size: int) -> Iterator[Spans]:
-        """These spans' rows in parts of at most `size`, each of one text."""
+        """Yield these rows in spans of at most `size`, each of one text."""
         done = 0
-        for begin, places in self.split_runs(size):
-            rows, run = self.rows[done : done + len(places)], (begin, places[0], places[-1] + 1)
-            scattered = (list(places),) if self.scattered else ()
-            yield replace(self, rows=rows, runs=[run], scattered=scattered, block_masks={})
-            done += len(places)
+        for begin, rows in self.split_runs(size):
+            end = done + len(rows)
+            run = (begin, rows[0], rows[-1] + 1)
+            scattered = (list(rows),) if self.scattered else ()
+            yield replace(self, rows=self.rows[done:end], runs=[run], scattered=scattered, block_masks={})
+            done = end
 
     @cached_property
     def begins(self) -> Tensor:
         """[S], where the text of each wanted row begins."""
-        sizes = [len(rows) for rows in self.scattered]
-        counts = torch.tensor(sizes or [len(range(start, stop, self.stride)) for _, start, stop in self.runs])
+        counts = [len(self._rows_of(run_index)) for run_index in range(len(self.runs))]
         begins = torch.tensor([begin for begin, _, _ in self.runs])
-        return upload(begins.repeat_interleave(counts), self.rows.device)
+        return upload(begins.repeat_interleave(torch.tensor(counts)), self.rows.device)
 
     def block_mask(self, drafted: int) -> Any:
-        """Whom each wanted row, which sees so many rows of its own, sees of all texts, as fused attention needs it."""
+        """Return which rows each wanted row sees, as fused attention needs it, for so many rows of their own."""
         drafted = drafted if self.window else 0
         if drafted not in self.block_masks:
             self.block_masks[drafted] = self._make_block_mask(drafted)
         return self.block_masks[drafted]
 
     def _make_block_mask(self, drafted: int) -> Any:
-        """With a window, of the blocks that it touches alone, found without a square of all rows."""
-        rows, begins, window = self.rows, self.begins, self.window
+        rows = self.rows
+        begins = self.begins
+        window = self.window
 
-        def sees(batch: Tensor, head: Tensor, at: Tensor, place: Tensor) -> Tensor:
-            past = (begins[at] <= place) & (place <= rows[at])
-            return past if window is None else past & ~window.hides(place, rows[at], begins[at], drafted)
+        def is_seen(batch: Tensor, head: Tensor, query: Tensor, row: Tensor) -> Tensor:
+            is_past = (begins[query] <= row) & (row <= rows[query])
+            if window is None:
+                return is_past
+            return is_past & ~window.hides(row, rows[query], begins[query], drafted)
 
         if window is None:
-            return create_block_mask(sees, None, None, len(rows), self.count, device=rows.device)
-        near = torch.maximum(rows - (window.recent - drafted) + 1, begins)
-        sinks = torch.minimum(begins + window.sinks, rows + 1)
-        touched = touched_blocks(near, rows + 1, self.count) | touched_blocks(begins, sinks, self.count)
-        counts, order = touched.sum(1).int(), touched.int().argsort(dim=1, descending=True, stable=True).int()
-        sizes = len(rows), self.count
+            return create_block_mask(is_seen, None, None, len(rows), self.count, device=rows.device)
+        # found from the ends of every window, as a square of all rows would not fit where windows are of use
+        recent_start = torch.maximum(rows - (window.recent - drafted) + 1, begins)
+        sinks_end = torch.minimum(begins + window.sinks, rows + 1)
+        touched = _touched_blocks(recent_start, rows + 1, self.count) | _touched_blocks(begins, sinks_end, self.count)
+        counts = touched.sum(1).int()
+        order = touched.int().argsort(dim=1, descending=True, stable=True).int()
         return BlockMask.from_kv_blocks(
-            counts[None, None], order[None, None], BLOCK_SIZE=FUSED, mask_mod=sees, seq_lengths=sizes
+            counts[None, None],
+            order[None, None],
+            BLOCK_SIZE=FUSED,
+            mask_mod=is_seen,
+            seq_lengths=(len(rows), self.count),
         )
 
 
+def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
+    """Return [S / 128, count / 128], whether columns `low` to `high` of at least one row are in the block."""
+    query_blocks = torch.arange(len(low), device=low.device) // FUSED
+    # +1 where a row's columns begin and -1 after they end, so that a running sum counts the rows that touch a block
+    edges = low.new_zeros((len(low) - 1) // FUSED + 1, (count - 1) // FUSED + 2)
+    is_any = (low < high).to(edges.dtype)
+    edges.index_put_((query_blocks, low // FUSED), is_any, accumulate=True)
+    edges.index_put_((query_blocks, (high - 1).clamp(min=0) // FUSED + 1), -is_any, accumulate=True)
+    return edges.cumsum(1)[:, :-1] > 0
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-    """[h, S, w] from query [h, S, w] and key, value [k, N, w]; rows of their own count as a window's latest."""
-    own = own if spans.window is None else own[-spans.window.recent :]
+    """Return [h, S, w] from query [h, S, w] and key, value [k, N, w]; rows of their own count as a window's latest."""
+    if spans.window is not None:
+        own = own[-spans.window.recent :]
     return ATTEND.get(query.device.type, attend_flex)(query, key, value, spans, own)
 
 
@@ -139,10 +179,19 @@ ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kern
 
 def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None) -> Tensor:
     """`attend` for accelerators, by one fused kernel over all texts; it has no gradient on a CPU."""
-    attention: Any = kernel or (flex_attention if query.device.type == "cpu" else compile_flex())
-    options = {"enable_gqa": len(query) != len(key), "return_aux": AuxRequest(lse=True)}
-    output, beside = attention(query[None], key[None], value[None], block_mask=spans.block_mask(len(own)), **options)
-    return _merge_parts(output[0], _shares(query, beside.lse[0], own), own, len(key))
+    attention = kernel
+    if kernel is None:
+        attention = flex_attention if query.device.type == "cpu" else compile_flex()
+    output, aux = attention(
+        query[None],
+        key[None],
+        value[None],
+        block_mask=spans.block_mask(len(own)),
+        enable_gqa=len(query) != len(key),
+        return_aux=AuxRequest(lse=True),
+    )
+    shares = _shares(query, aux.lse[0], own)
+    return _merge_parts(output[0], shares, own, len(key))
 
 
 @cache
@@ -151,14 +200,20 @@ def compile_flex() -> Any:
 
 
 def _shares(query: Tensor, context: Tensor, own: Own) -> Tensor:
-    """[1 + steps, h, S], how much of its attention each row gives to its text, of that log-sum-exp, and to its own."""
-    scale, wide = query.shape[-1] ** -0.5, context.dtype
-    scores = [(by_key(query, key) * key[:, None]).sum(-1, dtype=wide).flatten(0, 1) * scale for key, _ in own]
-    return torch.stack([context, *scores]).softmax(0)
+    """Return [1 + steps, h, S], what share of its attention each row gives to its text, and to its own keys.
+
+    `context` [h, S] is the log-sum-exp of its scores of the text: softmax over it and its own scores gives the shares.
+    """
+    scale = query.shape[-1] ** -0.5
+    scores = [context]
+    for key, _ in own:
+        products = by_key(query, key) * key[:, None]
+        scores.append(products.sum(-1, dtype=context.dtype).flatten(0, 1) * scale)
+    return torch.stack(scores).softmax(0)
 
 
 def _merge_parts(output: Tensor, shares: Tensor, own: Own, keys: int) -> Tensor:
-    """[h, S, w], what the rows saw of their texts and their own values, each by its share."""
+    """Return [h, S, w], what the rows read of their texts and their own values, each by its share."""
     shares = shares.to(output.dtype).unsqueeze(-1)
     output = output * shares[0]
     for share, (_, value) in zip(shares[1:], own, strict=True):
@@ -169,106 +224,144 @@ def _merge_parts(output: Tensor, shares: Tensor, own: Own, keys: int) -> Tensor:
 class _Plain(torch.autograd.Function):
     """Two products and a softmax for each piece, whose probs the backward pass computes again.
 
-    What a row drafted itself stands beside its text in one softmax, so nothing is merged.
+    A row's own keys stand in one softmax with its text, so nothing is merged.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor) -> Tensor:
         own = _pairs(flat)
+        heads, count, width = query.shape
+        query = query * width**-0.5
         # contiguous keys make products of twice the speed in bf16
-        query, key, value = query * query.shape[-1] ** -0.5, key.contiguous(), value.contiguous()
-        # a row's heads beside each other, as those who read it want them
-        output = query.new_empty(query.shape[1], len(query), query.shape[2]).transpose(0, 1)
-        scores = query.new_empty(*query.shape[:2], len(own))
+        key = key.contiguous()
+        value = value.contiguous()
+        # in memory a row's heads lie beside each other, as those who read the output want them
+        output = query.new_empty(count, heads, width).transpose(0, 1)
+        own_scores = query.new_empty(heads, count, len(own))
         for step, (own_key, _) in enumerate(own):
-            scores[:, :, step] = (by_key(query, key) * own_key[:, None]).sum(-1).flatten(0, 1)
-        shares = torch.empty_like(scores)
-        for rows, seen, hidden in split_pieces(spans, len(own), query):
-            key_seen, value_seen = read_columns(seen, key, value)
-            probs = attention_probs(query[:, rows], key_seen, scores[:, rows], hidden)
-            text, mine = probs.tensor_split([key_seen.shape[1]], dim=-1)
-            output[:, rows] = (text @ value_seen).view(output[:, rows].shape)
-            shares[:, rows] = mine.reshape(shares[:, rows].shape)
+            own_scores[:, :, step] = (by_key(query, key) * own_key[:, None]).sum(-1).flatten(0, 1)
+        own_probs = torch.empty_like(own_scores)
+        for rows, columns, hidden in split_pieces(spans, len(own), query):
+            piece_key, piece_value = read_columns(columns, key, value)
+            probs = attention_probs(query[:, rows], piece_key, own_scores[:, rows], hidden)
+            text_probs, piece_own_probs = probs.tensor_split([piece_key.shape[1]], dim=-1)
+            output[:, rows] = (text_probs @ piece_value).view(output[:, rows].shape)
+            own_probs[:, rows] = piece_own_probs.reshape(own_probs[:, rows].shape)
         for step, (_, own_value) in enumerate(own):
-            by_key(output, key).addcmul_(by_key(shares[:, :, step, None], key), own_value[:, None])
-        ctx.save_for_backward(query, key, value, output, scores, shares, *flat)
+            step_probs = by_key(own_probs[:, :, step, None], key)
+            by_key(output, key).addcmul_(step_probs, own_value[:, None])
+        ctx.save_for_backward(query, key, value, output, own_scores, own_probs, *flat)
         ctx.spans = spans
         return output
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, scores, shares, *flat = ctx.saved_tensors
-        grad_out, own, grad_query = upstream[0], _pairs(flat), torch.empty_like(query)
-        # the other way round, which makes faster products
-        grad_key, grad_value = room_for_gradient(key), room_for_gradient(value)
-        gain = (grad_out * output).sum(-1, keepdim=True)
-        for rows, seen, hidden in split_pieces(ctx.spans, len(own), query):
-            key_seen, value_seen = read_columns(seen, key, value)
-            probs = attention_probs(query[:, rows], key_seen, scores[:, rows], hidden)[..., : key_seen.shape[1]]
-            query_rows, grad_rows = group_by_key(query[:, rows], key), group_by_key(grad_out[:, rows], key)
-            add_product(grad_value, seen, grad_rows, probs)
-            grad_score = grad_rows @ value_seen.mT
-            grad_score.sub_(group_by_key(gain[:, rows], key)).mul_(probs)
-            grad_query[:, rows] = (grad_score @ key_seen).view(grad_query[:, rows].shape)
-            add_product(grad_key, seen, query_rows, grad_score)
+        query, key, value, output, own_scores, own_probs, *flat = ctx.saved_tensors
+        own = _pairs(flat)
+        (grad_out,) = upstream
+        grad_query = torch.empty_like(query)
+        # transposed, which makes faster products
+        grad_key = room_for_gradient(key)
+        grad_value = room_for_gradient(value)
+        # softmax: ds = p (dp - sum of p dp), and that sum over keys is the sum of output * grad_out over the width
+        mean_grad = (grad_out * output).sum(-1, keepdim=True)
+        for rows, columns, hidden in split_pieces(ctx.spans, len(own), query):
+            piece_key, piece_value = read_columns(columns, key, value)
+            probs = attention_probs(query[:, rows], piece_key, own_scores[:, rows], hidden)
+            probs = probs[..., : piece_key.shape[1]]
+            query_rows = group_by_key(query[:, rows], key)
+            grad_rows = group_by_key(grad_out[:, rows], key)
+            add_product(grad_value, columns, grad_rows, probs)
+            grad_scores = grad_rows @ piece_value.mT
+            grad_scores.sub_(group_by_key(mean_grad[:, rows], key)).mul_(probs)
+            grad_query[:, rows] = (grad_scores @ piece_key).view(grad_query[:, rows].shape)
+            add_product(grad_key, columns, query_rows, grad_scores)
+        # the same for a row's own keys and values, each of which one row alone reads
         grad_own: list[Tensor] = []
-        for step, (own_key, own_value) in enumerate(own):
-            share, grad_part = by_key(shares[:, :, step, None], key), by_key(grad_out, key)
-            grad_score = (grad_part * own_value[:, None]).sum(-1, keepdim=True).sub_(by_key(gain, key)).mul_(share)
-            by_key(grad_query, key).addcmul_(grad_score, own_key[:, None])
-            grad_own += [(grad_score * by_key(query, key)).sum(1), (share * grad_part).sum(1)]
-        return grad_query.mul_(query.shape[-1] ** -0.5), grad_key.mT, grad_value.mT, None, *grad_own
+        for step, pair in enumerate(own):
+            step_probs = by_key(own_probs[:, :, step, None], key)
+            grad_own += _add_own_gradients(query, grad_query, grad_out, mean_grad, own=pair, probs=step_probs)
+        grad_query.mul_(query.shape[-1] ** -0.5)
+        return grad_query, grad_key.mT, grad_value.mT, None, *grad_own
+
+
+def _add_own_gradients(
+    query: Tensor, grad_query: Tensor, grad_out: Tensor, mean_grad: Tensor, own: tuple[Tensor, Tensor], probs: Tensor
+) -> list[Tensor]:
+    """Return the gradients of a step's own keys and values, and add to that of the queries."""
+    key, value = own
+    grad_out = by_key(grad_out, key)
+    grad_scores = (grad_out * value[:, None]).sum(-1, keepdim=True)
+    grad_scores.sub_(by_key(mean_grad, key)).mul_(probs)
+    by_key(grad_query, key).addcmul_(grad_scores, key[:, None])
+    return [(grad_scores * by_key(query, key)).sum(1), (probs * grad_out).sum(1)]
 
 
 def _pairs(flat: Sequence[Tensor]) -> Own:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
+# -- pieces of texts --------------------------------------------------------------------------------------------------
+
+
 def split_pieces(
     spans: Spans, drafted: int, like: Tensor, size: int | None = None
 ) -> Iterator[tuple[slice, list[slice], Tensor]]:
-    """Of each piece of a run the rows among the wanted ones, the columns that they see, and what hides some of these.
+    """Yield pieces of runs: their rows among the wanted ones, the columns that they see, and what hides some of these.
 
-    The latter is added to the scores of the last columns; rows see so many rows of their own beside the columns.
+    The last is added to the scores of the last columns; rows see `drafted` rows of their own besides the columns.
     """
-    done, size = 0, size or PIECE.get(like.dtype, PIECE_ELSE)
+    size = size or PIECE.get(like.dtype, PIECE_ELSE)
+    done = 0
     for begin, places in spans.split_runs(size):
-        rows, end = slice(done, done + len(places)), places[-1] + 1
-        if spans.window is not None:
-            seen = spans.window.columns(begin, places[0], end, drafted)
-            yield rows, seen, _hide_outside(spans.window, drafted, places, begin, seen, like)
-        else:
+        rows = slice(done, done + len(places))
+        done = rows.stop
+        end = places[-1] + 1
+        if spans.window is None:
             end = min(begin + _round_up(end - begin, like.dtype), spans.count)
             yield rows, [slice(begin, end)], _hide_later(places, end, like)
-        done += len(places)
+        else:
+            # the columns of the whole piece; what single rows of it do not see is hidden by scores
+            columns = spans.window.columns(begin, places[0], end, drafted)
+            positions = torch.cat([torch.arange(part.start, part.stop, device=like.device) for part in columns])
+            row = torch.tensor(places, device=like.device)[:, None]
+            is_hidden = spans.window.hides(positions, row, begin, drafted) | (positions > row)
+            yield rows, columns, _additive(is_hidden, like.dtype)
 
 
 def _round_up(count: int, dtype: torch.dtype) -> int:
-    """The columns that so many are filled up to."""
-    return -(-count // COLUMNS.get(dtype, 1)) * COLUMNS.get(dtype, 1)
+    """Return the columns that so many are filled up to."""
+    multiple = COLUMNS.get(dtype, 1)
+    return -(-count // multiple) * multiple
+
+
+def _additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores: 0, or minus infinity where a column is hidden."""
+    zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    return zeros.masked_fill_(is_hidden, -math.inf)
 
 
 def _hide_later(places: Sequence[int], end: int, like: Tensor) -> Tensor:
-    """[n, m], what a row adds to the columns from the first row up to an end, to see those up to its own alone."""
+    """Return [n, m], what hides later columns from rows, of the columns from the first of these rows up to `end`."""
     if isinstance(places, range):
         return _future(len(places), places.step, like.dtype, like.device)[:, : end - places[0]]
     row = torch.tensor(places, device=like.device)[:, None]
-    hidden = torch.arange(places[0], end, device=like.device) > row
-    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+    return _additive(torch.arange(places[0], end, device=like.device) > row, like.dtype)
 
 
-def _hide_outside(
-    window: Window, drafted: int, rows: Sequence[int], begin: int, seen: Sequence[slice], like: Tensor
-) -> Tensor:
-    """[n, m], what hides from rows the columns outside their windows, among those that the piece sees."""
-    places = torch.cat([torch.arange(part.start, part.stop, device=like.device) for part in seen])
-    row = torch.tensor(rows, device=like.device)[:, None]
-    hidden = window.hides(places, row, begin, drafted) | (places > row)
-    return like.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+@cache
+def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [n, n'], what hides later columns from rows a stride apart, of the columns from the first row on."""
+    row = stride * torch.arange(count, device=device)[:, None]
+    columns = torch.arange((count - 1) * stride + COLUMNS.get(dtype, 1), device=device)
+    return _additive(columns > row, dtype)
 
 
 def read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
-    """[k, m, w] of each, in bf16 contiguous: products copy what is not, and what they transpose far slower."""
+    """Return [k, m, w] of each tensor [k, N, w].
+
+    In bf16 they are contiguous: products copy what is not, and what they transpose far slower.
+    """
     if len(seen) > 1:
         return [torch.cat([tensor[:, part] for part in seen], dim=1) for tensor in tensors]
     columns = [tensor[:, seen[0]] for tensor in tensors]
@@ -276,43 +369,39 @@ def read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
 
 
 def room_for_gradient(part: Tensor) -> Tensor:
-    """[k, w, N] zeros for what is [k, N, w], in rows of which a stride is filled up as columns are."""
-    return part.new_zeros(len(part), part.shape[2], _round_up(part.shape[1], part.dtype))[..., : part.shape[1]]
+    """Return zeros [k, w, N] for what is [k, N, w], in rows of which a stride is filled up as columns are."""
+    keys, count, width = part.shape
+    return part.new_zeros(keys, width, _round_up(count, part.dtype))[..., :count]
 
 
 def add_product(total: Tensor, seen: Sequence[slice], rows: Tensor, columns: Tensor) -> None:
     """Add rows [k, n, w] times columns [k, n, m] to these m columns of a total [k, w, N]."""
-    for part, columns_part in zip(seen, columns.split([part.stop - part.start for part in seen], dim=-1), strict=True):
+    sizes = [part.stop - part.start for part in seen]
+    for part, columns_part in zip(seen, columns.split(sizes, dim=-1), strict=True):
         total[:, :, part].baddbmm_(rows.mT, columns_part)
 
 
 def by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """[k, h / k, S, ...], the heads that share a key beside each other."""
+    """Return [k, h / k, S, ...] of [h, S, ...], the heads that share a key together."""
     return tensor.unflatten(0, (len(key), -1))
 
 
 def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """[k, h / k * n, w]: the heads that share a key, one below the other."""
+    """Return [k, h / k * n, w] of [h, n, w], where heads that share a key become rows of one head."""
     heads, count, width = tensor.shape
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
 def attention_probs(query: Tensor, key: Tensor, own_scores: Tensor, hidden: Tensor) -> Tensor:
-    """[k, h / k * n, m + steps], whom rows look at, by query [h, n, w], key [k, m, w], and scores of their own.
+    """Return probs [k, h / k * n, m + steps] from query [h, n, w], key [k, m, w] and scores of the rows' own keys.
 
     `hidden` [n, ..] is added to the scores of the last columns of a text.
     """
-    by_key, count, seen = group_by_key(query, key), query.shape[1], key.shape[1]
-    scores = query.new_empty(len(key), by_key.shape[1], seen + own_scores.shape[2])
-    torch.bmm(by_key, key.mT, out=scores[..., :seen])
+    queries = group_by_key(query, key)
+    seen = key.shape[1]
+    scores = query.new_empty(len(key), queries.shape[1], seen + own_scores.shape[2])
+    torch.bmm(queries, key.mT, out=scores[..., :seen])
     scores[..., seen:] = group_by_key(own_scores, key)
-    scores.view(len(query), count, -1)[:, :, seen - hidden.shape[1] : seen] += hidden
+    by_head = scores.view(len(query), query.shape[1], -1)
+    by_head[:, :, seen - hidden.shape[1] : seen] += hidden
     return scores.softmax(-1)
-
-
-@cache
-def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n, n'], what a row adds to the columns from the first row on, to see those up to its own alone."""
-    own_column = stride * torch.arange(count, device=device)[:, None]
-    behind = torch.arange((count - 1) * stride + COLUMNS.get(dtype, 1), device=device) > own_column
-    return torch.zeros(behind.shape, dtype=dtype, device=device).masked_fill_(behind, -math.inf)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor
-
-FUSED = 128  # rows and columns of a fused kernel's blocks
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -28,22 +24,23 @@ class Window:
         return self.sinks + 2 * self.recent
 
     def hides(self, place: Any, row: Any, begin: Any, drafted: Any) -> Any:
-        """Whether rows no longer see places of a text that begins at `begin`, beside so many rows of their own."""
-        return (place <= row - (self.recent - drafted)) & (place >= begin + self.sinks)
+        """Return whether a row no longer sees a place of a text that begins at `begin`.
+
+        Args:
+            place: The row of the text that may be hidden; like the others a number or a tensor.
+            row: The row that reads.
+            begin: The first row of the text.
+            drafted: How many rows of its own it sees, which take their part of the latest.
+        """
+        is_old = place <= row - (self.recent - drafted)
+        return is_old & (place >= begin + self.sinks)
 
     def columns(self, begin: int, first: int, end: int, drafted: int) -> list[slice]:
-        """The columns of such a text that any row from `first` up to `end` sees."""
-        near, sinks = max(first - (self.recent - drafted) + 1, begin), min(begin + self.sinks, end)
-        if near <= sinks:
+        """Return the columns of such a text that any row from `first` up to `end` sees."""
+        recent_start = max(first - (self.recent - drafted) + 1, begin)
+        sinks_end = min(begin + self.sinks, end)
+        # the two ranges meet
+        if recent_start <= sinks_end:
             return [slice(begin, end)]
-        return [slice(begin, sinks), slice(near, end)] if self.sinks else [slice(near, end)]
-
-
-def touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
-    """[S / 128, count / 128], whether the columns from `low` up to `high`, of one row at least, meet the block."""
-    blocks = torch.arange(len(low), device=low.device) // FUSED
-    edges = low.new_zeros((len(low) - 1) // FUSED + 1, (count - 1) // FUSED + 2)
-    some = (low < high).to(edges.dtype)
-    edges.index_put_((blocks, low // FUSED), some, accumulate=True)
-    edges.index_put_((blocks, (high - 1).clamp(min=0) // FUSED + 1), -some, accumulate=True)
-    return edges.cumsum(1)[:, :-1] > 0
+        recent = slice(recent_start, end)
+        return [slice(begin, sinks_end), recent] if self.sinks else [recent]
