@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ SHAPE_KEYS = [
 
 
 def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """The taps of a head for a target of so many layers; ValueError unless each is another one that there is."""
+    """Return the taps of a head for a target of so many layers; ValueError unless they differ and exist."""
     if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
         raise ValueError(
             f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
@@ -42,11 +43,13 @@ def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 
 def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
-    """The config of a Llama head for a target, with one layer by default: engines load no other shape."""
+    """Return the config of a Llama head for a target, with one layer by default: engines load no other shape."""
     target_config = typical_config(target_config, SHAPE_KEYS)
     width = target_config.hidden_size
-    named = getattr(target_config, "num_attention_heads", None)
-    heads = named or count_heads(width)
+    has_heads = bool(getattr(target_config, "num_attention_heads", None))
+    # a target without attention gives a head of the widest usual size
+    head_width = next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if width % size == 0)
+    heads = target_config.num_attention_heads if has_heads else width // head_width
     defaults = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -56,52 +59,42 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    sizes: dict[str, Any] = {key: getattr(target_config, key, None) for key in SHAPE_KEYS}
-    sizes = {key: defaults.get(key) if value is None else value for key, value in sizes.items()}
-    sizes["intermediate_size"] = widest(sizes["intermediate_size"])
-    if not named:  # a head's width is then that of something else
-        sizes["head_dim"] = width // heads
+    sizes: dict[str, Any] = {}
+    for key in SHAPE_KEYS:
+        value = getattr(target_config, key, None)
+        sizes[key] = defaults.get(key) if value is None else value
+    if not isinstance(sizes["intermediate_size"], int):
+        sizes["intermediate_size"] = max(sizes["intermediate_size"])  # one for each layer
+    if not has_heads:
+        sizes["head_dim"] = width // heads  # the config's is that of something else
     shape: Any = LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
     return shape
 
 
-def count_heads(width: int) -> int:
-    """The number of heads for a target that has no attention: of the widest usual size."""
-    return next(width // size for size in (128, 64, 32, 16, 8, 4, 2, 1) if width % size == 0)
-
-
-def widest(sizes: int | list[int]) -> int:
-    """The width of an MLP, the largest where a config has one for each layer."""
-    return sizes if isinstance(sizes, int) else max(sizes)
-
-
 class Cache:
-    """The cache of one block while drafting: keys and values, one slot a text, and its concatenated matrices.
+    """The cache of one block while drafting: keys and values, one slot a sequence, and its concatenated matrices.
 
-    All blocks of a head write at their owner's aim. Matrices are copied anew for new texts, so they are never stale.
+    All blocks of a head write where their owner says. Matrices are copied for new sequences, so they are never stale.
     """
 
     def __init__(self, owner: SlotCache, block: Block) -> None:
-        self.keys, self.values = owner.add(), owner.add()
-        attention, mlp = block.self_attn, block.mlp
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.query_key_value, self.bias = _join_weights(*projections), _join_biases(*projections)
-        self.gate_up = _join_weights(mlp.gate_proj, mlp.up_proj)
+        self.keys = owner.add()
+        self.values = owner.add()
+        # one product instead of three: launches cost more than products of few rows
+        attention = block.self_attn
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.query_key_value = _join_weights(projections)
+        biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        self.gate_up = _join_weights([block.mlp.gate_proj, block.mlp.up_proj])
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, heads, T, width], and return these slots up to the last column that is written."""
         return self.keys.write(keys), self.values.write(values)
 
 
-def _join_weights(*projections: nn.Linear) -> Tensor:
-    """One matrix, whose product is that of all of them side by side: launches cost more than products of few rows."""
+def _join_weights(projections: Sequence[nn.Linear]) -> Tensor:
     return torch.cat([projection.weight.detach() for projection in projections])
-
-
-def _join_biases(*projections: nn.Linear) -> Tensor | None:
-    """The biases added to their product, or None."""
-    biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
-    return torch.cat(biases) if biases else None
 
 
 class Attention(nn.Module):
@@ -112,23 +105,31 @@ class Attention(nn.Module):
 
     def __init__(self, shape: HeadShape, width: int | None = None) -> None:
         super().__init__()
-        read, self.width, bias = width or shape.hidden_size, shape.head_dim, getattr(shape, "qkv_bias", False)
-        self.q_proj = nn.Linear(read, shape.num_attention_heads * shape.head_dim, bias=bias)
-        self.k_proj = nn.Linear(read, shape.num_key_value_heads * shape.head_dim, bias=bias)
-        self.v_proj = nn.Linear(read, shape.num_key_value_heads * shape.head_dim, bias=bias)
-        self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = self.k_norm = None
+        self.width = shape.head_dim
+        input_width = width or shape.hidden_size
+        query_width = shape.num_attention_heads * shape.head_dim
+        key_width = shape.num_key_value_heads * shape.head_dim
+        bias = getattr(shape, "qkv_bias", False)
+        self.q_proj = nn.Linear(input_width, query_width, bias=bias)
+        self.k_proj = nn.Linear(input_width, key_width, bias=bias)
+        self.v_proj = nn.Linear(input_width, key_width, bias=bias)
+        self.o_proj = nn.Linear(query_width, shape.hidden_size, bias=False)
+        self.q_norm = None
+        self.k_norm = None
         if getattr(shape, "qk_norm", False):
-            self.q_norm, self.k_norm = (Norm(shape.head_dim, shape.rms_norm_eps) for _ in range(2))
+            self.q_norm = Norm(shape.head_dim, shape.rms_norm_eps)
+            self.k_norm = Norm(shape.head_dim, shape.rms_norm_eps)
 
     @torch.no_grad()
     def start_from_keys(self) -> None:
         """Set every other query matrix to twice its key's, so that a token first attends to itself."""
-        queries, keys = (part.weight.unflatten(0, (-1, self.width)) for part in (self.q_proj, self.k_proj))
-        queries[::2] = 2 * keys.repeat_interleave(len(queries) // len(keys), dim=0)[::2]
+        queries = self.q_proj.weight.unflatten(0, (-1, self.width))
+        keys = self.k_proj.weight.unflatten(0, (-1, self.width))
+        key_of_query = keys.repeat_interleave(len(queries) // len(keys), dim=0)
+        queries[::2] = 2 * key_of_query[::2]
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
-        """[B, T, H]; without a mask, causal."""
+        """Return [B, T, H]; without a mask, causal."""
         if cache is not None:
             return self.o_proj(self._read_cached(x, rotary, mask, cache))
         query, key, value = (
@@ -142,40 +143,45 @@ class Attention(nn.Module):
         return self.o_proj(output.transpose(1, 2).flatten(2))
 
     def norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [.., w], each by its norm where there are such."""
+        """Return queries and keys [.., w], each by its norm where there are such."""
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
 
     def _read_cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
-        """[B, T, heads * w], attention of rows after their texts, with few kernel launches.
-
-        Queries that share a key become rows of one head, so that no keys are repeated; a mask may be for these rows.
-        """
-        count, keys, width = x.shape[1], self.k_proj.out_features // self.width, self.width
+        """Return [B, T, heads * w], attention of rows after their sequences, with few kernel launches."""
+        batch, count, _ = x.shape
+        width = self.width
+        keys = self.k_proj.out_features // width
+        queries = self.q_proj.out_features // width
         heads = F.linear(x, cache.query_key_value, cache.bias).unflatten(-1, (-1, width)).transpose(1, 2)
-        queries = heads.shape[1] - 2 * keys
-        groups, turned = queries // keys, heads[:, :-keys]
+        # queries and keys are rotated together
+        rotated = heads[:, :-keys]
         if self.q_norm is not None:
-            turned = torch.cat(self.norm_heads(*turned.tensor_split([queries], dim=1)), dim=1)
-        query, key = rotate_heads(turned, rotary).tensor_split([queries], dim=1)
+            normed = self.norm_heads(rotated[:, :queries], rotated[:, queries:])
+            rotated = torch.cat(normed, dim=1)
+        query, key = rotate_heads(rotated, rotary).tensor_split([queries], dim=1)
         key, value = cache.extend(key, heads[:, -keys:])
+        groups = queries // keys
         if mask is None:
-            seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1)
-            return seen.transpose(1, 2).flatten(2)
-        mask = mask if mask.shape[2] == groups * count else mask.repeat(1, 1, groups, 1)
-        rows = query.reshape(len(x), keys, groups * count, width)
-        seen = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask)
-        return seen.reshape(len(x), queries, count, width).transpose(1, 2).flatten(2)
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1)
+            return output.transpose(1, 2).flatten(2)
+        # queries that share a key become rows of one head, so that no keys are repeated; a mask may be for these rows
+        if mask.shape[2] != groups * count:
+            mask = mask.repeat(1, 1, groups, 1)
+        query = query.reshape(batch, keys, groups * count, width)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return output.reshape(batch, queries, count, width).transpose(1, 2).flatten(2)
 
 
 class Norm(LlamaRMSNorm):
     """RMSNorm that saves only its input and one number a row for the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H]."""
-        if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:  # of two dtypes torch warns, and has no kernel
-            return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)  # one launch
+        """Return [.., H]."""
+        # one launch; of two dtypes torch warns, and has no kernel
+        if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
         return RMSNorm.apply(x, self.weight, self.variance_epsilon)
 
 
@@ -189,31 +195,33 @@ class Block(nn.Module):
         self.mlp = LlamaMLP(shape)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
-        """[B, T, H]."""
+        """Return [B, T, H]."""
         hidden, residual = self.inputs(x)
         return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The state that attention reads, and the one that its output is added to."""
+        """Return the state that attention reads, and the residual that its output is added to."""
         return x, x
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """[N, heads * w] each, keys before they are rotated, and values."""
+        """Return keys before they are rotated, and values, [N, heads * w] each."""
         return self.self_attn.k_proj(inputs[0]), self.self_attn.v_proj(inputs[0])
 
     def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """[N, heads * w] queries before they are rotated, and [N, H] what attention's output is added to."""
+        """Return queries [N, heads * w] before they are rotated, and the residual [N, H]."""
         return self.self_attn.q_proj(inputs[0]), inputs[1]
 
     def add_mlp(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """x + MLP(norm(x)), after attention."""
-        norm, mlp = self.post_attention_layernorm, self.mlp
+        """Return x + MLP(norm(x)), after attention."""
+        norm = self.post_attention_layernorm
+        mlp = self.mlp
         if cache is not None:
             gate, up = F.linear(norm(x), cache.gate_up).chunk(2, dim=-1)
             return x + mlp.down_proj(F.silu(gate).mul_(up))
         if x.dim() > 2 or not torch.is_grad_enabled():
             return x + mlp(norm(x))
-        matrices = (part.weight for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        # in training: keeps fewer tensors for the backward pass than autograd
+        matrices = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
         return SwiGLUResidual.apply(x, norm.weight, norm.variance_epsilon, *matrices)
 
 
@@ -225,7 +233,7 @@ class NormedBlock(Block):
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The normed state, and the state."""
+        """Return the normed state, and the state as residual."""
         return self.input_layernorm(x), x
 
 
@@ -246,58 +254,66 @@ class TwoNormBlock(Block):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """[B, T, H], of tokens and states side by side."""
+        """Return [B, T, H] of tokens and states, concatenated."""
         normed, residual = self.norm_hidden(hidden)
         pair = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return self.add_mlp(residual + self.self_attn(pair, rotary, mask, cache), cache)
 
     def norm_hidden(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The state that attention reads, and the one that its output is added to."""
+        """Return the state that attention reads, and the residual that its output is added to."""
         normed = self.hidden_norm(hidden)
         return normed, normed if self.norm_before_residual else hidden
 
+    # The product of a matrix with [token, state] is the sum of two products. That with tokens serves all steps of an
+    # unroll, as `tokens` of the inputs (tokens, normed states, residual).
+
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """[N, P], the tokens' half of queries, keys and values."""
-        matrix = torch.cat([part.weight[:, : embedded.shape[-1]] for part in self._projections()])
+        """Return the tokens' half of queries, keys and values [N, P]."""
+        attention = self.self_attn
+        width = embedded.shape[-1]
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        matrix = torch.cat([projection.weight[:, :width] for projection in projections])
         return F.linear(self.input_layernorm(embedded), matrix)
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Keys and values of projected tokens and normed states."""
-        query, key, value = self._projections()
+        """Return keys and values of projected tokens and normed states."""
         tokens, normed, _ = inputs
-        matrix = torch.cat([part.weight[:, normed.shape[-1] :] for part in (key, value)])
-        both = tokens[:, query.out_features :] + F.linear(normed, matrix)
-        return both[:, : key.out_features], both[:, key.out_features :]
+        attention = self.self_attn
+        width = normed.shape[-1]
+        matrix = torch.cat([attention.k_proj.weight[:, width:], attention.v_proj.weight[:, width:]])
+        both = tokens[:, attention.q_proj.out_features :] + F.linear(normed, matrix)
+        keys = attention.k_proj.out_features
+        return both[:, :keys], both[:, keys:]
 
     def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Queries of projected tokens and normed states, and the residual beside them."""
-        query, tokens, normed, residual = self.self_attn.q_proj, *inputs
-        return tokens[:, : query.out_features] + F.linear(normed, query.weight[:, normed.shape[-1] :]), residual
+        """Return queries of projected tokens and normed states, and the residual."""
+        tokens, normed, residual = inputs
+        projection = self.self_attn.q_proj
+        state_query = F.linear(normed, projection.weight[:, normed.shape[-1] :])
+        return tokens[:, : projection.out_features] + state_query, residual
 
-    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj
 
-
-FOLLOW_LENGTH = ("dynamic", "longrope")  # kinds of frequencies that depend on the longest text
+FOLLOW_LENGTH = ("dynamic", "longrope")  # kinds of frequencies that depend on the longest sequence
 
 
 class Rotary(LlamaRotaryEmbedding):
     """Rotary tables of the head's shape; nothing to train, nothing to save."""
 
     def __init__(self, shape: Any) -> None:
-        # a head is a Llama's block, which turns whole vectors: a target's share of each is not the head's
+        # a head is a Llama's block, which turns whole vectors, whatever the target does
         whole = copy.copy(shape)
-        given = shape.rope_parameters
-        whole.rope_parameters = {key: given[key] for key in given if key != "partial_rotary_factor"}
+        whole.rope_parameters = dict(shape.rope_parameters)
+        whole.rope_parameters.pop("partial_rotary_factor", None)
         super().__init__(whole)
 
 
 def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, T, w] each, cosines and sines at positions [B, T], each row's as if it were alone."""
+    """Return cosines and sines [B, T, w] at positions [B, T], those of each row as if it were alone."""
     if len(positions) == 1 or rotary.rope_type not in FOLLOW_LENGTH:
         return rotary(like, positions)
-    # these frequencies depend on the longest text of a batch
-    cosine, sine = zip(*(rotary(like[:1], row[None]) for row in positions), strict=True)
+    # these frequencies depend on the longest sequence of a batch
+    tables = [rotary(like[:1], row[None]) for row in positions]
+    cosine, sine = zip(*tables, strict=True)
     return torch.cat(cosine), torch.cat(sine)
 
 
@@ -309,11 +325,11 @@ STD = 0.02  # transformers' `initializer_range`, which the configs of published 
 
 @torch.no_grad()
 def draw_linears(head: nn.Module, drawn: Linears) -> None:
-    """Draw the linear layers of a new head anew if `drawn` is "normal"; torch drew them as they were made."""
+    """Initialise the linear layers of a new head again if `drawn` is "normal"; torch did so as they were made."""
     if drawn == "uniform":
         return
-    for part in head.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=STD)
-            if part.bias is not None:
-                nn.init.zeros_(part.bias)
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=STD)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -24,17 +24,19 @@ Divisor = Literal["slots", "reached", "weights", "levels"]
 
 
 def reached_levels(mask: Tensor, slots: Tensor, levels: int) -> Tensor:
-    """[R, K], whether all tokens up to the one that a level names are supervised, for slots [R] of a text's mask."""
-    return F.pad(mask, (0, levels))[slots[:, None] + torch.arange(levels)].long().cumprod(1).bool()
+    """Return [R, K], whether all tokens up to the one that a level names are supervised, for slots [R] of a mask."""
+    tokens = slots[:, None] + torch.arange(levels)
+    is_supervised = F.pad(mask, (0, levels))[tokens]
+    return is_supervised.long().cumprod(1).bool()
 
 
 def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) -> tuple[float, ...]:
-    """One number for all levels, or one for each: sums over rows [R, K] on the host, so texts add up to a step."""
-    counts: list[int] = reached.sum(0).tolist()
+    """Return one number for all levels, or one for each, from [R, K] on the host; numbers of texts add up to a step."""
     if divisor == "slots":
         return (float(len(reached)),)
+    counts: list[int] = reached.sum(0).tolist()
     if divisor == "levels":
-        return tuple(map(float, counts))
+        return tuple(float(count) for count in counts)
     if divisor == "reached":
         return (float(sum(counts)),)
     return (sum(weight * count for weight, count in zip(weights, counts, strict=True)),)
@@ -43,7 +45,10 @@ def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) ->
 def level_shares(
     weights: Sequence[float], divisors: Sequence[float], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[K], each level's weight over its divisor; a divisor of 0 belongs to places that are not reached."""
-    numbers = divisors if len(divisors) > 1 else [*divisors] * len(weights)
-    shares = [weight / (number or 1.0) for weight, number in zip(weights, numbers, strict=True)]
-    return upload(torch.tensor(shares, dtype=torch.promote_types(dtype, torch.float32)), device)
+    """Return [K], each level's weight over its divisor."""
+    if len(divisors) == 1:
+        divisors = [*divisors] * len(weights)
+    # a divisor of 0 belongs to places that are not reached
+    shares = [weight / (divisor or 1.0) for weight, divisor in zip(weights, divisors, strict=True)]
+    wide = torch.promote_types(dtype, torch.float32)
+    return upload(torch.tensor(shares, dtype=wide), device)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """[heads, N, w], x [N, heads * w] rotated by the tables [N, w]."""
-    return _Rotated.apply(x.unflatten(-1, (-1, rotary[0].shape[-1])), *rotary).transpose(0, 1)
+    """Return [heads, N, w], x [N, heads * w] rotated by the tables [N, w]."""
+    cosine, sine = rotary
+    heads = x.unflatten(-1, (-1, cosine.shape[-1]))
+    return _Rotated.apply(heads, cosine, sine).transpose(0, 1)
 
 
 class _Rotated(torch.autograd.Function):
@@ -31,7 +33,8 @@ class _Rotated(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """[N, heads, w], elements i and i + w / 2 turned by their angle; computed in the tables' precision or better."""
+    """Return [N, heads, w], elements i and i + w / 2 turned by their angle, in the tables' precision or better."""
+    # (x, y) -> (x cos - y sin, y cos + x sin)
     wide = heads.to(torch.promote_types(heads.dtype, cosine.dtype))
     turned = wide * cosine[:, None]
     half = wide.shape[-1] // 2
@@ -42,27 +45,31 @@ def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotate_heads(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """[B, heads, T, w], heads rotated by tables [B, T, w], in four launches."""
+    """Return [B, heads, T, w], heads rotated by tables [B, T, w], in four launches."""
     cosine, sine = rotary
-    turned = x.roll(x.shape[-1] // 2, -1)
-    turned[..., : x.shape[-1] // 2].neg_()
+    half = x.shape[-1] // 2
+    turned = x.roll(half, -1)
+    turned[..., :half].neg_()
     return turned.mul_(sine[:, None]).addcmul_(x, cosine[:, None])
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
-    """[.., 1], what each row is multiplied by."""
+    """Return 1 / sqrt(mean(x^2) + eps) of each row [.., 1]."""
     wide = torch.promote_types(x.dtype, torch.float32)
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _norm_backward(grad_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients at x [N, H] and at the weight, computed in the precision of `inverse`."""
-    grad_out, normed, gain = grad_out.to(inverse.dtype), x * inverse, weight.to(inverse.dtype)
-    both = grad_out * normed
-    along = (both @ gain).unsqueeze(-1)
+    """Return the gradients at x [N, H] and at the weight, computed in the precision of `inverse`."""
+    grad_out = grad_out.to(inverse.dtype)
+    normed = x * inverse
+    gain = weight.to(inverse.dtype)
+    # with n the normed row, g the gain and o the gradient at the output: dx = (o g - n (sum o n g) / H) inverse
+    grad_gain = grad_out * normed
+    along = (grad_gain @ gain).unsqueeze(-1)
     grad_x = torch.addcmul(grad_out * gain, normed, along, value=-1 / x.shape[-1]).mul_(inverse)
-    return grad_x.to(x.dtype), both.sum(0).to(weight.dtype)
+    return grad_x.to(x.dtype), grad_gain.sum(0).to(weight.dtype)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -98,7 +105,8 @@ class SwiGLUResidual(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, inverse, gate, up, *matrices = ctx.saved_tensors
         dtype = gate.dtype
-        w_gate, w_up, w_down = (matrix.to(dtype) for matrix in matrices)  # as autocast had them
+        # as autocast had them
+        w_gate, w_up, w_down = (matrix.to(dtype) for matrix in matrices)
         normed = (x * inverse).mul_(gain).to(dtype)
         grad_out = grads[0].to(dtype)
         active = F.silu(gate)
@@ -108,5 +116,6 @@ class SwiGLUResidual(torch.autograd.Function):
         grad_gate = torch.ops.aten.silu_backward(grad_product.mul_(up), gate)
         grad_normed = torch.addmm(grad_up @ w_up, grad_gate, w_gate)
         grad_x, grad_gain = _norm_backward(grad_normed, x, gain, inverse)
-        grad_matrices = (grad.to(gain.dtype) for grad in (grad_gate.T @ normed, grad_up.T @ normed, grad_w_down))
-        return grad_x.add_(grads[0]), grad_gain, None, *grad_matrices
+        grad_w_gate = (grad_gate.T @ normed).to(gain.dtype)
+        grad_w_up = (grad_up.T @ normed).to(gain.dtype)
+        return grad_x.add_(grads[0]), grad_gain, None, grad_w_gate, grad_w_up, grad_w_down.to(gain.dtype)

@@ -1,12 +1,11 @@
-"""Blocks over whole texts in training: keys and values of every slot, and outputs at the supervised ones alone."""
+"""Blocks over whole sequences in training: keys and values of every slot, and outputs at supervised ones alone."""
 
-# B batch, N rows of all texts, S wanted rows, H width, w width of a head
+# N rows of all sequences, S wanted rows, H width, w width of a head
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,23 +26,23 @@ Pair = tuple[Tensor, Tensor]
 
 
 def run_part(part: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a part of a block's computation uncompiled."""
+    """Run a step of a block's computation uncompiled."""
     return part(*inputs)
 
 
 @cache
 def compile_part(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a part of a block's computation compiled."""
+    """Return a step of a block's computation, compiled."""
     return torch.compile(part, dynamic=True)  # else once for every length of a batch
 
 
 class CompiledParts:
-    """A head that may compile the parts of a block around attention, which itself loops over texts."""
+    """A head that may compile the steps of a block around attention, which itself loops over sequences."""
 
     is_compiled = False
 
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a part of a block's computation, compiled or not."""
+        """Run a step of a block's computation, compiled or not."""
         return run_part(compile_part(part) if self.is_compiled else part, *inputs)
 
     def compile_parts(self) -> None:
@@ -52,18 +51,29 @@ class CompiledParts:
 
 
 def text_slots(batch: Batch, device: torch.device, window: Window | None = None) -> tuple[Tensor, Tensor, Spans]:
-    """The places of all tokens but each text's last two, their positions in it, and those that are supervised."""
-    spans = [torch.arange(max(length - 2, 0)) for length in batch.lengths]
-    starts = accumulate(batch.lengths, initial=0)
-    slots = torch.cat([span + start for span, start in zip(spans, starts, strict=False)])
-    masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
-    slots, positions = (upload(places, device) for places in (slots, torch.cat(spans)))
-    return slots, positions, Spans.of(masks, device, window=window)
+    """Return the places of all tokens but each sequence's last two, their positions in it, and those supervised.
+
+    A slot reads the state of a token and the next token, and predicts the one after that.
+    """
+    slots = []
+    positions = []
+    masks = []
+    start = 0
+    for length, mask in zip(batch.lengths, batch.loss_mask.split(batch.lengths), strict=True):
+        position = torch.arange(max(length - 2, 0))
+        slots.append(start + position)
+        positions.append(position)
+        masks.append(mask[2:])
+        start += length
+    spans = Spans.of(masks, device, window=window)
+    return upload(torch.cat(slots), device), upload(torch.cat(positions), device), spans
 
 
 def position_tables(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
-    """A function that gives cosines and sines [N, w] at positions [N] below a length."""
-    cosine, sine = (table[0] for table in rotary(like, torch.arange(length, device=like.device)[None]))
+    """Return a function that gives cosines and sines [N, w] at positions [N] below a length."""
+    cosine, sine = rotary(like, torch.arange(length, device=like.device)[None])
+    cosine = cosine[0]
+    sine = sine[0]
     return lambda positions: (cosine[positions], sine[positions])
 
 
@@ -75,18 +85,25 @@ def read_context(
     run: Callable[..., Any] = run_part,
     window: Window | None = None,
 ) -> tuple[list[Pair], tuple[Tensor, ...]]:
-    """Keys and values of every block at all slots of the texts, and what the last block reads there.
+    """Return keys and values of every block at all slots of the sequences, and what the last block reads there.
 
-    `inputs` are what the first block reads.
+    Args:
+        layers: The blocks.
+        inputs: What the first block reads.
+        tables: Cosines and sines at all slots.
+        batch: The sequences.
+        run: Runs a step of a block's computation, compiled or not.
+        window: What a row sees; without one, all of its sequence so far.
     """
     context: list[Pair] = []
-    if len(layers) > 1:
-        every = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
-        everywhere = Spans.of(every, tables[0].device, window=window)
-    for number, block in enumerate(layers):
-        if number:
-            below = layers[number - 1]
-            inputs = block.inputs(read_rows(below, inputs, tables, context[-1], everywhere, (), run))
+    for index, block in enumerate(layers):
+        if index == 1:
+            # unlike the last block, those below it are read at every slot
+            masks = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
+            all_slots = Spans.of(masks, tables[0].device, window=window)
+        if index > 0:
+            hidden = read_rows(layers[index - 1], inputs, tables, context[-1], all_slots, run=run)
+            inputs = block.inputs(hidden)
         key, value = run(key_value, block, inputs, tables)
         context.append((key.contiguous(), value.contiguous()))
     return context, inputs
@@ -101,53 +118,63 @@ def read_rows(
     own: Sequence[Pair] = (),
     run: Callable[..., Any] = run_part,
 ) -> Tensor:
-    """[S, H], a block's output at the rows of spans, which see the context, and keys and values of their own."""
+    """Return a block's output [S, H] at the rows of spans, which see the context, and keys and values of their own."""
     query, residual = run(query_and_residual, block, inputs, tables)
-    return run(add_rows, block, attend(query, *context, spans, own), residual)
+    heads = attend(query, *context, spans, own)
+    return run(add_rows, block, heads, residual)
 
 
 def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """[heads, N, w] each, a block's keys at their positions, and its values."""
+    """Return a block's keys at their positions, and its values, [heads, N, w] each."""
     key, value = block.key_value(inputs)
-    return rotate(norm_by_head(block.self_attn.k_norm, key), tables), value.unflatten(
-        -1, (-1, block.self_attn.width)
-    ).transpose(0, 1)
+    attention = block.self_attn
+    values = value.unflatten(-1, (-1, attention.width)).transpose(0, 1)
+    return rotate(norm_by_head(attention.k_norm, key), tables), values
 
 
 def query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """[heads, S, w], a block's queries at their positions, and [S, H] what attention's output is added to."""
+    """Return a block's queries [heads, S, w] at their positions, and the residual [S, H]."""
     query, residual = block.query_and_residual(inputs)
     return rotate(norm_by_head(block.self_attn.q_norm, query), tables), residual
 
 
 def norm_by_head(norm: Norm | None, x: Tensor) -> Tensor:
-    """[N, heads * w], each head by the norm where there is one."""
-    return x if norm is None else norm(x.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
+    """Return [N, heads * w], each head by the norm where there is one."""
+    if norm is None:
+        return x
+    heads = x.unflatten(-1, (-1, len(norm.weight)))
+    return norm(heads).flatten(-2)
 
 
 def add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
-    """[S, H], a block's output, by what its heads saw [heads, S, w]."""
+    """Return a block's output [S, H] from the output of its heads [heads, S, w]."""
     return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
 
 
 def probe_read(head: TextHead, context: int, rows: int, window: Window | None = None) -> Callable[[], Tensor]:
-    """The forward of a head's blocks over so many rows behind so much text, or what a window keeps, to be timed."""
-    (frozen,), owner = head.frozen, SlotCache()
-    context = context if window is None else min(context, window.most)
-    caches = [Cache(owner, block) for block in head.layers]
-    weight, end = head.layers[0].mlp.up_proj.weight, context + rows
-    tokens = torch.ones(1, end, dtype=torch.long, device=weight.device)
+    """Return a function to time: a head's blocks over so many rows after `context` tokens, or what a window keeps."""
+    (target_head,) = head.frozen
+    cache = SlotCache()
+    caches = [Cache(cache, block) for block in head.layers]
+    if window is not None:
+        context = min(context, window.most)
+    end = context + rows
+    weight = head.layers[0].mlp.up_proj.weight
+    device = weight.device
+    tokens = torch.ones(1, end, dtype=torch.long, device=device)
     features = weight.new_zeros(1, end, weight.shape[1])
-    cosine, sine = rotary_tables(head.rotary, features, torch.arange(end, device=weight.device)[None])
-    chain = torch.ones(rows, rows, dtype=torch.bool, device=weight.device).tril()
-    mask = level_mask(features.new_zeros(1, context), chain[None], head.query_groups)
+    cosine, sine = rotary_tables(head.rotary, features, torch.arange(end, device=device)[None])
+    # the rows are a chain
+    tree_mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
+    mask = level_mask(features.new_zeros(1, context), tree_mask, head.query_groups)
 
     @torch.inference_mode()
     def read(start: int, end: int, mask: Tensor | None) -> Tensor:
-        owner.length = start
-        part = slice(start, end)
-        tables = cosine[:, part], sine[:, part]
-        return head.read(tokens[:, part], features[:, part], tables, mask, caches, frozen)
+        # what an earlier call wrote after `start` is written over
+        cache.length = start
+        columns = slice(start, end)
+        tables = (cosine[:, columns], sine[:, columns])
+        return head.read(tokens[:, columns], features[:, columns], tables, mask, caches, target_head)
 
     read(0, context, None)
     return lambda: read(context, end, mask)

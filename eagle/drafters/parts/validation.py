@@ -21,7 +21,7 @@ ROWS = 128  # of logits held at once
 
 
 def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums of two batches, or of two processes."""
+    """Return the sums of two batches, or of two processes."""
     return {name: sums[name] + value if name in sums else value for name, value in more.items()}
 
 
@@ -33,59 +33,74 @@ def validate_text(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Sums over the slots of one text: slot i guesses token i + 2, and is there where `counted` [T] marks that token.
+    """Return sums over the slots of one text: slot i guesses token i + 2.
 
-    `states` are K times [S, D]: in step n the head reads the state that it made in the step before, and the text's next
-    token. `true` [T, D] are the target's, in row i for token i + 1. `logits` are functions of both: the head's of each
-    step, and the target's.
+    Args:
+        states: K times [S, D]: in step n the head reads the state that it made before, and the text's next token.
+        true: The target's states [T, D], row i for token i + 1.
+        tokens: The text [T].
+        counted: [T]; a slot is there where the token that it guesses is marked.
+        logits: The head's of each step, and the target's, as functions of both kinds of states.
+        trees: Trees whose acceptance is counted.
     """
     students, teacher = logits
-    choices = _rows(lambda rows: teacher(rows).max(-1).indices, true)  # [T], after each token
+    choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, true)  # [T], the target's token after each token
     slots = counted[2:].nonzero()[:, 0].to(tokens.device)
-    sums = {
-        "slots": torch.tensor(float(len(slots)), dtype=torch.float64),
-        **_compare(states[0], true[slots + 1], students[0], teacher),
-    }
-    deepest = max([len(states), *(len(path) for paths in trees.values() for path in paths)])
+    sums = {"slots": torch.tensor(float(len(slots)), dtype=torch.float64)}
+    sums |= _compare(states[0], true[slots + 1], students[0], teacher)
+    tree_depths = [len(path) for paths in trees.values() for path in paths]
+    max_depth = max([len(states), *tree_depths])
     # beyond the answer nothing is guessed; beyond a token that the target would not choose its choices are unknown
-    inside = F.pad(counted, (0, deepest)).to(tokens.device)
-    ranks, seen = [], [torch.ones_like(slots, dtype=torch.bool)]
-    for step in range(1, deepest + 1):
-        place = (slots + step).clamp(max=len(tokens) - 1)
-        watched = seen[-1] & inside[slots + step + 1]
-        seen.append(watched & (tokens[place] == choices[place - 1]) if step > 1 else watched)
+    is_inside = F.pad(counted, (0, max_depth)).to(tokens.device)
+    is_known = torch.ones_like(slots, dtype=torch.bool)
+    ranks = []
+    known = []
+    for step in range(1, max_depth + 1):
+        places = (slots + step).clamp(max=len(tokens) - 1)
+        is_known = is_known & is_inside[slots + step + 1]
+        if step > 1:
+            is_known = is_known & (tokens[places] == choices[places - 1])
+        known.append(is_known)
         if step <= len(states):
-            ranks.append(_rows(partial(_rank, students[step - 1]), states[step - 1], choices[place]))
-        else:  # deeper than the head drafts
+            ranks.append(_in_chunks(partial(_rank, students[step - 1]), states[step - 1], choices[places]))
+        else:
+            # deeper than the head drafts
             ranks.append(torch.full_like(slots, torch.iinfo(slots.dtype).max))
     for name, paths in trees.items():
-        sums[f"{name}/reached"], sums[f"{name}/accepted"] = _descent(ranks, seen[1:], paths)
+        sums[f"{name}/reached"], sums[f"{name}/accepted"] = _descend(ranks, known, paths)
     return sums
 
 
 def validate_batch(
     batch: Batch, states: Sequence[Tensor], logits: tuple[Sequence[Logits], Logits], trees: dict[str, Paths]
 ) -> dict[str, Tensor]:
-    """Sums of `validate_text` over the slots of all texts of a batch, for which `states` are K times [S, D]."""
-    counts = [int(mask[2:].sum()) for mask in batch.loss_mask.split(batch.lengths)]
-    columns = (batch.select_taps((-1,))[:, 0], batch.tokens, batch.loss_mask)
-    texts = zip(*(column.split(batch.lengths) for column in columns), strict=True)
-    parts = zip(*(state.split(counts) for state in states), strict=True)
+    """Return sums of `validate_text` over the slots of all texts of a batch, for which `states` are K times [S, D]."""
+    masks = batch.loss_mask.split(batch.lengths)
+    slot_counts = [int(mask[2:].sum()) for mask in masks]
+    target_hidden = batch.select_taps((-1,))[:, 0].split(batch.lengths)
+    tokens = batch.tokens.split(batch.lengths)
+    by_step = [state.split(slot_counts) for state in states]
     sums: dict[str, Tensor] = {}
-    for mine, (true, tokens, counted) in zip(parts, texts, strict=True):
-        if len(mine[0]):
-            sums = add_sums(sums, validate_text(mine, true, tokens, counted, logits, trees))
+    for index, count in enumerate(slot_counts):
+        if count:
+            text_states = [state[index] for state in by_step]
+            text_sums = validate_text(
+                text_states, target_hidden[index], tokens[index], masks[index], logits=logits, trees=trees
+            )
+            sums = add_sums(sums, text_sums)
     return sums
 
 
 def figures(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Means per slot; per tree the acceptance of each level where the one before was accepted, and the predicted τ."""
+    """Return means per slot, and of each tree the acceptance of each level after the last, and the predicted tau."""
     means: dict[str, float] = {}
     for name, value in sums.items():
         tree, _, kind = name.partition("/")
         if kind == "accepted":
             rates = (value / sums[f"{tree}/reached"].clamp(min=1)).tolist()
-            means |= {f"{tree}/{depth}": rate for depth, rate in enumerate(rates, start=1)}
+            for depth, rate in enumerate(rates, start=1):
+                means[f"{tree}/{depth}"] = rate
+            # tau = 1 + r1 + r1 r2 + ..., as the target adds one token to what is accepted
             means[f"{tree}/tau"] = 1 + sum(accumulate(rates, mul))
         elif not kind and name != "slots":
             means[name] = float(value) / float(sums["slots"])
@@ -93,50 +108,64 @@ def figures(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def chain_rates(means: dict[str, float]) -> list[float]:
-    """The rate at which a chain is accepted up to each level, from `figures`; empty without a chain."""
+    """Return the rate at which a chain is accepted up to each level, from `figures`; empty without a chain."""
     names = [f"chain/{depth}" for depth in range(1, len(means) + 1)]
     return list(accumulate((means[name] for name in names if name in means), mul))
 
 
-def _rows(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The function of a few rows at a time: what lies between is as wide as the vocabulary."""
-    return torch.cat([function(*parts) for parts in zip(*(tensor.split(ROWS) for tensor in rows), strict=True)])
+def _in_chunks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Return a function of a few rows at a time: what lies between is as wide as the vocabulary."""
+    chunks = zip(*(tensor.split(ROWS) for tensor in rows), strict=True)
+    return torch.cat([function(*chunk) for chunk in chunks])
 
 
 def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
-    """The number of tokens that the student ranks above the wanted one."""
+    """Return the number of tokens that the student ranks above the wanted one."""
     logits = student(states)
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 
 
-def _compare(state: Tensor, true: Tensor, student: Logits, teacher: Logits) -> dict[str, Tensor]:
-    """Sums of top-1 agreement, overlap and cross-entropy, the last over the draft vocabulary."""
+def _compare(states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits) -> dict[str, Tensor]:
+    """Return sums of top-1 agreement, overlap and cross-entropy, the last over the draft vocabulary."""
 
-    def compare(state: Tensor, true: Tensor) -> Tensor:
-        log_probs = student(state).float().log_softmax(-1)
-        target_probs = teacher(true).float().softmax(-1)
+    def compare(states: Tensor, target_hidden: Tensor) -> Tensor:
+        log_probs = student(states).float().log_softmax(-1)
+        target_probs = teacher(target_hidden).float().softmax(-1)
         agreement = log_probs.argmax(-1) == target_probs.argmax(-1)
         overlap = torch.minimum(log_probs.exp(), target_probs).sum(-1)
+        # tokens outside of the draft vocabulary have log-probs of minus infinity
         target_probs = target_probs.masked_fill(log_probs.isneginf(), 0)
         finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
         entropy = -(target_probs * finite).sum(-1) / target_probs.sum(-1)
         return torch.stack([entropy, agreement.float(), overlap], dim=1)
 
-    sums = _rows(compare, state, true).double().sum(0).cpu()
-    return dict(zip(("cross_entropy", "agreement", "overlap"), sums, strict=True))
+    entropy, agreement, overlap = _in_chunks(compare, states, target_hidden).double().sum(0).cpu()
+    return {"cross_entropy": entropy, "agreement": agreement, "overlap": overlap}
 
 
-def _descent(ranks: list[Tensor], seen: list[Tensor], paths: Paths) -> tuple[Tensor, Tensor]:
-    """Per level of a tree: how many slots were still inside it and can be watched, and how many of them stay inside."""
-    nodes = {(): 0} | {path: node for node, path in enumerate(sorted(set(paths), key=len), start=1)}
-    widest = 1 + max(path[-1] for path in paths)
-    table = torch.full((len(nodes), widest + 1), -1)
+def _descend(ranks: list[Tensor], known: list[Tensor], paths: Paths) -> tuple[Tensor, Tensor]:
+    """Return for each level of a tree how many slots are in it and known, and how many of them are accepted there.
+
+    Args:
+        ranks: For each level [S], the rank that the head gives the target's token.
+        known: For each level [S], whether the target's token is known.
+        paths: The tree, as ranks of children from the root.
+    """
+    nodes = {(): 0}
+    for path in sorted(set(paths), key=len):
+        nodes[path] = len(nodes)
+    # from a node and the rank of a child to the child, or to -1; the last column is for ranks that no node has
+    max_rank = 1 + max(path[-1] for path in paths)
+    child_of = torch.full((len(nodes), max_rank + 1), -1)
     for path in paths:
-        table[nodes[path[:-1]], path[-1]] = nodes[path]
-    table, at, counts = table.to(ranks[0].device), torch.zeros_like(ranks[0]), []
-    for rank, watched in zip(ranks, seen[: max(map(len, paths))], strict=False):
-        reached = (at >= 0) & watched
-        at = torch.where(reached, table[at, rank.clamp(max=widest)], -1)
-        counts.append(torch.stack([reached.sum(), (at >= 0).sum()]))
+        child_of[nodes[path[:-1]], path[-1]] = nodes[path]
+    child_of = child_of.to(ranks[0].device)
+    node = torch.zeros_like(ranks[0])
+    counts = []
+    depth = max(len(path) for path in paths)
+    for rank, is_known in zip(ranks[:depth], known[:depth], strict=True):
+        is_reached = (node >= 0) & is_known
+        node = torch.where(is_reached, child_of[node, rank.clamp(max=max_rank)], -1)
+        counts.append(torch.stack([is_reached.sum(), (node >= 0).sum()]))
     reached, accepted = torch.stack(counts).double().cpu().unbind(1)
     return reached, accepted
