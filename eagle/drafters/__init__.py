@@ -59,7 +59,7 @@ DRAFTERS = Methods(
 
 
 def settings_of(section: dict[str, Any], source: str) -> Any:
-    """A recipe's drafter section, checked by the method that it names; `kind` becomes the method's own name."""
+    """Return a recipe's drafter section, checked by the method that it names; `kind` becomes the method's own name."""
     kind = section.get("kind")
     try:
         method = DRAFTERS.find(kind) if isinstance(kind, str) else None
@@ -69,20 +69,21 @@ def settings_of(section: dict[str, Any], source: str) -> Any:
 
 
 def stored_settings(section: dict[str, Any], source: str) -> Any:
-    """The settings in a head's config, whose method `DRAFTERS.admit` has registered: nothing is loaded for them."""
+    """Return the settings in a head's config, whose method `DRAFTERS.admit` has registered: nothing is loaded."""
     kind = section.get("kind")
     method = DRAFTERS.get(kind) if isinstance(kind, str) else None
     return _parse_settings(method, section, source)
 
 
 def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: str) -> Any:
-    """A drafter section, checked by its method."""
+    """Return a drafter section, checked by its method."""
     kind = section.get("kind")
     if method is None or not issubclass(method, TrainableDrafter):
-        trained = [name for name, known in DRAFTERS.items() if issubclass(known, TrainableDrafter)]
+        names = [name for name, registered in DRAFTERS.items() if issubclass(registered, TrainableDrafter)]
+        names += DRAFTERS.offered()
         raise ValueError(
             f"{source}: drafter.kind is {kind!r}, expected a method with weights: "
-            f"{', '.join([*trained, *DRAFTERS.offered()])}, or PATH.py:CLASS of your own"
+            f"{', '.join(names)}, or PATH.py:CLASS of your own"
         )
     name = kind if kind in DRAFTERS else name_of(method, str(kind))
     return parse_section(method.Settings, {**section, "kind": name}, f"{source}: drafter")

@@ -3,17 +3,17 @@
 Distillation is that of Zhou et al. 2023, arXiv 2310.08461.
 """
 
-# N tokens of all texts, S supervised slots, K rows of one level, R of all levels, H width, V vocabulary, B rows of text
+# N tokens of all sequences, S supervised slots, K rows of one level, R of all levels, H width, V vocabulary, B rows
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -45,7 +45,7 @@ KINDS: dict[Divergence, Kind] = {
     "jsd": "jsd",
     "tv": "tv",
 }
-NAMED = 5  # tokens of which a refusal tells
+NAMED = 5  # tokens that a refusal names
 
 
 class DraftModelSettings(BaseModel):
@@ -62,7 +62,7 @@ class DraftModelSettings(BaseModel):
 
 
 class DraftModel(TrainableDrafter):
-    """A language model with its own cache that reads the committed text and drafts a tree after it."""
+    """A language model with its own cache that reads the committed tokens and drafts a tree after them."""
 
     teacher_taps = (-1,)
     stored_as = "files"
@@ -82,18 +82,20 @@ class DraftModel(TrainableDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> DraftModel:
-        """A new model with the target's vocabulary, or the model that the settings name."""
+        """Return a new model with the target's vocabulary, or the model that the settings name."""
         if settings.model is None:
             return cls(settings, _small(target_config, settings))
         model = load_model(settings.model, torch.float32)
         check_matrix(model)
-        tokenizers = tokenizer_of(settings.model), tokenizer_of(target_config._name_or_path)
-        check_vocabulary(*tokenizers, model.config.get_text_config().vocab_size, target_config.vocab_size)
+        tokenizer = tokenizer_of(settings.model)
+        target_tokenizer = tokenizer_of(target_config._name_or_path)
+        size = model.config.get_text_config().vocab_size
+        check_vocabulary(tokenizer, target_tokenizer, size, target_config.vocab_size)
         return cls(settings, model.config, model)
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> DraftModel:
-        """Load any causal language model as a drafter for a target."""
+        """Return any causal language model as a drafter for a target."""
         small = Target.load(folder, dtype=target.model.dtype, device=str(target.device))
         check_vocabulary(small.tokenizer, target.tokenizer, small.vocab_size, target.vocab_size)
         settings = DraftModelSettings(layers=small.config.num_hidden_layers)
@@ -107,48 +109,59 @@ class DraftModel(TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss, a mean over the supervised tokens; or the cross-entropy of the text's own tokens."""
-        output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
+        """Return the distillation loss, a mean over supervised tokens; or the cross-entropy of the data's tokens."""
+        output = self.model.get_output_embeddings()
         if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
             raise ValueError(f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale")
-        own = OwnHead(output.weight[:size])
+        # both vocabularies may have unused rows at the end
+        head = OwnHead(output.weight[: frozen.weight.shape[0]])
         before = upload(batch.loss_mask.nonzero()[:, 0] - 1, batch.tokens.device)
-        student, divergence = self._states(batch).index_select(0, before), self.settings.divergence
-        teacher, teacher_head = batch.tokens.index_select(0, before + 1), None
-        if divergence != "tokens":
+        student = self._states(batch).index_select(0, before)
+        divergence = self.settings.divergence
+        if divergence == "tokens":
+            teacher = batch.tokens.index_select(0, before + 1)
+            teacher_head = None
+        else:
             teacher = batch.select_taps((-1,))[:, 0].index_select(0, before)
-            teacher_head = frozen.narrow(slice(len(own.weight)))
+            teacher_head = frozen.narrow(slice(len(head.weight)))
         weights = torch.full((1, len(before)), 1 / max(len(before), 1), device=student.device)
-        objective = Objective(KINDS[divergence])
         total, _ = distillation_loss(
-            student[None], teacher, weights, (own, teacher_head), objective, frozen.weight.dtype
+            student[None],
+            teacher,
+            weights,
+            (head, teacher_head),
+            objective=Objective(KINDS[divergence]),
+            dtype=frozen.weight.dtype,
         )
         return {"total": total, divergence: total.detach()}
 
     def _states(self, batch: Batch) -> Tensor:
-        """[N, H], the LM head's input at every token."""
-        slots = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
-        base, cache = base_of(self.model), NoCache(count_cache_layers(self.model.config.get_text_config()))
-        output = base(input_ids=self.clip_to_vocab(slots), use_cache=False, **{cache_name_of(base): cache})
+        """Return the LM head's input at every token [N, H]."""
+        tokens = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
+        base = base_of(self.model)
+        cache = NoCache(count_cache_layers(self.model.config.get_text_config()))
+        output = base(input_ids=self.clip_to_vocab(tokens), use_cache=False, **{cache_name_of(base): cache})
         states = output.last_hidden_state
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
     def clip_to_vocab(self, tokens: Tensor) -> Tensor:
-        """Tokens clipped to the model's vocabulary: targets have unused rows beyond the tokenizer's last token."""
+        """Return tokens clipped to the model's vocabulary: targets have unused rows beyond the tokenizer's tokens."""
         return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
 
     @torch.no_grad()
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
-        steps = max(len(path) for paths in trees.values() for path in paths)
-        output, size = self.model.get_output_embeddings(), frozen.weight.shape[0]
+        """Return validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
+        output = self.model.get_output_embeddings()
+        size = frozen.weight.shape[0]
 
         def student(state: Tensor) -> Tensor:
             logits = output(state.to(output.weight.dtype))[..., :size]
-            return torch.nn.functional.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
+            return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
 
-        states, before = self._states(batch), (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device)
-        # what lies beyond a text counts for nothing
+        states = self._states(batch)
+        before = (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device)
+        steps = max(len(path) for paths in trees.values() for path in paths)
+        # what is beyond the end of a sequence counts for nothing
         ahead = [states[(before + step).clamp(max=len(states) - 1)] for step in range(steps)]
         return validate_batch(batch, ahead, ([student] * steps, frozen.logits), trees)
 
@@ -158,67 +171,72 @@ class DraftModel(TrainableDrafter):
         """Make the model read trees; its weights are frozen from here on."""
         model = Target(self.model)
         model.reader.check()
-        self.own, self.size = (model,), frozen.weight.shape[0]
+        self.own = (model,)
+        self.size = frozen.weight.shape[0]
         return self.eval()
 
     def open(self) -> ModelState:
-        """The state for several texts drafted together."""
+        """Return the state for several sequences drafted in a batch."""
         return ModelState(self.own[0], self.size, self.clip_to_vocab)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """The rows of each level of the tree after the first."""
+        """Return the rows of each level of the tree after the first."""
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """The root, plus an accepted leaf of the last level, which drafting did not read; the rest is in the cache."""
+        """Count the root, and an accepted leaf of the last level, which drafting did not read; the rest is cached."""
         return 1 + (accepted == depth > 0)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """The model's own cache."""
+        """Return the bytes of the model's own cache."""
         return self.own[0].cache_bytes(with_room(tokens))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """A function to time: the model's forward of `rows` rows after `context` tokens, in a separate cache."""
+        """Return a function to time: a forward of `rows` rows after `context` tokens, in a separate cache."""
         (model,) = self.own
-        model.reader.check()
-        cache = model.reader.new_cache()
+        reader = model.reader
+        reader.check()
+        cache = reader.new_cache()
         tokens = torch.ones(context + rows, dtype=torch.long)
 
         @torch.inference_mode()
         def run() -> Tensor:
-            hidden = model.reader.read_text(tokens[context:], context, cache)
+            hidden = reader.read_text(tokens[context:], context, cache)
             return model.head.logits(hidden[0, -scored:])
 
         with torch.inference_mode():
-            model.reader.read_text(tokens[:context], 0, cache)
+            reader.read_text(tokens[:context], 0, cache)
         return run
 
 
 def _small(target_config: Any, settings: DraftModelSettings) -> Any:
-    """The config of a fresh model, with as many attention heads as fit in its width."""
+    """Return the config of a fresh model, with as many attention heads as fit in its width."""
     whole: Any = head_shape(target_config, num_hidden_layers=settings.layers)
     width = settings.hidden_size or whole.hidden_size
     if width % whole.head_dim:
         raise ValueError(f"drafter.hidden_size is {width}, expected a multiple of {whole.head_dim}, a head's width")
     heads = width // whole.head_dim
-    sizes = {
-        "hidden_size": width,
-        "intermediate_size": settings.intermediate_size or whole.intermediate_size * width // whole.hidden_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads if heads % whole.num_key_value_heads else whole.num_key_value_heads,
-    }
-    return head_shape(target_config, num_hidden_layers=settings.layers, **sizes)
+    keys = heads if heads % whole.num_key_value_heads else whole.num_key_value_heads
+    return head_shape(
+        target_config,
+        num_hidden_layers=settings.layers,
+        hidden_size=width,
+        intermediate_size=settings.intermediate_size or whole.intermediate_size * width // whole.hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+    )
 
 
 @torch.no_grad()
 def check_matrix(model: Any) -> None:
     """Refuse to train a model whose logits are more than one product of its base's output with a matrix."""
     tokens = torch.arange(1, 5)[None] % model.get_input_embeddings().weight.shape[0]
-    trained = model.training
+    was_training = model.training
     model.eval()
     states = base_of(model)(input_ids=tokens, use_cache=False).last_hidden_state
-    output, logits = model.get_output_embeddings(), model(input_ids=tokens, use_cache=False).logits
-    model.train(trained)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    model.train(was_training)
+    output = model.get_output_embeddings()
     if states.shape[-1] != output.weight.shape[1] or not is_close(output(states), logits):
         raise ValueError(
             f"a {model.config.model_type} cannot be distilled here: its logits are scaled, capped or made of "
@@ -235,11 +253,12 @@ def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_si
                 "knows whether they mean the same: save the tokenizers beside the models"
             )
         return
-    words, meant = tokenizer.get_vocab(), target_tokenizer.get_vocab()
-    if words == meant:
+    ids = tokenizer.get_vocab()
+    target_ids = target_tokenizer.get_vocab()
+    differ = sorted(word for word in ids.keys() | target_ids.keys() if ids.get(word) != target_ids.get(word))
+    if not differ:
         return
-    differ = sorted(word for word in words.keys() | meant.keys() if words.get(word) != meant.get(word))
-    some = ", ".join(f"{word!r} is {words.get(word)} here and {meant.get(word)} there" for word in differ[:NAMED])
+    some = ", ".join(f"{word!r} is {ids.get(word)} here and {target_ids.get(word)} there" for word in differ[:NAMED])
     raise ValueError(
         f"the draft model has another vocabulary than the target: {len(differ)} tokens differ ({some}); expected a "
         "model with the target's tokenizer"
@@ -247,94 +266,114 @@ def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_si
 
 
 class ModelState:
-    """Rows of text in a state of the model's; behind each lie the rows of its last draft, until some are confirmed."""
+    """Sequences in a state of the model's, each followed by the rows of its last draft until some are confirmed."""
 
     def __init__(self, own: Target, size: int, clip_to_vocab: Callable[[Tensor], Tensor]) -> None:
-        self.own, self.size, self.clip_to_vocab = own, size, clip_to_vocab
+        self.own = own
+        self.size = size
+        self.clip_to_vocab = clip_to_vocab
         self.state = own.open()
         self.noises: dict[int, Noise | None] = {}
         self.confirmed: dict[int, int] = {}  # tokens, the root not counted
         self.levels: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of the last draft: tokens, and what they follow
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a row; its text is read at the first proposal."""
-        self.noises[row], self.confirmed[row], self.levels[row] = noise, 0, []
+        """Begin a row; its tokens are read at the first proposal."""
+        self.noises[row] = noise
+        self.confirmed[row] = 0
+        self.levels[row] = []
 
     def fork(self, row: int, other: int) -> None:
-        """A text goes on in two ways; the row's last draft stays behind it alone."""
-        self.noises[other], self.confirmed[other], self.levels[other] = self.noises[row], self.confirmed[row], []
+        """Copy a row to a new one; only the old one keeps its last draft."""
+        self.noises[other] = self.noises[row]
+        self.confirmed[other] = self.confirmed[row]
+        self.levels[other] = []
         if row in self.state.rows:
             self._state_needs()
             self.state.fork(row, other)
 
     def release(self, row: int) -> None:
-        """A text has ended; another may take its place, but leaves its draft behind."""
+        """Release a row."""
         del self.noises[row], self.confirmed[row], self.levels[row]
-        if row in self.state.rows:
-            slots = list(self.state.rows)
-            self._state_needs()
-            self.state.release(row)
-            for moved in [kept for kept, before in zip(self.state.rows, slots, strict=False) if kept != before]:
+        if row not in self.state.rows:
+            return
+        rows_before = list(self.state.rows)
+        self._state_needs()
+        self.state.release(row)
+        for moved, before in zip(self.state.rows, rows_before, strict=False):
+            # a row that moves to the slot that is free leaves its draft
+            if moved != before:
                 self.levels[moved] = []
 
     @torch.inference_mode()
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Trees grown from the model's own logits; nothing where a text outgrows what the model can read on."""
-        trees, depths = {}, dict[int, int]()
+        """Return trees grown from the model's own logits; roots alone where the model cannot read on."""
+        trees: dict[int, DraftTree] = {}
+        texts: dict[int, list[int]] = {}
+        depths: dict[int, int] = {}
         for row, update in updates.items():
             self.confirmed[row] += len(update.tokens)
-            depths[row] = self._room(row, budgets[row].depth)
-            if depths[row] <= 0:
+            depths[row] = self._clamp_depth(row, budgets[row].depth)
+            if depths[row] > 0:
+                texts[row] = [*update.tokens.tolist(), update.root]
+            else:
                 trees[row] = DraftTree.chain([update.root])
-        texts = {row: [*updates[row].tokens.tolist(), updates[row].root] for row in updates if row not in trees}
         logits = self._read_prompts({row: text for row, text in texts.items() if row not in self.state.rows})
         earlier = [row for row in self.state.rows if row in texts and row not in logits]
         for rows in self._groups(earlier):
             logits |= self._read_confirmed({row: texts[row] for row in rows})
+        # a read may have moved rows to other slots
         for rows in self._groups([row for row in self.state.rows if row in texts]):
-            seeds = [
-                Seed(updates[row].root, self.state.length(row), budgets[row].within(depths[row]), self.noises[row])
-                for row in rows
-            ]
-            trees |= dict(zip(rows, self._grow(rows, seeds, [logits[row] for row in rows]), strict=True))
+            seeds = []
+            for row in rows:
+                budget = budgets[row].within(depths[row])
+                seeds.append(Seed(updates[row].root, self.state.length(row), budget, self.noises[row]))
+            grown = self._grow(rows, seeds, [logits[row] for row in rows])
+            trees |= zip(rows, grown, strict=True)
         return trees
 
     def _grow(self, rows: list[int], seeds: list[Seed], logits: Sequence[Tensor]) -> list[DraftTree]:
-        """The trees of rows that may share a forward, from the logits [V] behind their roots."""
-        depths = list[int]()
+        """Return the trees of rows that may share a forward, from the logits [V] after their roots."""
+        depths: list[int] = []  # of all nodes that were read so far
 
-        def level(depth: int, numbers: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+        def level(depth: int, indices: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor) -> Tensor:
+            # rows with other budgets grow after these ones, again from the first level on
             if depth == 1:
                 depths.clear()
             depths.extend([depth - 1] * tokens.shape[1])
-            drafting = [rows[number] for number in numbers]
-            for row, columns in zip(drafting, zip(tokens, before, strict=True), strict=True):
-                self.levels[row].append(columns)
-            return self.state.ahead(drafting, self.clip_to_vocab(tokens), depths, seen)[..., : self.size]
+            drafting = [rows[index] for index in indices]
+            for row, row_tokens, row_parents in zip(drafting, tokens, parents, strict=True):
+                self.levels[row].append((row_tokens, row_parents))
+            return self.state.ahead(drafting, self.clip_to_vocab(tokens), depths, tree_mask)[..., : self.size]
 
+        # of a model whose vocabulary ends earlier, only these tokens are drafted
         shared_size = min(self.own.vocab_size, self.size)
         drafts = torch.arange(shared_size, device=self.own.device) if shared_size < self.size else None
         return grow_rows(seeds, torch.stack(list(logits))[:, : self.size], level, drafts)
 
     # -- what may be read together ------------------------------------------------------------------------------------
 
-    def _room(self, row: int, levels: int) -> int:
-        """At most that many levels behind the root: fewer before the last position, or a border of frequencies."""
-        own, read = self.own, self.state.length(row) if row in self.state.rows else 0
-        ends = [own.max_positions or math.inf]
-        # a text that has grown up to the border cannot be read on: one that was longer from the first can
-        if (0 < read <= own.border) or self.confirmed[row] < own.border:
-            ends.append(own.border)
-        return int(min(levels, *(end - self.confirmed[row] for end in ends)))
+    def _clamp_depth(self, row: int, depth: int) -> int:
+        """Return the depth that a draft may have before the model's last position, or a border of its frequencies."""
+        border = self.own.border
+        read = self.state.length(row) if row in self.state.rows else 0
+        ends = [self.own.max_positions or math.inf]
+        # a sequence that has grown up to the border cannot be read on: one that was longer from the first can
+        if 0 < read <= border or self.confirmed[row] < border:
+            ends.append(border)
+        return int(min(depth, min(ends) - self.confirmed[row]))
 
     def _groups(self, rows: list[int]) -> list[list[int]]:
-        """The rows of each forward: all, but for texts whose frequencies would change with others beside them."""
+        """Return the rows of each forward: all, but for sequences whose frequencies others in it would change."""
         alone = [row for row in rows if self.own.is_alone(self.confirmed[row])]
         together = [row for row in rows if row not in alone]
-        return [[row] for row in alone] + ([together] if together else [])
+        groups = [[row] for row in alone]
+        if together:
+            groups.append(together)
+        return groups
 
     def _state_needs(self) -> None:
-        """Tell the state how many columns each row may come to, its draft included: more are given back."""
+        """Tell the state how many columns each row may need, its draft included: it gives back what is more."""
         for row in self.state.rows:
             drafted = sum(len(tokens) for tokens, _ in self.levels.get(row, ()))
             self.state.needs[row] = (self.state.length(row) + drafted) * 3 // 2
@@ -342,48 +381,64 @@ class ModelState:
     # -- committed tokens ---------------------------------------------------------------------------------------------
 
     def _read_prompts(self, texts: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """[V] each, the logits behind texts that are read from their first token on."""
+        """Read sequences from their first token on, and return the logits [V] after each."""
         logits: dict[int, Tensor] = {}
         if texts:
             self._state_needs()
         for row, text in texts.items():
             self.state.admit(row, self.clip_to_vocab(torch.tensor(text)).tolist())
+        # a call reads as many as fit in one forward
         while len(logits) < len(texts):
-            logits |= {row: prompt.output.logits[0] for row, prompt in self.state.read_prompts().items()}
+            for row, prompt in self.state.read_prompts().items():
+                logits[row] = prompt.output.logits[0]
         return logits
 
     def _read_confirmed(self, texts: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """[V] each, the logits once the confirmed tokens are read; rows of the last draft that were confirmed stay."""
+        """Read the confirmed tokens, and return the logits [V] after each sequence.
+
+        Rows of the last draft that were confirmed stay in the cache.
+        """
         columns: dict[int, list[int]] = {}
         tokens: dict[int, list[int]] = {}
-        left: dict[int, list[int]] = {}
+        unread: dict[int, list[int]] = {}
         for row, levels in self._drafted(list(texts)).items():
-            new = texts[row][1:]  # the root was read already
+            # the first is the last root, which was read
+            new = texts[row][1:]
             columns[row] = _confirm_rows(levels, new[:-1])
-            tokens[row] = new[: len(columns[row])]
-            left[row] = self.clip_to_vocab(torch.tensor(new[len(tokens[row]) :])).tolist()
+            count = len(columns[row])
+            tokens[row] = new[:count]
+            unread[row] = self.clip_to_vocab(torch.tensor(new[count:])).tolist()
             self.levels[row] = []
         self.state.keep_columns(columns, tokens)
         logits: dict[int, Tensor] = {}
-        for group in split_ragged({row: len(part) for row, part in left.items()}):
-            logits |= self.state.extend({row: left[row] for row in group})
+        for group in split_ragged({row: len(row_tokens) for row, row_tokens in unread.items()}):
+            logits |= self.state.extend({row: unread[row] for row in group})
         return logits
 
-    def _drafted(self, rows: list[int]) -> dict[int, list[list[list[int]]]]:
-        """Each row's levels as lists, all in one transfer."""
-        parts = [part for row in rows for level in self.levels[row] for part in level]
-        values = iter(to_host(parts))
-        return {row: [[part.tolist() for part in islice(values, 2)] for _ in self.levels[row]] for row in rows}
+    def _drafted(self, rows: list[int]) -> dict[int, list[tuple[list[int], list[int]]]]:
+        """Return each row's levels as lists: tokens, and what they follow."""
+        tensors = []
+        for row in rows:
+            for tokens, parents in self.levels[row]:
+                tensors += [tokens, parents]
+        # all in one transfer
+        values = iter(to_host(tensors))
+        return {row: [(next(values).tolist(), next(values).tolist()) for _ in self.levels[row]] for row in rows}
 
 
-def _confirm_rows(levels: list[list[list[int]]], tokens: list[int]) -> list[int]:
-    """The rows of the last draft that read these tokens, as far as there are such."""
-    path, column, first = [], None, 0
-    for (read, before), wanted in zip(levels, tokens, strict=False):
-        rows = [row for row, token in enumerate(read) if token == wanted and (column is None or before[row] == column)]
-        if not rows:
+def _confirm_rows(levels: list[tuple[list[int], list[int]]], tokens: list[int]) -> list[int]:
+    """Return the rows of the last draft that read these tokens, as far as there are such."""
+    path: list[int] = []
+    parent = None  # the row of the level above
+    first = 0  # the first row of the level
+    for (read, parents), token in zip(levels, tokens, strict=False):
+        matches = []
+        for row, read_token in enumerate(read):
+            if read_token == token and (parent is None or parents[row] == parent):
+                matches.append(row)
+        if not matches:
             break
-        column = rows[0]
-        path.append(first + column)
+        parent = matches[0]
+        path.append(first + parent)
         first += len(read)
     return path

@@ -11,9 +11,9 @@ class NoDrafter(Drafter):
     """Proposes nothing but the root."""
 
     def begin(self, noise: Noise | None = None) -> NoDrafter:
-        """Return itself: a text needs no state."""
+        """Return itself: a sequence needs no state."""
         return self
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree with only the root."""
+        """Return a tree with only the root."""
         return DraftTree.chain([update.root])

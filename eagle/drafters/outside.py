@@ -34,42 +34,46 @@ class Methods(dict[str, type[Any]]):
     trusts_heads = False  # whether the code in any head's folder may be run, as `eagle --trust-code` asks
 
     def find(self, kind: str) -> type[Any] | None:
-        """The method of a name or of `PATH.py:CLASS`, a path being relative to the working directory; None if unknown.
+        """Return the method of a name or of `PATH.py:CLASS`, relative to the working directory; None if unknown.
 
         This is for what a user says, in a recipe, an option or a call. What a head's folder says goes to `admit`.
         """
-        if kind not in self and (spelled := SPELLED.fullmatch(kind)):
-            module = load_place(spelled["place"])
-            return self.register(class_in(module, spelled["name"], spelled["place"]), spelled["place"])
-        return self.find_named(kind)
+        spelled = SPELLED.fullmatch(kind)
+        if kind in self or spelled is None:
+            return self.find_named(kind)
+        place = spelled["place"]
+        module = load_place(place)
+        return self.register(class_in(module, spelled["name"], place), place)
 
     def find_named(self, kind: str, folder: Path | None = None) -> type[Any] | None:
-        """The method of a name: the package's own, else that of an installed package outside a folder; else None."""
+        """Return the method of a name: this package's, or an installed one's outside of `folder`; None if unknown."""
         if kind in self:
             return self[kind]
+        # a package in a head's folder, which may be on Python's path, would run code that nobody has trusted
         offers = {point for point in entry_points(group=GROUP) if point.name == kind and not _lies_in(point, folder)}
         if len(offers) > 1:
-            packages = " and ".join(sorted(map(_package_of, offers)))
+            packages = " and ".join(sorted(_package_of(point) for point in offers))
             raise ValueError(f"{packages} both offer a method {kind!r}: uninstall one, or name MODULE:CLASS")
-        return self._take_in(offers.pop()) if offers else None
+        return self._register_offer(offers.pop()) if offers else None
 
     def registered_name(self, kind: str) -> str:
-        """The name that a kind is registered by, which is another one for `PATH.py:CLASS`."""
+        """Return the name that a kind is registered by, which is another one for `PATH.py:CLASS`."""
         method = self.find(kind)
         return kind if method is None or kind in self else name_of(method, kind)
 
     def offered(self) -> list[str]:
-        """The names that installed packages offer, of which nothing is loaded."""
+        """Return the names that installed packages offer, of which nothing is loaded."""
         return sorted({point.name for point in entry_points(group=GROUP)} - self.keys())
 
     def register(self, method: Any, place: str) -> type[Any]:
         """Register a class under its own name; one that belongs to another method is refused."""
         name = name_of(method, place)
-        known = self.get(name)
-        if known is None or _file_of(known) == _file_of(method) is not None:  # a file that was edited in between
+        registered = self.get(name)
+        # a file that was edited in between brings a new class of the same method
+        if registered is None or _file_of(registered) == _file_of(method) is not None:
             self[name] = method
-        elif known is not method:
-            owner = _file_of(known) or f"{known.__module__}.{known.__name__}"
+        elif registered is not method:
+            owner = _file_of(registered) or f"{registered.__module__}.{registered.__name__}"
             raise ValueError(
                 f"{place}: {method.__name__} is called {name!r}, as {owner} is already: give it another name, in the "
                 "`kind` of its Settings, or of the class where it has no weights"
@@ -77,12 +81,11 @@ class Methods(dict[str, type[Any]]):
         return self[name]
 
     def load_plugin(self, path: str | Path) -> list[str]:
-        """Register every method that a file defines; their names."""
-        module = load_file(Path(path))
-        found = [value for value in vars(module).values() if _is_method(value) and value.__module__ == module.__name__]
-        if not found:
+        """Register every method that a file defines, and return their names."""
+        methods = _methods_in(load_file(Path(path)))
+        if not methods:
             raise ValueError(f"{path} defines no method: expected a class that inherits from Drafter, {ADVICE}")
-        return [name_of(self.register(method, str(path)), str(path)) for method in found]
+        return [name_of(self.register(method, str(path)), str(path)) for method in methods.values()]
 
     def admit(self, folder: Path, config: dict[str, Any], *, trust_code: bool) -> None:
         """Register the method that a head's config names, if it can be: the one gate for code that a folder names.
@@ -90,7 +93,9 @@ class Methods(dict[str, type[Any]]):
         The config may name a method of this package or of an installed one. The file of a method in the head's folder
         is run only where it is trusted. No place of code is taken from a config, trusted or not.
         """
-        source, kind, code = folder / "config.json", config["settings"].get("kind"), config.get("code")
+        source = folder / "config.json"
+        kind = config["settings"].get("kind")
+        code = config.get("code")
         if isinstance(kind, str) and SPELLED.fullmatch(kind):
             raise ValueError(
                 f"{source}: settings.kind is {kind!r:.200}, which names code to run; expected the name of a method, as "
@@ -112,7 +117,7 @@ class Methods(dict[str, type[Any]]):
             return
         text = _read_code(folder, code)
         if known is not None:
-            self._compare(known, text, folder, str(kind))
+            _compare(known, text, folder, str(kind))
             return
         if not (trust_code or self.trusts_heads):
             raise UntrustedCode(
@@ -120,30 +125,18 @@ class Methods(dict[str, type[Any]]):
                 f"{code.get('file')}. Read it first, then trust it with --trust-code (in Python trust_code=True), or "
                 f"name the same file yourself, with --plugin or drafter.kind=PATH.py:{code.get('class')}"
             )
-        module = _run(text, folder / METHOD_FILE)
+        # from here on the code is trusted, and runs
+        path = folder / METHOD_FILE
+        module = _run(text, path)
         module.__dict__["__head__"] = str(folder)
-        method = class_in(module, code.get("class", ""), str(folder / METHOD_FILE))
-        if (name := name_of(method, str(folder / METHOD_FILE))) != kind:
+        method = class_in(module, code.get("class", ""), str(path))
+        name = name_of(method, str(path))
+        if name != kind:
             raise ValueError(f"{source} names the method {kind!r}, and {METHOD_FILE} beside it has {name!r}")
-        self.register(method, str(folder / METHOD_FILE))
+        self.register(method, str(path))
 
-    def _compare(self, known: type[Any], text: bytes, folder: Path, kind: str) -> None:
-        """Take the method that is loaded; tell, or refuse, where it is not the one that the head was saved with."""
-        module = sys.modules.get(known.__module__)
-        loaded = getattr(module, "__code_text__", text)
-        if loaded == text:
-            return
-        if head := getattr(module, "__head__", None):
-            raise ValueError(
-                f"{folder} and {head} hold different code of the method {kind!r}: one process loads one of them"
-            )
-        warnings.warn(
-            f"{folder} was saved with other code of {kind!r} than {_file_of(known)}: the file that you named is used",
-            stacklevel=2,
-        )
-
-    def _take_in(self, point: EntryPoint) -> type[Any]:
-        """Register what an installed package offers."""
+    def _register_offer(self, point: EntryPoint) -> type[Any]:
+        """Register the method that an installed package offers."""
         place = f"the package {_package_of(point)}, which offers {point.name!r} as {point.value}"
         try:
             method = point.load()
@@ -160,8 +153,25 @@ class Methods(dict[str, type[Any]]):
 ADVICE = "and where it has weights from TrainableDrafter, with Settings that have a kind of their own"
 
 
+def _compare(known: type[Any], text: bytes, folder: Path, kind: str) -> None:
+    """Warn, or refuse, where the method that is loaded is not the one that a head was saved with."""
+    module = sys.modules.get(known.__module__)
+    loaded = getattr(module, "__code_text__", text)
+    if loaded == text:
+        return
+    head = getattr(module, "__head__", None)
+    if head:
+        raise ValueError(
+            f"{folder} and {head} hold different code of the method {kind!r}: one process loads one of them"
+        )
+    warnings.warn(
+        f"{folder} was saved with other code of {kind!r} than {_file_of(known)}: the file that you named is used",
+        stacklevel=2,
+    )
+
+
 def load_place(place: str) -> ModuleType:
-    """The module of a file, or of a dotted name."""
+    """Return the module of a file, or of a dotted name."""
     if place.endswith(".py"):
         return load_file(Path(place))
     try:
@@ -171,7 +181,7 @@ def load_place(place: str) -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a file as a module; the same text is run once in a process, wherever it lies."""
+    """Run a file as a module; the same text is run once in a process, wherever it is."""
     path = path.expanduser()
     if not path.is_file():
         raise ValueError(f"no file at {path}, looked for from {Path.cwd()}: expected {EXPECTED}")
@@ -179,37 +189,55 @@ def load_file(path: Path) -> ModuleType:
 
 
 def _run(text: bytes, path: Path) -> ModuleType:
-    """The module of a file's text, which its checksum names; an error in it is told with its line."""
-    name = f"outside_{checksum(text)[:16]}"  # the same in every process, so that what pickles there is read here
+    """Return the module of a file's text; an error in it is reported with its line."""
+    # its name is the same in every process, so that what one pickles another reads
+    name = f"outside_{checksum(text)[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     module = ModuleType(name)
     module.__file__ = str(path.resolve())
-    module.__dict__["__code_text__"] = text  # what is saved beside a head, whatever the file becomes
-    sys.modules[name] = module  # where dataclasses and pydantic look for annotations
+    # what is saved beside a head, whatever the file becomes
+    module.__dict__["__code_text__"] = text
+    # dataclasses and pydantic look for annotations there
+    sys.modules[name] = module
     try:
         exec(compile(text, module.__file__, "exec"), module.__dict__)
     except Exception as error:
         del sys.modules[name]
         lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == module.__file__]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else "?"
+        if isinstance(error, SyntaxError):
+            lines = [error.lineno]
+        line = lines[-1] if lines else "?"
         hint = f" ({ONE_FILE})" if isinstance(error, ModuleNotFoundError) else ""
         raise ValueError(f"{path}, line {line}: {type(error).__name__}: {error}{hint}") from error
     return module
 
 
 def class_in(module: ModuleType, name: str, place: str) -> Any:
-    """The class of a name; the methods that are there are named where it is missing."""
-    if (found := getattr(module, name, None)) is not None:
+    """Return the class of a name; the methods that are there are named where it is missing."""
+    found = getattr(module, name, None)
+    if found is not None:
         return found
-    there = [key for key, value in vars(module).items() if _is_method(value) and value.__module__ == module.__name__]
+    names = list(_methods_in(module))
     raise ValueError(
-        f"{place} has no {name}{nearest(name, there)}: expected one of {', '.join(there) or 'its classes'}"
+        f"{place} has no {name}{nearest(name, names)}: expected one of {', '.join(names) or 'its classes'}"
     )
 
 
+def _methods_in(module: ModuleType) -> dict[str, type[Any]]:
+    """Return the methods that a module defines, by name; bases of methods are none."""
+    methods = {}
+    for name, value in vars(module).items():
+        is_drafter = isinstance(value, type) and issubclass(value, Drafter) and value.__module__ == module.__name__
+        if not is_drafter or value.__name__.startswith("_"):
+            continue
+        if not issubclass(value, TrainableDrafter) or hasattr(value, "Settings"):
+            methods[name] = value
+    return methods
+
+
 def name_of(method: Any, place: str) -> str:
-    """The name that a method has in recipes: the `kind` of its Settings; without weights its `kind`, or the class's."""
+    """Return a method's name in recipes: the `kind` of its Settings; without weights its own, or the class's name."""
     if not isinstance(method, type) or not issubclass(method, Drafter):
         what = getattr(method, "__name__", repr(method)[:80])
         raise ValueError(f"{place}: {what} is no Drafter: expected a class that inherits from Drafter, {ADVICE}")
@@ -218,7 +246,8 @@ def name_of(method: Any, place: str) -> str:
     else:
         fields = getattr(getattr(method, "Settings", None), "model_fields", {})
         kind = fields["kind"].default if "kind" in fields else None
-    if not isinstance(kind, str) or SPELLED.fullmatch(kind) or not kind or {",", "/"} & set(kind):
+    is_word = isinstance(kind, str) and kind and not SPELLED.fullmatch(kind) and not {",", "/"} & set(kind)
+    if not is_word:
         raise ValueError(
             f"{place}: {method.__name__} has the name {kind!r}, expected a word: write a class Settings(Section) with "
             'kind: Literal["mymethod"] = "mymethod"'
@@ -227,9 +256,10 @@ def name_of(method: Any, place: str) -> str:
 
 
 def describe_code(method: type[Any]) -> dict[str, str] | None:
-    """Where a method comes from: a file with its checksum, or an installed package; None for the package's own."""
+    """Return where a method comes from: a file with its checksum, or an installed package; None for this package's."""
     module = sys.modules.get(method.__module__)
-    if text := getattr(module, "__code_text__", None):
+    text = getattr(module, "__code_text__", None)
+    if text:
         name = Path(str(getattr(module, "__file__", METHOD_FILE))).name
         return {"file": name, "class": method.__name__, "sha256": checksum(text)}
     top = method.__module__.split(".")[0]
@@ -241,23 +271,23 @@ def describe_code(method: type[Any]) -> dict[str, str] | None:
 
 @cache
 def _find_package(module: str) -> str | None:
-    """The installed package that brings a module, and its version; the search reads all that is installed."""
+    """Return the installed package that brings a module, and its version; the search reads all that is installed."""
     packages = packages_distributions().get(module)
     return f"{packages[0]} {version(packages[0])}" if packages else None
 
 
 def code_text(method: type[Any]) -> bytes | None:
-    """The text of the file that a method was read from; None where it is installed or the package's own."""
+    """Return the text of the file that a method was read from; None where it is installed or this package's."""
     return getattr(sys.modules.get(method.__module__), "__code_text__", None)
 
 
 def checksum(text: bytes) -> str:
-    """The SHA-256 of a file's text."""
+    """Return the SHA-256 of a file's text."""
     return hashlib.sha256(text).hexdigest()
 
 
 def _read_code(folder: Path, code: dict[str, str]) -> bytes:
-    """The text of the code in a head's folder, which must be what was saved."""
+    """Return the code in a head's folder, which must be what was saved."""
     path = folder / METHOD_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing, which holds the head's method: copy the whole folder again")
@@ -270,21 +300,14 @@ def _read_code(folder: Path, code: dict[str, str]) -> bytes:
     return text
 
 
-def _is_method(value: Any) -> bool:
-    """Whether a class is a method, and no base of methods."""
-    if not isinstance(value, type) or not issubclass(value, Drafter) or value.__name__.startswith("_"):
-        return False
-    return not issubclass(value, TrainableDrafter) or hasattr(value, "Settings")
-
-
 def _file_of(method: type[Any]) -> str | None:
-    """The file that a method was read from by this module."""
+    """Return the file that a method was read from by this module."""
     module = sys.modules.get(method.__module__)
     return getattr(module, "__file__", None) if hasattr(module, "__code_text__") else None
 
 
 def _lies_in(point: EntryPoint, folder: Path | None) -> bool:
-    """Whether the package of an entry point lies in a folder, as it may where the folder is on Python's path."""
+    """Return whether the package of an entry point is in a folder."""
     if folder is None or point.dist is None:
         return False
     return Path(str(point.dist.locate_file(""))).resolve().is_relative_to(folder.resolve())

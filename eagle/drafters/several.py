@@ -31,25 +31,28 @@ class FirstOf(Drafter):
             raise ValueError("a list of drafters is empty: expected at least one, for none at all NoDrafter()")
         self.drafters = tuple(drafters)
         self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
-        reads_of_each = [drafter.reads for drafter in drafters]
-        view, texts = any(reads.view for reads in reads_of_each), any(reads.texts for reads in reads_of_each)
-        self.reads = Reads(max(reads.choices for reads in reads_of_each), view, texts)
+        self.reads = Reads(
+            choices=max(drafter.reads.choices for drafter in drafters),
+            view=any(drafter.reads.view for drafter in drafters),
+            texts=any(drafter.reads.texts for drafter in drafters),
+        )
         self.rates_nodes = any(drafter.rates_nodes for drafter in drafters)
-        self.places = [[self.taps.index(tap) for tap in drafter.taps] for drafter in drafters]
 
     def open(self) -> SeveralState:
-        """A state with one state of each drafter."""
+        """Return a state with one state of each drafter."""
         return self.open_with(None)
 
     def open_with(self, texts: Any) -> SeveralState:
-        """A state with one state of each drafter; those that read the target's texts get them."""
+        """Return a state with one state of each drafter; those that read the target's texts get them."""
         states = [drafter.open_with(texts) if drafter.reads.texts else drafter.open() for drafter in self.drafters]
         return SeveralState(self, states)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """The states of all drafters, and tokens and features that wait until a drafter after the first is asked."""
-        waiting = sum(TOKEN + len(drafter.taps) * column.tapped for drafter in self.drafters[1:])
-        return tokens * waiting + sum(drafter.kept_bytes(tokens, column) for drafter in self.drafters)
+        """Return the bytes of all states, and of what waits until a drafter after the first is asked."""
+        total = sum(drafter.kept_bytes(tokens, column) for drafter in self.drafters)
+        for drafter in self.drafters[1:]:
+            total += tokens * (TOKEN + len(drafter.taps) * column.tapped)
+        return total
 
     def bind_target(self, view: Any) -> None:
         """Pass the view to the drafters that read one."""
@@ -62,8 +65,9 @@ class SeveralState:
     """The states of several drafters, and for each the updates that it has not received yet."""
 
     def __init__(self, several: FirstOf, states: list[DraftState]) -> None:
-        self.several, self.states = several, states
-        self.pending: dict[int, list[list[Committed]]] = {}
+        self.several = several
+        self.states = states
+        self.pending: dict[int, list[list[Committed]]] = {}  # by row and drafter
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row for all drafters."""
@@ -84,22 +88,27 @@ class SeveralState:
             state.release(row)
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
-        several, trees = self.several, {row: DraftTree.chain([update.root]) for row, update in updates.items()}
-        errors: dict[int, Exception] = {}
-        for number, (drafter, places) in enumerate(zip(several.drafters, several.places, strict=True)):
+        """Return each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
+        for index, drafter in enumerate(self.several.drafters):
+            positions = [self.several.taps.index(tap) for tap in drafter.taps]
             for row, update in updates.items():
-                self.pending[row][number].append(_restrict(update, places, drafter.reads.choices))
-        for number, state in enumerate(self.states):
-            rows = [row for row, tree in trees.items() if isinstance(tree, DraftTree) and len(tree) == 1]
-            rows = [row for row in rows if row not in errors]  # what is no tree is refused later
+                self.pending[row][index].append(_restrict(update, positions, drafter.reads.choices))
+        trees = {row: DraftTree.chain([update.root]) for row, update in updates.items()}
+        errors: dict[int, Exception] = {}
+        for index, state in enumerate(self.states):
+            # what is no tree is refused later, by the loop
+            rows = [
+                row
+                for row, tree in trees.items()
+                if row not in errors and isinstance(tree, DraftTree) and len(tree) == 1
+            ]
             if not rows:
                 break
-            asked = {row: Committed.join(self.pending[row][number]) for row in rows}
+            joined = {row: Committed.join(self.pending[row][index]) for row in rows}
             for row in rows:
-                self.pending[row][number] = []
+                self.pending[row][index] = []
             try:
-                trees |= state.propose(asked, {row: budgets[row] for row in rows})
+                trees |= state.propose(joined, {row: budgets[row] for row in rows})
             except RowErrors as failed:
                 trees |= failed.trees
                 errors |= failed.errors
@@ -108,11 +117,11 @@ class SeveralState:
         return trees
 
 
-def _restrict(update: Committed, places: list[int], choices: int) -> Committed:
-    """The update reduced to the features at `places` and to `choices` choices."""
+def _restrict(update: Committed, taps: list[int], choices: int) -> Committed:
+    """Return an update with the features at these positions and with `choices` choices, as one drafter gets it."""
     features = None
-    if places and update.features is not None:
-        features = update.features.index_select(1, upload(torch.tensor(places), update.features.device))
+    if taps and update.features is not None:
+        features = update.features.index_select(1, upload(torch.tensor(taps), update.features.device))
     if update.choices is None or not choices:
         return replace(update, features=features, tree=None, choices=None)
     return replace(update, features=features, choices=update.choices[:, :choices])

@@ -20,27 +20,33 @@ class BigramDrafter(CountDrafter):
 
     def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
         super().__init__(tables, device)
-        unigram, distinct = tables.unigram(), tables.starts.diff()
-        after = torch.cat([torch.zeros(1, dtype=torch.int64), tables.counts.cumsum(0)])[tables.starts].diff()
-        before = torch.arange(tables.vocab_size).repeat_interleave(distinct)
-        pairs = (tables.counts + distinct[before] * unigram[tables.successors]) / (after + distinct)[before]
-        weights = torch.where(distinct > 0, distinct.double() / (after + distinct), 1)
+        unigram = tables.unigram()
+        distinct = tables.starts.diff()
+        # how often each token was followed by another: sums of its row of counts
+        sums = torch.cat([torch.zeros(1, dtype=torch.int64), tables.counts.cumsum(0)])
+        totals = sums[tables.starts].diff()
+        first_tokens = torch.arange(tables.vocab_size).repeat_interleave(distinct)
+        smoothed = tables.counts + distinct[first_tokens] * unigram[tables.successors]
+        pairs = smoothed / (totals + distinct)[first_tokens]
+        weights = torch.where(distinct > 0, distinct.double() / (totals + distinct), 1)
         # one column and one pair more than there are, for rows that are shorter than the longest
-        self.unigram, self.weights, self.pairs = (
-            part.log().float().to(device) for part in (_pad_row(unigram, 1), weights, _pad_row(pairs, 1))
-        )
+        self.unigram = _pad_row(unigram, 1).log().float().to(device)
+        self.weights = weights.log().float().to(device)
+        self.pairs = _pad_row(pairs, 1).log().float().to(device)
         self.starts = tables.starts.to(device)
         self.successors = _pad_row(tables.successors, tables.vocab_size).to(device)
         self.widest = int(distinct.max())
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[K, V]: unigram log-probs, replaced for counted pairs; never waits for a device."""
-        first, last = self.starts[tokens, None], self.starts[tokens + 1, None]
-        width = int((last - first).max()) if tokens.device.type == "cpu" else self.widest
-        places = first + torch.arange(width, device=tokens.device)
-        places = torch.where(places < last, places, len(self.pairs) - 1)
-        rows = self.unigram + self.weights[tokens, None]
-        return rows.scatter_(1, self.successors[places], self.pairs[places])[:, :-1]
+        """Return unigram log-probs [K, V], replaced for counted pairs; never waits for a device."""
+        start = self.starts[tokens, None]
+        end = self.starts[tokens + 1, None]
+        # on a CPU values can be looked at, so that rows are no wider than these tokens need
+        width = int((end - start).max()) if tokens.device.type == "cpu" else self.widest
+        places = start + torch.arange(width, device=tokens.device)
+        places = torch.where(places < end, places, len(self.pairs) - 1)
+        log_probs = self.unigram + self.weights[tokens, None]
+        return log_probs.scatter_(1, self.successors[places], self.pairs[places])[:, :-1]
 
 
 def _pad_row(row: Tensor, value: int) -> Tensor:

@@ -46,44 +46,51 @@ class Tables:
         for name, row in self.tensors().items():
             if row.dtype != torch.int64 or row.dim() != 1:
                 raise ValueError(f"{name} is {row.dtype} of shape {tuple(row.shape)}, expected a row of int64")
-        size, pairs, widths = self.vocab_size, len(self.successors), self.starts.diff()
-        ends = len(self.starts) == size + 1 and (int(self.starts[0]), int(self.starts[-1])) == (0, pairs)
-        if not ends or len(self.counts) != pairs or (widths < 0).any():
+        size = self.vocab_size
+        pairs = len(self.successors)
+        widths = self.starts.diff()
+        has_ends = len(self.starts) == size + 1 and int(self.starts[0]) == 0 and int(self.starts[-1]) == pairs
+        if not has_ends or len(self.counts) != pairs or (widths < 0).any():
             raise ValueError(
                 f"{len(self.starts)} starts do not part {pairs} successors with {len(self.counts)} counts into the "
                 f"rows of {size} tokens: expected {size + 1} from 0 to {pairs}, ascending, and {pairs} counts"
             )
         if ((self.successors < 0) | (self.successors >= size)).any():
             raise ValueError(f"a successor is outside of the vocabulary: expected 0..{size - 1}")
+        # neighbours of one row must ascend; a new row may begin with any token
         rows = torch.arange(size).repeat_interleave(widths)
-        if (self.successors.diff()[rows.diff() == 0] <= 0).any():
+        is_same_row = rows.diff() == 0
+        if (self.successors.diff()[is_same_row] <= 0).any():
             raise ValueError("the successors of a token are not in order: expected each once, the lowest first")
-        sums = [float(row.double().sum()) for row in (self.singles, self.counts)]
-        if (self.singles < 0).any() or (self.counts < 1).any() or sums[0] < 1 or max(sums) >= EXACT:
-            raise ValueError(f"{sums[0]:.0f} tokens in {sums[1]:.0f} pairs are no counts: expected 1 to {EXACT} tokens")
+        total = float(self.singles.double().sum())
+        in_pairs = float(self.counts.double().sum())
+        is_too_small = (self.singles < 0).any() or (self.counts < 1).any()
+        if is_too_small or total < 1 or max(total, in_pairs) >= EXACT:
+            raise ValueError(f"{total:.0f} tokens in {in_pairs:.0f} pairs are no counts: expected 1 to {EXACT} tokens")
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """The size of the vocabulary."""
         return len(self.singles)
 
     @property
     def tokens(self) -> int:
-        """How many were counted."""
+        """How many tokens were counted."""
         return int(self.singles.sum())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tables by their names in a file."""
+        """Return the tables by their names in a file."""
         return {name: getattr(self, name) for name in ("singles", "starts", "successors", "counts")}
 
     def unigram(self) -> Tensor:
-        """[V], probs in doubles: a share of distinct / (distinct + counted) is flat (Witten and Bell)."""
+        """Return probs [V] in doubles, of which distinct / (distinct + counted) are flat (Witten and Bell)."""
+        # (count(x) + distinct / V) / (total + distinct)
         distinct = int((self.singles > 0).sum())
         return (self.singles.double() + distinct / self.vocab_size) / (self.tokens + distinct)
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """A checksum of the tokenizer's vocabulary, on which counts depend; None without a tokenizer."""
+    """Return a checksum of the tokenizer's vocabulary, on which counts depend; None without a tokenizer."""
     if tokenizer is None:
         return None
     words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -94,15 +101,21 @@ def save_tables(folder: str | Path, tables: Tables, kind: str) -> None:
     """Write the tables and their description."""
     folder = Path(folder)
     file = folder / "config.json"
+    # a model's config has no kind
     if file.exists() and '"kind"' not in file.read_text(errors="replace"):
         raise ValueError(f"{folder} holds a model, which tables of counts would overwrite: name another folder")
     write_tensors(folder / "model.safetensors", tables.tensors())
-    sizes = {"vocab_size": tables.vocab_size, "tokens": tables.tokens}
-    write_text(file, json.dumps({"kind": kind, **sizes, "tokenizer": tables.tokenizer}, indent=2))
+    config = {
+        "kind": kind,
+        "vocab_size": tables.vocab_size,
+        "tokens": tables.tokens,
+        "tokenizer": tables.tokenizer,
+    }
+    write_text(file, json.dumps(config, indent=2))
 
 
 def load_tables(folder: str | Path, kind: str) -> Tables:
-    """Tables of this kind; files that do not fit together are refused."""
+    """Return tables of this kind; files that do not fit together are refused."""
     folder = Path(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -124,14 +137,15 @@ class CountDrafter(Drafter):
     stored_as = "files"
 
     def __init__(self, tables: Tables, device: torch.device | str = "cpu") -> None:
-        self.tables, self.device = tables, device
+        self.tables = tables
+        self.device = device
 
     @abstractmethod
     def logits(self, tokens: Tensor) -> Tensor:
-        """[K, V], the log-probs of what follows tokens [K]."""
+        """Return log-probs [K, V] of what follows tokens [K]."""
 
     def begin(self, noise: Noise | None = None) -> CountText:
-        """A text of no length yet."""
+        """Return the state for a new sequence."""
         return CountText(self, noise)
 
     def save(self, folder: str | Path) -> None:
@@ -140,7 +154,7 @@ class CountDrafter(Drafter):
 
     @classmethod
     def load(cls: type[Counts], folder: str | Path, target: Target) -> Counts:
-        """The drafter of a folder that `save` wrote; refused for a target with other tokens."""
+        """Return the drafter of a folder that `save` wrote; refused for a target with other tokens."""
         tables = load_tables(folder, cls.kind)
         tokenizer = tokenizer_identity(target.tokenizer)
         if tables.vocab_size != target.vocab_size:
@@ -155,16 +169,20 @@ class CountDrafter(Drafter):
 
 
 class CountText:
-    """The length of a text; besides it, drafting needs only the last token."""
+    """The length of a sequence; drafting needs nothing else but its last token."""
 
     def __init__(self, drafter: CountDrafter, noise: Noise | None) -> None:
-        self.drafter, self.noise, self.length = drafter, noise, 0
+        self.drafter = drafter
+        self.noise = noise
+        self.length = 0
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree within the budget."""
+        """Return a tree within the budget."""
         self.length += len(update.tokens)
-        logits = self.drafter.logits(upload(torch.tensor([update.root]), torch.device(self.drafter.device)))[0]
-        return grow(update.root, logits, self._level, budget, self.noise, self.length + 1, sharpness=SHARPNESS)
+        root = upload(torch.tensor([update.root]), torch.device(self.drafter.device))
+        logits = self.drafter.logits(root)[0]
+        place = self.length + 1
+        return grow(update.root, logits, self._level, budget, noise=self.noise, place=place, sharpness=SHARPNESS)
 
-    def _level(self, depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+    def _level(self, depth: int, tokens: Tensor, parents: Tensor, tree_mask: Tensor) -> Tensor:
         return self.drafter.logits(tokens)

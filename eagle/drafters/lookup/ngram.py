@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -37,71 +37,80 @@ class NgramDrafter(Drafter):
                 f"pick, trust and branches are {pick!r}, {trust} and {branches}, expected one of "
                 f"{', '.join(get_args(Pick))}, and 1 or more"
             )
-        self.trust, self.pick, self.branches = trust, pick, branches
+        self.trust = trust
+        self.pick = pick
+        self.branches = branches
         self.sizes = range(longest, shortest - 1, -1)
 
     def begin(self, noise: Noise | None = None) -> NgramText:
-        """An empty text."""
+        """Return the state for a new sequence."""
         return NgramText(self)
 
 
 class NgramText:
-    """A text, and where its n-grams stand."""
+    """A sequence, and where its n-grams stand."""
 
     def __init__(self, drafter: NgramDrafter) -> None:
-        self.drafter, self.sizes = drafter, drafter.sizes
+        self.drafter = drafter
+        self.sizes = drafter.sizes
         self.text: list[int] = []
-        self.after: dict[tuple[int, ...], int] = {}  # n-gram -> the place after its latest occurrence
-        self.before: dict[tuple[int, int], int] = {}  # n, such a place -> the one after the occurrence before
+        # from an n-gram to the position after its latest occurrence, and from n and such a position to the one before
+        self.latest: dict[tuple[int, ...], int] = {}
+        self.earlier: dict[tuple[int, int], int] = {}
 
     def __deepcopy__(self, memo: Any) -> NgramText:
-        """A copy with its own token list; the n-grams never change and are shared."""
+        """Return a copy with its own tokens; the n-grams never change and are shared."""
         text = copy.copy(self)
-        text.text, text.after, text.before = self.text.copy(), self.after.copy(), self.before.copy()
+        text.text = self.text.copy()
+        text.latest = self.latest.copy()
+        text.earlier = self.earlier.copy()
         return text
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """Copies of at most `budget.nodes` tokens in all; the root alone where nothing matches."""
+        """Return copies of at most `budget.nodes` tokens in all; the root alone where nothing matches."""
         self._read([*update.tokens.tolist(), update.root])
         paths: list[list[int]] = []
-        left = budget.nodes
-        for size, place in islice(self._find_matches(), min(self.drafter.branches, budget.top_k)):
-            # a copy that reaches the end of the text goes on with itself, as in LZ77
-            period, length = len(self.text) - place, min(left, budget.depth, self.drafter.trust * size)
-            paths.append([self.text[place + step % period] for step in range(length)])
-            left -= length
+        nodes_left = budget.nodes
+        for size, position in islice(self._find_matches(), min(self.drafter.branches, budget.top_k)):
+            length = min(nodes_left, budget.depth, self.drafter.trust * size)
+            # a copy that gets to the end of the text goes on with itself, as in LZ77
+            period = len(self.text) - position
+            paths.append([self.text[position + step % period] for step in range(length)])
+            nodes_left -= length
         return DraftTree.from_paths(update.root, paths)
 
     def _read(self, tokens: list[int]) -> None:
         """Append the tokens; the n-grams that end the text come into the index once something follows them."""
         text = self.text
-        for token in tokens[1:] if text else tokens:  # the first is the last root
+        if text:
+            tokens = tokens[1:]  # the first is the last root
+        for token in tokens:
             end = len(text)
             for size in self.sizes:
                 if size <= end:
                     gram = tuple(text[end - size :])
-                    if gram in self.after:
-                        self.before[size, end] = self.after[gram]
-                    self.after[gram] = end
+                    if gram in self.latest:
+                        self.earlier[size, end] = self.latest[gram]
+                    self.latest[gram] = end
             text.append(token)
 
     def _find_matches(self) -> Iterator[tuple[int, int]]:
-        """Matches whose continuations begin differently, the best first: their n, and the place behind each."""
-        text, first_tokens = self.text, set()
+        """Yield n and the position after each match, the best first; no two continuations begin alike."""
+        text = self.text
+        first_tokens = set()
         for size in self.sizes:
-            places: Iterable[int] = self._places(size)
+            positions = list(islice(self._positions(size), LATEST))
             if self.drafter.pick == "frequent":
-                latest = list(islice(places, LATEST))
-                times = Counter(text[place] for place in latest)
-                places = sorted(latest, key=lambda place: -times[text[place]])  # of equals the latest first
-            for place in islice(places, LATEST):
-                if text[place] not in first_tokens:
-                    first_tokens.add(text[place])
-                    yield size, place
+                times = Counter(text[position] for position in positions)
+                positions.sort(key=lambda position: -times[text[position]])  # of equals the latest first
+            for position in positions:
+                if text[position] not in first_tokens:
+                    first_tokens.add(text[position])
+                    yield size, position
 
-    def _places(self, size: int) -> Iterator[int]:
-        """The continuations of earlier occurrences of the text's last n tokens, latest first."""
-        place = self.after.get(tuple(self.text[-size:]))
-        while place is not None:
-            yield place
-            place = self.before.get((size, place))
+    def _positions(self, size: int) -> Iterator[int]:
+        """Yield the continuations of earlier occurrences of the text's last n tokens, latest first."""
+        position = self.latest.get(tuple(self.text[-size:]))
+        while position is not None:
+            yield position
+            position = self.earlier.get((size, position))

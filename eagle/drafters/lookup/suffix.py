@@ -39,9 +39,12 @@ class Automaton:
         self.end = self.whole  # the state of its last `limit` tokens
 
     def add(self, token: int) -> None:
-        """One more token: two states at most, and as many links as it has counted suffixes that end elsewhere too."""
-        size, state = self.lengths[self.whole] + 1, self.whole
-        self.whole = new = self._state({}, size, 0, size)
+        """Append a token: two states at most, and as many links as it has counted suffixes that end elsewhere too."""
+        state = self.whole
+        size = self.lengths[state] + 1
+        new = self._state({}, size, 0, size)
+        self.whole = new
+        # every ending of the text that has not been followed by this token now is
         while token not in self.next[state]:
             self.next[state][token] = new
             if state == 0:
@@ -49,19 +52,22 @@ class Automaton:
             state = self.links[state]
         else:
             self.links[new] = self._exactly(state, token)
-        state = self.end = self.next[self.shorten(self.end, self.limit - 1)][token]
+        kept = self.shorten(self.end, self.limit - 1)
+        self.end = self.next[kept][token]
+        # all suffixes of the last `limit` tokens occurred once more
+        state = self.end
         while state:
             self.counts[state] += 1
             self.latest[state] = size
             state = self.links[state]
 
     def follow_end(self) -> tuple[int, int]:
-        """The longest ending of the text, of up to `limit` tokens, that also occurs earlier: its state and length."""
+        """Return state and length of the longest ending of the text, up to `limit` tokens, that also occurs earlier."""
         state = self.links[self.end] if self.end == self.whole else self.end
         return state, min(self.lengths[state], self.limit)
 
     def after(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """State and length of the longest known ending of another text after a token, from its state before."""
+        """Return state and length of another text's longest known ending after a token, from those before it."""
         while state and token not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state]
@@ -70,30 +76,34 @@ class Automaton:
         return self.shorten(self.next[state][token], self.limit), min(length + 1, self.limit)
 
     def shorten(self, state: int, length: int) -> int:
-        """The state of a string in this state when all but its last `length` tokens are dropped."""
+        """Return the state of a string in this state when all but its last `length` tokens are dropped."""
         while state and self.lengths[self.links[state]] >= length:
             state = self.links[state]
         return state
 
     def followers(self, state: int, most: int) -> list[tuple[float, int, int]]:
-        """The most frequent successors of a state's strings (ties: most recent): share, token and state of each."""
-        follow, counts, latest = self.next[state], self.counts, self.latest
-        total = counts[state] - (latest[state] == self.lengths[self.whole])  # nothing follows the end of the text
-        ranked = [(counts[child], latest[child], token, child) for token, child in islice(follow.items(), COMPARED)]
+        """Return the most frequent successors of a state's strings (ties: most recent): share, token and state."""
+        # nothing follows the end of the text
+        is_end = self.latest[state] == self.lengths[self.whole]
+        total = self.counts[state] - is_end
+        compared = islice(self.next[state].items(), COMPARED)
+        ranked = [(self.counts[child], self.latest[child], token, child) for token, child in compared]
         best = sorted(ranked, reverse=True)[:most]
         return [(times / total, token, child) for times, _, token, child in best if token != SEAM]
 
     def _exactly(self, state: int, token: int) -> int:
-        """The state of a state's longest string plus this token, split from longer strings that shared it."""
-        held = self.next[state][token]
-        if self.lengths[held] == self.lengths[state] + 1:
-            return held
-        parted = self._state(dict(self.next[held]), self.lengths[state] + 1, self.counts[held], self.latest[held])
-        self.links[parted], self.links[held] = self.links[held], parted
-        while self.next[state].get(token) == held:
-            self.next[state][token] = parted
+        """Return the state of a state's longest string plus this token, split from longer strings that shared it."""
+        shared = self.next[state][token]
+        length = self.lengths[state] + 1
+        if self.lengths[shared] == length:
+            return shared
+        split = self._state(dict(self.next[shared]), length, self.counts[shared], self.latest[shared])
+        self.links[split] = self.links[shared]
+        self.links[shared] = split
+        while self.next[state].get(token) == shared:
+            self.next[state][token] = split
             state = self.links[state]
-        return parted
+        return split
 
     def _state(self, follow: dict[int, int], length: int, count: int, latest: int) -> int:
         self.next.append(follow)
@@ -108,33 +118,34 @@ Node = tuple[int, int, float]  # token, parent, and log of how likely the path i
 
 
 def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) -> Iterator[Node]:
-    """The tree of what followed a match of `length` tokens, likeliest nodes first, from the root (whose token is SEAM).
+    """Yield the tree of what followed a match of `length` tokens, likeliest nodes first.
 
-    A path is as likely as its tokens followed one another in the past, times n / (n + d): so likely a match of n tokens
-    is taken to go on for d more. Of the bench target's greedy answers it went on for one more in 41, 61, 72, 78, 80 and
-    83% (n = 1 to 6, where the past knew one continuation).
+    The first is the root, whose token is SEAM. A path is as likely as its tokens followed one another in the past,
+    times n / (n + d): so likely a match of n tokens is taken to go on for d more. Of the bench target's greedy answers
+    it went on for one more in 41, 61, 72, 78, 80 and 83% (n = 1 to 6, where the past knew one continuation).
     """
-    reach = [(-1.0, 0, 0, -1, SEAM, match, 0)]
+    # minus the likelihood, so that a heap gives the likeliest; place and rank break ties
+    heap = [(-1.0, 0, 0, -1, SEAM, match, 0)]
     for place in count():
-        if not reach:
+        if not heap:
             return
-        less, _, _, parent, token, state, level = heappop(reach)
-        yield token, parent, log(-less)
+        minus_likelihood, _, _, parent, token, state, level = heappop(heap)
+        yield token, parent, log(-minus_likelihood)
         if level == depth:
             continue
-        less *= (length + level) / (length + level + 1)
+        minus_likelihood *= (length + level) / (length + level + 1)
         # the end of the past is the match itself: there it is copied over itself, as in LZ77
         followers = past.followers(state if past.next[state] else match, width)
         for rank, (share, token, child) in enumerate(followers):
-            heappush(reach, (less * share, place, rank, place, token, child, level + 1))
+            heappush(heap, (minus_likelihood * share, place, rank, place, token, child, level + 1))
 
 
 class SuffixDrafter(Drafter):
     """Trees of what followed the text's longest repeated ending (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
 
-    Strings of up to `longest` tokens are counted: a match, and at most half of them drafted behind it. A match of n
-    tokens is trusted for `trust` * n nodes. With `remember` the answers of earlier requests are searched too, and the
-    longer match is taken, at a tie the text's own; what exceeds so many tokens is forgotten but for the newest half.
+    Strings of up to `longest` tokens are counted: a match, and a draft of at most half of them. A match of n tokens is
+    trusted for `trust` * n nodes. With `remember` the answers of earlier requests are searched too, and the longer
+    match is used, at a tie the text's own; beyond so many tokens only the newest half is remembered.
     """
 
     def __init__(self, longest: int = 32, trust: int = 3, remember: int = 0) -> None:
@@ -142,63 +153,74 @@ class SuffixDrafter(Drafter):
             raise ValueError(f"longest is {longest}, expected 2 or more: a matched token and one drafted behind it")
         if trust < 1 or remember < 0:
             raise ValueError(f"trust is {trust} and remember {remember}, expected 1 or more and 0 (nothing) or more")
-        self.longest, self.trust, self.remember = longest, trust, remember
+        self.longest = longest
+        self.trust = trust
+        self.remember = remember
         self.memory: list[int] = []
         self.earlier = Automaton(longest)
 
     def begin(self, noise: Noise | None = None) -> SuffixText:
-        """An empty text."""
+        """Return the state for a new sequence."""
         return SuffixText(self)
 
     def open(self) -> EachText:
-        """The state for several texts; each is remembered when it ends."""
+        """Return the state for several sequences; with `remember`, each is remembered when it ends."""
         return _Remembered(self) if self.remember else EachText(self)
 
     def keep(self, answer: list[int]) -> None:
         """Remember an answer."""
         self.memory += answer
         if len(self.memory) > self.remember:
-            self.memory = answer = self.memory[len(self.memory) - self.remember // 2 :]
+            # an automaton cannot forget: a new one reads the newest half
+            self.memory = self.memory[len(self.memory) - self.remember // 2 :]
             self.earlier = Automaton(self.longest)
+            answer = self.memory
         for token in answer:
             self.earlier.add(token)
 
 
 class SuffixText:
-    """A text with its automaton, and its match in earlier answers."""
+    """A sequence with its automaton, and its match in earlier answers."""
 
     def __init__(self, drafter: SuffixDrafter) -> None:
-        self.drafter, self.text = drafter, Automaton(drafter.longest)
+        self.drafter = drafter
+        self.text = Automaton(drafter.longest)
         self.answer: list[int] = []
-        self.earlier, self.match = drafter.earlier, (0, 0)  # state and length, in the earlier answers
+        self.earlier = drafter.earlier
+        self.match = (0, 0)  # state and length, in the earlier answers
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """The likeliest continuations within the budget; the root alone where nothing matches."""
+        """Return the likeliest continuations within the budget; the root alone where nothing matches."""
         self._read([*update.tokens.tolist(), update.root])
-        past, (state, length) = self.text, self.text.follow_end()
+        past = self.text
+        state, length = past.follow_end()
         if self.match[1] > length:
-            past, (state, length) = self.earlier, self.match
+            past = self.earlier
+            state, length = self.match
+        # strings of up to `longest` tokens are counted: the match and what is drafted after it
         depth = min(budget.depth, self.drafter.longest // 2)
         length = min(length, self.drafter.longest - depth)
         nodes = min(budget.nodes, self.drafter.trust * length)
-        tree = likeliest(past, past.shorten(state, length), length, depth, min(budget.top_k, nodes))
-        tokens, parents, likely = zip(*islice(tree, nodes + 1), strict=True)
-        return DraftTree(torch.tensor([update.root, *tokens[1:]]), torch.tensor(parents), None, torch.tensor(likely))
+        tree = likeliest(past, past.shorten(state, length), length, depth, width=min(budget.top_k, nodes))
+        tokens, parents, likelihoods = zip(*islice(tree, nodes + 1), strict=True)
+        tree_tokens = torch.tensor([update.root, *tokens[1:]])
+        return DraftTree(tree_tokens, torch.tensor(parents), likelihoods=torch.tensor(likelihoods))
 
     def _read(self, tokens: list[int]) -> None:
         """Append the tokens to the text; the first is its last root, except for a prompt."""
         if self.answer:
             del tokens[0]
-        self.answer += tokens if self.answer else tokens[-1:]
+            self.answer += tokens
+        else:
+            self.answer = tokens[-1:]
         for token in tokens:
             self.text.add(token)
-        if self.drafter.remember:
-            for token in tokens:
+            if self.drafter.remember:
                 self.match = self.earlier.after(*self.match, token)
 
 
 class _Remembered(EachText):
-    """Texts whose answers the drafter remembers."""
+    """Sequences whose answers the drafter remembers."""
 
     drafter: SuffixDrafter
 

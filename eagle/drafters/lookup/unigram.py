@@ -18,5 +18,5 @@ class UnigramDrafter(CountDrafter):
         self.row = tables.unigram().log().float().to(device)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[K, V], the same in every row."""
+        """Return log-probs [K, V], the same in every row."""
         return self.row.expand(len(tokens), -1)
