@@ -71,6 +71,7 @@ def settings_of(section: dict[str, Any], source: str) -> Any:
 def stored_settings(section: dict[str, Any], source: str) -> Any:
     """Return the settings in a head's config, whose method `DRAFTERS.admit` has registered: nothing is loaded."""
     kind = section.get("kind")
+    # unlike `find`, `get` runs no code
     method = DRAFTERS.get(kind) if isinstance(kind, str) else None
     return _parse_settings(method, section, source)
 
@@ -85,5 +86,6 @@ def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: s
             f"{source}: drafter.kind is {kind!r}, expected a method with weights: "
             f"{', '.join(names)}, or PATH.py:CLASS of your own"
         )
+    # a method that was named as PATH.py:CLASS is registered by a name of its own
     name = kind if kind in DRAFTERS else name_of(method, str(kind))
     return parse_section(method.Settings, {**section, "kind": name}, f"{source}: drafter")

@@ -160,7 +160,7 @@ class DraftModel(TrainableDrafter):
 
         states = self._states(batch)
         before = (batch.loss_mask.nonzero()[:, 0] - 1).to(batch.tokens.device)
-        steps = max(len(path) for paths in trees.values() for path in paths)
+        steps = max(max(map(len, paths)) for paths in trees.values())
         # what is beyond the end of a sequence counts for nothing
         ahead = [states[(before + step).clamp(max=len(states) - 1)] for step in range(steps)]
         return validate_batch(batch, ahead, ([student] * steps, frozen.logits), trees)
@@ -318,10 +318,7 @@ class ModelState:
                 texts[row] = [*update.tokens.tolist(), update.root]
             else:
                 trees[row] = DraftTree.chain([update.root])
-        logits = self._read_prompts({row: text for row, text in texts.items() if row not in self.state.rows})
-        earlier = [row for row in self.state.rows if row in texts and row not in logits]
-        for rows in self._groups(earlier):
-            logits |= self._read_confirmed({row: texts[row] for row in rows})
+        logits = self._read(texts)
         # a read may have moved rows to other slots
         for rows in self._groups([row for row in self.state.rows if row in texts]):
             seeds = []
@@ -380,6 +377,14 @@ class ModelState:
 
     # -- committed tokens ---------------------------------------------------------------------------------------------
 
+    def _read(self, texts: Mapping[int, list[int]]) -> dict[int, Tensor]:
+        """Read new sequences, and what was committed of others, and return the logits [V] after each root."""
+        logits = self._read_prompts({row: text for row, text in texts.items() if row not in self.state.rows})
+        earlier = [row for row in self.state.rows if row in texts and row not in logits]
+        for rows in self._groups(earlier):
+            logits |= self._read_confirmed({row: texts[row] for row in rows})
+        return logits
+
     def _read_prompts(self, texts: Mapping[int, list[int]]) -> dict[int, Tensor]:
         """Read sequences from their first token on, and return the logits [V] after each."""
         logits: dict[int, Tensor] = {}
@@ -423,7 +428,10 @@ class ModelState:
                 tensors += [tokens, parents]
         # all in one transfer
         values = iter(to_host(tensors))
-        return {row: [(next(values).tolist(), next(values).tolist()) for _ in self.levels[row]] for row in rows}
+        drafted: dict[int, list[tuple[list[int], list[int]]]] = {}
+        for row in rows:
+            drafted[row] = [(next(values).tolist(), next(values).tolist()) for _ in self.levels[row]]
+        return drafted
 
 
 def _confirm_rows(levels: list[tuple[list[int], list[int]]], tokens: list[int]) -> list[int]:

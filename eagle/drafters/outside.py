@@ -96,6 +96,7 @@ class Methods(dict[str, type[Any]]):
         source = folder / "config.json"
         kind = config["settings"].get("kind")
         code = config.get("code")
+        # a name like PATH.py:CLASS would run that code
         if isinstance(kind, str) and SPELLED.fullmatch(kind):
             raise ValueError(
                 f"{source}: settings.kind is {kind!r:.200}, which names code to run; expected the name of a method, as "
@@ -107,6 +108,7 @@ class Methods(dict[str, type[Any]]):
             return
         if not isinstance(code, dict) or not all(isinstance(value, str) for value in code.values()) or kind is None:
             raise ValueError(f"{source}: code is {code!r:.200}, expected what save_head writes; copy the file again")
+        # a method of an installed package has no file in the folder
         if "sha256" not in code:
             if known is None:
                 named = f"{code.get('module')}:{code.get('class')}"
@@ -156,6 +158,7 @@ ADVICE = "and where it has weights from TrainableDrafter, with Settings that hav
 def _compare(known: type[Any], text: bytes, folder: Path, kind: str) -> None:
     """Warn, or refuse, where the method that is loaded is not the one that a head was saved with."""
     module = sys.modules.get(known.__module__)
+    # a method of a package has no text, and is taken as it is
     loaded = getattr(module, "__code_text__", text)
     if loaded == text:
         return

@@ -30,7 +30,11 @@ class FirstOf(Drafter):
         if not drafters:
             raise ValueError("a list of drafters is empty: expected at least one, for none at all NoDrafter()")
         self.drafters = tuple(drafters)
-        self.taps = tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+        # each tap once, in the order in which they are first asked for
+        taps: dict[int, None] = {}
+        for drafter in drafters:
+            taps |= dict.fromkeys(drafter.taps)
+        self.taps = tuple(taps)
         self.reads = Reads(
             choices=max(drafter.reads.choices for drafter in drafters),
             view=any(drafter.reads.view for drafter in drafters),
@@ -89,6 +93,7 @@ class SeveralState:
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
         """Return each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
+        # a drafter that is asked later gets all that was committed since, reduced to what it reads
         for index, drafter in enumerate(self.several.drafters):
             positions = [self.several.taps.index(tap) for tap in drafter.taps]
             for row, update in updates.items():
@@ -107,6 +112,7 @@ class SeveralState:
             joined = {row: Committed.join(self.pending[row][index]) for row in rows}
             for row in rows:
                 self.pending[row][index] = []
+            # rows that fail end alone; the others go on
             try:
                 trees |= state.propose(joined, {row: budgets[row] for row in rows})
             except RowErrors as failed:
@@ -122,6 +128,7 @@ def _restrict(update: Committed, taps: list[int], choices: int) -> Committed:
     features = None
     if taps and update.features is not None:
         features = update.features.index_select(1, upload(torch.tensor(taps), update.features.device))
+    # the tree is there for its choices
     if update.choices is None or not choices:
         return replace(update, features=features, tree=None, choices=None)
     return replace(update, features=features, choices=update.choices[:, :choices])

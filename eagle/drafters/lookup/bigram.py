@@ -30,9 +30,9 @@ class BigramDrafter(CountDrafter):
         pairs = smoothed / (totals + distinct)[first_tokens]
         weights = torch.where(distinct > 0, distinct.double() / (totals + distinct), 1)
         # one column and one pair more than there are, for rows that are shorter than the longest
-        self.unigram = _pad_row(unigram, 1).log().float().to(device)
-        self.weights = weights.log().float().to(device)
-        self.pairs = _pad_row(pairs, 1).log().float().to(device)
+        self.unigram = _log_probs(_pad_row(unigram, 1), device)
+        self.weights = _log_probs(weights, device)
+        self.pairs = _log_probs(_pad_row(pairs, 1), device)
         self.starts = tables.starts.to(device)
         self.successors = _pad_row(tables.successors, tables.vocab_size).to(device)
         self.widest = int(distinct.max())
@@ -47,6 +47,10 @@ class BigramDrafter(CountDrafter):
         places = torch.where(places < end, places, len(self.pairs) - 1)
         log_probs = self.unigram + self.weights[tokens, None]
         return log_probs.scatter_(1, self.successors[places], self.pairs[places])[:, :-1]
+
+
+def _log_probs(probs: Tensor, device: torch.device | str) -> Tensor:
+    return probs.log().float().to(device)
 
 
 def _pad_row(row: Tensor, value: int) -> Tensor:

@@ -71,9 +71,9 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
         loss = (norm - logits.gather(-1, tokens))[..., 0]
         # the gradient is q - e, with e the unit vector of the token
         grad = probs.scatter_add_(-1, tokens, torch.full_like(norm, -1))
-        if weight != 1:
-            loss, grad = weight * loss, grad.mul_(weight)
-        return loss, grad
+        if weight == 1:
+            return loss, grad
+        return weight * loss, grad.mul_(weight)
 
     return compare
 
@@ -104,25 +104,50 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
     return compare
 
 
-def _overlap(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return a loss of the overlap a = sum min(p, q), the probability that a sampled token is accepted."""
-    weight = objective.weight
+def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the overlap a = sum min(p, q) [R, 1], and its gradient at the logits [R, V].
+
+    It is the probability that a sampled token is accepted.
+    """
+    overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
+    # da/dz = q (b - sum q b), where b marks the tokens with q < p, whose q is what min(p, q) follows
+    is_below = (probs < target_probs).to(probs.dtype)
+    share = (probs * is_below).sum(-1, keepdim=True)
+    return overlap, probs * (is_below - share)
+
+
+def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
+    """Return 1 - a."""
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
-        # da/dz = q (b - sum q b), where b marks the tokens with q < p, whose q is what min(p, q) follows
-        below = (probs < target_probs).to(probs.dtype)
-        rise = probs * (below - (probs * below).sum(-1, keepdim=True))
-        if objective.kind == "tv":
-            return weight * (1 - overlap[..., 0]), rise.mul_(-weight)
-        if objective.kind == "acceptance":
-            return weight * -overlap[..., 0].log(), rise.mul_(-weight / overlap)
+        overlap, grad = _overlap(probs, target_probs)
+        return objective.weight * (1 - overlap[..., 0]), grad.mul_(-objective.weight)
+
+    return compare
+
+
+def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
+    """Return -log a."""
+
+    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        overlap, grad = _overlap(probs, target_probs)
+        return objective.weight * -overlap[..., 0].log(), grad.mul_(-objective.weight / overlap)
+
+    return compare
+
+
+def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
+    """Return l KL(p, q) + (1 - l) (1 - a)."""
+
+    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        overlap, overlap_grad = _overlap(probs, target_probs)
         blend = (-3 * overlap).exp() if objective.blend is None else torch.full_like(overlap, objective.blend)
-        entropy = torch.xlogy(target_probs, target_probs).sum(-1)
-        divergence = entropy - (target_probs * logits.log_softmax(-1)).sum(-1)
+        negative_entropy = torch.xlogy(target_probs, target_probs).sum(-1)
+        divergence = negative_entropy - (target_probs * logits.log_softmax(-1)).sum(-1)
         loss = blend[..., 0] * divergence + (1 - blend[..., 0]) * (1 - overlap[..., 0])
-        grad = blend * (probs - target_probs) - (1 - blend) * rise
-        return weight * loss, grad.mul_(weight)
+        # l has no gradient
+        grad = blend * (probs - target_probs) - (1 - blend) * overlap_grad
+        return objective.weight * loss, grad.mul_(objective.weight)
 
     return compare
 
@@ -156,8 +181,8 @@ COMPARE: dict[Kind, Callable[[Tensor, Objective], Compare]] = {
     "cross_entropy": _cross_entropy,
     "reverse_kl": _reverse_kl,
     "jsd": _reverse_kl,
-    "tv": _overlap,
-    "acceptance": _overlap,
-    "hybrid": _overlap,
+    "tv": _total_variation,
+    "acceptance": _acceptance,
+    "hybrid": _hybrid,
     "likeliest": _likeliest,
 }

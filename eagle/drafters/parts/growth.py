@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,7 +170,8 @@ def grow(
     def level_of_row(depth: int, rows: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor) -> Tensor:
         return level(depth, tokens[0], parents[0], tree_mask[0])[None]
 
-    return grow_rows([Seed(root, place, budget, noise)], logits[None], level_of_row, drafts, sharpness)[0]
+    seed = Seed(root, place, budget, noise)
+    return grow_rows([seed], logits[None], level_of_row, drafts=drafts, sharpness=sharpness)[0]
 
 
 def grow_rows(
@@ -185,8 +187,9 @@ def grow_rows(
     Trees stay on a device that the host would have to wait for, until something on the host asks for one of them.
     Where a budget has a minimum confidence, nodes have no children that the drafter is less sure of.
     """
-    grown = grow_columns(seeds, logits, level, drafts, sharpness, confidence)
-    return hand_over(grown, [seed.root for seed in seeds], at_once=not must_wait(logits.device))
+    grown = grow_columns(seeds, logits, level, drafts=drafts, sharpness=sharpness, confidence=confidence)
+    roots = [seed.root for seed in seeds]
+    return hand_over(grown, roots, at_once=not must_wait(logits.device))
 
 
 def grow_columns(
@@ -210,8 +213,14 @@ def grow_columns(
     for rows in groups.values():
         budget = seeds[rows[0]].budget
         scorer = ChildScorer(budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness)
-        group = _Rows(seeds, rows, confidence)
-        trees = _DynamicTrees(group, scorer) if budget.paths is None else _FixedTrees(group, scorer, logits.device)
+        kind = _DynamicTrees if budget.paths is None else _FixedTrees
+        trees = kind(
+            seeds=[seeds[row] for row in rows],
+            rows=rows,
+            scorer=scorer,
+            confidence=confidence,
+            device=logits.device,
+        )
         grown += _grow_group(trees, pick_rows(logits, rows)[:, None], level)
     return grown
 
@@ -223,23 +232,43 @@ def _kind(seed: Seed) -> object:
     return *shape, budget.draw, budget.sharpness, budget.confidence, seed.noise is None
 
 
-class _Rows:
-    """The rows of one group that still grow."""
+def _grow_group(trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel) -> list[GrownTrees]:
+    """Return the trees of a group of rows, from the logits [B, 1, D] of their roots' children."""
+    grown: list[GrownTrees] = []
+    for depth in range(1, trees.depth + 1):
+        trees.add_level(depth - 1, logits)
+        is_last = depth == trees.depth
+        ended = [index for index, seed in enumerate(trees.seeds) if is_last or seed.budget.depth <= depth]
+        if ended:
+            grown.append(trees.finish(ended, depth))
+            growing = [index for index in range(len(trees.rows)) if index not in ended]
+            if not growing:
+                break
+            trees.keep(growing)
+        tokens, parents, tree_mask = trees.read_next(depth)
+        logits = level(depth, trees.rows, tokens, parents, tree_mask)
+    return grown
 
-    def __init__(self, seeds: Sequence[Seed], rows: list[int], confidence: Confidence | None) -> None:
+
+class _Trees:
+    """The trees of one group of rows that still grow; their budgets are alike but for the depth."""
+
+    def __init__(
+        self,
+        seeds: list[Seed],
+        rows: list[int],
+        scorer: ChildScorer,
+        confidence: Confidence | None,
+        device: torch.device,
+    ) -> None:
+        self.seeds = seeds
         self.rows = rows
-        self.seeds = [seeds[row] for row in rows]
+        self.scorer = scorer
         self.confidence = confidence
-
-    @property
-    def budget(self) -> Budget:
-        """The budget of all, but for its depth."""
-        return self.seeds[0].budget
-
-    @property
-    def depth(self) -> int:
-        """The depth that the deepest tree may have."""
-        return max(seed.budget.depth for seed in self.seeds)
+        self.device = device
+        self.budget = seeds[0].budget
+        self.depth = max(seed.budget.depth for seed in seeds)
+        self.tokens: list[Tensor] = []  # of each level
 
     def is_sure(self, depth: int) -> Tensor | None:
         """Return [B, K] or [B, 1], which nodes may have children; None where all may."""
@@ -251,26 +280,7 @@ class _Rows:
         """Continue with these rows only."""
         self.rows = [self.rows[index] for index in indices]
         self.seeds = [self.seeds[index] for index in indices]
-
-
-def _grow_group(trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel) -> list[GrownTrees]:
-    """Return the trees of a group of rows, from the logits [B, 1, D] of their roots' children."""
-    grown: list[GrownTrees] = []
-    rows = trees.rows
-    for depth in range(1, trees.depth + 1):
-        trees.add_level(depth - 1, logits)
-        is_last = depth == trees.depth
-        ended = [index for index, seed in enumerate(rows.seeds) if is_last or seed.budget.depth <= depth]
-        if ended:
-            grown.append(trees.finish(ended, depth))
-            growing = [index for index in range(len(rows.rows)) if index not in ended]
-            if not growing:
-                break
-            rows.keep(growing)
-            trees.keep(growing)
-        tokens, parents, tree_mask = trees.read_next(depth)
-        logits = level(depth, rows.rows, tokens, parents, tree_mask)
-    return grown
+        self.tokens = _pick_levels(self.tokens, indices)
 
 
 def _pick_levels(levels: list[Tensor], rows: list[int]) -> list[Tensor]:
@@ -283,37 +293,29 @@ def _join_levels(levels: list[Tensor], rows: list[int]) -> Tensor:
     return torch.cat(_pick_levels(levels, rows), dim=1)
 
 
-class _DynamicTrees:
+class _DynamicTrees(_Trees):
     """EAGLE-2's trees: read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all.
 
-    A path's log-likelihood is the sum of its nodes' log-probs, in fp32.
+    A path's log-likelihood is the sum of its nodes' log-probs, in fp32. Of each level `tokens` are candidates [B, C].
     """
 
-    def __init__(self, rows: _Rows, scorer: ChildScorer) -> None:
-        self.rows = rows
-        self.scorer = scorer
-        self.depth = rows.depth
-        self.width = min(rows.budget.top_k, rows.budget.nodes)
-        # the candidates of each level
-        self.tokens: list[Tensor] = []  # [B, C]
-        self.parents: list[Tensor] = []  # [B, K], of C / K candidates each
-        self.likelihoods: list[Tensor] = []  # [B, C], in logs
+    def __init__(self, **group: Any) -> None:
+        super().__init__(**group)
+        self.width = min(self.budget.top_k, self.budget.nodes)
+        self.parents: list[Tensor] = []  # of each level [B, K], of C / K candidates each
+        self.likelihoods: list[Tensor] = []  # of each level [B, C], in logs
         self.count = 1  # candidates so far, and the root
-        self.per_parent = 0  # candidates of the last level that follow one parent
-        # of the nodes that were read last; at first the root, which is node 0
-        self.totals: Tensor | None = None  # [B, K], their log-likelihoods
-        self.frontier: Tensor | None = None  # [B, K], their numbers
-        self.tree_mask: Tensor | None = None  # [B, K, R], their ancestors
+        # of the nodes that were read last, at first the roots: their log-likelihoods, numbers and ancestors
+        self.totals = torch.zeros(len(self.rows), 1, dtype=torch.float32, device=self.device)  # [B, K]
+        self.frontier = torch.zeros(len(self.rows), 1, dtype=torch.long, device=self.device)  # [B, K]
+        self.tree_mask = torch.zeros(len(self.rows), 1, 0, dtype=torch.bool, device=self.device)  # [B, K, R]
 
     def add_level(self, depth: int, logits: Tensor) -> None:
         """Make the best children of the nodes that were read last candidates."""
-        scores, _ = self.scorer.score(self.rows.seeds, depth, logits)
+        scores, _ = self.scorer.score(self.seeds, depth, logits)
         # log-probs are never above 0, so that no child beats its parent
         log_probs, tokens = self.scorer.best(scores.log_softmax(-1), self.width)
-        if self.totals is None or self.frontier is None:
-            self.totals = logits.new_zeros(len(logits), 1, dtype=torch.float32)
-            self.frontier = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
-        is_sure = self.rows.is_sure(depth)
+        is_sure = self.is_sure(depth)
         if is_sure is not None:
             log_probs = log_probs.masked_fill(~is_sure[..., None], -math.inf)
         # one row of logits may stand for all nodes
@@ -322,7 +324,6 @@ class _DynamicTrees:
         self.tokens.append(tokens.flatten(1))
         self.parents.append(self.frontier)
         self.likelihoods.append(likelihoods.flatten(1))
-        self.per_parent = tokens.shape[2]
 
     def finish(self, rows: list[int], levels: int) -> GrownTrees:
         """Return the trees of rows that are deep enough."""
@@ -330,35 +331,33 @@ class _DynamicTrees:
             _join_levels(self.tokens, rows),
             _join_levels(self.parents, rows),
             _join_levels(self.likelihoods, rows),
-            nodes=self.rows.budget.nodes,
+            nodes=self.budget.nodes,
         )
-        leaves_out = self.rows.budget.confidence is not None
+        leaves_out = self.budget.confidence is not None
         if leaves_out:
             columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
-        return GrownTrees([self.rows.rows[row] for row in rows], columns, levels, sheds=leaves_out)
+        return GrownTrees([self.rows[row] for row in rows], columns, levels, sheds=leaves_out)
 
-    def keep(self, rows: list[int]) -> None:
+    def keep(self, indices: list[int]) -> None:
         """Continue with these rows only."""
-        self.tokens = _pick_levels(self.tokens, rows)
-        self.parents = _pick_levels(self.parents, rows)
-        self.likelihoods = _pick_levels(self.likelihoods, rows)
-        if self.tree_mask is not None:
-            self.tree_mask = pick_rows(self.tree_mask, rows)
+        super().keep(indices)
+        self.parents = _pick_levels(self.parents, indices)
+        self.likelihoods = _pick_levels(self.likelihoods, indices)
+        self.tree_mask = pick_rows(self.tree_mask, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens [B, K], parents [B, K] and ancestors [B, K, R] of the nodes to read next."""
         likelihoods = self.likelihoods[-1]
         best = likelihoods.topk(min(self.width, likelihoods.shape[1]))
-        parents = best.indices // self.per_parent
+        parents = best.indices // (likelihoods.shape[1] // self.totals.shape[1])
         self.totals = best.values
         self.frontier = self.count + best.indices
         self.count += likelihoods.shape[1]
-        tree_mask = _identity(parents.shape[1], parents.device).expand(len(parents), -1, -1)
-        if self.tree_mask is not None:
-            above = self.tree_mask.gather(1, parents[..., None].expand(-1, -1, self.tree_mask.shape[2]))
-            tree_mask = torch.cat([above, tree_mask], dim=2)
-        self.tree_mask = tree_mask
-        return self.tokens[-1].gather(1, best.indices), parents, tree_mask
+        # a node sees what its parent sees, and itself
+        above = self.tree_mask.gather(1, parents[..., None].expand(-1, -1, self.tree_mask.shape[2]))
+        itself = _identity(parents.shape[1], self.device).expand(len(parents), -1, -1)
+        self.tree_mask = torch.cat([above, itself], dim=2)
+        return self.tokens[-1].gather(1, best.indices), parents, self.tree_mask
 
 
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
@@ -380,17 +379,15 @@ def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nod
     return torch.stack([tokens.gather(1, selected), tree_parents, bits], dim=1)
 
 
-class _FixedTrees:
+class _FixedTrees(_Trees):
     """Trees of a fixed shape: of each level the nodes that have children are read."""
 
-    def __init__(self, rows: _Rows, scorer: ChildScorer, device: torch.device) -> None:
-        assert rows.budget.paths is not None
-        self.rows = rows
-        self.scorer = scorer
-        self.plans, self.parents = plan_levels(rows.budget.paths, rows.depth, device)
+    def __init__(self, **group: Any) -> None:
+        super().__init__(**group)
+        assert self.budget.paths is not None
+        self.plans, self.parents = plan_levels(self.budget.paths, self.depth, self.device)
         self.depth = len(self.plans)
         self.read_count = 1  # nodes that were read of the level above
-        self.tokens: list[Tensor] = []  # of each level [B, nodes]
         self.draft_probs: list[Tensor] = []  # of each level [B, nodes, V], what its nodes were sampled from
         self.last = torch.empty(0)  # [B, nodes], the last level's tokens, those that are left out included
         # [B, nodes], whether all nodes of the path so far had confidence; None where no budget asks
@@ -399,7 +396,7 @@ class _FixedTrees:
     def add_level(self, depth: int, logits: Tensor) -> None:
         """Give the nodes of a level the children of the ranks that the shape names."""
         plan = self.plans[depth]
-        scores, probs = self.scorer.score(self.rows.seeds, depth, logits)
+        scores, probs = self.scorer.score(self.seeds, depth, logits)
         _, best = self.scorer.best(scores, plan.width)
         if best.shape[2] != plan.width:
             raise ValueError(
@@ -409,7 +406,7 @@ class _FixedTrees:
         # one row of logits may stand for all nodes
         best = best.expand(-1, self.read_count, -1)
         self.last = best.flatten(1).index_select(1, plan.children)
-        is_sure = self.rows.is_sure(depth)
+        is_sure = self.is_sure(depth)
         if is_sure is not None:
             goes_on = is_sure.expand(-1, self.read_count) if self.goes_on is None else is_sure & self.goes_on
             self.goes_on = goes_on.index_select(1, plan.rows)
@@ -426,20 +423,21 @@ class _FixedTrees:
         probs = _join_levels(self.draft_probs, rows) if self.draft_probs else None
         parents = self.parents[: 1 + tokens.shape[2]]
         is_partial = self.goes_on is not None
-        return GrownTrees([self.rows.rows[row] for row in rows], tokens, levels, parents, probs, sheds=is_partial)
+        numbers = [self.rows[row] for row in rows]
+        return GrownTrees(numbers, tokens, levels, parents=parents, probs=probs, sheds=is_partial)
 
-    def keep(self, rows: list[int]) -> None:
+    def keep(self, indices: list[int]) -> None:
         """Continue with these rows only."""
-        self.tokens = _pick_levels(self.tokens, rows)
-        self.draft_probs = _pick_levels(self.draft_probs, rows)
-        self.last = pick_rows(self.last, rows)
+        super().keep(indices)
+        self.draft_probs = _pick_levels(self.draft_probs, indices)
+        self.last = pick_rows(self.last, indices)
         if self.goes_on is not None:
-            self.goes_on = pick_rows(self.goes_on, rows)
+            self.goes_on = pick_rows(self.goes_on, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens [B, K], parents [B, K] and ancestors [B, K, R] of the nodes to read next."""
         plan = self.plans[depth - 1]
-        count = len(self.rows.rows)
+        count = len(self.rows)
         self.read_count = len(plan.read)
         if self.goes_on is not None:
             self.goes_on = self.goes_on.index_select(1, plan.read)

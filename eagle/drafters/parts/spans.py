@@ -171,7 +171,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (
 
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
     """`attend` for CPUs, by products of pieces of the texts."""
-    return _Plain.apply(query, key, value, spans, *(tensor for pair in own for tensor in pair))
+    # autograd sees tensors among the arguments, not in tuples
+    flat: list[Tensor] = []
+    for pair in own:
+        flat += pair
+    return _Plain.apply(query, key, value, spans, *flat)
 
 
 ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kernel
@@ -362,10 +366,16 @@ def read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
 
     In bf16 they are contiguous: products copy what is not, and what they transpose far slower.
     """
-    if len(seen) > 1:
-        return [torch.cat([tensor[:, part] for part in seen], dim=1) for tensor in tensors]
-    columns = [tensor[:, seen[0]] for tensor in tensors]
-    return [column.contiguous() if column.dtype == torch.bfloat16 else column for column in columns]
+    columns = []
+    for tensor in tensors:
+        if len(seen) > 1:
+            column = torch.cat([tensor[:, part] for part in seen], dim=1)
+        else:
+            column = tensor[:, seen[0]]
+            if column.dtype == torch.bfloat16:
+                column = column.contiguous()
+        columns.append(column)
+    return columns
 
 
 def room_for_gradient(part: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def read_context(
             masks = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
             all_slots = Spans.of(masks, tables[0].device, window=window)
         if index > 0:
-            hidden = read_rows(layers[index - 1], inputs, tables, context[-1], all_slots, run=run)
+            hidden = read_rows(layers[index - 1], inputs, tables, context[-1], spans=all_slots, run=run)
             inputs = block.inputs(hidden)
         key, value = run(key_value, block, inputs, tables)
         context.append((key.contiguous(), value.contiguous()))

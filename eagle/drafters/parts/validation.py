@@ -48,7 +48,7 @@ def validate_text(
     slots = counted[2:].nonzero()[:, 0].to(tokens.device)
     sums = {"slots": torch.tensor(float(len(slots)), dtype=torch.float64)}
     sums |= _compare(states[0], true[slots + 1], students[0], teacher)
-    tree_depths = [len(path) for paths in trees.values() for path in paths]
+    tree_depths = [max(map(len, paths)) for paths in trees.values()]
     max_depth = max([len(states), *tree_depths])
     # beyond the answer nothing is guessed; beyond a token that the target would not choose its choices are unknown
     is_inside = F.pad(counted, (0, max_depth)).to(tokens.device)
@@ -151,7 +151,7 @@ def _descend(ranks: list[Tensor], known: list[Tensor], paths: Paths) -> tuple[Te
         known: For each level [S], whether the target's token is known.
         paths: The tree, as ranks of children from the root.
     """
-    nodes = {(): 0}
+    nodes: dict[tuple[int, ...], int] = {(): 0}
     for path in sorted(set(paths), key=len):
         nodes[path] = len(nodes)
     # from a node and the rank of a child to the child, or to -1; the last column is for ranks that no node has
