@@ -132,15 +132,18 @@ class Attention(nn.Module):
         """Return [B, T, H]; without a mask, causal."""
         if cache is not None:
             return self.o_proj(self._read_cached(x, rotary, mask, cache))
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query = self._split_heads(self.q_proj(x))
+        key = self._split_heads(self.k_proj(x))
+        value = self._split_heads(self.v_proj(x))
         query, key = apply_rotary_pos_emb(*self.norm_heads(query, key), *rotary)
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
         return self.o_proj(output.transpose(1, 2).flatten(2))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Return [B, heads, T, w] of [B, T, heads * w]."""
+        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys [.., w], each by its norm where there are such."""
@@ -154,7 +157,7 @@ class Attention(nn.Module):
         width = self.width
         keys = self.k_proj.out_features // width
         queries = self.q_proj.out_features // width
-        heads = F.linear(x, cache.query_key_value, cache.bias).unflatten(-1, (-1, width)).transpose(1, 2)
+        heads = self._split_heads(F.linear(x, cache.query_key_value, cache.bias))
         # queries and keys are rotated together
         rotated = heads[:, :-keys]
         if self.q_norm is not None:

@@ -249,6 +249,7 @@ class _Distilled(torch.autograd.Function):
         """Find losses and gradients chunk by chunk."""
         steps, count, _ = student.shape
         wide = torch.promote_types(student.dtype, torch.float32)
+        # gradients of matrices are summed over chunks, in fp32 or better
         grads: list[Tensor | None] = []
         for tensor, needs_grad in zip(trained, ctx.needs_input_grad[4:], strict=True):
             if tensor is None or not needs_grad:
@@ -257,7 +258,8 @@ class _Distilled(torch.autograd.Function):
                 grads.append(torch.zeros_like(tensor, dtype=wide))
         grad_student = torch.empty_like(student)
         sums = torch.zeros(steps, dtype=wide, device=student.device)
-        device = "cpu" if student.is_meta else student.device.type  # meta tensors, of sizes alone, know no autocast
+        # meta tensors, of sizes alone, know no autocast
+        device = "cpu" if student.is_meta else student.device.type
         with torch.autocast(device, enabled=False):
             students = settings.students
             chunks = _chunks(count, steps, students[0].weight, heads=len(students), learned=grads[0] is not None)
@@ -343,7 +345,8 @@ class _ChunkDistiller:
             grads.append(head.pull_back(grad, slopes[index]) * weights_by_head[index])
             grad_weight = self.grad_weights[index]
             if grad_weight is not None:
-                inputs = weighted[index][:, -grad_weight.shape[1] :]  # a biased head's matrix reads the codes alone
+                # a biased head's matrix reads the codes alone
+                inputs = weighted[index][:, -grad_weight.shape[1] :]
                 _add_product_(grad_weight, grad.T, inputs, self.product)
             grad_bias = self.grad_biases[index]
             if grad_bias is not None:

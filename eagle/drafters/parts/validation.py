@@ -80,6 +80,7 @@ def validate_batch(
     target_hidden = batch.select_taps((-1,))[:, 0].split(batch.lengths)
     tokens = batch.tokens.split(batch.lengths)
     by_step = [state.split(slot_counts) for state in states]
+    # a text without slots has nothing to count
     sums: dict[str, Tensor] = {}
     for index, count in enumerate(slot_counts):
         if count:
