@@ -116,6 +116,6 @@ class SwiGLUResidual(torch.autograd.Function):
         grad_gate = torch.ops.aten.silu_backward(grad_product.mul_(up), gate)
         grad_normed = torch.addmm(grad_up @ w_up, grad_gate, w_gate)
         grad_x, grad_gain = _norm_backward(grad_normed, x, gain, inverse)
-        grad_w_gate = (grad_gate.T @ normed).to(gain.dtype)
-        grad_w_up = (grad_up.T @ normed).to(gain.dtype)
-        return grad_x.add_(grads[0]), grad_gain, None, grad_w_gate, grad_w_up, grad_w_down.to(gain.dtype)
+        grad_matrices = [grad_gate.T @ normed, grad_up.T @ normed, grad_w_down]
+        # the matrices are in fp32 under autocast
+        return grad_x.add_(grads[0]), grad_gain, None, *(grad.to(gain.dtype) for grad in grad_matrices)
