@@ -155,7 +155,7 @@ def admit_code(plugins: Sequence[str], trusts_heads: bool) -> None:
         return
     methods = import_module("eagle.drafters").DRAFTERS
     methods.trusts_heads = trusts_heads
-    import_module("eagle.recipe.foreign_recipe").Trust.in_recipes = trusts_heads
+    import_module("eagle.recipe").Trust.in_recipes = trusts_heads
     for path in plugins:
         methods.load_plugin(path)
     if plugins:

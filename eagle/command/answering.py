@@ -12,7 +12,7 @@ from eagle.core.drafter import Drafter
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
 from eagle.decoding.decode import stream
-from eagle.recipe.values import lay_over
+from eagle.recipe.plain_yaml import lay_over
 from eagle.target.target import Target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from textwrap import shorten
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from eagle.recipe.command_lines import RecipeParser
-from eagle.recipe.foreign_recipe import check_code
-from eagle.recipe.mistakes import parse_section, type_of_key
-from eagle.recipe.values import lay_over, read_yaml
+from eagle.recipe.plain_yaml import lay_over, read_yaml
 from eagle.shipped import find_recipe, move_to_target
-from eagle.web import check_address
+from eagle.web import check_address, hide_users
 
 
 class Section(BaseModel):
@@ -168,18 +168,28 @@ class TrainSection(Section):
     @field_validator("log_with", mode="before")
     @classmethod
     def _as_names(cls, value: Any) -> Any:
-        """Names in a list or with commas between them, as accelerate spells them."""
-        names = value.split(",") if isinstance(value, str) else () if value is None else value
+        """Return names from a list or a string with commas, spelled as accelerate spells them."""
+        names = value
+        if value is None:
+            names = ()
+        elif isinstance(value, str):
+            names = value.split(",")
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-            return value
-        spelled = [name.strip().lower().replace("-", "_") for name in names]
-        return tuple(dict.fromkeys("comet_ml" if name == "comet" else name for name in spelled if name))
+            return value  # which pydantic refuses
+        spelled: dict[str, None] = {}
+        for name in names:
+            key = name.strip().lower().replace("-", "_")
+            if key:
+                spelled["comet_ml" if key == "comet" else key] = None
+        return tuple(spelled)
 
     @property
     def trackers(self) -> dict[str, str]:
-        """The project of every tracker, by the tracker's name."""
-        named = dict.fromkeys(self.log_with, self.project)
-        return named if self.wandb is None else {**named, "wandb": self.wandb}
+        """Map the name of every tracker to its project."""
+        projects = dict.fromkeys(self.log_with, self.project)
+        if self.wandb is not None:
+            projects["wandb"] = self.wandb
+        return projects
 
 
 class JointSection(Section):
@@ -252,15 +262,23 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _let_target_see(cls, values: Any) -> Any:
-        """Data with images need the class that sees."""
-        data, target = (values.get(name) if isinstance(values, dict) else None for name in ("data", "target"))
+        """Load the class that sees where the data have images."""
+        if not isinstance(values, dict):
+            return values
+        data = values.get("data")
+        target = values.get("target")
         if isinstance(data, dict) and isinstance(target, dict) and data.get("images") is not None:
             return {**values, "target": {**target, "images": True}}
         return values
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-        """A recipe from a file, or from one that comes with eagle; another target moves its files to its own folder."""
+        """Return a recipe from a file or a shipped recipe's name.
+
+        Args:
+            path: A YAML file, or a name that `eagle recipes` lists.
+            overrides: Values as `section.key=value`. Another target moves the recipe's files to its own folder.
+        """
         file = find_recipe(path)
         values = read_yaml(file)
         original = copy.deepcopy(values)
@@ -272,22 +290,189 @@ class Recipe(Section):
 
     @classmethod
     def parse(cls, values: Any, source: str) -> Recipe:
-        """A recipe from plain values; the error names every mistake."""
+        """Return a recipe from plain values; the error names every mistake."""
         return parse_section(cls, values, source)
 
     def dump(self) -> str:
-        """The recipe as YAML, with every default."""
+        """Return the recipe as YAML, with every default."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+# keys of other trainers that resemble a wrong key here
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "max_grad_norm": "clip",
+    "gradient_clipping": "clip",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup",
+    "lr_scheduler_type": "schedule",
+    "scheduler": "schedule",
+    "gradient_accumulation_steps": "accumulation",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "output_dir": "out",
+    "save_total_limit": "keep",
+    "save_steps": "checkpoint_every",
+    "eval_steps": "validate_every",
+    "model_name_or_path": "path",
+    "max_seq_length": "max_length",
+    "torch_dtype": "dtype",
+}
+
+
+def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
+    """Return the values as an instance of `model`.
+
+    Raises:
+        ValueError: It names each mistake, and the nearest key to an unknown one.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        mistakes = [_explain(model, mistake, source) for mistake in error.errors()]
+        raise ValueError(hide_users("\n".join(mistakes))) from None
+
+
+def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
+    path = ".".join(map(str, mistake["loc"]))
+    if mistake["type"] != "extra_forbidden":
+        # pydantic puts a prefix before a sentence of this project
+        reason = mistake["msg"].removeprefix("Value error, ")
+        return f"{source}: {path}: got {_shorten(mistake['input'])}; {reason}"
+    owner: Any = model
+    for key in mistake["loc"][:-1]:
+        owner = type_of_key(owner, key)
+    known = ", ".join(owner.model_fields)
+    near = _nearest_key(str(mistake["loc"][-1]), owner.model_fields)
+    hint = f": did you mean {near}? Known" if near else ". Known"
+    return f"{source}: unknown key {path}{hint} here are {known}"
+
+
+def _shorten(value: Any) -> str:
+    """Return a value as an error shows it; a section is shown by its keys alone."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return f"the keys {', '.join(map(str, value)) or 'of an empty section'}"
+    return shorten(repr(value), 80, placeholder=" ...")
+
+
+def _nearest_key(name: str, keys: Iterable[str]) -> str | None:
+    """Return the key that a name resembles, by its own name or that of other trainers, or None."""
+    names = {alias: key for alias, key in OTHER_NAMES.items() if key in keys}
+    names |= {key: key for key in keys}
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return names[near[0]] if near else None
+
+
+def type_of_key(owner: Any, key: Any) -> Any:
+    """Return the type of section or mapping that `owner` holds under a key."""
+    annotation = get_args(owner)[1] if get_origin(owner) is dict else owner.model_fields[key].annotation
+    if get_origin(annotation) is dict:
+        return annotation
+    # the first of `Section | None`
+    return next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
+
+
+# -- recipes of strangers ---------------------------------------------------------------------------------------------
+
+CODE = re.compile(r".+:[A-Za-z_]\w*")  # PATH.py:CLASS or MODULE:CLASS
+
+
+class Trust:
+    """Whether the user of this process trusts code that a recipe beside a head names (`eagle --trust-code`)."""
+
+    in_recipes = False
+
+
+def check_code(values: dict[str, Any], path: Path, overridden: Iterable[str]) -> None:
+    """Refuse a recipe beside a head's weights that names code in a key which the command line does not set."""
+    # whoever made the head made the recipe, too
+    is_beside_head = (path.parent / "model.safetensors").exists() and (path.parent / "config.json").exists()
+    if not is_beside_head or Trust.in_recipes:
+        return
+    for key, value in list_code(values):
+        if any(key == prefix or key.startswith(f"{prefix}.") for prefix in overridden):
+            continue
+        raise ValueError(
+            f"{path} lies in the folder of a head and would run code: {key} is {value!r:.200}. Read that code first, "
+            f"then trust it with --trust-code, or name it yourself with {key}={value!s:.200}"
+        )
+
+
+def list_code(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys, with their values, by which a recipe runs code that is not this package's own."""
+    target = _get_mapping(values, "target")
+    if target.get("trust_remote_code"):
+        yield "target.trust_remote_code", target["trust_remote_code"]
+    drafters = {
+        "drafter.kind": _get_mapping(values, "drafter").get("kind"),
+        "regenerate.drafter": _get_mapping(values, "regenerate").get("drafter"),
+    }
+    measured = _get_mapping(_get_mapping(values, "eval"), "drafters")
+    for name in measured:
+        drafters[f"eval.drafters.{name}.head"] = _get_mapping(measured, name).get("head")
+    for key, value in drafters.items():
+        if isinstance(value, str) and any(CODE.fullmatch(name.strip()) for name in value.split(",")):
+            yield key, value
+
+
+def _get_mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the mapping under a key. The values are not validated yet, so that something else may be there."""
+    value = values.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+# -- command lines ----------------------------------------------------------------------------------------------------
+
+
+class RecipeParser(argparse.ArgumentParser):
+    """A parser of options and of `section.key=value`, which explains a recipe's key that is given as an option."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, Iterable[str]], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sections = sections
+        self.words: list[str] = []
+
+    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse, and remember the words for what `error` says of them."""
+        self.words = list(args or ())
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with usage and the message; of an unknown option with the override that it may stand for."""
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if unknown != message.split() and unknown[0].startswith("--"):
+            near = " or ".join(self._overrides_for(unknown[0]))
+            message += f": did you mean {near}?" if near else ": keys of the recipe are given as section.key=value"
+        super().error(message)
+
+    def _overrides_for(self, option: str) -> Iterator[str]:
+        """Yield the overrides that an option may stand for: `--lr 1e-3` and `--train.lr=1e-3` for `train.lr=1e-3`."""
+        name, equals, value = option.removeprefix("--").partition("=")
+        if not equals:
+            value = "VALUE"
+            following = self.words[self.words.index(option) + 1 :] if option in self.words else []
+            if following and not following[0].startswith("-"):
+                value = following[0]
+        name = name.replace("-", "_")
+        for section, keys in self.sections.items():
+            for key in keys:
+                if name in (key, f"{section}.{key}") or OTHER_NAMES.get(name) == key:
+                    yield f"{section}.{key}={value}"
+
+
 def recipe_parser(program: str, about: str | None) -> argparse.ArgumentParser:
-    """An empty command line, on which a key of a recipe that is given as an option is told as an override."""
+    """Return a parser without arguments, which explains a recipe's key that is given as an option."""
     sections = {name: type_of_key(Recipe, name).model_fields for name in Recipe.model_fields}
     return RecipeParser(prog=program, description=about, sections=sections)
 
 
 def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
-    """The command line that all stages share: a recipe and its overrides."""
+    """Return the parser that all stages share, of a recipe and its overrides."""
     parser = recipe_parser(program, about)
     parser.add_argument("recipe", metavar="RECIPE", help="a file, or a name that `eagle recipes` lists")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
@@ -295,7 +480,7 @@ def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def parse_train(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of `eagle train`; `recipe` is None where the command line names none."""
+    """Return the arguments of `eagle train`; `recipe` is None where the command line names none."""
     words = [word for word in argv if not word.startswith("-")]
     has_recipe = bool(words) and "=" not in words[0]
     parser = command_line("eagle train", None)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from eagle.recipe import Section
-from eagle.recipe.mistakes import parse_section
+from eagle.recipe import Section, parse_section
 from eagle.recipe.plain_yaml import parse_yaml
 
 
@@ -23,28 +22,37 @@ class SourceSection(Section):
 
 
 def is_mix(source: str | Path) -> bool:
-    """Whether a source is a mix, by its name."""
+    """Return whether a source is a mix, by its name."""
     return Path(source).suffix.lower() in (".yaml", ".yml")
 
 
 def read_mix(path: str | Path) -> list[SourceSection]:
-    """The sources that a mix lists."""
+    """Return the sources that a mix lists."""
     if not Path(path).is_file():
         raise ValueError(f"no mix at {path}: expected a YAML file that lists sources, each with a path")
-    listed = parse_yaml(Path(path).read_bytes(), str(path))
-    if not isinstance(listed, list) or not listed:
-        kind = "a mapping" if isinstance(listed, dict) else "no list"
+    values = parse_yaml(Path(path).read_bytes(), str(path))
+    if not isinstance(values, list) or not values:
+        kind = "a mapping" if isinstance(values, dict) else "no list"
         raise ValueError(f"{path} holds {kind}, expected a list of sources, as '- {{path: my/chats.jsonl, weight: 2}}'")
-    sources = [parse_section(SourceSection, one, f"{path}, source {place}") for place, one in enumerate(listed, 1)]
-    if nested := [source.path for source in sources if is_mix(source.path)]:
-        raise ValueError(f"{path} lists the mix {nested[0]}: list its sources instead")
+    sources = [
+        parse_section(SourceSection, value, f"{path}, source {number}") for number, value in enumerate(values, start=1)
+    ]
+    for source in sources:
+        if is_mix(source.path):
+            raise ValueError(f"{path} lists the mix {source.path}: list its sources instead")
     return sources
 
 
 def files_of(source: str | Path) -> list[Path]:
-    """All local files of a source, of a mix those of its sources behind its own."""
+    """Return all local files of a source; those of a mix's sources follow the mix itself."""
     path = Path(source)
     if is_mix(path):
-        local = [part.path for part in read_mix(path) if Path(part.path).exists()]
-        return [path, *(file for source in local for file in files_of(source))]
-    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+        files = [path]
+        for listed in read_mix(path):
+            # what is not here is a dataset of the hub
+            if Path(listed.path).exists():
+                files += files_of(listed.path)
+        return files
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.is_file())
+    return [path]

@@ -1,16 +1,23 @@
-"""YAML of unknown origin: values alone, and not many more than its text is long."""
+"""YAML of unknown origin as plain values, and overrides of such values."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-MOST_VALUES = 1_000_000  # of one file, each reference counted as often as it stands
+from eagle.web import hide_users
+
+MAX_VALUES = 1_000_000  # of one file, each reference counted as often as it stands
 
 
 def parse_yaml(text: str | bytes, source: str) -> Any:
-    """The values of a YAML text; ValueError for what is none, holds itself, or grows by references to references."""
+    """Return the values of a YAML text.
+
+    Raises:
+        ValueError: The text is no YAML, its values hold themselves, or references multiply to too many values.
+    """
     try:
         values = yaml.safe_load(text)
         count_values(values, {})
@@ -24,7 +31,12 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
 
 
 def count_values(values: Any, counts: dict[int, int | None]) -> int:
-    """How many values nested values hold; `counts` has those of the parts counted before, None for open ones."""
+    """Return how many values nested values hold.
+
+    Args:
+        values: Mappings, lists and scalars.
+        counts: The count of every container that was visited, by its id. None marks one that is still open.
+    """
     if not isinstance(values, dict | list):
         return 1
     if id(values) in counts:
@@ -33,9 +45,37 @@ def count_values(values: Any, counts: dict[int, int | None]) -> int:
             raise ValueError("its values hold themselves, expected plain values without `*` references to what is open")
         return known
     counts[id(values)] = None
-    parts = [*values.keys(), *values.values()] if isinstance(values, dict) else values
-    total = 1 + sum(count_values(part, counts) for part in parts)
-    if total > MOST_VALUES:
-        raise ValueError(f"its references stand for more than {MOST_VALUES:,} values: write them out")
+    children = [*values.keys(), *values.values()] if isinstance(values, dict) else values
+    total = 1 + sum(count_values(child, counts) for child in children)
+    if total > MAX_VALUES:
+        raise ValueError(f"its references stand for more than {MAX_VALUES:,} values: write them out")
     counts[id(values)] = total
     return total
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the sections of a YAML file. The error names the file and, where it can, the line."""
+    values = parse_yaml(path.read_bytes(), str(path))
+    if not isinstance(values, dict):
+        got = "an empty file" if values is None else f"a {type(values).__name__}"
+        raise ValueError(f"{path} holds {got}, expected keys and values, as `eagle recipes tiny/eagle1` prints them")
+    return values
+
+
+def lay_over(values: dict[str, Any], override: str) -> None:
+    """Set one `key.sub=value` in nested values, in place."""
+    key, equals, value = override.partition("=")
+    # an override may hold the password of a server
+    shown = hide_users(override)
+    if not equals:
+        raise ValueError(f"override {shown!r}: expected key.sub=value")
+    *parents, last = key.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"override {shown!r}: {parent} holds a value, not a section")
+    try:
+        values[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"override {shown!r}: its value is no YAML: {problem}; quote it") from None

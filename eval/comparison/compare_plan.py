@@ -20,7 +20,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.outside import describe_code
 from eagle.formats.checkpoint import check_options, method_without_files
 from eagle.recipe import BudgetSection, Recipe, Section, parse_section
-from eagle.recipe.values import lay_over, read_yaml
+from eagle.recipe.plain_yaml import lay_over, read_yaml
 from eagle.shipped import find_recipe
 from eagle.training.about import decisive_settings
 from eagle.training.launch import resolve_dtype

@@ -23,7 +23,7 @@ from eagle.formats.card import model_card
 from eagle.formats.checkpoint import ON_HUB, from_pretrained, load_head, save_head
 from eagle.formats.custom_generate import write_custom_generate
 from eagle.formats.reading.foreign import inspect
-from eagle.recipe.foreign_recipe import Trust
+from eagle.recipe import Trust
 from eval.comparison.compare_plan import Comparison
 from tests.outside_methods import ARMS, LOOKUP, METHOD
 

@@ -28,8 +28,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.outside import METHOD_FILE
 from eagle.formats.checkpoint import from_pretrained, load_head, save_head
 from eagle.formats.reading.foreign import read_head
-from eagle.recipe import Recipe
-from eagle.recipe.foreign_recipe import Trust
+from eagle.recipe import Recipe, Trust
 from eagle.training.first_head import first_head
 from eagle.transformers import WithDrafter
 from eval import lossless, measure, tune

@@ -33,7 +33,7 @@ from eagle.formats.reading.head_folder import (
 )
 from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS, TargetFiles
 from eagle.formats.reading.traps import Strike
-from eagle.recipe.mistakes import parse_section
+from eagle.recipe import parse_section
 
 ROTARY = r"(.*\.)?(inv_freq|cos_cached|sin_cached)"
 FOLLOWS = "follows from the rotary parameters"
