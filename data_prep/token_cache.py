@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data_prep.conversations import Tally
 from eagle.core.examples import Example
-from eagle.data.shown import pack_shown, unpack_shown
+from eagle.data.shards import pack_shown, unpack_shown
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
 
 MANIFEST = "manifest.json"

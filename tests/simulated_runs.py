@@ -27,8 +27,7 @@ from eagle.core.examples import Example
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.data.features import LiveFeatures, extract, taps_of
 from eagle.data.open import follow_head
-from eagle.data.packing import DTYPES, unpack_features
-from eagle.data.stored_rows import parts_of
+from eagle.data.stored_rows import DTYPES, parts_of, unpack_features
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.blocks import block_spans
 from eagle.drafters.lookup.counts import CountDrafter

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eagle import Target
-from eagle.data.packing import DTYPES
+from eagle.data.stored_rows import DTYPES
 from tests import simulated_runs
 from tests.simulated_runs import BUDGETS, CPU, HEADS, decode, fill, new_target, train
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
-from itertools import accumulate
+from itertools import accumulate, chain, zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -25,40 +25,52 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, Shown, lengths_of, run_ahead
-from eagle.data.packing import check_width, pack_features
-from eagle.data.shard_plan import Plan, make_batches, plan_shards
-from eagle.data.shards import ShardWriter
-from eagle.data.shared_prefixes import can_read_on, read_on
+from eagle.data.shards import ShardPlan, ShardWriter, group_texts, make_batches, plan_shards
 from eagle.data.store import FeatureStore
-from eagle.data.stored_rows import Part, TapRoles, TextSizes, mean_bytes, parts_of, pick_rows, restore_features
+from eagle.data.stored_rows import (
+    Part,
+    TapRoles,
+    TextSizes,
+    check_width,
+    mean_bytes,
+    pack_features,
+    parts_of,
+    pick_rows,
+    restore_features,
+)
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
+from eagle.target.state import TargetState
 from eagle.target.talk import prepare_media
 from eagle.target.taps import find_feature_fault
 from eagle.target.target import Target
 
 BATCH_TOKENS = 8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-CALIBRATION = 5.0  # seconds
+FORECAST_BATCHES = 64
+FORECAST_SECONDS = 5.0
 
 
 def world() -> tuple[int, int, Callable[[], None]]:
-    """This process's index, the number of processes, and a barrier."""
+    """Return this process's index, the number of processes, and a barrier."""
     # without cpu=True each process on a CPU takes itself for the only one; tokenising alone may take hours
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
     return state.process_index, state.num_processes, state.wait_for_everyone
 
 
 def roles_of(settings: Any, target_config: Any) -> TapRoles:
-    """The target's layer inputs that a head with these settings reads, by the slots where training needs them."""
+    """Return the layer inputs that a head with these settings reads, by the slots where training needs them."""
     method: type[TrainableDrafter] = DRAFTERS[settings.kind]
     taps = method.taps_for(settings, target_config)
     return TapRoles(method.context_taps(settings, target_config), (*taps, *method.teacher_taps))
 
 
 def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:
-    """The target's layer inputs that a head with these settings needs to draft and to train."""
+    """Return the target's layer inputs that a head with these settings needs to draft and to train."""
     return roles_of(settings, target_config).taps
+
+
+# -- states of texts --------------------------------------------------------------------------------------------------
 
 
 def compute_rows(
@@ -70,26 +82,87 @@ def compute_rows(
     shared: Sequence[int] | None = None,
     shown: Sequence[Shown | None] = (),
 ) -> list[tuple[Tensor, ...]]:
-    """The packed rows [N, L, ..] of every part, those of one text behind those of another.
+    """Return the packed rows [N, L, ..] of every part, those of one text after those of another.
 
-    Of the first `shared` tokens of each text, which the text before it has too, no rows are kept at every slot. What is
-    `shown` in texts with images is read by forwards of their own.
+    Args:
+        target: The model whose states are computed.
+        texts: [T] of each text.
+        loss_masks: [T] of each text.
+        parts: Which taps are kept, and at which slots.
+        dtype: The storage dtype.
+        shared: How many of its first tokens each text shares with the one before it, whose rows are kept there.
+        shown: The texts with images, which are read by forwards of their own.
     """
-    taps = tuple(tap for part in parts for tap in part.taps)
+    taps = _taps_in(parts)
     precision = torch.bfloat16 if dtype == "bfloat16" else None
-    shared = [0] * len(texts) if shared is None else shared
+    if shared is None:
+        shared = [0] * len(texts)
+    states, starts = _compute_states(target, texts, taps, precision, shared=shared, shown=shown)
+    packed = []
+    for part in parts:
+        rows = pick_rows(states, starts, taps, part=part, loss_masks=loss_masks, shared=shared)
+        packed.append(pack_features(rows, dtype))
+    return packed
+
+
+def _compute_states(
+    target: Target,
+    texts: Sequence[Tensor],
+    taps: tuple[int, ...],
+    precision: torch.dtype | None,
+    *,
+    shared: Sequence[int],
+    shown: Sequence[Shown | None],
+) -> tuple[Tensor, list[int]]:
+    """Return the states [M, L, D] of all texts, and where each text begins in them."""
     if any(shared) and can_read_on(target):
-        states = torch.cat(read_on(target, [text.tolist() for text in texts], shared, taps)).to(precision)
-        starts = list(accumulate(map(len, texts[:-1]), initial=0))
+        states_by_text = read_on(target, [text.tolist() for text in texts], shared, taps)
     elif any(shown):
-        pairs = zip(shown, texts, strict=True)
-        media = [None if text is None else prepare_media(target.processor, text, tokens) for text, tokens in pairs]
-        each = [target.features(one[None], taps, precision, seen)[0] for one, seen in zip(texts, media, strict=True)]
-        states, starts = torch.cat(each), list(accumulate(map(len, texts[:-1]), initial=0))
+        states_by_text = []
+        for text, text_shown in zip(texts, shown, strict=True):
+            media = None if text_shown is None else prepare_media(target.processor, text_shown, text)
+            states_by_text.append(target.features(text[None], taps, precision, media)[0])
     else:
+        # [B, T of the longest, L, D], padding included
         features = target.features(pad_sequence(list(texts), batch_first=True), taps, precision)
-        states, starts = features.flatten(0, 1), [row * features.shape[1] for row in range(len(texts))]
-    return [pack_features(pick_rows(states, starts, taps, part, loss_masks, shared), dtype) for part in parts]
+        return features.flatten(0, 1), [i * features.shape[1] for i in range(len(texts))]
+    starts = list(accumulate(map(len, texts[:-1]), initial=0))
+    return torch.cat(states_by_text).to(precision), starts
+
+
+def can_read_on(target: Target) -> bool:
+    """Return whether states of a text that is read on from its prefix are those of its plain forward, up to rounding.
+
+    Where layers keep a state, nothing would be saved: it can be taken up only where an earlier text ended.
+    """
+    try:
+        with target.lock:
+            target.reader.check(rows=2)
+    except ValueError:  # it cannot read trees
+        return False
+    return not (target.sharded or target.reader.mixers.mixers or target.reader.follows_steps)
+
+
+def read_on(target: Target, texts: Sequence[list[int]], shared: Sequence[int], taps: tuple[int, ...]) -> list[Tensor]:
+    """Return [T, L, D] of each text; tokens that it shares with the one before it are read once."""
+    state = TargetState(target, taps)
+    groups = group_texts(shared)
+    states: dict[int, Tensor] = {}
+    # the first text of every group, then the second ones: a row of the cache belongs to a group
+    for turn in zip_longest(*groups):
+        text_of_row = {}
+        for i, group in zip(turn, groups, strict=True):
+            row = group[0]
+            if row in state.rows:
+                state.release(row)
+            if i is not None:
+                state.admit(row, texts[i])
+                text_of_row[row] = i
+        while state.prompts:
+            for row, output in state.read_prompts().items():
+                assert output.features is not None
+                states[text_of_row[row]] = output.features
+    return [states[i] for i in range(len(texts))]
 
 
 class LiveFeatures:
@@ -120,27 +193,34 @@ class LiveFeatures:
         return len(self.examples)
 
     def mask(self, index: int) -> Tensor:
-        """[T], the loss mask of an example."""
+        """Return [T], the loss mask of an example."""
         return self.examples[index].loss_mask
 
     def text(self, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens and loss mask of an example."""
-        return self.examples[index].tokens, self.examples[index].loss_mask
+        """Return tokens and loss mask of an example."""
+        example = self.examples[index]
+        return example.tokens, example.loss_mask
 
     def supervised_tokens(self, index: int) -> Tensor:
-        """The supervised tokens of an example."""
-        return self.examples[index].tokens[self.examples[index].loss_mask]
+        """Return the supervised tokens of an example."""
+        tokens, loss_mask = self.text(index)
+        return tokens[loss_mask]
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """The examples at these indices, with their features."""
+        """Return the examples at these indices, with their features."""
         examples = [self.examples[index] for index in indices]
         for batch in make_batches([len(example.tokens) for example in examples], self.slots):
-            texts, masks = zip(*((examples[i].tokens, examples[i].loss_mask) for i in batch), strict=True)
+            texts = [examples[i].tokens for i in batch]
+            masks = [examples[i].loss_mask for i in batch]
             shown = [examples[i].shown for i in batch]
-            packed = compute_rows(self.target, texts, masks, self.parts, self.dtype, shown=shown)
-            for i, features in zip(batch, restore_features(self.parts, packed, self.taps, masks), strict=True):
+            packed = compute_rows(self.target, texts, masks, self.parts, dtype=self.dtype, shown=shown)
+            restored = restore_features(self.parts, packed, self.taps, masks)
+            for i, features in zip(batch, restored, strict=True):
                 examples[i] = replace(examples[i], features=features)
         return examples
+
+
+# -- extraction -------------------------------------------------------------------------------------------------------
 
 
 def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Iterator[int]:
@@ -150,13 +230,16 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
     def write_jobs() -> Iterator[Callable[[], int]]:
         for shard in shards:
             check_room(store, [shard])
-            writers.append(writer := store.writer(shard))
+            writer = store.writer(shard)
+            writers.append(writer)
             for batch in store.plan[shard]:
                 texts, masks = zip(*map(store.text, batch), strict=True)
-                shared, shown = store.shared[batch].tolist(), [store.shown(number) for number in batch]
-                rows = compute_rows(target, texts, masks, store.parts, store.dtype, shared, shown)
-                host, copied = _copy_to_host(rows)
-                yield partial(_append, writer, host, copied, sum(map(len, texts)))
+                shared = store.shared[batch].tolist()
+                shown = [store.shown(number) for number in batch]
+                rows = compute_rows(target, texts, masks, store.parts, dtype=store.dtype, shared=shared, shown=shown)
+                # the copy runs on while the next batch is computed
+                host_rows, copied = _copy_to_host(rows)
+                yield partial(_append, writer, host_rows, copied, sum(map(len, texts)))
             yield writer.close
 
     try:
@@ -173,42 +256,45 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
             writer.discard()
 
 
-def _append(writer: ShardWriter, host: Sequence[Sequence[Tensor]], copied: Any, tokens: int) -> int:
+def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, tokens: int) -> int:
     """Append a batch's packed rows to a shard; returns its number of tokens."""
     if copied is not None:
         copied.synchronize()
-    writer.append(host)
+    writer.append(rows)
     return tokens
 
 
 def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence[Tensor]], Any]:
-    """Copies in host memory, and the CUDA event (None on a CPU) after which they hold their values."""
+    """Return copies in host memory, and the CUDA event (None on a CPU) after which they hold their values."""
     if not packed[0][0].is_cuda:
         return [[tensor.cpu() for tensor in tensors] for tensors in packed], None
-    host = [[torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in tensors] for tensors in packed]
-    for copies, sources in zip(host, packed, strict=True):
-        for copy, source in zip(copies, sources, strict=True):
-            copy.copy_(source, non_blocking=True)
+    host_rows = []
+    for tensors in packed:
+        copies = []
+        for tensor in tensors:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies.append(copy.copy_(tensor, non_blocking=True))
+        host_rows.append(copies)
     copied = torch.cuda.Event()
     copied.record()
-    return host, copied
+    return host_rows, copied
 
 
 def batch_slots(target: Target, batch_tokens: int | None) -> int:
-    """The number of tokens (padding included) of one forward: the given one, else a default for the device."""
+    """Return the tokens (padding included) of one forward: `batch_tokens`, else a default for the device."""
     if (target.device.type == "cpu" and batch_tokens is None) or target.border < math.inf:
         return 1  # a longer text in the batch could change the rotary frequencies of a shorter one
     return batch_tokens or BATCH_TOKENS
 
 
-def plan_extraction(sizes: TextSizes, target: Target, parts: Sequence[Part], features: FeaturesSection) -> Plan:
-    """The batches and shards of a feature store for texts of these sizes."""
+def plan_extraction(sizes: TextSizes, target: Target, parts: Sequence[Part], features: FeaturesSection) -> ShardPlan:
+    """Return the batches and shards of a feature store for texts of these sizes."""
     lengths = sizes.tokens.tolist()
     check_lengths(target, max(lengths))
     check_causal(target)
-    size = mean_bytes(parts, features.dtype, _width(target, parts), sizes)
-    slots, shard_tokens = batch_slots(target, features.batch_tokens), max(int(features.shard_bytes / size), 1)
-    return plan_shards(lengths, slots, shard_tokens, sizes.shared.tolist())
+    token_bytes = mean_bytes(parts, features.dtype, target.width_of(_taps_in(parts)), sizes)
+    shard_tokens = max(int(features.shard_bytes / token_bytes), 1)
+    return plan_shards(lengths, batch_slots(target, features.batch_tokens), shard_tokens, sizes.shared.tolist())
 
 
 def check_lengths(target: Target, longest: int) -> None:
@@ -236,7 +322,9 @@ def check_causal(target: Target) -> None:
 
 def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None:
     """Refuse to write shards, by default all that are absent, that do not fit on the disk."""
-    if sum(map(store.shard_bytes, store.absent if shards is None else shards)) > shutil.disk_usage(store.folder).free:
+    if shards is None:
+        shards = store.absent
+    if sum(map(store.shard_bytes, shards)) > shutil.disk_usage(store.folder).free:
         raise ValueError(
             f"too little room in {store.folder}: {_describe_room(store)}. Use features.dtype=float6, a data.limit, "
             "another features.store, or features.store=null, which computes features while training. Or make room and "
@@ -245,36 +333,42 @@ def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None
 
 
 def forecast(
-    target: Target, examples: Sequence[Example], sizes: TextSizes, plan: Plan, parts: Sequence[Part], dtype: str
+    target: Target, examples: Sequence[Example], sizes: TextSizes, plan: ShardPlan, parts: Sequence[Part], dtype: str
 ) -> str:
-    """A line with the tokens, bytes and time of an extraction, measured on a few seconds of it."""
-    batches = [batch for shard in plan for batch in shard]
-    sample = [batches[i * len(batches) // 64] for i in range(64)]  # from the longest to the shortest
-    measured_tokens, start = 0, 0.0
+    """Return a line with the tokens, bytes and time of an extraction, measured on a few seconds of it."""
+    batches = list(chain.from_iterable(plan))
+    # from the longest to the shortest; the first forward only warms up
+    sample = [batches[i * len(batches) // FORECAST_BATCHES] for i in range(FORECAST_BATCHES)]
+    measured_tokens = 0
+    start = 0.0
     for batch in [sample[-1], *sample]:
-        texts, masks = zip(*((examples[number].tokens, examples[number].loss_mask) for number in batch), strict=True)
-        shown = [examples[number].shown for number in batch]
-        rows = compute_rows(target, texts, masks, parts, dtype, sizes.shared[batch].tolist(), shown)
+        texts = [examples[i].tokens for i in batch]
+        masks = [examples[i].loss_mask for i in batch]
+        shown = [examples[i].shown for i in batch]
+        shared = sizes.shared[batch].tolist()
+        rows = compute_rows(target, texts, masks, parts, dtype=dtype, shared=shared, shown=shown)
         rows[0][0].flatten()[-1:].sum().item()  # waits for the device
-        if not start:  # the first forward only warms up
+        if not start:
             start = perf_counter()
             continue
         measured_tokens += sum(map(len, texts))
-        if perf_counter() - start > CALIBRATION:
+        if perf_counter() - start > FORECAST_SECONDS:
             break
-    rate = measured_tokens / (perf_counter() - start)
-    tokens, shared = int(sizes.tokens.sum()), int(sizes.shared.sum())
-    size = mean_bytes(parts, dtype, _width(target, parts), sizes)
-    rewritten = f" ({shared:,} of them shared with another example of their conversation)" if shared else ""
+    tokens_per_second = measured_tokens / (perf_counter() - start)
+    tokens = int(sizes.tokens.sum())
+    shared_tokens = int(sizes.shared.sum())
+    token_bytes = mean_bytes(parts, dtype, target.width_of(_taps_in(parts)), sizes)
+    rewritten = f" ({shared_tokens:,} of them shared with another example of their conversation)"
     return (
-        f"forecast: {tokens:,} tokens{rewritten}, {sum(len(part.taps) for part in parts)} taps in {dtype}: "
-        f"{_format_bytes(tokens * size)}, {size:,.0f} bytes a token, in {len(plan)} shards; one process computes "
-        f"{rate:,.0f} tokens/s here: {tokens / rate / 60:.1f} min, divided by the number of processes"
+        f"forecast: {tokens:,} tokens{rewritten if shared_tokens else ''}, {len(_taps_in(parts))} taps in {dtype}: "
+        f"{_format_bytes(tokens * token_bytes)}, {token_bytes:,.0f} bytes a token, in {len(plan)} shards; one process "
+        f"computes {tokens_per_second:,.0f} tokens/s here: {tokens / tokens_per_second / 60:.1f} min, divided by the "
+        "number of processes"
     )
 
 
-def _width(target: Target, parts: Sequence[Part]) -> int:
-    return target.width_of(tuple(tap for part in parts for tap in part.taps))
+def _taps_in(parts: Sequence[Part]) -> tuple[int, ...]:
+    return tuple(chain.from_iterable(part.taps for part in parts))
 
 
 def _describe_room(store: FeatureStore) -> str:
@@ -285,8 +379,10 @@ def _describe_room(store: FeatureStore) -> str:
 
 
 def _format_bytes(count: float) -> str:
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
+    unit = "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if count < 1000:
+            break
         count /= 1000
-        units.pop(0)
-    return f"{count:.3g} {units[0]}"
+        unit = larger
+    return f"{count:.3g} {unit}"

@@ -1,4 +1,6 @@
-"""The format of a feature shard: how packed features are streamed to a file, and checked."""
+"""The files of a feature store: which examples a shard holds in which batches, how files are written, and checked."""
+
+# N examples, T tokens of one
 
 from __future__ import annotations
 
@@ -6,57 +8,240 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle.core.examples import Example
+from eagle.core.examples import Example, Shown
 from eagle.data.identity import assets_folder
-from eagle.data.packing import DTYPES
-from eagle.data.stored_rows import Part
+from eagle.data.stored_rows import DTYPES, Part
 from eagle.disk import part_file, sha256, write_whole
 
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+ShardPlan = Sequence[list[list[int]]]  # shards of batches of example numbers
+
+
+def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Return indices of examples, longest first, in batches of at most `batch_tokens` tokens with their padding."""
+    batches: list[list[int]] = []
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    for i in longest_first:
+        # an example is padded to the first of its batch
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def group_texts(shared: Sequence[int]) -> list[list[int]]:
+    """Return groups of indices; each text but the first of a group shares tokens with the one before it."""
+    groups: list[list[int]] = []
+    for i, count in enumerate(shared):
+        if count:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def plan_shards(
+    lengths: Sequence[int], batch_tokens: int, shard_tokens: int, shared: Sequence[int] | None = None
+) -> list[list[list[int]]]:
+    """Return the batches, grouped into shards; the plan depends on the lengths alone.
+
+    Args:
+        lengths: The tokens of each text.
+        batch_tokens: The most tokens of a batch, padding included.
+        shard_tokens: About how many tokens a shard holds.
+        shared: How many tokens each text shares with the one before it, which is then in the same batch.
+    """
+    shared = shared or [0] * len(lengths)
+    groups = group_texts(shared)
+    new_tokens = [sum(lengths[i] - shared[i] for i in group) for group in groups]
+    shards: list[list[list[int]]] = []
+    filled = shard_tokens
+    for group_indices in make_batches(new_tokens, batch_tokens):
+        batch = list(chain.from_iterable(groups[i] for i in group_indices))
+        if filled >= shard_tokens:
+            shards.append([])
+            filled = 0
+        shards[-1].append(batch)
+        filled += sum(lengths[i] for i in batch)
+    return shards
+
+
+class StoredPlan(Sequence[list[list[int]]]):
+    """A plan in the tensors of a store, which take a few bytes an example; a shard becomes lists when it is asked for.
+
+    Args:
+        order: The examples' numbers, shard by shard.
+        batch_sizes: How many examples each batch has.
+        shard_batches: How many batches each shard has.
+    """
+
+    def __init__(self, order: Tensor, batch_sizes: Tensor, shard_batches: Tensor) -> None:
+        self.order = order
+        self.batch_sizes = batch_sizes
+        self.batch_ends = shard_batches.cumsum(0)
+        self.ends = batch_sizes.cumsum(0)[self.batch_ends - 1]  # of the shards, in `order`
+
+    @classmethod
+    def tensors_of(cls, plan: ShardPlan) -> dict[str, Tensor]:
+        """Return the tensors of a plan by their names."""
+        batches = list(chain.from_iterable(plan))
+        return {
+            "order": torch.tensor(list(chain.from_iterable(batches))),
+            "batch_sizes": torch.tensor([len(batch) for batch in batches]),
+            "shard_batches": torch.tensor([len(shard) for shard in plan]),
+        }
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, shard: int) -> list[list[int]]:  # type: ignore[override]
+        if not -len(self) <= shard < len(self):
+            raise IndexError(shard)
+        shard %= len(self)
+        first_batch = self.batch_ends[shard - 1] if shard else 0
+        first = self.ends[shard - 1] if shard else 0
+        sizes = self.batch_sizes[first_batch : self.batch_ends[shard]]
+        numbers = self.order[first : self.ends[shard]]
+        return [batch.tolist() for batch in numbers.split(sizes.tolist())]
+
+    @property
+    def shards(self) -> Tensor:
+        """Return [N], the shard of each example."""
+        sizes = _sizes_of(self.ends)
+        shards = torch.empty(len(self.order), dtype=torch.int32)
+        shards[self.order] = torch.arange(len(self), dtype=torch.int32).repeat_interleave(sizes)
+        return shards
+
+    def place_rows(self, counts: Tensor) -> tuple[Tensor, list[int]]:
+        """Return [N], where the rows of each example begin in its shard, and the rows of every shard.
+
+        Args:
+            counts: [N], how many rows each example has.
+        """
+        ordered_counts = counts[self.order]
+        ends = ordered_counts.long().cumsum(0)
+        shard_ends = ends[self.ends - 1]
+        shard_rows = _sizes_of(shard_ends)
+        shard_starts = (shard_ends - shard_rows)[self.shards[self.order]]
+        starts = torch.empty(len(self.order), dtype=torch.int32)
+        starts[self.order] = (ends - ordered_counts - shard_starts).int()
+        return starts, shard_rows.tolist()
+
+
+def _sizes_of(ends: Tensor) -> Tensor:
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+class RowPlaces:
+    """Where in its shard the rows of each text are; the first `shared` are those of the text before it."""
+
+    def __init__(self, plan: StoredPlan, counts: Tensor, shared: Tensor) -> None:
+        self.counts = counts
+        self.shared = shared
+        self.starts, self.totals = plan.place_rows(counts - shared)
+
+    def __getitem__(self, number: int) -> list[tuple[int, int]]:
+        """Return the first row and the end of each piece of a text, in their order."""
+        pieces: list[tuple[int, int]] = []
+        end = int(self.counts[number])
+        # from the text itself back to the one that shares nothing with its predecessor
+        while True:
+            shared = int(self.shared[number])
+            if shared < end or not shared:
+                offset = int(self.starts[number]) - shared
+                pieces.append((offset + shared, offset + end))
+                end = shared
+            if not shared:
+                return pieces[::-1]
+            number -= 1
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
 CODES = {torch.int64: "I64", torch.int32: "I32"}  # the names of dtypes in a safetensors header
+SHOWN_ENTRY = 8  # bytes of an entry, by which tensors of a file are aligned
 
 
 def shard_header(parts: Sequence[Part], rows: Sequence[int], dtype: str, width: int, metadata: dict[str, str]) -> bytes:
-    """The safetensors header of a shard whose parts have so many rows, which can be written before its tensors."""
-    tensors = {
-        part.prefix + field.name: (field.code, field.shape(count, len(part.taps), width), field.dtype.itemsize)
-        for part, count in zip(parts, rows, strict=True)
-        for field in DTYPES[dtype]
-    }
+    """Return the safetensors header of a shard, which can be written before its tensors.
+
+    Args:
+        parts: The parts of the store.
+        rows: How many rows each part has in this shard.
+        dtype: The storage dtype, one of `DTYPES`.
+        width: The numbers of a state.
+        metadata: What else the header holds.
+    """
+    tensors = {}
+    for part, count in zip(parts, rows, strict=True):
+        for field in DTYPES[dtype]:
+            shape = field.shape(count, len(part.taps), width)
+            tensors[part.prefix + field.name] = (field.code, shape, field.dtype.itemsize)
     return tensor_header(tensors, metadata)
 
 
 def tensor_header(tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]) -> bytes:
-    """The safetensors header of tensors in their order, each with its dtype's name, its shape and an entry's bytes."""
+    """Return the safetensors header of tensors in their order.
+
+    Args:
+        tensors: The name of each tensor's dtype, its shape, and the bytes of an entry.
+        metadata: What else the header holds.
+    """
     entries: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, (code, shape, size) in tensors.items():
-        start, end = end, end + math.prod(shape) * size
+    start = 0
+    for name, (code, shape, entry_bytes) in tensors.items():
+        end = start + math.prod(shape) * entry_bytes
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+        start = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def write_texts(path: Path, examples: Sequence[Example], count: int, tensors: dict[str, Tensor]) -> None:
-    """Write tensors, and behind them the `count` tokens and loss masks of all examples, of which one is held at a time.
-
-    Tokens follow entries of eight bytes and single bytes come last: a tensor begins where its dtype may.
-    """
+    """Write tensors, then the `count` tokens and loss masks of all examples, of which one is in memory at a time."""
     shapes = {name: (CODES[tensor.dtype], list(tensor.shape), tensor.itemsize) for name, tensor in tensors.items()}
+    # tokens follow entries of eight bytes and single bytes come last: a tensor begins where its dtype may
     shapes |= {"tokens": ("I32", [count], 4), "loss_mask": ("BOOL", [count], 1)}
-    held = (tensor.contiguous() for tensor in tensors.values())
-    tokens, masks = (example.tokens.int() for example in examples), (example.loss_mask for example in examples)
-    pieces = chain([tensor_header(shapes, {})], map(_bytes_of, chain(held, tokens, masks)))
-    write_whole(path, pieces)
+    tokens = (example.tokens.int() for example in examples)
+    masks = (example.loss_mask for example in examples)
+    content = map(_bytes_of, chain(tensors.values(), tokens, masks))
+    write_whole(path, chain([tensor_header(shapes, {})], content))
+
+
+def pack_shown(texts: Iterable[Shown | None]) -> dict[str, Tensor]:
+    """Return the texts with images among some texts in one tensor, and where each ends; {} where none has any."""
+    lines = [json.dumps([text.text, text.images]).encode() if text else b"" for text in texts]
+    if not any(lines):
+        return {}
+    packed = b"".join(lines)
+    packed += b" " * (-len(packed) % SHOWN_ENTRY)
+    ends = torch.tensor(list(accumulate(map(len, lines))), dtype=torch.long)
+    return {"shown": torch.frombuffer(bytearray(packed), dtype=torch.long), "shown_ends": ends}
+
+
+def unpack_shown(tensors: Mapping[str, Tensor], number: int) -> Shown | None:
+    """Return one of the texts that `pack_shown` packed; None where it has no image."""
+    if "shown" not in tensors:
+        return None
+    ends = tensors["shown_ends"]
+    start = int(ends[number - 1]) if number else 0
+    end = int(ends[number])
+    if start == end:
+        return None
+    text, images = json.loads(tensors["shown"].view(torch.uint8)[start:end].numpy().tobytes())
+    return Shown(text, tuple((path, checksum) for path, checksum in images))
 
 
 class ShardWriter:
@@ -66,28 +251,30 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, header: bytes) -> None:
-        self.path, self.part = path, part_file(path)
+        self.path = path
+        self.part = part_file(path)
         self.digest = hashlib.sha256()
-        self.later: list[list[Tensor]] = []  # of each tensor but the first, what it consists of
+        self.pending: list[list[Tensor]] = []  # what each tensor but the first consists of
         self.file = self.part.open("xb", buffering=0)
         self._write(header)
 
     def append(self, packed: Sequence[Sequence[Tensor]]) -> None:
         """Append the packed rows of each part, of the next examples."""
+        # states that are not finite show in a part's last tensor, which holds scales where a dtype has them
         if not all(tensors[-1].sum(dtype=torch.float32).isfinite() for tensors in packed):
             raise ValueError("the target's hidden states are not finite: load it in another target.dtype")
-        first, *others = (tensor for tensors in packed for tensor in tensors)
+        first, *others = chain.from_iterable(packed)
         self._write(_bytes_of(first))
-        self.later = self.later or [[] for _ in others]
-        for pieces, tensor in zip(self.later, others, strict=True):
-            pieces.append(tensor)
+        if not self.pending:
+            self.pending = [[] for _ in others]
+        for chunks, tensor in zip(self.pending, others, strict=True):
+            chunks.append(tensor)
 
     def close(self) -> int:
-        """Write the other tensors, flush, rename the shard into place and write its checksum; returns 0: no tokens."""
-        for pieces in self.later:
-            for piece in pieces:
-                self._write(_bytes_of(piece))
-        self.later.clear()
+        """Write the other tensors and the checksum, and rename the shard into place; returns 0, as no token is new."""
+        for tensor in chain.from_iterable(self.pending):
+            self._write(_bytes_of(tensor))
+        self.pending.clear()
         os.fsync(self.file.fileno())
         self.file.close()
         os.replace(self.part, self.path)
@@ -112,8 +299,13 @@ def _bytes_of(tensor: Tensor) -> Any:
     return tensor.contiguous().view(torch.uint8).numpy().data
 
 
+# -- checking ---------------------------------------------------------------------------------------------------------
+
+CHANGED = "its bytes are not those that were written"
+
+
 def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | None:
-    """The fault of a shard by its expected header and size, or None; `read` also checks every byte."""
+    """Return the fault of a shard by its expected header and size, or None; `read` also checks every byte."""
     if not path.is_file():
         return "missing"
     if path.stat().st_size != size:
@@ -127,30 +319,30 @@ def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | No
         if file.read(len(header)) != header:
             return "damaged at its start, or of another store"
     if read and sha256(path).encode() != checksum[0]:
-        return "its bytes are not those that were written"
+        return CHANGED
     return None
 
 
 def changed_bytes(path: Path) -> str | None:
-    """The fault of a shard whose bytes are not those that were written, or None.
+    """Return the fault of a shard whose bytes are not those that were written, or None.
 
     A shard that was found right is not read again on this machine until its file changes.
     """
     state = path.stat()
     checksum = checksum_file(path).read_text().split()[0]
-    seen = f"{checksum} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
+    content = f"{checksum} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
     name = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
     with suppress(OSError):  # without a folder for such notes it is read in every run
         note = assets_folder("shards", "checked") / name
-        if note.is_file() and note.read_text() == seen:
+        if note.is_file() and note.read_text() == content:
             return None
     if sha256(path) != checksum:
-        return "its bytes are not those that were written"
+        return CHANGED
     with suppress(OSError):
-        write_whole(assets_folder("shards", "checked") / name, [seen.encode()])
+        write_whole(assets_folder("shards", "checked") / name, [content.encode()])
     return None
 
 
 def checksum_file(path: Path) -> Path:
-    """The checksum file of a shard, in the format of `sha256sum --check`."""
+    """Return the checksum file of a shard, in the format of `sha256sum --check`."""
     return path.with_name(f"{path.name}.sha256")

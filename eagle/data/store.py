@@ -18,11 +18,20 @@ from torch import Tensor
 
 from eagle.core.examples import Example
 from eagle.data.identity import describe_difference, differences, in_precision
-from eagle.data.packing import DTYPES, check_width
-from eagle.data.shard_plan import Plan, RowPlaces, StoredPlan
-from eagle.data.shards import ShardWriter, changed_bytes, checksum_file, shard_fault, shard_header, write_texts
-from eagle.data.shown import pack_shown, unpack_shown
-from eagle.data.stored_rows import TextSizes, parts_of, restore_features, row_bytes
+from eagle.data.shards import (
+    RowPlaces,
+    ShardPlan,
+    ShardWriter,
+    StoredPlan,
+    changed_bytes,
+    checksum_file,
+    pack_shown,
+    shard_fault,
+    shard_header,
+    unpack_shown,
+    write_texts,
+)
+from eagle.data.stored_rows import DTYPES, TextSizes, check_width, parts_of, restore_features, row_bytes
 from eagle.disk import sha256, write_whole
 from eagle.markup import table
 
@@ -38,11 +47,12 @@ class Damaged(ValueError):
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    """The index of a store, with the fields that a reader needs checked."""
+    """Return the index of a store, with the fields that a reader needs checked."""
     try:
         index: dict[str, Any] = json.loads(path.read_text())
         version = index.get("version", 1)
-        if is_known := version in range(1, VERSION + 1):
+        is_known = version in range(1, VERSION + 1)
+        if is_known:
             _check_index(index)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path} is damaged ({error!r}): --repair makes it anew") from None
@@ -56,10 +66,10 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 def _check_index(index: dict[str, Any]) -> None:
     """Raise an error if a field that a reader needs is missing or has a wrong value."""
-    if index["identity"]["dtype"] not in DTYPES:
-        raise ValueError(f"dtype is {index['identity']['dtype']!r}")
-    inputs = index["identity"].get("inputs", [])
-    numbers = (*index["identity"]["taps"], *inputs, *index["shard_tokens"], index["made"]["width"])
+    identity = index["identity"]
+    if identity["dtype"] not in DTYPES:
+        raise ValueError(f"dtype is {identity['dtype']!r}")
+    numbers = (*identity["taps"], *identity.get("inputs", []), *index["shard_tokens"], index["made"]["width"])
     if not index["examples"]["sha256"] or not all(isinstance(number, int) for number in numbers):
         raise ValueError(f"taps, inputs, shard_tokens and width are {numbers}, expected numbers")
 
@@ -70,9 +80,17 @@ class FeatureStore:
     The folder may also hold the target's embedding and LM head: `head.safetensors` and `config.json`.
     """
 
-    together = sampled = False
+    together = False
+    sampled = False
 
     def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False) -> None:
+        """Open a store.
+
+        Args:
+            folder: Where it lies.
+            expected: The identity that it must have.
+            partial: Whether shards may be absent. Their examples are left out.
+        """
         self.folder = Path(folder)
         if not (self.folder / "index.json").is_file():
             raise Absent(f"no feature store at {folder}: run `eagle extract RECIPE` first")
@@ -97,29 +115,39 @@ class FeatureStore:
         folder: str | Path,
         examples: Sequence[Example],
         identity: dict[str, Any],
-        plan: Plan,
+        plan: ShardPlan,
         sizes: TextSizes | None = None,
         **made: Any,
     ) -> FeatureStore:
-        """A store without features yet; `made` holds the target's `width` and other notes, `sizes` are the examples'.
+        """Write a store without features yet.
 
-        Its entry `borrowed` maps files that are in the folder already to their checksums.
+        Args:
+            folder: Where it is to lie.
+            examples: The texts, which may be on disk.
+            identity: What decides the features.
+            plan: The examples of each batch of each shard.
+            sizes: The sizes of the examples, where they are known.
+            **made: The target's `width` and other notes. An entry `borrowed` maps files that are in the folder already
+                to their checksums.
         """
         folder = Path(folder)
         check_width(identity["dtype"], made["width"])
         sizes = sizes or TextSizes.of((example.loss_mask, example.shared) for example in examples)
-        lengths, count = sizes.tokens.long(), int(sizes.tokens.sum())
-        shown = (example.shown for example in (examples if "images" in identity.get("data", {}) else ()))
-        tensors = {"lengths": lengths, **StoredPlan.tensors_of(plan), **pack_shown(shown)}
+        lengths = sizes.tokens.long()
+        token_count = int(lengths.sum())
+        plan_tensors = StoredPlan.tensors_of(plan)
+        tensors = {"lengths": lengths, **plan_tensors}
+        if "images" in identity.get("data", {}):
+            tensors |= pack_shown(example.shown for example in examples)
         if "inputs" in identity:
             tensors |= {"read": sizes.read, "taught": sizes.taught, "shared": sizes.shared}
         path = folder / "examples.safetensors"
-        write_texts(path, examples, count, tensors)
+        write_texts(path, examples, token_count, tensors)
         index = {
             **({"version": VERSION} if "inputs" in identity else {}),
             "identity": identity,
-            "examples": {"count": len(lengths), "tokens": count, "sha256": sha256(path)},
-            "shard_tokens": StoredPlan(**StoredPlan.tensors_of(plan)).place_rows(lengths)[1],
+            "examples": {"count": len(lengths), "tokens": token_count, "sha256": sha256(path)},
+            "shard_tokens": StoredPlan(**plan_tensors).place_rows(lengths)[1],
             "made": {"torch": torch.__version__, "machine": platform.machine(), **made},
         }
         write_whole(folder / "index.json", [json.dumps(index, indent=1).encode()])
@@ -127,12 +155,12 @@ class FeatureStore:
 
     def expect(self, identity: dict[str, Any]) -> None:
         """Refuse a store of another identity, naming every difference."""
-        wrong = [
-            f"{name}: {describe_difference(name, got, needed)}"
-            for name, got, needed in differences(self.identity, identity)
-            # a store may have more than needed, and any precision where the recipe leaves it open
-            if not _holds(name, got, needed) and (name, needed) != ("target.dtype", "auto")
-        ]
+        wrong = []
+        for name, stored, needed in differences(self.identity, identity):
+            # the recipe may leave the precision open
+            is_open = name == "target.dtype" and needed == "auto"
+            if not is_open and not _holds(name, stored, needed):
+                wrong.append(f"{name}: {describe_difference(name, stored, needed)}")
         if wrong:
             raise ValueError(
                 f"the features in {self.folder} are not those that this run needs: {'; '.join(wrong)}. "
@@ -140,7 +168,7 @@ class FeatureStore:
             )
 
     def borrowed_folder(self) -> Path | None:
-        """The folder with the target's config, embedding and LM head, checksums verified; None without them."""
+        """Return the folder with the target's config, embedding and LM head, checksums verified; None without them."""
         files = self.index["made"].get("borrowed", {})
         for name, checksum in files.items():
             self._check_file(name, checksum)
@@ -150,33 +178,36 @@ class FeatureStore:
         return len(self.served)
 
     def __getitem__(self, index: int) -> Example:
-        return self.read([index])[0]
+        return self._read(self.number(index))
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """The examples at these indices, with their features from memory-mapped shards."""
+        """Return the examples at these indices, with their features from memory-mapped shards."""
         return [self._read(self.number(index)) for index in indices]
 
     def _read(self, number: int) -> Example:
         tokens, mask = self.text(number)
+        packed = []
         with safe_open(self._checked_path(int(self.shards[number])), "pt") as file:
-            packed = []
             for part in self.parts:
-                places = self.places[part.slots][number]
-                fields = [file.get_slice(part.prefix + field.name) for field in DTYPES[self.dtype]]
-                packed.append([torch.cat([field[start:stop] for start, stop in places]) for field in fields])
-        return Example(
-            tokens, mask, restore_features(self.parts, packed, self.taps, [mask])[0], shown=self.shown(number)
-        )
+                tensors = []
+                for field in DTYPES[self.dtype]:
+                    rows = file.get_slice(part.prefix + field.name)
+                    pieces = [rows[start:stop] for start, stop in self.places[part.slots][number]]
+                    tensors.append(torch.cat(pieces))
+                packed.append(tensors)
+        (features,) = restore_features(self.parts, packed, self.taps, [mask])
+        return Example(tokens, mask, features, shown=self.shown(number))
 
     def verify(self, shards: Iterable[int]) -> Iterator[Path]:
         """Yield the files of these shards as each is verified; raises Damaged at the first that is not whole."""
         return map(self._checked_path, shards)
 
     def _checked_path(self, shard: int) -> Path:
-        """The file of a shard, whose every byte is verified when it is first read; raises Damaged if one differs."""
+        """Return the file of a shard; its bytes are verified at the first read, and Damaged is raised if one differs."""
         path = self.path(shard)
         if shard not in self._checked:
-            if fault := changed_bytes(path):
+            fault = changed_bytes(path)
+            if fault:
                 raise Damaged(
                     f"{path} is damaged: {fault}. `eagle extract RECIPE --verify` checks all shards, and --repair "
                     "computes anew what is damaged, and only that; then the same command goes on"
@@ -185,30 +216,30 @@ class FeatureStore:
         return path
 
     def number(self, index: int) -> int:
-        """The number in the data of the example at an index."""
+        """Return the number in the data of the example at an index; examples of absent shards have no index."""
         return int(self.served[index])
 
     def mask(self, index: int) -> Tensor:
-        """[T], the loss mask of an example."""
+        """Return [T], the loss mask of an example."""
         return self.text(self.number(index))[1]
 
     def supervised_tokens(self, index: int) -> Tensor:
-        """The supervised tokens of an example."""
+        """Return the supervised tokens of an example."""
         tokens, mask = self.text(self.number(index))
         return tokens[mask]
 
     def text(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens and loss mask of an example, by its number in the data."""
+        """Return tokens and loss mask of an example, by its number in the data."""
         end = int(self.ends[number])
         start = end - int(self.lengths[number])
         return self.tokens[start:end].long(), self.loss_mask[start:end]
 
     def path(self, shard: int) -> Path:
-        """The file of a shard."""
+        """Return the file of a shard."""
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def faults(self, *, read: bool = False) -> Iterator[tuple[int, str | None]]:
-        """Every shard and its fault or None, by its header and size or, with `read`, by every byte."""
+        """Yield every shard and its fault or None, by its header and size or, with `read`, by every byte."""
         for shard in range(len(self.plan)):
             header = self._header(shard)
             size = len(header) + self.shard_bytes(shard)
@@ -219,11 +250,12 @@ class FeatureStore:
         self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
 
     def describe_absent(self) -> str:
-        """The absent shards and their faults in one sentence."""
-        count = len(self.absent)
-        listed = ", ".join(f"{self.path(shard).name} ({fault})" for shard, fault in list(self.absent.items())[:5])
-        more = f" and {count - 5} more" if count > 5 else ""
-        return f"{count} of {len(self.plan)} shards in {self.folder} are not whole: {listed}{more}"
+        """Return the absent shards and their faults in one sentence."""
+        faults = [f"{self.path(shard).name} ({fault})" for shard, fault in self.absent.items()]
+        listed = ", ".join(faults[:5])
+        if len(faults) > 5:
+            listed += f" and {len(faults) - 5} more"
+        return f"{len(faults)} of {len(self.plan)} shards in {self.folder} are not whole: {listed}"
 
     def serve_all_but(self, absent: dict[int, str]) -> None:
         """Serve the examples of all other shards, in the data's order."""
@@ -241,27 +273,28 @@ class FeatureStore:
         self.refresh()
 
     def writer(self, shard: int) -> ShardWriter:
-        """A writer of a shard, which takes its examples in the order of the plan."""
+        """Return a writer of a shard, which takes its examples in the order of the plan."""
         return ShardWriter(self.path(shard), self._header(shard))
 
     def shard_bytes(self, shard: int) -> int:
-        """The bytes of a shard's states, without its header."""
-        return sum(
-            self.places[part.slots].totals[shard] * row_bytes(part, self.dtype, self.width) for part in self.parts
-        )
+        """Return the bytes of a shard's states, without its header."""
+        total = 0
+        for part in self.parts:
+            total += self.places[part.slots].totals[shard] * row_bytes(part, self.dtype, self.width)
+        return total
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all shards' states, once they are complete."""
+        """Return the bytes of all shards' states, once they are complete."""
         return sum(map(self.shard_bytes, range(len(self.plan))))
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes on disk of one token of the texts."""
+        """Return the bytes on disk of one token of the texts."""
         return self.total_bytes / max(len(self.tokens), 1)
 
     def _repr_html_(self) -> str:
-        """The store's contents as HTML, for a notebook."""
+        """Return the store's contents as HTML, for a notebook."""
         counts = self.index["examples"]
         rows = {
             "folder": self.folder,
@@ -284,7 +317,7 @@ class FeatureStore:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def _check_file(self, name: str, checksum: str) -> Path:
-        """The path of a file of this store; raises Damaged if its checksum differs."""
+        """Return the path of a file of this store; raises Damaged if its checksum differs."""
         path = self.folder / name
         if not path.is_file() or sha256(path) != checksum:
             raise Damaged(
@@ -294,27 +327,31 @@ class FeatureStore:
 
     def _load_examples(self) -> None:
         """Open the texts, which stay on the disk: safetensors maps its tensors into memory."""
-        with safe_open(self._check_file("examples.safetensors", self.index["examples"]["sha256"]), "pt") as file:
+        path = self._check_file("examples.safetensors", self.index["examples"]["sha256"])
+        with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-        self.tokens, self.loss_mask = tensors["tokens"], tensors["loss_mask"]
+        self.tokens = tensors["tokens"]
+        self.loss_mask = tensors["loss_mask"]
+        self.lengths = tensors["lengths"]
+        self.ends = self.lengths.cumsum(0)
         self.shown = partial(unpack_shown, tensors)  # of an example, by its number in the data
-        self.ends = tensors["lengths"].cumsum(0)
         self.plan = StoredPlan(tensors["order"], tensors["batch_sizes"], tensors["shard_batches"])
         self.shards = self.plan.shards
-        self.lengths = tensors["lengths"]
         nothing = torch.zeros(1, dtype=torch.int32).expand(len(self.lengths))
         self.shared = tensors.get("shared", nothing)
-        tensors["all"] = self.lengths
-        self.places = {
-            part.slots: RowPlaces(self.plan, tensors[part.slots], self.shared if part.slots == "read" else nothing)
-            for part in self.parts
-        }
+        self.places: dict[str, RowPlaces] = {}
+        for part in self.parts:
+            counts = self.lengths if part.slots == "all" else tensors[part.slots]
+            # of the rows of taught taps each text has its own
+            shared = self.shared if part.slots == "read" else nothing
+            self.places[part.slots] = RowPlaces(self.plan, counts, shared)
         if self.plan.place_rows(self.lengths)[1] != self.index["shard_tokens"]:
             raise Damaged(f"{self.folder / 'index.json'} is not of these examples: --repair makes it anew")
 
 
-def _holds(name: str, got: Any, needed: Any) -> bool:
-    """Whether a store has the taps that are needed, and more perhaps, at the slots where they are needed."""
-    if name == "inputs":  # a store without them has every tap at every slot; a reader without them reads inputs alone
-        return got is None or (needed is not None and set(needed) <= set(got))
-    return name == "taps" and set(needed) <= set(got)
+def _holds(name: str, stored: Any, needed: Any) -> bool:
+    """Return whether a store has the taps that are needed, and more perhaps, at the slots where they are needed."""
+    if name == "inputs":
+        # a store without them has every tap at every slot; a reader without them reads inputs alone
+        return stored is None or (needed is not None and set(needed) <= set(stored))
+    return name == "taps" and set(needed) <= set(stored)

@@ -15,7 +15,7 @@ from eagle import Target
 from eagle.core.examples import Example
 from eagle.data.features import LiveFeatures, batch_slots, compute_rows, forecast, plan_extraction
 from eagle.data.identity import identity
-from eagle.data.shard_plan import plan_shards
+from eagle.data.shards import plan_shards
 from eagle.data.stored_rows import TapRoles, TextSizes, parts_of
 from eagle.recipe import Recipe
 

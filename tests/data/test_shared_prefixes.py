@@ -20,10 +20,9 @@ from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
 from eagle.core.examples import Example, collate
 from eagle.data import features as features_module
-from eagle.data.features import compute_rows, extract, forecast, roles_of
+from eagle.data.features import can_read_on, compute_rows, extract, forecast, read_on, roles_of
 from eagle.data.identity import tap_identity
-from eagle.data.shard_plan import RowPlaces, StoredPlan, plan_shards
-from eagle.data.shared_prefixes import can_read_on, read_on
+from eagle.data.shards import RowPlaces, StoredPlan, plan_shards
 from eagle.data.store import FeatureStore
 from eagle.data.stored_rows import TapRoles, TextSizes, parts_of, slots_of
 from eagle.disk import sha256

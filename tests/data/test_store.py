@@ -20,10 +20,9 @@ from safetensors.torch import load_file
 from eagle import Target
 from eagle.core.examples import Example
 from eagle.data.features import LiveFeatures, check_room, extract
-from eagle.data.packing import DTYPES, pack_features, unpack_features
-from eagle.data.shard_plan import make_batches, plan_shards
+from eagle.data.shards import make_batches, plan_shards
 from eagle.data.store import Damaged, FeatureStore
-from eagle.data.stored_rows import slots_of
+from eagle.data.stored_rows import DTYPES, pack_features, slots_of, unpack_features
 
 IDENTITY = {
     "target": {"weights": "w", "dtype": "float32"},

@@ -17,10 +17,19 @@ from eagle.core.examples import Batch, Example, collate, gate_mask
 from eagle.data import stored_rows
 from eagle.data.features import LiveFeatures, extract, roles_of
 from eagle.data.identity import tap_identity
-from eagle.data.packing import DTYPES, pack_features, unpack_features
-from eagle.data.shard_plan import plan_shards
+from eagle.data.shards import plan_shards
 from eagle.data.store import FeatureStore
-from eagle.data.stored_rows import TapRoles, TextSizes, mean_bytes, parts_of, slots_of, token_bytes
+from eagle.data.stored_rows import (
+    DTYPES,
+    TapRoles,
+    TextSizes,
+    mean_bytes,
+    pack_features,
+    parts_of,
+    slots_of,
+    token_bytes,
+    unpack_features,
+)
 from eagle.drafters import DRAFTERS, settings_of
 from tests.documents import ROOT
 from tests.each_head import HEADS

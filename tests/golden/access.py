@@ -27,7 +27,7 @@ from eagle.core import typical
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, collate
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
-from eagle.data import packing
+from eagle.data import stored_rows
 from eagle.data.features import LiveFeatures, taps_of
 from eagle.data.store import FeatureStore
 from eagle.drafters import DRAFTERS, settings_of
@@ -437,7 +437,7 @@ def plant_lost_moments(patch: pytest.MonkeyPatch) -> None:
 
 def plant_coarser_float8(patch: pytest.MonkeyPatch) -> None:
     """Use half of the range of float8 in stores."""
-    patch.setattr(packing, "LARGEST_FLOAT8", 224.0)
+    patch.setattr(stored_rows, "MAX_FLOAT8", 224.0)
 
 
 def plant_other_default(patch: pytest.MonkeyPatch) -> None:
