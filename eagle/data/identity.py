@@ -24,16 +24,8 @@ LONG = 5_000_000_000  # bytes, from which on a progress bar is shown
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
-NOT_IDENTITY = {
-    "train",
-    "heldout",
-    "template",
-    "allow_broken",
-    "cache",
-    "num_proc",
-    "drop_duplicates",
-    "images",
-}  # decide no token, or by files
+# keys of `data` that decide no token, or by files
+NOT_IDENTITY = {"train", "heldout", "template", "allow_broken", "cache", "num_proc", "drop_duplicates", "images"}
 FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which files
     "target.weights": "the target's weights (*.safetensors or *.bin)",
     "target.config": "the target's config.json",
@@ -48,7 +40,7 @@ MASK_RULES = 3  # version of the rules by which answers are masked; features of 
 
 
 def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
-    """All settings and fingerprints that decide the features of a recipe."""
+    """Return all settings and fingerprints that decide the features of a recipe."""
     return {
         "target": target_identity(recipe.target),
         **data_identity(recipe),
@@ -59,27 +51,30 @@ def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
 
 
 def tap_identity(roles: TapRoles) -> dict[str, Any]:
-    """The taps, and those of them that are kept at every slot that heads read."""
+    """Return the taps, and those of them that are kept at every slot that heads read."""
     return {"taps": list(roles.taps), "inputs": list(roles.inputs)}
 
 
 def target_identity(section: TargetSection) -> dict[str, Any]:
-    """The target's weights, config, precision, quantisation and adapter."""
+    """Return the target's weights, config, precision, quantisation and adapter."""
     folder = folder_of(section.path, section.revision, (*WEIGHTS, "config.json"))
+    # a folder may hold the same weights in both formats
     weights = sorted(folder.glob(WEIGHTS[0])) or sorted(folder.glob(WEIGHTS[1]))
     config = json.loads((folder / "config.json").read_text())
-    adapter = _matching(section.adapter, None, (*WEIGHTS, "adapter_config.json")) if section.adapter else None
+    adapter = None
+    if section.adapter:
+        adapter = fingerprint(_matching(section.adapter, None, (*WEIGHTS, "adapter_config.json")))
     return {
         "weights": fingerprint(weights),
         "config": fingerprint([folder / "config.json"]),
         "dtype": section.dtype,
         "quantization": config.get("quantization_config"),
-        "adapter": None if adapter is None else fingerprint(adapter),
+        "adapter": adapter,
     }
 
 
 def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
-    """The identity with the target dtype "auto" replaced by `dtype`."""
+    """Return the identity with the target dtype "auto" replaced by `dtype`."""
     target = fields.get("target", {})
     if target.get("dtype") != "auto":
         return fields
@@ -87,76 +82,93 @@ def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
 
 
 def data_identity(recipe: Recipe) -> dict[str, Any]:
-    """The conversations, tokenizer and chat template."""
-    data, target = recipe.data, recipe.target
-    own_template = _matching(target.path, target.revision, TEMPLATE)
+    """Return the conversations, tokenizer and chat template."""
+    data = recipe.data
+    target = recipe.target
+    # a dataset of the hub is known by its name and revision
+    source: Any = fingerprint(files_of(data.train)) if Path(data.train).exists() else data.train
+    conversations = {"source": source, **data.model_dump(mode="json", exclude=NOT_IDENTITY)}
+    if data.drop_duplicates:  # older stores do not name it
+        conversations["drop_duplicates"] = True
+    if data.images is not None:
+        conversations["images"] = images_identity(recipe)
+    target_template = _matching(target.path, target.revision, TEMPLATE)
     return {
         "tokenizer": fingerprint(_matching(target.path, target.revision, TOKENIZER)),
-        "template": fingerprint([Path(data.template)] if data.template else own_template),
-        "data": {
-            "source": fingerprint(files_of(data.train)) if Path(data.train).exists() else data.train,
-            **data.model_dump(mode="json", exclude=NOT_IDENTITY),
-            **({"drop_duplicates": True} if data.drop_duplicates else {}),  # which older stores do not name
-            **({"images": images_identity(recipe)} if data.images is not None else {}),
-        },
+        "template": fingerprint([Path(data.template)] if data.template else target_template),
+        "data": conversations,
     }
 
 
 def images_identity(recipe: Recipe) -> dict[str, str]:
-    """The names and sizes of the images in their folder, whose bytes are checked as they are read; the processor."""
+    """Return fingerprints of the images' names and sizes, and of the processor; bytes are checked as they are read."""
     assert recipe.data.images is not None
     folder = Path(recipe.data.images)
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES and file.is_file())
-    listed = "\n".join(f"{file.relative_to(folder)} {file.stat().st_size}" for file in files)
+    lines = [f"{file.relative_to(folder)} {file.stat().st_size}" for file in files]
     return {
-        "files": hashlib.sha256(listed.encode()).hexdigest()[:16],
+        "files": _digest(lines),
         "processor": fingerprint(_matching(recipe.target.path, recipe.target.revision, PROCESSOR)),
     }
 
 
 def stop_ids(section: TargetSection) -> list[int]:
-    """The EOS tokens of a target's generation config; [] without such a file."""
+    """Return the EOS tokens of a target's generation config; [] without such a file."""
     for path in _matching(section.path, section.revision, ("generation_config.json",)):
         try:
             eos = json.loads(path.read_text()).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path} is no generation config: {error}; expected an object of JSON") from None
-        return eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if eos is None:
+            return []
+        return eos if isinstance(eos, list) else [eos]
     return []
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """One checksum of the names and bytes of some files."""
-    long = sum(path.stat().st_size for path in files) > LONG
-    shown = progress(files, "fingerprint", len(files), unit="files", show=long)
-    checked = [f"{path.name} {_checksum(path)}" for path in shown]
-    return hashlib.sha256("\n".join(checked).encode()).hexdigest()[:16]
+    """Return one checksum of the names and bytes of some files."""
+    is_long = sum(path.stat().st_size for path in files) > LONG
+    lines = []
+    for path in progress(files, "fingerprint", len(files), unit="files", show=is_long):
+        lines.append(f"{path.name} {_checksum(path)}")
+    return _digest(lines)
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def assets_folder(kind: str, name: str) -> Path:
-    """A folder for what can be made anew, where Hugging Face's libraries keep such things."""
+    """Return a folder for what can be made again, where Hugging Face's libraries keep such things."""
     return cached_assets_path("eagle", kind, name)
 
 
 def _checksum(path: Path) -> str:
-    """A file's sha256; for large files of the hub's cache it is the file's name."""
-    name, state = path.resolve().name, path.stat()
-    return name if path.is_symlink() and len(name) == 64 else _read_once(path, state.st_size, state.st_mtime_ns)
+    """Return a file's sha256."""
+    # large files of the hub's cache are links to files named by it
+    name = path.resolve().name
+    if path.is_symlink() and len(name) == 64:
+        return name
+    state = path.stat()
+    return _read_once(path, state.st_size, state.st_mtime_ns)
 
 
 @lru_cache(1024)
 def _read_once(path: Path, size: int, changed: int) -> str:
-    """The checksum of a file in this state, which the features of a command and its tokens both ask for."""
+    """Return the checksum of a file in this state, which the features of a command and its tokens both ask for."""
     return sha256(path)
 
 
 def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> list[Path]:
     folder = folder_of(path, revision, patterns)
-    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    files: set[Path] = set()
+    for pattern in patterns:
+        files.update(file for file in folder.glob(pattern) if file.is_file())
+    return sorted(files)
 
 
 def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """The local folder of a model, downloading the files that match if it is a hub id."""
+    """Return the local folder of a model, downloading the files that match if it is a hub id."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -166,12 +178,12 @@ def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
 
 
 def target_name(recipe: Recipe) -> dict[str, Any]:
-    """The path, revision and adapter of a target, for comparisons without its files."""
+    """Return the path, revision and adapter of a target, for comparisons without its files."""
     return recipe.target.model_dump(include={"path", "revision", "adapter"})
 
 
 def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, got, expected) of every leaf in which two nested dicts differ."""
+    """Yield (dotted name, got, expected) of every leaf in which two nested dicts differ."""
     if isinstance(got, dict) and isinstance(expected, dict):
         for key in sorted({*got, *expected}):
             yield from differences(got.get(key), expected.get(key), f"{name}.{key}" if name else key)
@@ -180,6 +192,8 @@ def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, 
 
 
 def describe_difference(name: str, got: Any, needed: Any) -> str:
-    """One difference between a store and a run, with the files that its fingerprint is of."""
-    files = f" as the fingerprint of {FINGERPRINTS[name]}" if name in FINGERPRINTS else ""
-    return f"the store has {got!r}, this run needs {needed!r}{files}"
+    """Return one difference between a store and a run, with the files that its fingerprint is of."""
+    line = f"the store has {got!r}, this run needs {needed!r}"
+    if name in FINGERPRINTS:
+        line += f" as the fingerprint of {FINGERPRINTS[name]}"
+    return line

@@ -36,30 +36,36 @@ class OnPolicyFeatures(LiveFeatures):
         self.student: Target | None = None  # the draft model as what decodes, from the first step on
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """The examples with new answers, and the target's features of them."""
+        """Return the examples with new answers, and the target's features of them."""
         if not self.head.training:
             return super().read(indices)
-        step = mix64(torch.initial_seed())  # which the loop sets in every step
-        spans = [choose_answer(self.examples[index].loss_mask, mix64(step + index)) for index in indices]
-        prompts = [self.examples[index].tokens[:start] for index, (start, _) in zip(indices, spans, strict=True)]
-        limits = [end - start for start, end in spans]
-        samplings = [Sampling(temperature=1.0, seed=step, request=index) for index in indices]
+        step_seed = mix64(torch.initial_seed())  # which the loop sets in every step
+        prompts = []
+        limits = []
+        samplings = []
+        for index in indices:
+            example = self.examples[index]
+            start, end = choose_answer(example.loss_mask, mix64(step_seed + index))
+            prompts.append(example.tokens[:start])
+            limits.append(end - start)
+            samplings.append(Sampling(temperature=1.0, seed=step_seed, request=index))
         self.head.eval()
         self.student = self.student or trained_target(self.head.model)
         answers = sample_answers(self.student, prompts, limits, samplings, self.target.stop_tokens)
         self.head.train()
-        texts = [
-            Example(torch.cat([prompt, answer]), torch.arange(len(prompt) + len(answer)) >= len(prompt))
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        return LiveFeatures(self.target, texts, self.identity, self.slots).read(range(len(texts)))
+        examples = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = torch.cat([prompt, answer])
+            examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
+        return LiveFeatures(self.target, examples, self.identity, self.slots).read(range(len(examples)))
 
 
 def trained_target(model: Any) -> Target:
-    """A model as a target in evaluation mode, to decode with while its weights are trained."""
-    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    """Return a model as a target in evaluation mode, to decode with while its weights are trained."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     target = Target(model)
-    for weight in learning:
+    # a target freezes its model
+    for weight in trained:
         weight.requires_grad_(True)
     return target
 
@@ -67,18 +73,25 @@ def trained_target(model: Any) -> Target:
 def sample_answers(
     model: Target, prompts: Sequence[Tensor], limits: Sequence[int], samplings: Sequence[Sampling], stops: Sequence[int]
 ) -> list[Tensor]:
-    """A continuation of each prompt [T], up to a stop token or the prompt's limit."""
+    """Return a continuation of each prompt [T], up to a stop token or the prompt's limit."""
     model.forget()  # its weights have changed
-    stop_tokens = [token for token in stops if 0 <= token < model.vocab_size]
-    options: dict[str, Any] = {"sampling": samplings, "stop": stop_tokens}
-    texts = [prompt.tolist() for prompt in prompts]
-    limits = [min(limit, model.room(text)) for limit, text in zip(limits, texts, strict=True)]
-    traces = generate(model, NoDrafter(), texts, max_new_tokens=limits, batch_size=len(texts), **options)
+    prompt_tokens = [prompt.tolist() for prompt in prompts]
+    traces = generate(
+        model,
+        NoDrafter(),
+        prompt_tokens,
+        sampling=samplings,
+        stop=[token for token in stops if 0 <= token < model.vocab_size],
+        max_new_tokens=[min(limit, model.room(tokens)) for limit, tokens in zip(limits, prompt_tokens, strict=True)],
+        batch_size=len(prompts),
+    )
     return [torch.tensor(trace.checked().tokens) for trace in traces]
 
 
 def choose_answer(loss_mask: Tensor, draw: int) -> tuple[int, int]:
-    """Start (at least 1) and end of one of the answers."""
-    edges = F.pad(loss_mask.long(), (1, 1)).diff().nonzero()[:, 0].view(-1, 2).tolist()
-    start, end = edges[draw % len(edges)]
+    """Return start (at least 1) and end of one of the answers; `draw` is a random number."""
+    # +1 where an answer begins and -1 where it has ended
+    changes = F.pad(loss_mask.long(), (1, 1)).diff()
+    answers = changes.nonzero()[:, 0].view(-1, 2).tolist()
+    start, end = answers[draw % len(answers)]
     return max(start, 1), end

@@ -23,13 +23,24 @@ from eagle.target.target import Target
 def open_features(
     recipe: Recipe, settings: Any, read_examples: Callable[[], Sequence[Example]], *, main: bool = True
 ) -> tuple[Target | Borrowed, Features]:
-    """The target and its features; only embedding and LM head are loaded if nothing needs the whole target."""
+    """Return the target and the features of its states.
+
+    Args:
+        recipe: Where target, data and features are.
+        settings: Of the drafter, which decide the taps.
+        read_examples: Returns the tokens of the data. It is called where features are computed while training.
+        main: Whether this is the main process, whose comparison of all weights is enough for all processes.
+
+    Returns:
+        The target, of which only embedding and LM head are loaded if nothing needs more, and the features.
+    """
     decodes = recipe.train.decode or recipe.train.on_policy
     if recipe.features.store and not decodes and not DRAFTERS[settings.kind].reads.weights:
         store = FeatureStore(recipe.features.store)
-        if folder := store.borrowed_folder():
+        folder = store.borrowed_folder()
+        if folder:
             borrowed = load_borrowed(folder, best_device())
-            if main:  # its reading of all weights is enough for all processes
+            if main:
                 store.expect(_expected_identity(recipe, roles_of(settings, borrowed.config), store))
             return borrowed, store
     shard = recipe.features.shard_target
@@ -53,17 +64,21 @@ def open_features(
 def follow_head(
     recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
 ) -> Features:
-    """The features; of answers that the head samples, with `drafter.samples: own`, or helps to write by its drafts."""
-    writes = recipe.train.on_policy is not None or getattr(settings, "samples", "data") == "own"
-    if writes and recipe.data.images is not None:
+    """Return the features that the head learns from.
+
+    They are those given, unless the head samples answers (`drafter.samples: own`) or helps to write them by its drafts
+    (`train.on_policy`).
+    """
+    samples_own = getattr(settings, "samples", "data") == "own"
+    if not samples_own and recipe.train.on_policy is None:
+        return features
+    if recipe.data.images is not None:
         raise ValueError(
             "data.images is set, and answers that are written while training are read as text alone: leave out "
             "train.on_policy and drafter.samples=own, or data.images"
         )
     if recipe.train.on_policy is not None:
         return _with_drafts(recipe, target, features, head, weights_split=weights_split)
-    if getattr(settings, "samples", "data") != "own":
-        return features
     if weights_split:  # processes read weights together, and answers differ
         raise ValueError(
             "drafter.samples is own, which needs all weights on every process, and ZeRO-3 and train.shard_head split "
@@ -80,7 +95,7 @@ def follow_head(
 def _with_drafts(
     recipe: Recipe, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
 ) -> OwnDrafts:
-    """The features of a run that learns from the head's own drafts."""
+    """Return the features of a run that learns from the head's own drafts."""
     policy = recipe.train.on_policy
     assert policy is not None
     if type(head).draft_levels is TrainableDrafter.draft_levels:
@@ -101,7 +116,7 @@ def _with_drafts(
 
 
 def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> dict[str, Any]:
-    """The identity that a store must have; without the target's files only its name is compared."""
+    """Return the identity that a store must have; without the target's files only its name is compared."""
     if is_local_model(recipe.target.path, recipe.target.revision):
         return identity(recipe, roles)
     name = target_name(recipe)
@@ -112,6 +127,7 @@ def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> 
             "folder where this one lies"
         )
     print(f"no target at {recipe.target.path}: its files could not be compared with what made {store.folder}")
+    # what needs the target's files is taken from the store, and so is equal
     stored = store.identity
     without_tokenizer = recipe.target.model_copy(update={"path": str(store.folder)})
     uncompared = ["tokenizer"] if recipe.data.template else ["tokenizer", "template"]

@@ -26,65 +26,83 @@ from eagle.device import in_dtype
 from eagle.recipe import OnPolicySection
 from eagle.target.target import Target
 
-TOGETHER = 64  # answers that are written side by side
+BATCH_SIZE = 64  # answers that are written in a batch
 Key = tuple[int, int]
 """The seed of a step, and the index of one of its examples."""
 
 
 class OwnDrafts:
-    """Features of which some are of answers that the target writes anew, with drafts of a head.
+    """Features of which some are of answers that the target writes again, with drafts of a head.
 
     `write` writes the answers of several steps with the head as it is then; `read` gives those of a step, by the seed
     that torch then has. Seed and index decide which texts they are, which answer is written, and its noise. While the
     head is evaluated, all texts are those of the data.
     """
 
-    sampled = together = True
+    sampled = True
+    together = True
 
     def __init__(self, features: Features, target: Target, head: Any, policy: OnPolicySection) -> None:
-        self.features, self.target, self.head, self.policy = features, target, head, policy
-        self.taps, self.identity = features.taps, features.identity
+        self.features = features
+        self.target = target
+        self.head = head
+        self.policy = policy
+        self.taps = features.taps
+        self.identity = features.identity
         self.written: dict[Key, Example] = {}
 
     def __len__(self) -> int:
         return len(self.features)
 
     def mask(self, index: int) -> Tensor:
-        """[T], the loss mask of an example of the data."""
+        """Return [T], the loss mask of an example of the data."""
         return self.features.mask(index)
 
     def text(self, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens and loss mask of an example of the data."""
+        """Return tokens and loss mask of an example of the data."""
         return self.features.text(index)
 
     def supervised_tokens(self, index: int) -> Tensor:
-        """The supervised tokens of an example of the data."""
+        """Return the supervised tokens of an example of the data."""
         return self.features.supervised_tokens(index)
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """The examples with their features, those that were written for this step in place of the data's."""
+        """Return the examples with their features, those that were written for this step in place of the data's."""
         if not self.head.training:
             return self.features.read(indices)
-        keys = {index: (torch.initial_seed(), index) for index in indices}
-        told = [index for index in dict.fromkeys(indices) if keys[index] not in self.written]
-        examples = dict(zip(told, self.features.read(told), strict=True)) if told else {}
-        written = [self.written[key] for key in keys.values() if key in self.written]
+        step_seed = torch.initial_seed()
+        written: dict[int, Example] = {}
+        unchanged = []
+        for index in dict.fromkeys(indices):
+            if (step_seed, index) in self.written:
+                written[index] = self.written[step_seed, index]
+            else:
+                unchanged.append(index)
+        examples: dict[int, Example] = {}
+        if unchanged:
+            examples |= zip(unchanged, self.features.read(unchanged), strict=True)
         if written:
-            live = iter(LiveFeatures(self.target, written, self.identity).read(range(len(written))))
-            examples |= {index: next(live) for index, key in keys.items() if key in self.written}
+            live = LiveFeatures(self.target, list(written.values()), self.identity)
+            examples |= zip(written, live.read(range(len(written))), strict=True)
         return [examples[index] for index in indices]
 
     def write(self, steps: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Write the answers of the steps with these seeds and examples; those written before are dropped."""
-        keys = [(seed, index) for seed, indices in steps for index in dict.fromkeys(indices)]
-        chosen = [key for key in keys if _draw(key) < self.policy.share * 2**64]
+        chosen = []
+        for seed, indices in steps:
+            for index in dict.fromkeys(indices):
+                if _draw((seed, index)) < self.policy.share * 2**64:
+                    chosen.append((seed, index))
         self.written = dict(zip(chosen, self._write(chosen), strict=True)) if chosen else {}
 
     def _write(self, keys: Sequence[Key]) -> list[Example]:
-        """The conversations cut at one of their answers, which is written anew."""
-        prompts, limits, samplings = list[list[int]](), list[int](), list[Sampling]()
+        """Return the conversations cut at one of their answers, which is written again."""
+        prompts = []
+        limits = []
+        samplings = []
         for seed, index in keys:
             tokens, mask = self.features.text(index)
+            # another number than the one that chose the conversation
             start, end = choose_answer(mask, mix64(_draw((seed, index))))
             prompts.append(tokens[:start].tolist())
             limits.append(end - start)
@@ -97,44 +115,53 @@ class OwnDrafts:
             budget=Budget.fixed(chain_paths(self.policy.depth)),
             sampling=samplings,
             max_new_tokens=limits,
-            batch_size=TOGETHER,
+            batch_size=BATCH_SIZE,
         )
-        return [
-            self._example(trace.checked().prompt, trace.tokens, recorder.records[row])
-            for row, trace in enumerate(traces)
-        ]
+        examples = []
+        for row, trace in enumerate(traces):
+            examples.append(self._example(trace.checked().prompt, trace.tokens, recorder.records[row]))
+        return examples
 
     def _decoding_head(self) -> Any:
-        """A copy of the head as it is now, that drafts."""
+        """Return a copy of the head as it is now, that drafts."""
         head = in_dtype(copy.deepcopy(self.head).to(self.target.device), self.target.model.dtype)
         self.target.forget()  # a target in training has other weights
         return head.bind(self.target.head)
 
     def _example(self, prompt: list[int], answer: list[int], record: Record) -> Example:
-        """A written text, with the drafts of all its cycles but the last, which no draft follows."""
+        """Return a written text, with the drafts of all its cycles but the last, which no draft follows."""
         tokens = torch.tensor(prompt + answer)
-        mask, stops = torch.arange(len(tokens)) >= len(prompt), set(self.target.stop_tokens)
-        if not record.cycles:
+        mask = torch.arange(len(tokens)) >= len(prompt)
+        cycles = record.cycles
+        if not cycles:
             return Example(tokens, mask)
-        levels, drafted = self.policy.depth, list[Tensor]()
-        for cycle in record.cycles:
-            ends = [number for number, token in enumerate(cycle.tokens.tolist(), start=1) if token in stops]
-            drafted.append(torch.tensor(min(ends, default=len(cycle.tokens))))  # behind a stop nothing is drafted
-        empty = torch.zeros(levels, dtype=torch.long)
-        rows = torch.stack([torch.cat([cycle.tokens, empty])[:levels] for cycle in record.cycles])
-        states = torch.stack([_pad(cycle.states, levels) for cycle in record.cycles])
-        states = round_features(states, self.identity["dtype"])
-        slots, accepted = (
-            torch.tensor([getattr(cycle, name) for cycle in record.cycles]) for name in ("slot", "accepted")
+        depth = self.policy.depth
+        stop_tokens = set(self.target.stop_tokens)
+        no_tokens = torch.zeros(depth, dtype=torch.long)
+        drafted = []
+        draft_tokens = []
+        for cycle in cycles:
+            draft = cycle.tokens.tolist()
+            # after a stop token nothing is drafted
+            length = next((count for count, token in enumerate(draft, start=1) if token in stop_tokens), len(draft))
+            drafted.append(length)
+            draft_tokens.append(torch.cat([cycle.tokens, no_tokens])[:depth])
+        states = torch.stack([_pad(cycle.states, depth) for cycle in cycles])
+        drafts = Drafts(
+            slots=torch.tensor([cycle.slot for cycle in cycles]),
+            accepted=torch.tensor([cycle.accepted for cycle in cycles]),
+            drafted=torch.tensor(drafted),
+            tokens=torch.stack(draft_tokens),
+            states=round_features(states, self.identity["dtype"]),
         )
-        return Example(tokens, mask, drafts=Drafts(slots, accepted, torch.stack(drafted), rows, states))
+        return Example(tokens, mask, drafts=drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedCycle:
     """A chain that was drafted, and what became of it."""
 
-    slot: int  # the token behind it is the draft's root
+    slot: int  # the token after it is the draft's root
     tokens: Tensor  # [K]
     states: Tensor  # [K, L, D], the target's after each
     accepted: int  # how many tokens the target accepted
@@ -154,17 +181,17 @@ class Recorder(Drafter):
     def __init__(self, drafter: Drafter, taps: tuple[int, ...]) -> None:
         self.drafter = drafter
         self.taps = tuple(dict.fromkeys((*taps, *drafter.taps)))
-        self.recorded = len(taps)  # of the taps, those that are kept
+        self.recorded_taps = len(taps)  # the first of `self.taps`
         self.reads = replace(drafter.reads, states=True)
         self.rates_nodes = drafter.rates_nodes
         self.records: dict[int, Record] = {}
 
     def open(self) -> RecorderState:
-        """The state for several texts drafted together."""
+        """Return the state for several texts drafted together."""
         return RecorderState(self, self.drafter.open())
 
     def open_with(self, texts: Any) -> RecorderState:
-        """The state for several texts, with access to the target's cache rows."""
+        """Return the state for several texts, with access to the target's cache rows."""
         return RecorderState(self, self.drafter.open_with(texts))
 
     def bind_target(self, view: Any) -> None:
@@ -176,7 +203,8 @@ class RecorderState:
     """The texts of a `Recorder`."""
 
     def __init__(self, recorder: Recorder, drafts: Any) -> None:
-        self.recorder, self.drafts = recorder, drafts
+        self.recorder = recorder
+        self.drafts = drafts
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a text in a row."""
@@ -184,22 +212,29 @@ class RecorderState:
         self.drafts.admit(row, noise)
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """The other drafter's trees, after what became of its last ones is recorded."""
-        own, taps = self.recorder.drafter.taps, self.recorder.taps
-        places, told = [taps.index(tap) for tap in own], {}
+        """Return the other drafter's trees, after what became of its last ones is recorded."""
+        drafter_taps = self.recorder.drafter.taps
+        columns = [self.recorder.taps.index(tap) for tap in drafter_taps]
+        passed_on = {}
         for row, update in updates.items():
             self._record(self.recorder.records[row], update)
-            features = update.features[:, places] if own and update.features is not None else None
-            told[row] = replace(update, features=features, tree=None, states=None)
-        return self.drafts.propose(told, budgets)
+            features = None
+            if drafter_taps and update.features is not None:
+                features = update.features[:, columns]
+            passed_on[row] = replace(update, features=features, tree=None, states=None)
+        return self.drafts.propose(passed_on, budgets)
 
     def _record(self, record: Record, update: Committed) -> None:
         """Record the cycle that this update ends."""
         if update.tree is not None and update.states is not None and len(update.tree) > 1:
-            states = update.states[1:, : self.recorder.recorded].clone()
-            record.cycles.append(
-                DraftedCycle(record.committed - 1, update.tree.tokens[1:], states, len(update.tokens) - 1)
+            # the root is no draft
+            cycle = DraftedCycle(
+                slot=record.committed - 1,
+                tokens=update.tree.tokens[1:],
+                states=update.states[1:, : self.recorder.recorded_taps].clone(),
+                accepted=len(update.tokens) - 1,
             )
+            record.cycles.append(cycle)
         record.committed += len(update.tokens)
 
     def fork(self, row: int, other: int) -> None:
@@ -213,10 +248,13 @@ class RecorderState:
 
 
 def _draw(key: Key) -> int:
-    """A number below 2^64 that belongs to an example in a step."""
-    return mix64(mix64(key[0]) + key[1])
+    """Return a number below 2^64 that belongs to an example in a step."""
+    seed, index = key
+    return mix64(mix64(seed) + index)
 
 
-def _pad(states: Tensor, levels: int) -> Tensor:
-    """[levels, L, D], the states with the last one repeated: zeros have no norm, and their gradients would be nan."""
-    return torch.cat([states, states[-1:].expand(levels, *states.shape[1:])])[:levels]
+def _pad(states: Tensor, depth: int) -> Tensor:
+    """Return [depth, L, D], the states with the last one repeated."""
+    # zeros have no norm, and their gradients would be NaN
+    padding = states[-1:].expand(depth, *states.shape[1:])
+    return torch.cat([states, padding])[:depth]

@@ -203,7 +203,7 @@ class FeatureStore:
         return map(self._checked_path, shards)
 
     def _checked_path(self, shard: int) -> Path:
-        """Return the file of a shard; its bytes are verified at the first read, and Damaged is raised if one differs."""
+        """Return the file of a shard; its bytes are verified at the first read, which raises Damaged if one differs."""
         path = self.path(shard)
         if shard not in self._checked:
             fault = changed_bytes(path)
