@@ -19,8 +19,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.divisors import Divisor
 from eagle.drafters.parts.text_dropout import TextDropout
 from eagle.recipe import TrainSection
-from eagle.training.dealing import Dealer
-from eagle.training.plan import Plan
+from eagle.training.plan import Dealer, Plan
 from tests.registry import LEVEL_HEADS, TRAINED
 from tests.unrolled_heads import moved
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf, nan
 from typing import Any, Protocol
 
@@ -20,16 +20,16 @@ class Decoding(Protocol):
     """Decodes held-out prompts with a head in training."""
 
     def decode(self, head: TrainableDrafter, features: Features, held_out: Sequence[int]) -> Counts:
-        """What the head's drafts bring on prompts of these conversations."""
+        """Return what the head's drafts bring on prompts of these conversations."""
 
     def compare(self, first: Counts, second: Counts) -> tuple[float, float, float]:
-        """How much longer the second's acceptance length is, and the ends of its interval, paired by prompt."""
+        """Return how much longer the second's acceptance length is, and its interval's ends, paired by prompt."""
 
 
 def decode_once(
     accelerator: Accelerator, decoding: Decoding | None, head: TrainableDrafter, features: Features, held_out: list[int]
 ) -> Counts:
-    """What the main process decodes, known to all; nothing where nothing is held out."""
+    """Return what the main process decodes on all processes; {} where nothing is held out."""
     if decoding is None or not held_out:
         return {}
     counts = [decoding.decode(head, features, held_out) if accelerator.is_main_process else {}]
@@ -38,12 +38,16 @@ def decode_once(
 
 
 def judged(counts: Counts) -> dict[tuple[str, int], list[int]]:
-    """Tokens and cycles of each prompt at every temperature: what decides between heads."""
-    return {(name, number): row for name, rows in counts.items() for number, row in enumerate(rows)}
+    """Return tokens and cycles of each prompt at every temperature, which decide between heads."""
+    by_prompt = {}
+    for temperature, rows in counts.items():
+        for i, row in enumerate(rows):
+            by_prompt[temperature, i] = row
+    return by_prompt
 
 
 def acceptance(rows: Iterable[Sequence[int]]) -> float:
-    """Tokens per cycle."""
+    """Return the tokens per cycle of rows of tokens and cycles."""
     tokens, cycles = (sum(column) for column in zip(*rows, strict=True))
     return tokens / max(cycles, 1)
 
@@ -61,47 +65,58 @@ class Choice:
 
     @classmethod
     def parse(cls, state: Any) -> Choice:
-        """From a checkpoint; those of earlier releases hold the score alone."""
+        """Return a choice from a checkpoint; those of earlier releases hold the score alone."""
         return cls(**state) if isinstance(state, dict) else cls(score=state)
 
-    def dump(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return asdict(self)
-
     def add(self, step: int, counts: Counts, metrics: Mapping[str, float]) -> bool:
-        """Judge the head of a step, by what it decoded or else by the predicted acceptance; whether it is the best.
+        """Judge the head of a step; returns whether it is the best.
 
-        Without held-out conversations the last is the best.
+        It is judged by what it decoded or else by the predicted acceptance. Without held-out conversations the last
+        head is the best.
         """
         score = acceptance(judged(counts).values()) if counts else metrics.get("tree/tau", float(step))
-        if bool(counts) != bool(self.counts) and self.score > -inf:  # what is decoded and what is predicted differ
+        # what is decoded and what is predicted cannot be compared
+        if bool(counts) != bool(self.counts):
             self.score = -inf
-        if score > self.score:
-            loss = metrics.get("cross_entropy", nan)
-            self.step, self.score, self.counts, self.loss, self.stale = step, score, counts, loss, 0
-            return True
-        self.stale += 1
-        return False
+        if not score > self.score:  # nor is one that is not a number
+            self.stale += 1
+            return False
+        self.step = step
+        self.score = score
+        self.counts = counts
+        self.loss = metrics.get("cross_entropy", nan)
+        self.stale = 0
+        return True
 
     def has_ended(self, patience: int | None) -> bool:
-        """Whether so many validations in a row brought no better head."""
+        """Return whether so many validations in a row brought no better head."""
         return patience is not None and self.stale >= patience
 
     def describe(self, step: int, counts: Counts, metrics: Mapping[str, float], decoding: Decoding) -> str:
-        """What was just decoded, beside the best."""
-        tau, prompts = acceptance(judged(counts).values()), len(next(iter(counts.values())))
-        head = f"step {step}: τ {tau:.2f} on {prompts} held-out prompts"
+        """Return a sentence that compares what was just decoded with the best."""
+        line = f"step {step}: {describe_tau(counts)}"
         if self.step == step:
-            return f"{head}, the best so far"
-        less, low, high = decoding.compare(counts, self.counts)
-        head += f", {less:.2f} ({low:.2f} to {high:.2f}) below that of step {self.step}"
+            return f"{line}, the best so far"
+        difference, low, high = decoding.compare(counts, self.counts)
+        line += f", {difference:.2f} ({low:.2f} to {high:.2f}) below that of step {self.step}"
         loss = metrics.get("cross_entropy", nan)
-        return f"{head}, while the cross-entropy fell from {self.loss:.3f} to {loss:.3f}" if loss < self.loss else head
+        if loss < self.loss:
+            line += f", while the cross-entropy fell from {self.loss:.3f} to {loss:.3f}"
+        return line
 
     def describe_gain(self, decoding: Decoding) -> str:
-        """What training brought to the head that it began from, and which of both to use."""
-        before, after = (acceptance(judged(counts).values()) for counts in (self.start, self.counts))
+        """Return what training brought to the head that it began from, and which of both to use."""
+        before = acceptance(judged(self.start).values())
+        after = acceptance(judged(self.counts).values())
         gain, low, high = decoding.compare(self.start, self.counts)
         interval = f"{gain:+.2f}, {low:+.2f} to {high:+.2f}"
         line = f"from the head of train.init to step {self.step}: τ {before:.2f} -> {after:.2f} ({interval})"
-        return line if low > 0 else f"{line}, no sure gain: keep the old head, or train on with more conversations"
+        if not low > 0:
+            line += ", no sure gain: keep the old head, or train on with more conversations"
+        return line
+
+
+def describe_tau(counts: Counts) -> str:
+    """Return the acceptance length of decoded prompts, and their number."""
+    prompts = len(next(iter(counts.values())))
+    return f"τ {acceptance(judged(counts).values()):.2f} on {prompts} held-out prompts"

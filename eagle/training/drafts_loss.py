@@ -23,10 +23,11 @@ class DraftsLoss:
     """
 
     def __init__(self, policy: OnPolicySection, dtype: str) -> None:
-        self.policy, self.dtype = policy, dtype
+        self.policy = policy
+        self.dtype = dtype
 
     def __call__(self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The losses of the head's forward with those of the drafts."""
+        """Return the losses of the head's forward with those of the drafts."""
         if "total" not in losses:  # a forward that only counts
             return losses
         batch, frozen = inputs
@@ -39,38 +40,46 @@ class DraftsLoss:
 def losses_of_drafts(
     head: TrainableDrafter, batch: Batch, frozen: TargetHead, policy: OnPolicySection
 ) -> dict[str, Tensor]:
-    """How the head's probs diverge from the target's where tokens were accepted, and where not, a supervised token.
+    """Return how the head's probs diverge from the target's where tokens were accepted, and where not.
 
-    The head drafts each chain again, with gradients: from the slot where it began, reading the tokens that it drafted.
+    Both are per supervised token. The head drafts each chain again, with gradients: from the slot where it began,
+    reading the tokens that it drafted.
     """
-    zero = torch.zeros((), device=batch.tokens.device)
-    terms = {"accepted": zero, "rejected": zero}
+    device = batch.tokens.device
+    terms = {name: torch.zeros((), device=device) for name in ("accepted", "rejected")}
     drafts = batch.drafts
     if drafts is None:
         return terms
-    told, device = batch.on_drafts(), batch.tokens.device
-    true, places = told.select_taps((-1,))[:, 0], upload(drafts.slots, device)
+    draft_batch = batch.on_drafts()
+    target_hidden = draft_batch.select_taps((-1,))[:, 0]
+    slots = upload(drafts.slots, device)
     divisor = drafts.divisor or max(batch.slots, 1)
-    for level, (states, logits_of) in enumerate(head.draft_levels(told, frozen, drafts.tokens.shape[1])):
-        behind = level - drafts.accepted
-        inside = level < drafts.drafted
-        weights = policy.decay ** behind.clamp(min=0).double() / divisor
-        taught = true.index_select(0, told.places_behind(places, 1 + level))
-        for name, chosen in (("accepted", inside & (behind < 0)), ("rejected", inside & (behind >= 0))):
-            index = upload(chosen.nonzero()[:, 0], device)
+    levels = head.draft_levels(draft_batch, frozen, drafts.tokens.shape[1])
+    for level, (states, logits_of) in enumerate(levels):
+        # [A], all on the host: which drafts reach this level, and how far it is behind the accepted tokens
+        is_drafted = level < drafts.drafted
+        rejected_by = level - drafts.accepted
+        weights = policy.decay ** rejected_by.clamp(min=0).double() / divisor
+        level_hidden = target_hidden.index_select(0, draft_batch.places_behind(slots, 1 + level))
+        chosen = {"accepted": is_drafted & (rejected_by < 0), "rejected": is_drafted & (rejected_by >= 0)}
+        for name, is_chosen in chosen.items():
+            index = upload(is_chosen.nonzero()[:, 0], device)
             if not len(index):
                 continue
             logits = logits_of(states.index_select(0, index)).float()
             with torch.no_grad():
-                target_logits = frozen.logits(taught.index_select(0, index)).float()
-                probs = (target_logits if head.drafts is None else target_logits[:, head.drafts]).softmax(-1)
-            weight = upload(weights[chosen].float(), device)
-            terms[name] = terms[name] + diverge(logits, probs, Objective(getattr(policy, name)), weight)
+                target_logits = frozen.logits(level_hidden.index_select(0, index)).float()
+                if head.drafts is not None:
+                    target_logits = target_logits[:, head.drafts]
+                target_probs = target_logits.softmax(-1)
+            objective = Objective(getattr(policy, name))
+            level_weights = upload(weights[is_chosen].float(), device)
+            terms[name] = terms[name] + diverge(logits, target_probs, objective, level_weights)
     return terms
 
 
 def diverge(logits: Tensor, probs: Tensor, objective: Objective, weights: Tensor) -> Tensor:
-    """The divergence of logits [A, V] from a teacher's probs [A, V], summed by weights [A]."""
+    """Return the divergence of logits [A, V] from a teacher's probs [A, V], summed by weights [A]."""
     with torch.no_grad():
         losses, slopes = compare_with(probs, objective)(logits.clone(), logits.softmax(-1))
     slopes = slopes * weights[:, None]

@@ -16,26 +16,30 @@ from eagle.target.target import Target
 
 
 def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:
-    """A new head, or the one that `train.init` names, which must be of the same network and sizes.
+    """Return a new head, or the one that `train.init` names, which must be of the same network and sizes.
 
     Its window may differ, because a window changes no weights.
     """
-    named = getattr(settings, "draft_vocab", None)
-    if isinstance(named, str):
-        load_draft_vocab(named, {"tokenizer": features.identity["tokenizer"]})  # refuses that of another
+    draft_vocab = getattr(settings, "draft_vocab", None)
+    if isinstance(draft_vocab, str):
+        load_draft_vocab(draft_vocab, {"tokenizer": features.identity["tokenizer"]})  # refuses that of another
     method = DRAFTERS[settings.kind]
     weights = {"weights": target.tensor} if method.reads.weights else {}
-    supervised = (features.supervised_tokens(place) for place in range(len(features)))
+    supervised = (features.supervised_tokens(index) for index in range(len(features)))
     head: TrainableDrafter = method.for_target(settings, target.config, target.head, supervised, **weights)
     if recipe.train.init is None:
         return head
     initial = load_head(recipe.train.init)
-    shapes = [{name: tuple(part.shape) for name, part in made.state_dict().items()} for made in (initial, head)]
-    had, needed = (
-        {**made.network, "window": None, **made.shape.to_dict(), **shape}
-        for made, shape in zip((initial, head), shapes, strict=True)
-    )
-    if wrong := [f"{name}: {found!r}, needed {new!r}" for name, found, new in differences(had, needed)]:
+    wrong = []
+    for name, found, needed in differences(_describe_network(initial), _describe_network(head)):
+        wrong.append(f"{name}: {found!r}, needed {needed!r}")
+    if wrong:
         raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")
     head.load_state_dict(initial.state_dict())
     return head
+
+
+def _describe_network(head: TrainableDrafter) -> dict[str, Any]:
+    """Return the network, the sizes and the shape of every weight of a head."""
+    shapes = {name: tuple(weight.shape) for name, weight in head.state_dict().items()}
+    return {**head.network, "window": None, **head.shape.to_dict(), **shapes}

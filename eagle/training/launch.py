@@ -1,4 +1,4 @@
-"""Join the processes of a run; refuse launch settings that contradict the recipe."""
+"""Join the processes of a run and spread a head over them; refuse launch settings that contradict the recipe."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from typing import Any
 from warnings import filterwarnings
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from eagle.device import best_device, fastest_dtype
 from eagle.log import MESSAGES, STOPPED_BY_SIGINT
@@ -39,7 +45,7 @@ FSDP = "heads are sharded by train.shard_head=true, launched with recipes/accele
 
 
 def launch(settings: TrainSection) -> Accelerator:
-    """The accelerator of this process, with mixed precision, accumulation and DeepSpeed set by the recipe."""
+    """Return the accelerator of this process, with mixed precision, accumulation and DeepSpeed set by the recipe."""
     _refuse_other_settings(settings)
     check_trackers(settings)
     cpu = not torch.accelerator.is_available()
@@ -61,15 +67,24 @@ def launch(settings: TrainSection) -> Accelerator:
     accelerator.ddp_handler = _DataParallel() if launched else None
     _check_processes(accelerator, settings, zero)
     if zero:
-        plugin = accelerator.state.deepspeed_plugin
-        plugin.dschf = None  # else transformers splits the target too, and loads it without weights
-        engine = plugin.deepspeed_config
-        refuse_other_engine(engine, settings)
-        engine.update(train_micro_batch_size_per_gpu=1, gradient_clipping=settings.clip)
-        # products in bf16, weights and the sums of their gradients in fp32: as without DeepSpeed
-        engine["torch_autocast"] = {"enabled": bf16, "dtype": "bfloat16", "lower_precision_safe_modules": []}
-        engine["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # at each validation
+        _configure_deepspeed(accelerator, settings)
     return accelerator
+
+
+def _configure_deepspeed(accelerator: Accelerator, settings: TrainSection) -> None:
+    """Set the options of the DeepSpeed engine by the recipe."""
+    plugin = accelerator.state.deepspeed_plugin
+    plugin.dschf = None  # else transformers splits the target too, and loads it without weights
+    engine = plugin.deepspeed_config
+    refuse_other_engine(engine, settings)
+    engine.update(train_micro_batch_size_per_gpu=1, gradient_clipping=settings.clip)
+    # products in bf16, weights and the sums of their gradients in fp32: as without DeepSpeed
+    engine["torch_autocast"] = {
+        "enabled": settings.dtype == "bfloat16",
+        "dtype": "bfloat16",
+        "lower_precision_safe_modules": [],
+    }
+    engine["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # at each validation
 
 
 def launch_processes(options: list[str], program: list[str]) -> None:
@@ -96,21 +111,27 @@ def launch_processes(options: list[str], program: list[str]) -> None:
 
 
 def end_as_the_first(failure: tuple[int, ProcessFailure], messages: list[str]) -> None:
-    """End this process as that which failed first: with the sentences of all, each once, or with its status."""
-    rank, status = failure[0], failure[1].exitcode
+    """End this process as that which failed first.
+
+    Args:
+        failure: The rank that failed first, and how.
+        messages: The sentences that processes have left. Each is told once; without any the status says it.
+    """
+    rank, process = failure
+    status = process.exitcode
     if status == STOPPED_BY_SIGINT:
         sys.exit(status)
     if messages:
         raise ValueError("\n".join(dict.fromkeys(messages)))
     if status < 0:
-        name, hint = signal.Signals(-status).name, "; so a system ends what takes too much memory"
-        raise ValueError(f"process {rank} was ended by {name}{hint if status == -signal.SIGKILL else ''}")
+        hint = "; so a system ends what takes too much memory" if status == -signal.SIGKILL else ""
+        raise ValueError(f"process {rank} was ended by {signal.Signals(-status).name}{hint}")
     print(f"error: process {rank} failed: what it printed says why", file=sys.stderr)
     sys.exit(status)
 
 
 def resolve_dtype(recipe: Recipe) -> Recipe:
-    """The recipe with `train.dtype: auto` replaced by the dtype for this device."""
+    """Return the recipe with `train.dtype: auto` replaced by the dtype for this device."""
     if recipe.train.decode and recipe.features.shard_target:
         raise ValueError("a sharded target cannot decode while a head is trained: set train.decode=0")
     if recipe.train.dtype != "auto":
@@ -119,17 +140,11 @@ def resolve_dtype(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
 
 
-def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
-    """Whether every process holds a part of the head's weights, as under ZeRO-3."""
-    engine = accelerator.state.deepspeed_plugin
-    return settings.shard_head or (engine is not None and engine.zero_stage == 3)
-
-
 class _DataParallel(DistributedDataParallelKwargs):
     """How DDP runs: without sending buffers, which are constants, and with gradients as views of what is sent."""
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments by the names that this torch has: of the old one newer versions warn."""
+        """Return the arguments by the names that this torch has: of the old one newer versions warn."""
         known = signature(DistributedDataParallel).parameters
         name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         return {name: False, "gradient_as_bucket_view": True}
@@ -145,36 +160,42 @@ def _quiet_deepspeed(cpu: bool) -> None:
 def _refuse_other_settings(settings: TrainSection) -> None:
     """Refuse accelerate settings that contradict the recipe, which decides how a head is trained."""
     precision = "bf16" if settings.dtype == "bfloat16" else "no"
-    for variable, wanted, reason in (
-        ("MIXED_PRECISION", {"no", precision}, f"train.dtype is {settings.dtype}, of auto, float32 and bfloat16"),
-        ("DYNAMO_BACKEND", {"no"}, "heads are not compiled as a whole: train.compile=true compiles their parts"),
-        ("USE_FSDP", {"false"}, FSDP),
-        ("USE_MEGATRON_LM", {"false"}, SHARDED),
-        ("USE_PARALLELISM_CONFIG", {"false"}, SHARDED),
-    ):
-        _refuse_unless(variable.lower(), os.environ.get(f"ACCELERATE_{variable}"), wanted, reason)
+    accepted = {
+        "MIXED_PRECISION": ({"no", precision}, f"train.dtype is {settings.dtype}, of auto, float32 and bfloat16"),
+        "DYNAMO_BACKEND": ({"no"}, "heads are not compiled as a whole: train.compile=true compiles their parts"),
+        "USE_FSDP": ({"false"}, FSDP),
+        "USE_MEGATRON_LM": ({"false"}, SHARDED),
+        "USE_PARALLELISM_CONFIG": ({"false"}, SHARDED),
+    }
+    for variable, (values, reason) in accepted.items():
+        _refuse_unless(variable.lower(), os.environ.get(f"ACCELERATE_{variable}"), values, reason)
 
 
 def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
     """Refuse a DeepSpeed configuration that contradicts the recipe."""
-    zero, accumulation, clip = engine["zero_optimization"], str(settings.accumulation), str(settings.clip)
-    steps, clipping = engine.get("gradient_accumulation_steps"), engine.get("gradient_clipping")
+    accumulation = engine.get("gradient_accumulation_steps")
     _refuse_unless(
-        "gradient_accumulation_steps", steps, {"auto", accumulation}, f"train.accumulation is {accumulation}"
+        "gradient_accumulation_steps",
+        accumulation,
+        {"auto", str(settings.accumulation)},
+        f"train.accumulation is {settings.accumulation}",
     )
-    _refuse_unless("gradient_clipping", clipping, {"auto", clip}, f"train.clip is {clip}")
-    for part in ("optimizer", "param"):
-        device = (zero.get(f"offload_{part}") or {}).get("device")
-        _refuse_unless(f"offload_{part}_device", device, {"none"}, "heads are trained without offloading")
+    clipping = engine.get("gradient_clipping")
+    _refuse_unless("gradient_clipping", clipping, {"auto", str(settings.clip)}, f"train.clip is {settings.clip}")
+    for kind in ("optimizer", "param"):
+        offload = engine["zero_optimization"].get(f"offload_{kind}") or {}
+        _refuse_unless(
+            f"offload_{kind}_device", offload.get("device"), {"none"}, "heads are trained without offloading"
+        )
     for section in ("fp16", "bf16", "optimizer", "scheduler"):
-        options = engine.get(section) or {}
+        options = engine.get(section)
         enabled = options.get("enabled", True) if options else None
         _refuse_unless(f"{section} in DeepSpeed's file", enabled, {"false"}, "that is the recipe's `train` section")
 
 
-def _refuse_unless(name: str, got: object, wanted: set[str], reason: str) -> None:
+def _refuse_unless(name: str, got: object, accepted: set[str], reason: str) -> None:
     """Refuse a setting that is given and contradicts the recipe."""
-    if got is not None and str(got).lower() not in wanted:
+    if got is not None and str(got).lower() not in accepted:
         raise ValueError(
             f"accelerate was given {name} = {got}, which the recipe does not follow: {reason}. Leave it out of the "
             "launch line, and of accelerate's config file"
@@ -183,7 +204,8 @@ def _refuse_unless(name: str, got: object, wanted: set[str], reason: str) -> Non
 
 def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: bool) -> None:
     """Refuse too few or unconnected processes, which launchers start silently if a flag is missing."""
-    got, kind = accelerator.num_processes, accelerator.distributed_type
+    got = accelerator.num_processes
+    kind = accelerator.distributed_type
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "more than one process was asked for and one was started (MASTER_ADDR is set, WORLD_SIZE is not): "
@@ -199,3 +221,62 @@ def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: boo
         raise ValueError("DeepSpeed clips by norm alone: set train.clip_by=norm, or use recipes/accelerate/ddp.yaml")
     if zero and settings.shard_head:
         raise ValueError("DeepSpeed splits the head itself: leave train.shard_head out, or use ddp.yaml with it")
+
+
+# -- a head that is spread over all processes (FSDP2); its state dicts are whole ---------------------------------------
+
+
+def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
+    """Return whether every process holds a share of the head's weights, as under ZeRO-3."""
+    engine = accelerator.state.deepspeed_plugin
+    return settings.shard_head or (engine is not None and engine.zero_stage == 3)
+
+
+def shard_head(head: nn.Module) -> None:
+    """Spread a head's weights over all processes; each gathers them for a step and keeps its share of the gradients.
+
+    The head is one unit, as drafters read weights outside of their modules' forwards. `state_dict` gathers whole
+    tensors, so all processes must call it together; `load_state_dict` takes whole ones.
+    """
+    device = next(head.parameters()).device
+    fully_shard(head, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+    head.register_state_dict_post_hook(_gather_weights)
+    head.register_load_state_dict_pre_hook(_split_weights)
+
+
+def prepare_sharded(accelerator: Any, head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Return a sharded head in the accelerator's precision, without DDP, and its optimizer with whole state dicts."""
+    optimizer.register_state_dict_post_hook(lambda _, state: tree_map(gather, state))
+    optimizer.register_load_state_dict_post_hook(_split_moments)
+    return accelerator.prepare_model(head, evaluation_mode=True), accelerator.prepare_optimizer(optimizer)
+
+
+def gather(value: Any) -> Any:
+    """Return the whole of a sharded tensor, and anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _gather_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    for name, tensor in state.items():
+        state[name] = gather(tensor)
+
+
+def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    weights = dict(head.named_parameters())
+    for name, tensor in state.items():
+        if name in weights:
+            state[name] = _split_like(tensor, weights[name])
+
+
+def _split_moments(optimizer: torch.optim.Optimizer) -> None:
+    for weight, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if moment.shape == weight.shape:  # not the number of steps
+                moments[name] = _split_like(moment, weight)
+
+
+def _split_like(whole: Tensor, weight: Tensor) -> Tensor:
+    """Return this process's share of a tensor, split as a weight is."""
+    if not isinstance(weight, DTensor) or isinstance(whole, DTensor):
+        return whole
+    return distribute_tensor(whole.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)

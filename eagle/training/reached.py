@@ -25,62 +25,69 @@ class Curve(NamedTuple):
     taus: tuple[float, ...]
 
     def at(self, per_weight: float) -> float:
-        """Straight over the logarithm between points; beyond the ends, that of the end."""
-        places = [log2(one) for one in self.per_weight]
-        place = min(max(log2(per_weight), places[0]), places[-1])
-        after = next(number for number in range(1, len(places)) if places[number] >= place)
-        share = (place - places[after - 1]) / (places[after] - places[after - 1])
-        return self.taus[after - 1] + share * (self.taus[after] - self.taus[after - 1])
+        """Return the acceptance length after so many tokens per weight, linear in their logarithm between points."""
+        positions = [log2(point) for point in self.per_weight]
+        # beyond the ends it is that of the end
+        position = min(max(log2(per_weight), positions[0]), positions[-1])
+        right = next(i for i in range(1, len(positions)) if positions[i] >= position)
+        left = right - 1
+        share = (position - positions[left]) / (positions[right] - positions[left])
+        return self.taus[left] + share * (self.taus[right] - self.taus[left])
 
 
 @cache
 def read_curves(path: Path = CURVES) -> dict[str, Curve]:
-    """The curves of a comparison's results by method; none where the file is missing."""
+    """Return the curves of a comparison's results by method; none where the file is missing."""
     if not path.is_file():
         return {}
-    figures: dict[str, Any] = json.loads(path.read_text())
-    weights = {arm["arm"]: arm["weights"] for arm in figures["arms"] if "weights" in arm}
-    [column] = [column for column in figures["curves"] if column["column"] == COLUMN]
+    results: dict[str, Any] = json.loads(path.read_text())
+    weights = {arm["arm"]: arm["weights"] for arm in results["arms"] if "weights" in arm}
+    [column] = [column for column in results["curves"] if column["column"] == COLUMN]
     curves = {}
-    for name, one in column["curves"].items():
-        points = one["points"]
+    for method, curve in column["curves"].items():
+        points = curve["points"]
         if len(points) > 1:
-            count = weights[f"{name}, {points[0]['tokens']:,} tokens"]
-            curves[name] = Curve(
-                tuple(point["tokens"] / count for point in points), tuple(point["value"] for point in points)
-            )
+            # all arms of a method have heads of one size
+            count = weights[f"{method}, {points[0]['tokens']:,} tokens"]
+            per_weight = tuple(point["tokens"] / count for point in points)
+            curves[method] = Curve(per_weight, tuple(point["value"] for point in points))
     return curves
 
 
 def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) -> str | None:
-    """What so many supervised tokens brought on the reference target; None for methods without a curve."""
+    """Return what so many supervised tokens brought on the reference target; None for methods without a curve."""
     weights = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
-    if (curve := read_curves(path).get(kind)) is None or not tokens or not weights:
+    curve = read_curves(path).get(kind)
+    if curve is None or not tokens or not weights:
         return None
-    reached, source = tokens / weights, f"on the reference target ({path.name})"
+    per_weight = tokens / weights
+    first = curve.per_weight[0]
+    last = curve.per_weight[-1]
+    source = f"on the reference target ({path.name})"
     counted = f"{tokens:,} supervised tokens"
-    first, last = (_round(per_weight * weights) for per_weight in (curve.per_weight[0], curve.per_weight[-1]))
-    if reached < curve.per_weight[0]:
+    if per_weight < first:
         return (
-            f"{counted} are few: {kind} was measured {source} with {first} to {last} tokens, counted for a "
-            f"head of this size ({weights:,} weights): train longer"
+            f"{counted} are few: {kind} was measured {source} with {_round(first * weights)} to "
+            f"{_round(last * weights)} tokens, counted for a head of this size ({weights:,} weights): train longer"
         )
-    if reached >= curve.per_weight[-1]:
+    if per_weight >= last:
         return (
-            f"{counted} are as many as {kind} was measured with {source}, or more: {last}, counted for a head of "
-            f"this size ({weights:,} weights)"
+            f"{counted} are as many as {kind} was measured with {source}, or more: {_round(last * weights)}, counted "
+            f"for a head of this size ({weights:,} weights)"
         )
-    ahead = min(curve.per_weight[-1], reached * 2**FAR)
-    gained, later = curve.at(reached) - 1, curve.at(ahead) - 1
-    slope = (later - gained) / log2(ahead / reached)
-    advice = "train longer" if slope > WORTH * gained else "more tokens bring little"
+    ahead = min(last, per_weight * 2**FAR)
+    # of each cycle one token is the target's own
+    accepted = curve.at(per_weight) - 1
+    accepted_later = curve.at(ahead) - 1
+    slope = (accepted_later - accepted) / log2(ahead / per_weight)
+    advice = "train longer" if slope > WORTH * accepted else "more tokens bring little"
     return (
-        f"{counted} for {weights:,} weights: with as many for each weight, {kind} had {gained / later:.0%} of the "
-        f"accepted drafts that it had with {ahead / reached:.3g} times as many, {source}; a doubling brought "
+        f"{counted} for {weights:,} weights: with as many for each weight, {kind} had {accepted / accepted_later:.0%} "
+        f"of the accepted drafts that it had with {ahead / per_weight:.3g} times as many, {source}; a doubling brought "
         f"{slope:+.2f} accepted tokens: {advice}"
     )
 
 
 def _round(count: float) -> str:
-    """A number of tokens with two digits that count."""
+    """Return a number of tokens with two digits that count."""
     return f"{float(f'{count:.2g}'):,.0f}"

@@ -28,7 +28,9 @@ class Refresh:
     def __init__(
         self, head: TrainableDrafter, *, lr: float = 1e-4, policy: OnPolicySection | None = None, seed: int = 0
     ) -> None:
-        self.head, self.seed, self.steps = head.train(), seed, 0
+        self.head = head.train()
+        self.seed = seed
+        self.steps = 0
         self.policy = policy or OnPolicySection.model_validate({"share": 1.0})
         weights = [weight for weight in head.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -37,37 +39,48 @@ class Refresh:
     def step(
         self, target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 128, dtype: str = "float32"
     ) -> dict[str, float]:
-        """Learn from the target's answers to these prompts, one step; returns the losses and the acceptance length.
+        """Learn from the target's answers to these prompts, one step.
 
-        `dtype` is that of the products, float32 or bfloat16. Target and head lie on one device.
+        Args:
+            target: The target as it is now, on the head's device.
+            prompts: Token ids of each prompt.
+            max_new_tokens: The most tokens of an answer.
+            dtype: Of the products, float32 or bfloat16.
+
+        Returns:
+            The losses and the acceptance length.
         """
-        head, seed, device = self.head, self.seed + self.steps, target.device
+        seed = self.seed + self.steps
         features = self._write(target, prompts, max_new_tokens, seed)
         torch.manual_seed(seed)
-        seeds = [seed * len(prompts) + number for number in range(len(prompts))]
-        batch = collate(features.read(range(len(prompts))), features.taps, seeds).to(device)
-        frozen = target.head.cast(getattr(torch, dtype))
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            losses = head(batch, frozen)
-        losses = DraftsLoss(self.policy, dtype)(head, (batch, frozen), losses)
+        count = len(prompts)
+        seeds = [seed * count + i for i in range(count)]
+        batch = collate(features.read(range(count)), features.taps, seeds).to(target.device)
+        target_head = target.head.cast(getattr(torch, dtype))
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            losses = self.head(batch, target_head)
+        losses = DraftsLoss(self.policy, dtype)(self.head, (batch, target_head), losses)
         losses["total"].backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), self.clip)
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
-        drafts = batch.drafts
-        tau = float(drafts.accepted.float().mean()) + 1 if drafts is not None else 1.0
-        return {"acceptance_length": tau, **{name: float(value.detach()) for name, value in losses.items()}}
+        # each cycle commits its accepted tokens and one of the target's
+        acceptance_length = 1.0
+        if batch.drafts is not None:
+            acceptance_length += float(batch.drafts.accepted.float().mean())
+        figures = {name: float(value.detach()) for name, value in losses.items()}
+        return {"acceptance_length": acceptance_length, **figures}
 
     def drafter(self, target: Target) -> Any:
-        """A copy of the head that drafts for the target, as it is now."""
+        """Return a copy of the head that drafts for the target, as it is now."""
         return in_dtype(copy.deepcopy(self.head), target.model.dtype).bind(target.head)
 
     def _write(self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> OwnDrafts:
-        """The target's answers to the prompts, written with drafts of the head."""
+        """Return the target's answers to the prompts, written with drafts of the head."""
         examples = []
         for prompt in prompts:
-            tokens = torch.tensor([*prompt, *[0] * max_new_tokens])  # the places of an answer
+            tokens = torch.tensor([*prompt, *[0] * max_new_tokens])  # the positions of an answer
             examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
         taps = taps_of(self.head.settings, target.config)
         dtype = "bfloat16" if target.model.dtype == torch.bfloat16 else "float32"

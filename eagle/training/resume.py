@@ -1,4 +1,7 @@
-"""Checkpoints of a run: written to a temporary folder, marked complete with checksums, then renamed."""
+"""Checkpoints of a run: written to a temporary folder, marked complete with checksums, then renamed.
+
+And the identity of a run, which one that goes on must share.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,47 @@ from safetensors import SafetensorError
 from eagle.core.drafter import TrainableDrafter
 from eagle.data.identity import differences
 from eagle.disk import DiskError, apply_umask, sha256, write_whole
-from eagle.recipe import TrainSection
+from eagle.drafters import DRAFTERS
+from eagle.drafters.outside import describe_code
+from eagle.recipe import Recipe, TrainSection
 
 MARK = "complete.json"
 WHOLE = "model.safetensors"  # all weights, beside all moments: read by any number of processes
 MAKE_ROOM = "Make room on the disk, and give the same command again"
 DISK_FAULTS = (OSError, RuntimeError, SafetensorError, DiskError)  # what the writers raise on a full disk
+
+
+# training settings that may change between a run and its continuation
+FREE = {"out", "stem", "wandb", "keep", "choose", "patience", "checkpoint_every", "validate_every", "decode"}
+FREE |= {"processes", "shard_head", "compile", "log_with", "project"}
+
+
+def decisive_settings(train: dict[str, Any]) -> dict[str, Any]:
+    """Return the training settings that decide what a head becomes."""
+    unused = set(FREE)
+    if train["schedule"] != "wsd":
+        unused.add("decay_share")
+    # older runs do not name it
+    if not train["on_policy"]:
+        unused.add("on_policy")
+    return {key: value for key, value in train.items() if key not in unused}
+
+
+def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> dict[str, Any]:
+    """Return the identity of a run, which a continuation must share."""
+    values = recipe.model_dump(mode="json")
+    identity = {
+        "processes": processes,
+        "features": features,
+        "drafter": values["drafter"],
+        "train": decisive_settings(values["train"]),
+    }
+    method = DRAFTERS.find(recipe.drafter.kind)
+    # a method of the user's own is known by its code
+    code = describe_code(method) if method is not None else None
+    if code is not None:
+        identity["code"] = code
+    return identity
 
 
 class Checkpoints:
@@ -33,60 +71,77 @@ class Checkpoints:
         self.keep = keep
 
     def write(self, step: int, state: dict[str, Any]) -> str | None:
-        """Write what the accelerator prepared, and `state`; on a disk fault returns its message and leaves nothing."""
-        part, is_main = self.folder / f"step-{step}.part", self.accelerator.is_main_process
+        """Write what the accelerator prepared, and `state`.
+
+        Returns:
+            None, or the message of a disk fault, which leaves nothing behind.
+        """
+        temporary = self.folder / f"step-{step}.part"
+        is_main = self.accelerator.is_main_process
 
         def begin() -> None:
             if is_main:
                 for torn in self.folder.glob("*.part"):
                     shutil.rmtree(torn)
                 self._check_room()
-                part.mkdir(parents=True)
+                temporary.mkdir(parents=True)
 
         def save() -> None:
             try:
-                self.accelerator.save_state(str(part))
+                self.accelerator.save_state(str(temporary))
             except DISK_FAULTS as error:
                 if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # other ranks wait inside of it
-                    raise ValueError(f"no checkpoint in {part}: {error}. {MAKE_ROOM}") from error
+                    raise ValueError(f"no checkpoint in {temporary}: {error}. {MAKE_ROOM}") from error
                 raise
 
         def complete() -> None:
             if is_main:
-                self._complete(part, step, state)
+                self._complete(temporary, step, state)
 
         faults = _run_on_all(begin) or _run_on_all(save) or _run_on_all(complete)
-        if is_main and faults:
-            shutil.rmtree(part, ignore_errors=True)
-        return faults[0] if faults else None
+        if not faults:
+            return None
+        if is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return faults[0]
 
     def _check_room(self) -> None:
         """Refuse a checkpoint for which the disk has no room, by the size of the one before; the first is not known."""
-        for step in self._steps()[:1]:
-            files = [path for path in (self.folder / f"step-{step}").rglob("*") if path.is_file()]
-            size, free = sum(path.stat().st_size for path in files), shutil.disk_usage(self.folder).free
-            if size > free:
-                raise DiskError(f"{self.folder} has room for {free:,} bytes, and a checkpoint takes {size:,}")
+        steps = self._steps()
+        if not steps:
+            return
+        files = [path for path in (self.folder / f"step-{steps[0]}").rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        free = shutil.disk_usage(self.folder).free
+        if size > free:
+            raise DiskError(f"{self.folder} has room for {free:,} bytes, and a checkpoint takes {size:,}")
 
-    def _complete(self, part: Path, step: int, state: dict[str, Any]) -> None:
+    def _complete(self, temporary: Path, step: int, state: dict[str, Any]) -> None:
         """Flush a checkpoint's files, mark it complete, rename it into place and remove the oldest."""
-        apply_umask(part)
+        apply_umask(temporary)
         files = {}
-        for path in sorted(path for path in part.rglob("*") if path.is_file()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            files[str(path.relative_to(part))] = [path.stat().st_size, sha256(path)]
-        write_whole(part / MARK, [json.dumps({"files": files, "state": state}, indent=1).encode()])
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                files[str(path.relative_to(temporary))] = [path.stat().st_size, sha256(path)]
+        # the mark comes last: what has none is not whole
+        write_whole(temporary / MARK, [json.dumps({"files": files, "state": state}, indent=1).encode()])
         final = self.folder / f"step-{step}"
         shutil.rmtree(final, ignore_errors=True)
-        os.replace(part, final)
+        os.replace(temporary, final)
         for older in self._steps()[self.keep :]:
             shutil.rmtree(self.folder / f"step-{older}")
 
     def load(self, run: dict[str, Any], apart_from: Collection[str] = ()) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint into what is prepared; returns its state, None without a checkpoint.
+        """Load the newest complete checkpoint into what is prepared.
 
-        ValueError if its `run` is another one, in more than the training settings named.
+        Args:
+            run: The identity of this run, which the checkpoint's must equal.
+            apart_from: Training settings that may differ.
+
+        Returns:
+            The state that was written with it, or None without a checkpoint.
         """
         newest = [self.newest() if self.accelerator.is_main_process else None]
         broadcast_object_list(newest)  # one process chooses, so that all load the same
@@ -95,14 +150,13 @@ class Checkpoints:
         path, state = newest[0]
         run = json.loads(json.dumps(run))  # a round trip, as the checkpoint's run has made
         self._check_launcher(path, state["run"]["processes"], run["processes"])
-        others = [
-            f"{name} = {old!r}, this one has {new!r}"
-            for name, old, new in differences({**state["run"], "processes": run["processes"]}, run)
-            if name.removeprefix("train.") not in apart_from
-        ]
-        if others:
+        other = []
+        for name, old, new in differences({**state["run"], "processes": run["processes"]}, run):
+            if name.removeprefix("train.") not in apart_from:
+                other.append(f"{name} = {old!r}, this one has {new!r}")
+        if other:
             raise ValueError(
-                f"{self.folder.parent} holds a run with {'; '.join(others)}: continue with what it had, give another "
+                f"{self.folder.parent} holds a run with {'; '.join(other)}: continue with what it had, give another "
                 "train.out, or remove it"
             )
         self.accelerator.load_state(str(path))
@@ -110,17 +164,17 @@ class Checkpoints:
 
     def _check_launcher(self, path: Path, old: int, new: int) -> None:
         """Refuse another launcher or number of processes if either run uses DeepSpeed."""
-        parts = not (path / WHOLE).is_file()  # DeepSpeed keeps a part of the moments for each process
-        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        if parts != deepspeed or (parts and old != new):
-            written, read = (_describe_launcher(*run) for run in ((parts, old), (deepspeed, new)))
+        was_split = not (path / WHOLE).is_file()  # DeepSpeed keeps a part of the moments for each process
+        is_split = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if was_split != is_split or (was_split and old != new):
             raise ValueError(
-                f"{path} was written by {written}, this is {read}: DeepSpeed reads its own checkpoints alone, on as "
+                f"{path} was written by {_describe_launcher(was_split, old)}, this is "
+                f"{_describe_launcher(is_split, new)}: DeepSpeed reads its own checkpoints alone, on as "
                 f"many processes. Launch as before, or train.init={self.folder.parent / 'last'} in another train.out"
             )
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest complete checkpoint and its state; damaged ones are reported and passed over."""
+        """Return the newest complete checkpoint and its state; damaged ones are reported and passed over."""
         for step in self._steps():
             path = self.folder / f"step-{step}"
             fault, state = _read_state(path)
@@ -130,12 +184,14 @@ class Checkpoints:
         return None
 
     def describe_resume(self) -> str:
-        """A sentence naming the step from which the same command would continue the run."""
-        if steps := self._steps():
+        """Return a sentence naming the step from which the same command would continue the run."""
+        steps = self._steps()
+        if steps:
             return f"the same command goes on from step {steps[0]}"
         return "the same command starts anew: train.checkpoint_every says how often a run is kept, else once an epoch"
 
     def _steps(self) -> list[int]:
+        """Return the steps of all checkpoints, the newest first."""
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
@@ -143,7 +199,15 @@ class Checkpoints:
 def load_stem(
     accelerator: Accelerator, head: TrainableDrafter, settings: TrainSection, steps: int, run: dict[str, Any]
 ) -> dict[str, Any]:
-    """Load what the shorter run `train.stem` was before its rate fell; this run's falls behind so many steps."""
+    """Load what the shorter run `train.stem` was before its learning rate fell.
+
+    Args:
+        accelerator: It has prepared the head and its optimizer.
+        head: The head that trains.
+        settings: Of this run.
+        steps: The steps before this run's learning rate falls.
+        run: The identity of this run.
+    """
     if head.follows_progress:
         raise ValueError(
             "train.stem: this head's loss follows the progress of a run, expected a run from the beginning"
@@ -153,39 +217,40 @@ def load_stem(
             f"train.stem with schedule {settings.schedule} and warmup {settings.warmup:g}, expected wsd and a number "
             "of steps: else the steps that both runs share have other learning rates"
         )
-    state = Checkpoints(accelerator, Path(settings.stem or "") / "stem", 1).load(
-        run, apart_from=("epochs", "max_steps")
-    )
+    stem = Checkpoints(accelerator, Path(settings.stem or "") / "stem", keep=1)
+    state = stem.load(run, apart_from=("epochs", "max_steps"))
     if state is None or state["step"] > steps:
-        steps_kept = "no step" if state is None else f"{state['step']} steps"
+        stem_steps = "no step" if state is None else f"{state['step']} steps"
         raise ValueError(
-            f"train.stem: {settings.stem} holds {steps_kept} before its rate fell, expected a run with "
+            f"train.stem: {settings.stem} holds {stem_steps} before its rate fell, expected a run with "
             f"train.schedule=wsd and at most the {steps} steps before this one's rate falls"
         )
     return state
 
 
 def _describe_launcher(deepspeed: bool, processes: int) -> str:
-    return f"{'DeepSpeed' if deepspeed else 'DDP'} on {processes} process{'es' * (processes > 1)}"
+    plural = "es" if processes > 1 else ""
+    return f"{'DeepSpeed' if deepspeed else 'DDP'} on {processes} process{plural}"
 
 
 def _run_on_all(work: Callable[[], None]) -> list[str]:
     """Run `work` on every process and gather their disk faults, so that no process waits for one that failed."""
+    fault = ""
     try:
         work()
-        fault = ""
     except DISK_FAULTS as error:
         fault = str(error) or type(error).__name__
     return [fault for fault in gather_object([fault]) if fault]
 
 
 def _read_state(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """A checkpoint's fault (every checksum verified) or None, and its state."""
+    """Return a checkpoint's fault (every checksum verified) or None, and its state."""
     try:
         mark: dict[str, Any] = json.loads((path / MARK).read_text())
+        state: dict[str, Any] = mark["state"]
         files = {name: (size, digest) for name, (size, digest) in mark["files"].items()}
-        if not mark["state"].keys() >= {"step", "best", "skipped", "run"}:
-            raise ValueError(mark["state"])
+        if not state.keys() >= {"step", "best", "skipped", "run"}:
+            raise ValueError(state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MARK} is missing or damaged", {}
     for name, (size, digest) in files.items():
@@ -196,4 +261,4 @@ def _read_state(path: Path) -> tuple[str | None, dict[str, Any]]:
             return f"{name} has {file.stat().st_size} of {size} bytes", {}
         if sha256(file) != digest:
             return f"the bytes of {name} are not those that were written", {}
-    return None, mark["state"]
+    return None, state

@@ -34,15 +34,16 @@ BESIDE = {"tensorboard": "tensorboard", "aim": "."}  # folders within a run's, f
 
 def check_trackers(settings: TrainSection) -> None:
     """Refuse trackers that accelerate does not know, or whose package is not installed."""
-    known, here = sorted(LOGGER_TYPE_TO_CLASS), {str(name) for name in get_available_trackers()}
+    known = sorted(LOGGER_TYPE_TO_CLASS)
+    installed = {str(name) for name in get_available_trackers()}
     for name in settings.trackers:
         if name not in known:
-            others = [other for other in known if other not in OFFERED]
+            plain = [other for other in known if other not in OFFERED]
             raise ValueError(
                 f"train.log_with names {name!r}{nearest(name, known)}: expected some of {', '.join(OFFERED)}, or of "
-                f"those that are used as accelerate leaves them, {', '.join(others)}"
+                f"those that are used as accelerate leaves them, {', '.join(plain)}"
             )
-        if name not in here:
+        if name not in installed:
             raise ValueError(
                 f"train.log_with names {name}, which is not installed here: `pip install {name}`, or leave it out; "
                 "metrics.jsonl is written anyway"
@@ -58,18 +59,17 @@ class PatientWandb(WandBTracker):
 
         if "finish_timeout" not in wandb.Settings.model_fields:  # else a lost network holds a run up
             raise ValueError(f"wandb is {wandb.__version__}, expected 0.27 or newer: `pip install -U wandb`.")
-        seconds: dict[str, Any] = dict.fromkeys(("init_timeout", "finish_timeout", "login_timeout"), WANDB_SECONDS)
-        options: dict[str, Any] = {
-            "project": self.run_name,
-            **self.init_kwargs,
-            "settings": wandb.Settings(**seconds, silent=True),
-        }
+        settings = wandb.Settings(
+            init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS, login_timeout=WANDB_SECONDS, silent=True
+        )
+        options: dict[str, Any] = {"project": self.run_name, **self.init_kwargs, "settings": settings}
         try:
             self.run = wandb.init(**options)
         except wandb.Error as error:  # no key (UsageError), no network (CommError)
             where = f"{self.init_kwargs['dir']}/wandb"
             print(f"wandb is not reached ({error}): the run is kept in {where}, send it later with `wandb sync`")
-            self.run = wandb.init(**{**options, "resume": None}, mode="offline")
+            options["resume"] = None
+            self.run = wandb.init(**options, mode="offline")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Add hyper-parameters to the run.
@@ -100,7 +100,7 @@ class SteppedTrackio(TrackioTracker):
 OWN: dict[str, type[GeneralTracker]] = {"wandb": PatientWandb, "trackio": SteppedTrackio}
 
 
-class Keeper(NamedTuple):
+class RunKeeper(NamedTuple):
     """How a tracker's run is begun under a name, known by an id, gone on with, and given a file."""
 
     begin: Callable[[str], dict[str, Any]]
@@ -110,25 +110,25 @@ class Keeper(NamedTuple):
 
 
 KEEPERS = {
-    "wandb": Keeper(
+    "wandb": RunKeeper(
         lambda name: {"name": name},
         lambda tracker: tracker.run.id,
         lambda run: {"id": run, "resume": "allow"},
         lambda tracker, path: tracker.send(path),
     ),
-    "mlflow": Keeper(
+    "mlflow": RunKeeper(
         lambda name: {"run_name": name},
         lambda tracker: tracker.active_run.info.run_id,
         lambda run: {"run_id": run},
         lambda tracker, path: tracker.log_artifact(str(path)),
     ),
-    "trackio": Keeper(
+    "trackio": RunKeeper(
         lambda name: {"name": f"{name}-{secrets.token_hex(3)}"},  # by which alone a run is found again
         lambda tracker: tracker.run.name,
         lambda run: {"name": run, "resume": "allow"},
         lambda tracker, path: tracker.run.log_artifact(str(path), type="report"),
     ),
-    "comet_ml": Keeper(
+    "comet_ml": RunKeeper(
         lambda name: {},
         lambda tracker: tracker.writer.get_key(),
         lambda run: {"experiment_key": run},
@@ -147,12 +147,15 @@ class Trackers:
         self.folder = Path(recipe.train.out)
         self.config = dict(flatten(recipe.model_dump(mode="json"), ".", texts=True))
         self.is_training = before is not None
+        self.ids: dict[str, str] = {}
         note = self.folder / NOTE
-        self.ids: dict[str, str] = json.loads(note.read_text()) if before != 0 and note.is_file() else {}
+        if before != 0 and note.is_file():
+            self.ids = json.loads(note.read_text())
         self.continued = set(self.ids)
         self.running: list[GeneralTracker] = []
         for name, project in recipe.train.trackers.items():
-            if self.is_training or name in (*KEEPERS, *TAKE_TEXT):  # others know no run that has ended
+            # the others know no run that has ended
+            if self.is_training or name in KEEPERS or name in TAKE_TEXT:
                 self._begin(name, project, before)
         if self.ids:
             write_text(note, json.dumps(self.ids, indent=1) + "\n")
@@ -177,49 +180,54 @@ class Trackers:
         self.ids[name] = KEEPERS[name].id_of(tracker) if name in KEEPERS else ""
 
     def _make(self, name: str, project: str, before: int | None) -> GeneralTracker:
-        """A tracker that has not begun yet."""
+        """Return a tracker that has not begun yet."""
         if name in BESIDE:
-            # TensorBoard passes over what earlier starts of this run wrote of the steps to come
-            options = {"purge_step": before} if name == "tensorboard" and before is not None else {}
+            options = {}
+            if name == "tensorboard" and before is not None:
+                # TensorBoard passes over what earlier starts of this run wrote of the steps to come
+                options["purge_step"] = before
             return LOGGER_TYPE_TO_CLASS[name](BESIDE[name], str(self.folder), **options)
+        run: dict[str, Any] = {"dir": str(self.folder)} if name == "wandb" else {}
         keeper = KEEPERS.get(name)
-        where = {"dir": str(self.folder)} if name == "wandb" else {}
-        if keeper is not None:
-            where |= keeper.go_on(self.ids[name]) if name in self.ids else keeper.begin(name_run(self.folder))
-        return OWN.get(name, LOGGER_TYPE_TO_CLASS[name])(project, **where)
+        if keeper is not None and name in self.ids:
+            run |= keeper.go_on(self.ids[name])
+        elif keeper is not None:
+            run |= keeper.begin(name_run(self.folder))
+        return OWN.get(name, LOGGER_TYPE_TO_CLASS[name])(project, **run)
 
     def log(self, row: Mapping[str, Any], *, is_known: bool = False) -> None:
         """Log the numbers of a row; one that `is_known` was logged before the run went on."""
         values = dict(flatten(row))
         step = values.pop("step", None)
-        told = [tracker for tracker in self.running if not (is_known and self._remembers(tracker.name))]
-        if values:
-            self._each(lambda tracker: tracker.log(values, step=step), told)
-
-    def _remembers(self, name: str) -> bool:
-        """Whether a tracker went on with a run, of which it keeps all that it was told."""
-        return name in self.continued and name in KEEPERS
+        if not values:
+            return
+        for tracker in list(self.running):
+            # a run that goes on keeps all that it was told, and no step may stand there twice
+            remembers = tracker.name in self.continued and tracker.name in KEEPERS
+            if not (is_known and remembers):
+                self._try(tracker, lambda tracker: tracker.log(values, step=step))
 
     def send(self, paths: Sequence[Path], text: str) -> None:
         """Log files as artefacts; trackers that keep no files get the text."""
         for tracker in list(self.running):
-            if keeper := KEEPERS.get(tracker.name):
-                self._each(partial(_send_all, keeper, paths), [tracker])
+            keeper = KEEPERS.get(tracker.name)
+            if keeper is not None:
+                self._try(tracker, partial(_send_all, keeper, paths))
             elif tracker.name in TAKE_TEXT:
-                self._each(lambda one: one.log({"report": text}), [tracker])
-
-    def _each(self, work: Callable[[Any], object], trackers: Iterable[GeneralTracker]) -> None:
-        """Do something with each; a tracker that fails is left, and what it would get stays in the run's folder."""
-        for tracker in trackers:
-            try:
-                work(tracker)
-            except Exception as error:  # a network that went away, a full disk: of as many kinds as trackers
-                self.running.remove(tracker)
-                print(f"{tracker.name} takes nothing more: {first_line(error)} All of it is in {self.folder}")
+                self._try(tracker, lambda tracker: tracker.log({"report": text}))
 
     def finish(self) -> None:
         """End the runs."""
-        self._each(lambda tracker: tracker.finish(), list(self.running))
+        for tracker in list(self.running):
+            self._try(tracker, lambda tracker: tracker.finish())
+
+    def _try(self, tracker: GeneralTracker, work: Callable[[Any], object]) -> None:
+        """Do something with a tracker; one that fails is left, and what it would get stays in the run's folder."""
+        try:
+            work(tracker)
+        except Exception as error:  # a network that went away, a full disk: of as many kinds as trackers
+            self.running.remove(tracker)
+            print(f"{tracker.name} takes nothing more: {first_line(error)} All of it is in {self.folder}")
 
 
 class TrackedMetrics(Metrics):
@@ -227,15 +235,17 @@ class TrackedMetrics(Metrics):
 
     def __init__(self, recipe: Recipe, *, before: int) -> None:
         super().__init__(Path(recipe.train.out) / "metrics.jsonl", before=before)
-        self.known = {_kind(row) for row in map(_parse, self.dropped)} if before else set()
+        # rows that an earlier start wrote of the steps to come, which trackers were told
+        self.known = {_kind(_parse(line)) for line in self.dropped} if before else set()
         self.trackers = Trackers(recipe, before=before)
 
     def write(self, **row: Any) -> None:
         """Append a row, and log it."""
         super().write(**row)
-        values = {name: value for name, value in row.items() if name != "step"}
-        named = values if "validation" in values else {"train": values}
-        self.trackers.log({"step": row["step"], **named}, is_known=_kind(row) in self.known)
+        is_known = _kind(row) in self.known
+        step = row.pop("step")
+        named = row if "validation" in row else {"train": row}
+        self.trackers.log({"step": step, **named}, is_known=is_known)
 
     def close(self) -> None:
         """Close the file, and end the runs."""
@@ -243,30 +253,36 @@ class TrackedMetrics(Metrics):
         self.trackers.finish()
 
 
-def _send_all(keeper: Keeper, paths: Sequence[Path], tracker: GeneralTracker) -> None:
+def _send_all(keeper: RunKeeper, paths: Sequence[Path], tracker: GeneralTracker) -> None:
     for path in paths:
         keeper.send(tracker, path)
 
 
 def name_run(folder: Path) -> str:
-    """The name of a run in a tracker: the last two folders of its path, without `runs`."""
-    parts = [part for part in folder.parts[-2:] if part not in ("runs", "/", ".", "..")]
-    return "/".join(parts) or folder.resolve().name
+    """Return the name of a run in a tracker: the last two folders of its path, without `runs`."""
+    names = [name for name in folder.parts[-2:] if name not in ("runs", "/", ".", "..")]
+    return "/".join(names) or folder.resolve().name
 
 
 def flatten(
     values: Mapping[str, Any], join: str = "/", prefix: str = "", *, texts: bool = False
 ) -> Iterable[tuple[str, Any]]:
-    """The numbers of nested values, by joined names that every tracker takes, and their texts where asked.
+    """Yield the numbers of nested values by joined names that every tracker takes.
 
-    A list is its length among numbers, and its text among texts. What is null is left out.
+    Args:
+        values: What is flattened. What is null is left out.
+        join: Stands between a name and the names in it.
+        prefix: Stands before every name.
+        texts: Whether texts are yielded too, and lists as texts. A list is else its length.
     """
     for key, value in values.items():
         name = prefix + re.sub(r"[^\w.\- /]", "-", str(key))
         if isinstance(value, Mapping) and value:
             yield from flatten(value, join, name + join, texts=texts)
-        elif texts and isinstance(value, (str, list, dict)):
-            yield name, value if isinstance(value, str) else json.dumps(value)
+        elif texts and isinstance(value, str):
+            yield name, value
+        elif texts and isinstance(value, (list, dict)):
+            yield name, json.dumps(value)
         elif isinstance(value, list):
             yield name, len(value)
         elif isinstance(value, (int, float)) and (texts or isfinite(value)):
@@ -282,5 +298,5 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _kind(row: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:
-    """By which a row is known again: of a step there may be one of training and one of validation."""
+    """Return what a row is known by: of a step there may be one of training and one of validation."""
     return row.get("step"), frozenset(row)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial, reduce
-from math import isfinite
+from importlib.metadata import version
+from itertools import chain
+from math import ceil, isfinite
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,25 +19,25 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from eagle import __version__
 from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Batch, Features, gate_mask, trim_mask
+from eagle.core.tree import PUBLISHED_TREE, chain_paths
 from eagle.device import PINNED
 from eagle.disk import lock_folder
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import interrupted_by_user, memory_gb, progress
-from eagle.recipe import Recipe
-from eagle.training.about import describe_run, run_identity
-from eagle.training.choice import Choice, Decoding, acceptance, decode_once, judged
-from eagle.training.dealing import Dealer
+from eagle.recipe import Recipe, TrainSection
+from eagle.training.choice import Choice, Decoding, acceptance, decode_once, describe_tau
 from eagle.training.drafts_loss import DraftsLoss
-from eagle.training.plan import Plan
+from eagle.training.launch import gather, prepare_sharded, shard_head
+from eagle.training.plan import Dealer, Plan
 from eagle.training.reached import describe_reached
-from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem
-from eagle.training.sharded import clip_gradients, gather, prepare_sharded, shard_head
-from eagle.training.shares import sum_share
+from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem, run_identity
 from eagle.training.trackers import TrackedMetrics
 
+TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
 DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 
@@ -49,12 +51,22 @@ def train(
     decoding: Decoding | None = None,
     commit: str = "unknown",
 ) -> Path:
-    """Train a head, or resume the run in the same folder; returns the folder of the best head.
+    """Train a head, or resume the run in the same folder.
 
-    With `decoding` the best is the one that accepts most; the code's `commit` goes into the provenance.
+    Args:
+        accelerator: As `eagle.training.launch` returns it.
+        recipe: Its section `train` decides the run.
+        head: The head that training starts from.
+        frozen: The target's embedding and LM head.
+        features: What the head learns from.
+        decoding: Decodes held-out prompts; with it the best head is the one that accepts most.
+        commit: The code's, for the provenance.
+
+    Returns:
+        The folder of the best head.
     """
     with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
-        run = _Run(accelerator, recipe, head, frozen, features, decoding, commit)
+        run = _Run(accelerator, recipe, head, frozen, features, decoding=decoding, commit=commit)
         with interrupted_by_user(run.checkpoints.describe_resume):
             run.resume()
             run.train()
@@ -91,12 +103,13 @@ class _Run:
         self.dealer = Dealer(self.head, self.features, self.plan, accelerator.process_index, accelerator.num_processes)
         self._prepare()
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", self.settings.keep)
-        self.stems = Checkpoints(accelerator, self.out / "stem", 1)
+        self.stems = Checkpoints(accelerator, self.out / "stem", keep=1)
         # how far the run is, which a checkpoint brings back
         self.step = 0
         self.skipped = 0
         self.choice = Choice()
-        # since the last line of the log: steps with norm, tokens and losses; and parts of this process, with losses
+        # Since the last line of the log: each step with its norm, tokens and losses, and this process's parts with
+        # their losses. They stay on the device, so that no step waits for the host.
         self.window: list[tuple[int, Tensor]] = []
         self.parts: list[tuple[int, Sequence[int], Tensor]] = []
         self.loss_names: list[str] = []
@@ -106,8 +119,11 @@ class _Run:
 
     def _count_learned(self) -> list[int]:
         """Return how many tokens of each conversation are learned."""
-        masks = (self.features.mask(i) for i in range(len(self.features)))
-        return [int(trim_mask(gate_mask(mask, self.settings.gate)).sum()) for mask in masks]
+        counts = []
+        for index in range(len(self.features)):
+            mask = gate_mask(self.features.mask(index), self.settings.gate)
+            counts.append(int(trim_mask(mask).sum()))
+        return counts
 
     def _prepare(self) -> None:
         """Make the head and its optimizer ready to train as the launcher asks: plain, sharded or under DeepSpeed."""
@@ -137,34 +153,31 @@ class _Run:
         if self.step >= len(self.plan) or self.choice.has_ended(settings.patience):
             self.print(f"{self.out} holds this run, complete: another train.out, or its removal, starts anew")
             return
-        if self.accelerator.is_main_process:
+        is_main = self.accelerator.is_main_process
+        if is_main:
             self.metrics = TrackedMetrics(self.recipe, before=self.step)
         batches = self.dealer.batches(self.step, self.pins)
         self.begun = self.log_time = perf_counter()
         if settings.init is not None and not self.step:
             self._decode_start()
+        steps = range(self.step, len(self.plan))
         for step in progress(
-            range(self.step, len(self.plan)),
-            "train",
-            len(self.plan),
-            unit="steps",
-            show=self.accelerator.is_main_process,
-            done=self.step,
-            note=lambda: self.note,
+            steps, "train", len(self.plan), unit="steps", show=is_main, done=self.step, note=lambda: self.note
         ):
             self._advance(step, batches)
             self.step = step + 1
             is_last = self.step == len(self.plan)
             validates = is_last or self._is_due(settings.validate_every)
-            keeps = is_last or self._is_due(settings.checkpoint_every)
-            if validates or keeps or self.step % LOG_EVERY == 0:
+            checkpoints = is_last or self._is_due(settings.checkpoint_every)
+            if validates or checkpoints or self.step % LOG_EVERY == 0:
                 self._log()
             if validates:
                 self._validate(is_last)
             ends = validates and self.choice.has_ended(settings.patience)
-            if keeps or ends:
+            if checkpoints or ends:
                 self._checkpoint(self.checkpoints)
-                if settings.on_policy is not None:  # a run that goes on from here writes its texts anew
+                if settings.on_policy is not None:
+                    # a run that goes on from here writes its texts again
                     batches = self.dealer.batches(self.step, self.pins)
             if settings.schedule == "wsd" and self.step == self.plan.stem_steps:
                 self._checkpoint(self.stems)
@@ -174,7 +187,7 @@ class _Run:
         self._report()
 
     def _is_due(self, interval: int | None) -> bool:
-        """Whether something is due after this step that is done every `interval` steps, or once an epoch."""
+        """Return whether something is due after this step that is done every `interval` steps, or once an epoch."""
         return self.step % (interval or self.plan.steps_an_epoch) == 0
 
     def _report(self) -> None:
@@ -205,27 +218,27 @@ class _Run:
             self.parts.append((step, conversations, losses["total"].detach()))
             tokens += len(batch.tokens)
             sums = sums + torch.stack([loss.detach().float() for loss in losses.values()]) * share
-        norm = self._update().to(sums.device) / accelerator.num_processes  # the same on all; the log sums them
+        # all processes have the same norm, and the log sums over them
+        norm = self._update().to(sums.device) / accelerator.num_processes
         self.window.append((step, torch.cat([norm[None], sums.new_full((1,), tokens), sums])))
 
     @torch.no_grad()
     def _count(self, batch: Batch) -> Tensor:
-        """The divisor of a batch that only the head's forward knows."""
-        device = self.accelerator.device
+        """Return the divisor of a batch that only the head's forward knows."""
         head = self._whole_head() if self.deepspeed else self.model  # ZeRO-3 runs no forward without its backward
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-            divisor: Tensor = head(batch.to(device), self.frozen, count=True)["divisor"]
+        with self._autocast():
+            divisor: Tensor = head(batch.to(self.accelerator.device), self.frozen, count=True)["divisor"]
         return divisor
 
     def _add_up(self, counts: Tensor) -> Tensor:
-        """Counts summed over all processes."""
+        """Return counts summed over all processes."""
         return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
     def _update(self) -> Tensor:
         """Clip the gradients and, if they are finite, step; returns their norm."""
         if self.deepspeed:  # the engine has done that within backward
             return torch.tensor(float(self.model.get_global_grad_norm()))
-        norm = gather(clip_gradients(self._trainable_weights(), self.settings))
+        norm = gather(_clip_gradients(self._trainable_weights(), self.settings))
         # a fused optimizer skips the update where this is 1, without a synchronisation with the host
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.prepared.step()
@@ -270,12 +283,13 @@ class _Run:
 
     def _log_skipped(self, last: int, skipped: list[int]) -> None:
         """Name the conversations of steps that were skipped, as far as their loss was not finite either."""
-        bad = [conversations for step, conversations, loss in self.parts if step in skipped and not loss.isfinite()]
-        everywhere = gather_object([bad])  # of every process
-        indices = [index for of_process in everywhere for conversations in of_process for index in conversations]
+        bad: list[int] = []
+        for step, conversations, loss in self.parts:
+            if step in skipped and not loss.isfinite():
+                bad += conversations
+        indices = list(chain.from_iterable(gather_object([bad])))  # of every process
         self.skipped += len(skipped)
-        named = indices or "not known"
-        self.print(f"skipped steps {skipped}: their gradients are not finite; conversations {named}")
+        self.print(f"skipped steps {skipped}: their gradients are not finite; conversations {indices or 'not known'}")
         self._write(step=last, skipped=skipped, conversations=indices)
 
     def _write(self, **row: Any) -> None:
@@ -285,13 +299,14 @@ class _Run:
     @torch.no_grad()
     def _decode_start(self) -> None:
         """Decode the held-out prompts with the head of `train.init`, as it is."""
-        head, started = self._whole_head().eval(), perf_counter()
+        start = perf_counter()
+        head = self._whole_head().eval()
         counts = decode_once(self.accelerator, self.decoding, head, self.features, self.plan.validation)
         self.head.train()
         if counts:
-            self.choice.start, self.decoding_seconds = counts, perf_counter() - started
-            tau, prompts = acceptance(judged(counts).values()), len(next(iter(counts.values())))
-            self.print(f"before training: τ {tau:.2f} on {prompts} held-out prompts, by the head of train.init")
+            self.choice.start = counts
+            self.decoding_seconds = perf_counter() - start
+            self.print(f"before training: {describe_tau(counts)}, by the head of train.init")
 
     @torch.no_grad()
     def _validate(self, is_last: bool) -> None:
@@ -319,11 +334,29 @@ class _Run:
         """Return the figures of the held-out conversations, each process's share of them put together."""
         if not self.plan.validation:
             return {}
-        share = sum_share(
-            self.accelerator, self.dealer, head, self.frozen, self.settings, self.plan.validation, pins=self.pins
-        )
-        shares = gather_object([share])
-        return figures(reduce(add_sums, [sums for sums in shares if sums]))
+        sums = gather_object([self._sum_share(head)])
+        return figures(reduce(add_sums, [share for share in sums if share]))
+
+    def _sum_share(self, head: TrainableDrafter) -> dict[str, Tensor]:
+        """Return this process's share of the sums over held-out conversations."""
+        accelerator = self.accelerator
+        held_out = self.plan.validation
+        # as many conversations as a step's part, so that what trains on a GPU is validated there
+        size = ceil(self.settings.batch_size / self.dealer.count)
+        groups = [held_out[start : start + size] for start in range(0, len(held_out), size)]
+        sums: dict[str, Tensor] = {}
+        for first in range(0, len(groups), accelerator.num_processes):
+            # all processes read equally often, as a sharded target needs; who has no group left reads the last one
+            group_index = first + accelerator.process_index
+            batch = self.dealer.load(groups[min(group_index, len(groups) - 1)], pin=self.pins)
+            if group_index < len(groups):
+                with self._autocast():
+                    batch_sums = head.validate(batch.to(accelerator.device), self.frozen, TREES)
+                sums = add_sums(sums, {name: value.double().cpu() for name, value in batch_sums.items()})
+        return sums
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16")
 
     def _save(self, head: TrainableDrafter, metrics: dict[str, Any], *, is_best: bool, is_last: bool) -> None:
         """Save the head in its folders. A disk that refuses it ends the run only at the last step."""
@@ -338,7 +371,7 @@ class _Run:
             self.print(f"{fault}; training goes on")
 
     def _whole_head(self) -> TrainableDrafter:
-        """The head with its unsharded weights, on every process."""
+        """Return the head with its unsharded weights, on every process."""
         if self.sharded:
             self.mirror.load_state_dict(self.head.state_dict())
         if self.deepspeed:
@@ -350,26 +383,48 @@ class _Run:
         return self.mirror
 
     def _provenance(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        learned = {"step": self.step, "tokens": self.plan.learned(self.step), "skipped_steps": self.skipped}
-        run = {**learned, "processes": self.accelerator.num_processes, "validation": metrics}
-        return describe_run(self.commit, self.features.identity, **run)
+        """Return the provenance of a head: code, versions, what the run has done, and the features' identity."""
+        return {
+            "commit": self.commit,
+            "eagle": __version__,
+            **{name: version(name) for name in ("torch", "transformers", "accelerate")},
+            "step": self.step,
+            "tokens": self.plan.learned(self.step),
+            "skipped_steps": self.skipped,
+            "processes": self.accelerator.num_processes,
+            "validation": metrics,
+            **self.features.identity,
+        }
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(self.recipe, self.features.identity, self.accelerator.num_processes)
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint; a full disk costs the checkpoint, not the run."""
-        state = {"step": self.step, "best": self.choice.dump(), "skipped": self.skipped, "run": self._identity()}
-        if fault := checkpoints.write(self.step, state):
+        state = {"step": self.step, "best": asdict(self.choice), "skipped": self.skipped, "run": self._identity()}
+        fault = checkpoints.write(self.step, state)
+        if fault:
             self.print(f"no checkpoint at step {self.step}: {fault}. Training goes on; make room on the disk")
             self._write(step=self.step - 1, checkpoint_failed=fault)
 
     def resume(self) -> None:
         """Load the newest complete checkpoint, if there is one."""
-        if state := self.checkpoints.load(self._identity()):
-            self.step, self.choice, self.skipped = state["step"], Choice.parse(state["best"]), state["skipped"]
+        state = self.checkpoints.load(self._identity())
+        if state is not None:
+            self.choice = Choice.parse(state["best"])
         elif self.settings.stem is not None:
             state = load_stem(self.accelerator, self.head, self.settings, self.plan.stem_steps, self._identity())
-            self.step, self.skipped = state["step"], state["skipped"]
+        if state is not None:
+            self.step = state["step"]
+            self.skipped = state["skipped"]
         if self.step:
             self.print(f"going on after step {self.step} of {len(self.plan)}")
+
+
+def _clip_gradients(weights: Sequence[Tensor], settings: TrainSection) -> Tensor:
+    """Clip the gradients of these weights, whole or spread over processes, in place; returns their norm before."""
+    if settings.clip_by == "norm":
+        return torch.nn.utils.clip_grad_norm_(weights, settings.clip)
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+    torch.nn.utils.clip_grad_value_(weights, settings.clip)
+    return norm

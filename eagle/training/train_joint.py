@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from functools import reduce
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +25,52 @@ from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import interrupted_by_user, memory_gb, progress
 from eagle.recipe import JointSection, Recipe
-from eagle.training.about import decisive_settings
-from eagle.training.dealing import Dealer
 from eagle.training.joint import Joint, StepPart, heads_weight
-from eagle.training.plan import Plan
-from eagle.training.resume import Checkpoints
-from eagle.training.shares import TREES
+from eagle.training.plan import Dealer, Plan
+from eagle.training.resume import Checkpoints, decisive_settings
 from eagle.training.trackers import TrackedMetrics
-from eagle.training.train import LOG_EVERY
+from eagle.training.train import LOG_EVERY, TREES
 
+# training settings of heads alone, with the values that they must have
 UNUSED = {
-    **{"shard_head": False, "compile": False, "gate": "predicted", "clip_by": "norm"},
-    **{"decode": None, "choose": "best", "patience": None},
-    **{"stem": None, "mean_over": "step"},
+    "shard_head": False,
+    "compile": False,
+    "gate": "predicted",
+    "clip_by": "norm",
+    "decode": None,
+    "choose": "best",
+    "patience": None,
+    "stem": None,
+    "mean_over": "step",
 }
 
 
 def train_jointly(
     accelerator: Accelerator, recipe: Recipe, head: TrainableDrafter, features: LiveFeatures, commit: str = "unknown"
 ) -> Path:
-    """Train the features' target with a head, or resume; returns the folder with the new `target` and its `head`."""
+    """Train the features' target with a head, or resume.
+
+    Args:
+        accelerator: As `eagle.training.launch` returns it.
+        recipe: Its sections `train` and `joint` decide the run.
+        head: The head that training starts from.
+        features: Of the target that is trained.
+        commit: The code's, for the provenance.
+
+    Returns:
+        The folder with the new `target` and its `head`.
+    """
     if recipe.joint is None:
         raise ValueError("this recipe has no section `joint`: train its head alone, by recipes/train_eagle.py")
-    if given := [name for name, value in UNUSED.items() if getattr(recipe.train, name) != value]:
-        raise ValueError(
-            f"train.{given[0]} is for heads alone, which are trained by recipes/train_eagle.py: leave it out"
-        )
+    for name, value in UNUSED.items():
+        if getattr(recipe.train, name) != value:
+            raise ValueError(
+                f"train.{name} is for heads alone, which are trained by recipes/train_eagle.py: leave it out"
+            )
     if features.target.border < float("inf"):
         raise ValueError("this target's rotary frequencies depend on the longest text of a batch: it is not trained")
     with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
-        run = _JointRun(accelerator, recipe, recipe.joint, head, features, commit)
+        run = _JointRun(accelerator, recipe, recipe.joint, head, features, commit=commit)
         with interrupted_by_user(run.checkpoints.describe_resume):
             run.train()
             run.finish()
@@ -70,132 +87,177 @@ class _JointRun:
     commit: str
 
     def __post_init__(self) -> None:
-        accelerator, section, target = self.accelerator, self.recipe.train, self.features.target
-        self.out = Path(section.out)
-        self.plan = Plan([_supervised(self.features, index) for index in range(len(self.features))], section)
-        frozen = target.head.cast(getattr(torch, section.dtype))
+        accelerator = self.accelerator
+        self.section = self.recipe.train
+        self.out = Path(self.section.out)
+        # no drafter predicts the first two tokens
+        slots = [int(self.features.mask(index)[2:].sum()) for index in range(len(self.features))]
+        self.plan = Plan(slots, self.section)
         self.dealer = Dealer(self.head, self.features, self.plan, accelerator.process_index, accelerator.num_processes)
-        self.joint = Joint(target.model, self.head.to(accelerator.device), frozen, self.settings).train()
-        groups = self.joint.groups(section.lr)
-        self.trained = [part for group in groups for part in group["params"]]
-        rates: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "weight_decay": section.weight_decay}
-        self.optimizer = torch.optim.AdamW(groups, **rates, fused=True)
+        target = self.features.target
+        target_head = target.head.cast(getattr(torch, self.section.dtype))
+        self.joint = Joint(target.model, self.head.to(accelerator.device), target_head, self.settings).train()
+        groups = self.joint.groups(self.section.lr)
+        self.trained = list(chain.from_iterable(group["params"] for group in groups))
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=self.section.lr,
+            betas=self.section.betas,
+            weight_decay=self.section.weight_decay,
+            fused=True,
+        )
         self.model, self.prepared = accelerator.prepare(self.joint, self.optimizer)
-        self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", section.keep)
+        self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", self.section.keep)
         self.window: list[dict[str, Tensor]] = []  # of the steps since the last log
-        self.step = self.skipped = 0
+        # how far the run is, which a checkpoint brings back
+        self.step = 0
+        self.skipped = 0
         self.figures: dict[str, float] = {}
-        if state := self.checkpoints.load(self._identity()):
-            self.step, self.skipped, self.figures = state["step"], state["skipped"], state["figures"]
+        state = self.checkpoints.load(self._identity())
+        if state is not None:
+            self.step = state["step"]
+            self.skipped = state["skipped"]
+            self.figures = state["figures"]
             accelerator.print(f"going on after step {self.step} of {len(self.plan)}", flush=True)
 
     def train(self) -> None:
         """Run the remaining steps, with logs, validations and checkpoints between them."""
-        main, section = self.accelerator.is_main_process, self.recipe.train
-        metrics = TrackedMetrics(self.recipe, before=self.step) if main else None
-        bar = {"show": main, "done": self.step}
-        for number in progress(range(self.step, len(self.plan)), "train", len(self.plan), unit="steps", **bar):
-            self._advance(number)
-            self.step = number + 1
-            validate, checkpoint = (
-                self.step == len(self.plan) or self.step % (interval or self.plan.steps_an_epoch) == 0
-                for interval in (section.validate_every, section.checkpoint_every)
-            )
-            if validate or checkpoint or self.step % LOG_EVERY == 0:
-                row = self._means()
+        is_main = self.accelerator.is_main_process
+        metrics = TrackedMetrics(self.recipe, before=self.step) if is_main else None
+        steps = range(self.step, len(self.plan))
+        for step in progress(steps, "train", len(self.plan), unit="steps", show=is_main, done=self.step):
+            self._advance(step)
+            self.step = step + 1
+            validates = self._is_due(self.section.validate_every)
+            checkpoints = self._is_due(self.section.checkpoint_every)
+            if validates or checkpoints or self.step % LOG_EVERY == 0:
+                means = self._means()
                 if metrics:
-                    metrics.write(step=number, lr=self.plan.lr(number), memory_gb=memory_gb(), **row)
-            if validate:
+                    metrics.write(step=step, lr=self.plan.lr(step), memory_gb=memory_gb(), **means)
+            if validates:
                 self.figures = self._validate()
                 if metrics:
-                    metrics.write(step=number, validation=self.figures)
-            if checkpoint:
-                state = {"step": self.step, "skipped": self.skipped, "best": 0, "figures": self.figures}
-                if fault := self.checkpoints.write(self.step, {**state, "run": self._identity()}):
-                    self.accelerator.print(f"no checkpoint at step {self.step}: {fault}. Training goes on", flush=True)
+                    metrics.write(step=step, validation=self.figures)
+            if checkpoints:
+                self._checkpoint()
         if metrics:
             metrics.close()
 
-    def _advance(self, number: int) -> None:
-        """One step: forward and backward of this process's parts, clip, update."""
-        accelerator, rate = self.accelerator, self.plan.lr(number)
+    def _is_due(self, interval: int | None) -> bool:
+        """Return whether something is due after this step that is done every `interval` steps, or once an epoch."""
+        return self.step == len(self.plan) or self.step % (interval or self.plan.steps_an_epoch) == 0
+
+    def _checkpoint(self) -> None:
+        """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+        state = {
+            "step": self.step,
+            "skipped": self.skipped,
+            "best": 0,
+            "figures": self.figures,
+            "run": self._identity(),
+        }
+        fault = self.checkpoints.write(self.step, state)
+        if fault:
+            self.accelerator.print(f"no checkpoint at step {self.step}: {fault}. Training goes on", flush=True)
+
+    def _advance(self, step: int) -> None:
+        """Take one step: forward and backward of this process's parts of the batch, clip, update."""
+        accelerator = self.accelerator
+        lr = self.plan.lr(step)
         for group, scale in zip(self.prepared.param_groups, (1.0, self.settings.head_lr), strict=True):
-            group["lr"] = rate * scale
-        parts = self.plan.parts(number, accelerator.num_processes * self.recipe.train.accumulation)
-        weights = self.plan.weights(number, parts)
-        torch.manual_seed(self.recipe.train.seed + number)  # dropout is the same in a run that goes on
-        divisors = self.dealer.divisors_of(number)
-        heads, sums = heads_weight(self.settings, number, len(self.plan)), dict[str, Tensor]()
-        for part in range(accelerator.process_index, len(parts), accelerator.num_processes):
+            group["lr"] = lr * scale
+        parts = self.plan.parts(step, self.dealer.count)
+        weights = self.plan.weights(step, parts)
+        torch.manual_seed(self.section.seed + step)  # dropout is the same in a run that goes on
+        divisors = self.dealer.divisors_of(step)
+        heads = heads_weight(self.settings, step, len(self.plan))
+        sums: dict[str, Tensor] = {}
+        for i in range(accelerator.process_index, len(parts), accelerator.num_processes):
+            examples = [self.features.examples[index] for index in parts[i]]
+            part = StepPart(tuple(self.plan.seeds(step, parts[i])), divisors, weights[i])
             with accelerator.accumulate(self.model):
-                about = StepPart(tuple(self.plan.seeds(number, parts[part])), divisors, weights[part])
-                losses = self.model([self.features.examples[index] for index in parts[part]], heads, about)
+                losses = self.model(examples, heads, part)
                 # processes are averaged over, accumulated parts too
                 accelerator.backward(losses["total"] * len(parts))
             sums = add_sums(sums, {name: loss.detach().double() for name, loss in losses.items()})
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.recipe.train.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.section.clip)
         # a fused optimizer skips the update where this is 1, without a synchronisation with the host
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.prepared.step()
         self.prepared.zero_grad()
+        # all processes have the same norm, and the log sums over them
         self.window.append({**sums, "gradient_norm": norm.double() / accelerator.num_processes})
 
     def _means(self) -> dict[str, float]:
-        """The means since the last log, of steps with finite gradients."""
+        """Return the means since the last log, of steps with finite gradients."""
         names = list(self.window[0])
-        rows = self.accelerator.reduce(torch.stack([torch.stack([*row.values()]) for row in self.window]), "sum")
+        rows = torch.stack([torch.stack(list(row.values())) for row in self.window])
+        rows = self.accelerator.reduce(rows, "sum")
         finite = rows[rows[:, -1].isfinite()]
         self.skipped += len(rows) - len(finite)
         self.window = []
-        return dict(zip(names, finite.mean(0).tolist(), strict=True)) if len(finite) else {}
+        if not len(finite):
+            return {}
+        return dict(zip(names, finite.mean(0).tolist(), strict=True))
 
     def _validate(self) -> dict[str, float]:
-        """Figures on the held-out conversations: the heads' acceptance, and the new target's KL from the old one."""
+        """Return figures on the held-out conversations: the heads' acceptance, and the new target's KL from the old."""
         self.joint.eval()
-        accelerator, sums = self.accelerator, dict[str, Tensor]()
+        accelerator = self.accelerator
+        sums: dict[str, Tensor] = {}
         for index in self.plan.validation[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.autocast():
-                head_sums = self.joint.validate([self.features.examples[index]], TREES)
-            sums = add_sums(sums, {name: value.double().cpu() for name, value in head_sums.items()})
+                text_sums = self.joint.validate([self.features.examples[index]], TREES)
+            sums = add_sums(sums, {name: value.double().cpu() for name, value in text_sums.items()})
         self.joint.train()
         shares = [share for share in gather_object([sums]) if share]
         return figures(reduce(add_sums, shares)) if shares else {}
 
     def finish(self) -> None:
         """Write the new target, with the adapters merged, and the heads, whose recipe names it."""
-        folder = self.out / "target"
         if self.accelerator.is_main_process:
-            part = self.out / "target.part"
-            shutil.rmtree(part, ignore_errors=True)
-            target = self.features.target
-            self.joint.merge().save_pretrained(part)
-            if target.tokenizer is not None:
-                target.tokenizer.save_pretrained(part)
-            (part / "provenance.json").write_text(json.dumps(self._provenance(), indent=2) + "\n")
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(part, folder)
-            section = self.recipe.target.model_copy(update={"path": str(folder), "revision": None, "adapter": None})
-            served = self.recipe.model_copy(update={"target": section, "joint": None})
-            save_head(self.out / "head", self.joint.head, served.dump(), self._provenance())
+            self._write_target(self.out / "target")
+            section = self.recipe.target.model_copy(
+                update={"path": str(self.out / "target"), "revision": None, "adapter": None}
+            )
+            recipe = self.recipe.model_copy(update={"target": section, "joint": None})
+            save_head(self.out / "head", self.joint.head, recipe.dump(), self._provenance())
         self.accelerator.wait_for_everyone()
 
+    def _write_target(self, folder: Path) -> None:
+        """Write the new target; the folder appears once it is whole."""
+        temporary = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(temporary, ignore_errors=True)
+        self.joint.merge().save_pretrained(temporary)
+        tokenizer = self.features.target.tokenizer
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        (temporary / "provenance.json").write_text(json.dumps(self._provenance(), indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+
     def _provenance(self) -> dict[str, Any]:
-        versions = {"eagle": __version__} | {
-            name: version(name) for name in ("torch", "transformers", "accelerate", "peft")
+        """Return the provenance of the new target and its heads: code, versions, origin, and what the run has done."""
+        return {
+            "commit": self.commit,
+            "eagle": __version__,
+            **{name: version(name) for name in ("torch", "transformers", "accelerate", "peft")},
+            "step": self.step,
+            "processes": self.accelerator.num_processes,
+            "skipped_steps": self.skipped,
+            "made_from": self.recipe.target.model_dump(),
+            "joint": self.settings.model_dump(mode="json"),
+            "kl_from_the_old_target": self.figures.get("kl"),  # in nats a token, on the held-out conversations
+            "validation": self.figures,
         }
-        origin = {"made_from": self.recipe.target.model_dump(), "joint": self.settings.model_dump(mode="json")}
-        run = {"step": self.step, "processes": self.accelerator.num_processes, "skipped_steps": self.skipped}
-        kl = {"kl_from_the_old_target": self.figures.get("kl")}  # in nats a token, on the held-out conversations
-        return {"commit": self.commit, **versions, **run, **origin, **kl, "validation": self.figures}
 
     def _identity(self) -> dict[str, Any]:
-        """The identity of this run, which a continuation must share."""
-        recipe, count = self.recipe.model_dump(mode="json"), self.accelerator.num_processes
-        train = decisive_settings(recipe["train"])
-        about = {"features": self.features.identity, "drafter": recipe["drafter"], "joint": recipe["joint"]}
-        return {"processes": count, **about, "train": train}
-
-
-def _supervised(features: LiveFeatures, index: int) -> int:
-    """The number of supervised tokens of an example, without the first two, which no drafter predicts."""
-    return int(features.mask(index)[2:].sum())
+        """Return the identity of this run, which a continuation must share."""
+        recipe = self.recipe.model_dump(mode="json")
+        return {
+            "processes": self.accelerator.num_processes,
+            "features": self.features.identity,
+            "drafter": recipe["drafter"],
+            "joint": recipe["joint"],
+            "train": decisive_settings(recipe["train"]),
+        }

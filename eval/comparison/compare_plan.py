@@ -22,8 +22,8 @@ from eagle.formats.checkpoint import check_options, method_without_files
 from eagle.recipe import BudgetSection, Recipe, Section, parse_section
 from eagle.recipe.plain_yaml import lay_over, read_yaml
 from eagle.shipped import find_recipe
-from eagle.training.about import decisive_settings
 from eagle.training.launch import resolve_dtype
+from eagle.training.resume import decisive_settings
 from eval.load_run import budget_of
 
 # sections that count of a recipe file that one arm names

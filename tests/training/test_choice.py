@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_what_is_decoded_and_what_is_predicted_are_not_compared() -> None:
     assert not choice.add(2, {}, {"tree/tau": 4.0})
     assert choice.add(3, {"tree_tau": [[20, 10]]}, {"tree/tau": 4.0, "cross_entropy": 1.5}) and choice.score == 2
     assert not choice.add(4, {"tree_tau": [[20, 10]]}, {"tree/tau": 9.0}) and choice.stale == 1
-    assert Choice.parse(json.loads(json.dumps(choice.dump()))) == choice
+    assert Choice.parse(json.loads(json.dumps(asdict(choice)))) == choice
 
 
 @pytest.mark.parametrize("store", ["null", "kept"])

@@ -29,7 +29,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.recipe import Recipe
 from eagle.shipped import STAGES
 from eagle.target.target import Target
-from eagle.training.sharded import gather, shard_head
+from eagle.training.launch import gather, shard_head
 from eagle.training.train import _Run
 from recipes.forecast import empty_head, sizes_of
 
