@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from eagle.disk import open_tensors, write_text
-from eagle.log import describe_error, progress, script
-from eagle.log.progress_lines import ProgressLines
+from eagle.log import ProgressLines, describe_error, progress, script
 from eagle.recipe import Recipe
 
 

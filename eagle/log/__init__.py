@@ -1,4 +1,4 @@
-"""Progress and metrics: a console, a JSONL file, and how a command ends."""
+"""How a command ends, what it tells of its progress, and the metrics of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import IO, Any, TextIO, TypeVar
 
 import yaml
 from rich.console import Console
@@ -31,11 +33,9 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from eagle.log.progress_lines import ProgressLines, describe_rate
 from eagle.web import hide_users
 
 Item = TypeVar("Item")
-WIDE = 100  # columns of a terminal that has room for a bar
 OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
 LOST_AFTER = 10.0  # seconds after which a Ctrl-C that ended nothing comes again
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
@@ -54,13 +54,22 @@ ADVICE = {
 }
 
 
+# -- how a command ends -----------------------------------------------------------------------------------------------
+
+
 def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, status: int = 1) -> None:
-    """Run a command's `main`; what its user can mend ends it in a sentence and this status, Ctrl-C in one and 130."""
+    """Run a command's `main`.
+
+    Args:
+        main: Takes the arguments.
+        argv: The arguments; by default those of the process.
+        status: What the process ends with after an error that its user can mend, told in a sentence.
+    """
     try:
         with interrupted_by_user(lambda: "give the same command again"):
             try:
                 main(sys.argv[1:] if argv is None else argv)
-            except SystemExit:  # as argparse ends behind a help
+            except SystemExit:  # as argparse ends after a help
                 sys.stdout.flush()
                 raise
             sys.stdout.flush()
@@ -81,27 +90,31 @@ def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, stat
 
 
 def has_lost_others(error: BaseException) -> bool:
-    """Whether a collective operation failed because another process has ended."""
+    """Return whether a collective operation failed because another process has ended."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
 
 
 def describe_error(error: BaseException) -> str | None:
-    """A sentence on what a user can mend: what was got, what is expected, what to do; None for a bug."""
+    """Return a sentence on what a user can mend: what was got, what is expected, what to do; None for a bug."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, str) else None
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    if isinstance(error, ValueError) and _room_of(frames[-1]) in OURS:
+    # errors of values that this project raised are sentences already
+    if isinstance(error, ValueError) and _package_of(frames[-1]) in OURS:
         return str(error)
-    if loading := [frame for frame in frames if frame.f_code.co_name in LOADING and _room_of(frame) in LOADERS]:
-        return _describe_loading(error, loading[0])
+    for frame in frames:
+        if frame.f_code.co_name in LOADING and _package_of(frame) in LOADERS:
+            return _describe_loading(error, frame)
     if isinstance(error, OSError) and error.errno is not None:
         advice = ADVICE.get(error.errno, "mend that, and give the same command again")
         return f"{error.filename or 'the disk'}: {error.strerror}: {advice}"
-    if type(error).__name__ == "SafetensorError":
+    # by their names, as their packages take long to import
+    name = type(error).__name__
+    if name == "SafetensorError":
         return f"a safetensors file cannot be read or written: {error}; is it cut off, or the disk full? Make it anew"
     if isinstance(error, yaml.YAMLError):
         return f"this is no YAML: {' '.join(str(error).split())}"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return f"out of memory: {first_line(error)}. Lower batch_size or max_length, or raise train.accumulation"
     if has_lost_others(error):
         return f"another process of this run has ended, which says why: {first_line(error)}"
@@ -109,8 +122,12 @@ def describe_error(error: BaseException) -> str | None:
 
 
 def _describe_loading(error: BaseException, frame: FrameType) -> str:
-    """A sentence on what a library of models could not load: the outermost of its frames tells what."""
-    name = str(next((frame.f_locals[key] for key in LOADED if frame.f_locals.get(key)), "what was named"))
+    """Return a sentence on what a library of models could not load; its outermost frame tells what."""
+    name = "what was named"
+    for variable in LOADED:
+        if frame.f_locals.get(variable):
+            name = str(frame.f_locals[variable])
+            break
     if name.startswith(("/", ".", "~")) and not Path(name).exists():
         return f"no folder at {name}: expected a model that save_pretrained wrote, or a hub id; check the path"
     reason = first_line(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}, {error}"
@@ -121,28 +138,31 @@ def _describe_loading(error: BaseException, frame: FrameType) -> str:
 
 
 def first_line(error: object) -> str:
-    """The first line of an error's text, as a sentence."""
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__).strip()
+    """Return the first line of an error's text, as a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = lines[0].strip()
     return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
-def _room_of(frame: FrameType) -> str:
+def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).split(".")[0]
 
 
 def leave_message(sentence: str) -> bool:
     """Leave what ends this process to the launcher, which tells it once for all; False where none of ours waits."""
-    if not (folder := os.environ.get(MESSAGES)):
+    folder = os.environ.get(MESSAGES)
+    if not folder:
         return False
-    with suppress(OSError):
+    try:
         (Path(folder) / os.environ.get("RANK", "0")).write_text(sentence)
-        return True
-    return False
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
 def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
-    """Ctrl-C in the block ends the program with `stopped; HINT` and status 130; nested, the inner hint counts."""
+    """Let Ctrl-C in the block end the program with `stopped; HINT` and status 130; nested, the inner hint counts."""
     received: list[int] = []
     try:
         with _note_interrupts(received):
@@ -165,13 +185,14 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    tell, again = sys.unraisablehook, []
+    unraisable_hook = sys.unraisablehook
+    timers: list[threading.Timer] = []
 
     def send_after(seconds: float) -> None:
-        again.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)))
-        again[-1].daemon = True
-        again[-1].start()
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+        timers.append(timer)
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -179,20 +200,29 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
         signal.default_int_handler(number, frame)
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
-        """Python drops what is raised inside a `__del__`: the interrupt comes anew once that has returned."""
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
-            return tell(lost)
-        send_after(0.01)
+        # Python drops what is raised inside a `__del__`: the interrupt comes again once that has returned
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            send_after(0.01)
+        else:
+            unraisable_hook(lost)
 
     signal.signal(signal.SIGINT, note)
     sys.unraisablehook = send_again
     try:
         yield
     finally:
-        for timer in again:
+        for timer in timers:
             timer.cancel()
         signal.signal(signal.SIGINT, handler)
-        sys.unraisablehook = tell
+        sys.unraisablehook = unraisable_hook
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+WIDE = 100  # columns of a terminal that has room for a bar
+EVERY = 60.0  # seconds between two lines of a log
+PER_MINUTE = 60
+PER_HOUR = 3600
 
 
 class Rate(ProgressColumn):
@@ -203,7 +233,7 @@ class Rate(ProgressColumn):
         self.unit = unit
 
     def render(self, task: Task) -> Text:
-        """The speed, once it is known."""
+        """Return the speed, once it is known."""
         return Text(describe_rate(task.speed, self.unit) if task.speed else "")
 
 
@@ -218,8 +248,20 @@ def progress(
     done: int = 0,
     note: Callable[[], str] = str,
 ) -> Iterator[Item]:
-    """Yield the items while showing a progress bar, in which an item counts for its size; in a log file, lines."""
+    """Yield the items while showing a progress bar; in a log file, lines.
+
+    Args:
+        items: What is worked on.
+        what: The work's name.
+        total: The size of all items, where it is known.
+        unit: What sizes count.
+        size: Returns the size of an item.
+        show: Whether anything is shown.
+        done: The size of what was done before.
+        note: Returns what is shown beside.
+    """
     console = Console(stderr=True)
+    # outside a terminal a bar would be shown at its end alone
     if show and not console.is_terminal and not console.is_jupyter:
         with ProgressLines(what, unit, total, done, note=note, out=console.file) as lines:
             for item in items:
@@ -228,7 +270,7 @@ def progress(
         return
     columns: list[ProgressColumn] = [TextColumn("{task.description}")]
     elapsed: list[ProgressColumn] = []
-    if console.width >= WIDE:  # beside words and figures they would wrap the line
+    if console.width >= WIDE:  # else they would wrap the line
         columns.append(BarColumn())
         elapsed = [TimeElapsedColumn(), TextColumn("elapsed")]
     columns += [MofNCompleteColumn(), Rate(unit), *elapsed, TimeRemainingColumn(), TextColumn("left")]
@@ -239,8 +281,100 @@ def progress(
             bar.update(task, advance=size(item), description=f"{what} {note()}".rstrip())
 
 
+class ProgressLines:
+    """A line a minute with what is done, how fast, and the time left; and one at the end."""
+
+    def __init__(
+        self,
+        what: str,
+        unit: str,
+        total: int | None,
+        done: int = 0,
+        *,
+        note: Callable[[], str] = str,
+        out: IO[str] | None = None,
+        clock: Callable[[], float] = monotonic,
+        every: float = EVERY,
+    ) -> None:
+        self.what = what
+        self.unit = unit
+        self.total = total
+        self.done = done
+        self.done_before = done
+        self.note = note
+        self.out = out or sys.stderr
+        self.clock = clock
+        self.every = every
+        self.begun = clock()
+        self.ended = threading.Event()
+        # a single item may take longer than a minute
+        self.thread = threading.Thread(target=self._print_regularly, daemon=True)
+
+    def __enter__(self) -> ProgressLines:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        self._print()
+
+    def describe(self) -> str:
+        """Return the line at this time."""
+        seconds = self.clock() - self.begun
+        speed = (self.done - self.done_before) / seconds if seconds > 0 else 0.0
+        facts = [f"{self.what}: {describe_done(self.done, self.total)} {self.unit}"]
+        if speed > 0:
+            facts.append(describe_rate(speed, self.unit))
+        facts.append(f"{describe_seconds(seconds)} elapsed")
+        if speed > 0 and self.total is not None and self.done < self.total:
+            facts.append(f"{describe_seconds((self.total - self.done) / speed)} left")
+        note = self.note()
+        if note:
+            facts.append(note)
+        return ", ".join(facts)
+
+    def _print_regularly(self) -> None:
+        while not self.ended.wait(self.every):
+            self._print()
+
+    def _print(self) -> None:
+        print(self.describe(), file=self.out, flush=True)
+
+
+def describe_done(done: int, total: int | None) -> str:
+    """Return how much is done, of how much where that is known."""
+    if total is None:
+        return f"{done:,}"
+    share = f" ({done / total:.0%})" if total else ""
+    return f"{done:,} of {total:,}{share}"
+
+
+def describe_rate(speed: float, unit: str) -> str:
+    """Return a speed a second in figures that are read at a glance; of slow work a minute's, or an hour's."""
+    value = speed
+    per = "s"
+    if speed * PER_MINUTE < 1:
+        value = speed * PER_HOUR
+        per = "h"
+    elif speed < 1:
+        value = speed * PER_MINUTE
+        per = "min"
+    # three figures
+    decimals = max(0, 2 - len(str(int(value))))
+    return f"{value:,.{decimals}f} {unit}/{per}"
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
 def memory_gb() -> float:
-    """Peak memory of this process in GB, on the accelerator where it has one."""
+    """Return the peak memory of this process in GB, on the accelerator where it has one."""
     import torch  # which takes seconds, and a line of progress nothing of it
 
     if torch.cuda.is_available():
@@ -254,10 +388,11 @@ class Metrics:
     def __init__(self, path: Path, *, before: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.is_file() else []
+        kept = [line for line in lines if _step_of(line) < before]
         self.dropped = [line for line in lines if _step_of(line) >= before]
-        part = path.with_name(f"{path.name}.part")
-        part.write_text("".join(f"{line}\n" for line in lines if _step_of(line) < before))
-        os.replace(part, path)
+        temporary = path.with_name(f"{path.name}.part")
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(temporary, path)
         self.file: TextIO = path.open("a")
 
     def write(self, **row: Any) -> None:
@@ -271,7 +406,7 @@ class Metrics:
 
 
 def _step_of(line: str) -> float:
-    """The step of a row; infinity for a torn line."""
+    """Return the step of a row; infinity for a torn line."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
