@@ -231,10 +231,6 @@ class Features(Protocol):
         """Tokens and loss mask of an example."""
         ...
 
-    def supervised_tokens(self, index: int) -> Tensor:
-        """The supervised tokens of an example."""
-        ...
-
 
 def run_ahead(jobs: Iterable[Callable[[], Result]]) -> Generator[Result]:
     """Yield the jobs' results in order; a thread runs them ahead of the caller."""

@@ -138,7 +138,8 @@ def can_read_on(target: Target) -> bool:
     try:
         with target.lock:
             target.reader.check(rows=2)
-    except ValueError:  # it cannot read trees
+    except ValueError:
+        # it cannot read trees
         return False
     return not (target.sharded or target.reader.mixers.mixers or target.reader.follows_steps)
 
@@ -174,7 +175,11 @@ class LiveFeatures:
     sampled = False
 
     def __init__(
-        self, target: Target, examples: Sequence[Example], identity: dict[str, Any], batch_tokens: int | None = None
+        self,
+        target: Target,
+        examples: Sequence[Example],
+        identity: dict[str, Any],
+        batch_tokens: int | None = None,
     ) -> None:
         self.target = target
         self.examples = examples
@@ -200,11 +205,6 @@ class LiveFeatures:
         """Return tokens and loss mask of an example."""
         example = self.examples[index]
         return example.tokens, example.loss_mask
-
-    def supervised_tokens(self, index: int) -> Tensor:
-        """Return the supervised tokens of an example."""
-        tokens, loss_mask = self.text(index)
-        return tokens[loss_mask]
 
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples at these indices, with their features."""
@@ -267,7 +267,7 @@ def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, 
 def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence[Tensor]], Any]:
     """Return copies in host memory, and the CUDA event (None on a CPU) after which they hold their values."""
     if not packed[0][0].is_cuda:
-        return [[tensor.cpu() for tensor in tensors] for tensors in packed], None
+        return [list(map(Tensor.cpu, tensors)) for tensors in packed], None
     host_rows = []
     for tensors in packed:
         copies = []
@@ -283,7 +283,8 @@ def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence
 def batch_slots(target: Target, batch_tokens: int | None) -> int:
     """Return the tokens (padding included) of one forward: `batch_tokens`, else a default for the device."""
     if (target.device.type == "cpu" and batch_tokens is None) or target.border < math.inf:
-        return 1  # a longer text in the batch could change the rotary frequencies of a shorter one
+        # a longer text in the batch could change the rotary frequencies of a shorter one
+        return 1
     return batch_tokens or BATCH_TOKENS
 
 
@@ -333,7 +334,12 @@ def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None
 
 
 def forecast(
-    target: Target, examples: Sequence[Example], sizes: TextSizes, plan: ShardPlan, parts: Sequence[Part], dtype: str
+    target: Target,
+    examples: Sequence[Example],
+    sizes: TextSizes,
+    plan: ShardPlan,
+    parts: Sequence[Part],
+    dtype: str,
 ) -> str:
     """Return a line with the tokens, bytes and time of an extraction, measured on a few seconds of it."""
     batches = list(chain.from_iterable(plan))
@@ -347,13 +353,15 @@ def forecast(
         shown = [examples[i].shown for i in batch]
         shared = sizes.shared[batch].tolist()
         rows = compute_rows(target, texts, masks, parts, dtype=dtype, shared=shared, shown=shown)
-        rows[0][0].flatten()[-1:].sum().item()  # waits for the device
+        # waits for the device
+        rows[0][0].flatten()[-1:].sum().item()
         if not start:
             start = perf_counter()
             continue
         measured_tokens += sum(map(len, texts))
         if perf_counter() - start > FORECAST_SECONDS:
             break
+    # without the first forward
     tokens_per_second = measured_tokens / (perf_counter() - start)
     tokens = int(sizes.tokens.sum())
     shared_tokens = int(sizes.shared.sum())

@@ -19,13 +19,29 @@ from eagle.recipe import Recipe, TargetSection
 from eagle.recipe.mixes import files_of
 
 WEIGHTS = ("*.safetensors", "*.bin")
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+)
 LONG = 5_000_000_000  # bytes, from which on a progress bar is shown
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
 # keys of `data` that decide no token, or by files
-NOT_IDENTITY = {"train", "heldout", "template", "allow_broken", "cache", "num_proc", "drop_duplicates", "images"}
+NOT_IDENTITY = {
+    "train",
+    "heldout",
+    "template",
+    "allow_broken",
+    "cache",
+    "num_proc",
+    "drop_duplicates",
+    "images",
+}
 FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which files
     "target.weights": "the target's weights (*.safetensors or *.bin)",
     "target.config": "the target's config.json",
@@ -88,7 +104,8 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
     # a dataset of the hub is known by its name and revision
     source: Any = fingerprint(files_of(data.train)) if Path(data.train).exists() else data.train
     conversations = {"source": source, **data.model_dump(mode="json", exclude=NOT_IDENTITY)}
-    if data.drop_duplicates:  # older stores do not name it
+    if data.drop_duplicates:
+        # older stores do not name it
         conversations["drop_duplicates"] = True
     if data.images is not None:
         conversations["images"] = images_identity(recipe)

@@ -32,14 +32,16 @@ class OnPolicyFeatures(LiveFeatures):
     def __init__(self, live: LiveFeatures, head: Any) -> None:
         super().__init__(live.target, live.examples, live.identity, live.slots)
         self.head = head
-        self.together = True  # read within the step, with the weights of the step
+        # read within the step, with the weights of the step
+        self.together = True
         self.student: Target | None = None  # the draft model as what decodes, from the first step on
 
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples with new answers, and the target's features of them."""
         if not self.head.training:
             return super().read(indices)
-        step_seed = mix64(torch.initial_seed())  # which the loop sets in every step
+        # the loop sets it in every step
+        step_seed = mix64(torch.initial_seed())
         prompts = []
         limits = []
         samplings = []
@@ -51,7 +53,7 @@ class OnPolicyFeatures(LiveFeatures):
             samplings.append(Sampling(temperature=1.0, seed=step_seed, request=index))
         self.head.eval()
         self.student = self.student or trained_target(self.head.model)
-        answers = sample_answers(self.student, prompts, limits, samplings, self.target.stop_tokens)
+        answers = sample_answers(self.student, prompts, limits, samplings, stops=self.target.stop_tokens)
         self.head.train()
         examples = []
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -71,10 +73,15 @@ def trained_target(model: Any) -> Target:
 
 
 def sample_answers(
-    model: Target, prompts: Sequence[Tensor], limits: Sequence[int], samplings: Sequence[Sampling], stops: Sequence[int]
+    model: Target,
+    prompts: Sequence[Tensor],
+    limits: Sequence[int],
+    samplings: Sequence[Sampling],
+    stops: Sequence[int],
 ) -> list[Tensor]:
     """Return a continuation of each prompt [T], up to a stop token or the prompt's limit."""
-    model.forget()  # its weights have changed
+    # its weights have changed
+    model.forget()
     prompt_tokens = [prompt.tolist() for prompt in prompts]
     traces = generate(
         model,

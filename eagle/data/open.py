@@ -8,7 +8,14 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, Features
 from eagle.data.features import LiveFeatures, roles_of
-from eagle.data.identity import MASK_RULES, data_identity, identity, in_precision, tap_identity, target_name
+from eagle.data.identity import (
+    MASK_RULES,
+    data_identity,
+    identity,
+    in_precision,
+    tap_identity,
+    target_name,
+)
 from eagle.data.on_policy import OnPolicyFeatures
 from eagle.data.own_drafts import OwnDrafts
 from eagle.data.store import FeatureStore
@@ -21,7 +28,11 @@ from eagle.target.target import Target
 
 
 def open_features(
-    recipe: Recipe, settings: Any, read_examples: Callable[[], Sequence[Example]], *, main: bool = True
+    recipe: Recipe,
+    settings: Any,
+    read_examples: Callable[[], Sequence[Example]],
+    *,
+    main: bool = True,
 ) -> tuple[Target | Borrowed, Features]:
     """Return the target and the features of its states.
 
@@ -43,6 +54,7 @@ def open_features(
             if main:
                 store.expect(_expected_identity(recipe, roles_of(settings, borrowed.config), store))
             return borrowed, store
+    # from here on the whole target is in memory
     shard = recipe.features.shard_target
     if shard and not recipe.features.store and recipe.data.images is not None:
         raise ValueError(
@@ -53,7 +65,8 @@ def open_features(
     if shard:
         target.shard()
     roles = roles_of(settings, target.config)
-    target.check_taps(roles.taps)  # a default set may lie outside: the config of some types counts other layers
+    # a default set may lie outside: the config of some types counts other layers
+    target.check_taps(roles.taps)
     expected = identity(recipe, roles)
     if recipe.features.store:
         return target, FeatureStore(recipe.features.store, expected)
@@ -62,13 +75,20 @@ def open_features(
 
 
 def follow_head(
-    recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
+    recipe: Recipe,
+    settings: Any,
+    target: Target | Borrowed,
+    features: Features,
+    head: Any,
+    *,
+    weights_split: bool,
 ) -> Features:
     """Return the features that the head learns from.
 
     They are those given, unless the head samples answers (`drafter.samples: own`) or helps to write them by its drafts
     (`train.on_policy`).
     """
+    # the settings of most methods have no such key
     samples_own = getattr(settings, "samples", "data") == "own"
     if not samples_own and recipe.train.on_policy is None:
         return features
@@ -79,7 +99,8 @@ def follow_head(
         )
     if recipe.train.on_policy is not None:
         return _with_drafts(recipe, target, features, head, weights_split=weights_split)
-    if weights_split:  # processes read weights together, and answers differ
+    if weights_split:
+        # processes read weights together, and answers differ
         raise ValueError(
             "drafter.samples is own, which needs all weights on every process, and ZeRO-3 and train.shard_head split "
             "them: launch with recipes/accelerate/ddp.yaml or zero2.yaml, without train.shard_head"

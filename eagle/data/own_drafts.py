@@ -62,10 +62,6 @@ class OwnDrafts:
         """Return tokens and loss mask of an example of the data."""
         return self.features.text(index)
 
-    def supervised_tokens(self, index: int) -> Tensor:
-        """Return the supervised tokens of an example of the data."""
-        return self.features.supervised_tokens(index)
-
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples with their features, those that were written for this step in place of the data's."""
         if not self.head.training:
@@ -107,6 +103,7 @@ class OwnDrafts:
             prompts.append(tokens[:start].tolist())
             limits.append(end - start)
             samplings.append(Sampling(temperature=self.policy.temperature, seed=seed, request=index))
+        # a fixed chain: every cycle drafts as many tokens
         recorder = Recorder(self._decoding_head(), self.taps)
         traces = generate(
             self.target,
@@ -125,7 +122,8 @@ class OwnDrafts:
     def _decoding_head(self) -> Any:
         """Return a copy of the head as it is now, that drafts."""
         head = in_dtype(copy.deepcopy(self.head).to(self.target.device), self.target.model.dtype)
-        self.target.forget()  # a target in training has other weights
+        # a target in training has other weights
+        self.target.forget()
         return head.bind(self.target.head)
 
     def _example(self, prompt: list[int], answer: list[int], record: Record) -> Example:
@@ -143,7 +141,10 @@ class OwnDrafts:
         for cycle in cycles:
             draft = cycle.tokens.tolist()
             # after a stop token nothing is drafted
-            length = next((count for count, token in enumerate(draft, start=1) if token in stop_tokens), len(draft))
+            length = next(
+                (count for count, token in enumerate(draft, start=1) if token in stop_tokens),
+                len(draft),
+            )
             drafted.append(length)
             draft_tokens.append(torch.cat([cycle.tokens, no_tokens])[:depth])
         states = torch.stack([_pad(cycle.states, depth) for cycle in cycles])
@@ -181,7 +182,8 @@ class Recorder(Drafter):
     def __init__(self, drafter: Drafter, taps: tuple[int, ...]) -> None:
         self.drafter = drafter
         self.taps = tuple(dict.fromkeys((*taps, *drafter.taps)))
-        self.recorded_taps = len(taps)  # the first of `self.taps`
+        # the first of `self.taps`
+        self.recorded_taps = len(taps)
         self.reads = replace(drafter.reads, states=True)
         self.rates_nodes = drafter.rates_nodes
         self.records: dict[int, Record] = {}

@@ -52,7 +52,10 @@ def group_texts(shared: Sequence[int]) -> list[list[int]]:
 
 
 def plan_shards(
-    lengths: Sequence[int], batch_tokens: int, shard_tokens: int, shared: Sequence[int] | None = None
+    lengths: Sequence[int],
+    batch_tokens: int,
+    shard_tokens: int,
+    shared: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
     """Return the batches, grouped into shards; the plan depends on the lengths alone.
 
@@ -64,7 +67,9 @@ def plan_shards(
     """
     shared = shared or [0] * len(lengths)
     groups = group_texts(shared)
-    new_tokens = [sum(lengths[i] - shared[i] for i in group) for group in groups]
+    new_tokens = [0] * len(groups)
+    for i, group in enumerate(groups):
+        new_tokens[i] = sum(lengths[index] - shared[index] for index in group)
     shards: list[list[list[int]]] = []
     filled = shard_tokens
     for group_indices in make_batches(new_tokens, batch_tokens):
@@ -90,7 +95,8 @@ class StoredPlan(Sequence[list[list[int]]]):
         self.order = order
         self.batch_sizes = batch_sizes
         self.batch_ends = shard_batches.cumsum(0)
-        self.ends = batch_sizes.cumsum(0)[self.batch_ends - 1]  # of the shards, in `order`
+        # where each shard ends in `order`
+        self.ends = batch_sizes.cumsum(0)[self.batch_ends - 1]
 
     @classmethod
     def tensors_of(cls, plan: ShardPlan) -> dict[str, Tensor]:
@@ -109,8 +115,11 @@ class StoredPlan(Sequence[list[list[int]]]):
         if not -len(self) <= shard < len(self):
             raise IndexError(shard)
         shard %= len(self)
-        first_batch = self.batch_ends[shard - 1] if shard else 0
-        first = self.ends[shard - 1] if shard else 0
+        first_batch = 0
+        first = 0
+        if shard:
+            first_batch = int(self.batch_ends[shard - 1])
+            first = int(self.ends[shard - 1])
         sizes = self.batch_sizes[first_batch : self.batch_ends[shard]]
         numbers = self.order[first : self.ends[shard]]
         return [batch.tolist() for batch in numbers.split(sizes.tolist())]
@@ -289,7 +298,8 @@ class ShardWriter:
 
     def _write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
-        while len(view):  # an unbuffered file may write less than asked
+        while len(view):
+            # an unbuffered file may write less than asked
             written = self.file.write(view)
             self.digest.update(view[:written])
             view = view[written:]
@@ -332,7 +342,8 @@ def changed_bytes(path: Path) -> str | None:
     checksum = checksum_file(path).read_text().split()[0]
     content = f"{checksum} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
     name = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
-    with suppress(OSError):  # without a folder for such notes it is read in every run
+    with suppress(OSError):
+        # without a folder for such notes it is read in every run
         note = assets_folder("shards", "checked") / name
         if note.is_file() and note.read_text() == content:
             return None

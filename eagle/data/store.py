@@ -31,7 +31,14 @@ from eagle.data.shards import (
     unpack_shown,
     write_texts,
 )
-from eagle.data.stored_rows import DTYPES, TextSizes, check_width, parts_of, restore_features, row_bytes
+from eagle.data.stored_rows import (
+    DTYPES,
+    TextSizes,
+    check_width,
+    parts_of,
+    restore_features,
+    row_bytes,
+)
 from eagle.disk import sha256, write_whole
 from eagle.markup import table
 
@@ -69,7 +76,12 @@ def _check_index(index: dict[str, Any]) -> None:
     identity = index["identity"]
     if identity["dtype"] not in DTYPES:
         raise ValueError(f"dtype is {identity['dtype']!r}")
-    numbers = (*identity["taps"], *identity.get("inputs", []), *index["shard_tokens"], index["made"]["width"])
+    numbers = (
+        *identity["taps"],
+        *identity.get("inputs", []),
+        *index["shard_tokens"],
+        index["made"]["width"],
+    )
     if not index["examples"]["sha256"] or not all(isinstance(number, int) for number in numbers):
         raise ValueError(f"taps, inputs, shard_tokens and width are {numbers}, expected numbers")
 
@@ -103,7 +115,8 @@ class FeatureStore:
         self.dtype: str = self.identity["dtype"]
         self.width: int = self.index["made"]["width"]
         self.parts = parts_of(self.identity)
-        self._checked = set[int]()  # the shards whose every byte was verified
+        # the shards whose every byte was verified
+        self._checked = set[int]()
         self._load_examples()
         self.refresh()
         if self.absent and not partial:
@@ -131,6 +144,7 @@ class FeatureStore:
                 to their checksums.
         """
         folder = Path(folder)
+        # refused before anything is written
         check_width(identity["dtype"], made["width"])
         sizes = sizes or TextSizes.of((example.loss_mask, example.shared) for example in examples)
         lengths = sizes.tokens.long()
@@ -223,11 +237,6 @@ class FeatureStore:
         """Return [T], the loss mask of an example."""
         return self.text(self.number(index))[1]
 
-    def supervised_tokens(self, index: int) -> Tensor:
-        """Return the supervised tokens of an example."""
-        tokens, mask = self.text(self.number(index))
-        return tokens[mask]
-
     def text(self, number: int) -> tuple[Tensor, Tensor]:
         """Return tokens and loss mask of an example, by its number in the data."""
         end = int(self.ends[number])
@@ -307,9 +316,10 @@ class FeatureStore:
         return table(rows.items())
 
     def _header(self, shard: int) -> bytes:
-        metadata = {"store": self._fingerprint, "shard": str(shard)}  # so that a shard of another store is refused
+        # so that a shard of another store is refused
+        metadata = {"store": self._fingerprint, "shard": str(shard)}
         rows = [self.places[part.slots].totals[shard] for part in self.parts]
-        return shard_header(self.parts, rows, self.dtype, self.width, metadata)
+        return shard_header(self.parts, rows, self.dtype, width=self.width, metadata=metadata)
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -334,7 +344,8 @@ class FeatureStore:
         self.loss_mask = tensors["loss_mask"]
         self.lengths = tensors["lengths"]
         self.ends = self.lengths.cumsum(0)
-        self.shown = partial(unpack_shown, tensors)  # of an example, by its number in the data
+        # takes an example's number in the data
+        self.shown = partial(unpack_shown, tensors)
         self.plan = StoredPlan(tensors["order"], tensors["batch_sizes"], tensors["shard_batches"])
         self.shards = self.plan.shards
         nothing = torch.zeros(1, dtype=torch.int32).expand(len(self.lengths))

@@ -146,7 +146,10 @@ def pick_rows(
 
 
 def restore_features(
-    parts: Sequence[Part], packed: Sequence[Sequence[Tensor]], taps: Sequence[int], loss_masks: Sequence[Tensor]
+    parts: Sequence[Part],
+    packed: Sequence[Sequence[Tensor]],
+    taps: Sequence[int],
+    loss_masks: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return [T, L, D] of each text from the packed rows of the parts."""
     values = [unpack_features(*tensors) for tensors in packed]

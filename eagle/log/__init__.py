@@ -40,10 +40,24 @@ OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
 LOST_AFTER = 10.0  # seconds after which a Ctrl-C that ended nothing comes again
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
-LOST = ("Connection reset by peer", "Connection closed by peer", "remote process exited")  # in gloo's and NCCL's words
-LOADERS = {"transformers", "huggingface_hub", "peft", "tokenizers"}  # whose errors in LOADING are of what they load
+LOST = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "remote process exited",
+)  # in gloo's and NCCL's words
+LOADERS = {
+    "transformers",
+    "huggingface_hub",
+    "peft",
+    "tokenizers",
+}  # whose errors in LOADING are of what they load
 LOADING = {"from_pretrained", "snapshot_download", "cached_files"}
-LOADED = ("pretrained_model_name_or_path", "repo_id", "path_or_repo_id", "model_id")  # as they call it
+LOADED = (
+    "pretrained_model_name_or_path",
+    "repo_id",
+    "path_or_repo_id",
+    "model_id",
+)  # as they call it
 ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or name a folder on another disk"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or name another one"),
@@ -69,19 +83,24 @@ def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, stat
         with interrupted_by_user(lambda: "give the same command again"):
             try:
                 main(sys.argv[1:] if argv is None else argv)
-            except SystemExit:  # as argparse ends after a help
+            except SystemExit:
+                # as argparse ends after a help
                 sys.stdout.flush()
                 raise
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, as `head`, has seen enough
-        with suppress(OSError, ValueError):  # an output that is no file
+    except BrokenPipeError:
+        # the reader, as `head`, has seen enough
+        with suppress(OSError, ValueError):
+            # an output that is no file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (Exception, SystemExit) as error:
         if MESSAGES in os.environ and has_lost_others(error):
-            sys.exit(status)  # the launcher tells which process was the first to end, and how
+            # the launcher tells which process was the first to end, and how
+            sys.exit(status)
         sentence = describe_error(error)
-        if sentence is None:  # a bug, not a message; or an end with a status
+        if sentence is None:
+            # a bug, not a message; or an end with a status
             raise
         sentence = hide_users(sentence)
         if not leave_message(sentence):
@@ -170,7 +189,8 @@ def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
     except (KeyboardInterrupt, Exception) as error:
         if not received and not isinstance(error, KeyboardInterrupt):
             raise
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher sends it once more
+        # a launcher sends it once more
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":
             sentence = f"stopped; {hint()}"
             leave_message(sentence)
@@ -196,7 +216,8 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        send_after(LOST_AFTER)  # code of an extension module that is being imported may swallow what is raised here
+        # code of an extension module that is being imported may swallow what is raised here
+        send_after(LOST_AFTER)
         signal.default_int_handler(number, frame)
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
@@ -270,10 +291,17 @@ def progress(
         return
     columns: list[ProgressColumn] = [TextColumn("{task.description}")]
     elapsed: list[ProgressColumn] = []
-    if console.width >= WIDE:  # else they would wrap the line
+    if console.width >= WIDE:
+        # else they would wrap the line
         columns.append(BarColumn())
         elapsed = [TimeElapsedColumn(), TextColumn("elapsed")]
-    columns += [MofNCompleteColumn(), Rate(unit), *elapsed, TimeRemainingColumn(), TextColumn("left")]
+    columns += [
+        MofNCompleteColumn(),
+        Rate(unit),
+        *elapsed,
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    ]
     with Progress(*columns, console=console, disable=not show) as bar:
         task = bar.add_task(what, total=total, completed=done)
         for item in items:
@@ -375,7 +403,8 @@ def describe_seconds(seconds: float) -> str:
 
 def memory_gb() -> float:
     """Return the peak memory of this process in GB, on the accelerator where it has one."""
-    import torch  # which takes seconds, and a line of progress nothing of it
+    # its import takes seconds, and progress does without it
+    import torch
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9

@@ -12,7 +12,15 @@ from textwrap import shorten
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from eagle.recipe.plain_yaml import lay_over, read_yaml
 from eagle.shipped import find_recipe, move_to_target
@@ -86,7 +94,11 @@ class RegenerateSection(Section):
     @model_validator(mode="after")
     def _check_addresses(self) -> RegenerateSection:
         """A recipe is copied to runs and cards: it names servers, and never holds their keys."""
-        addresses = [self.endpoint] if isinstance(self.endpoint, str) else self.endpoint or ()
+        addresses = self.endpoint
+        if addresses is None:
+            return self
+        if isinstance(addresses, str):
+            addresses = (addresses,)
         instead = f"set the environment variable {self.key_variable} to the key, or to Basic and base64"
         for address in addresses:
             check_address(address, "regenerate.endpoint", f"{instead} of USER:PASSWORD")
@@ -169,13 +181,12 @@ class TrainSection(Section):
     @classmethod
     def _as_names(cls, value: Any) -> Any:
         """Return names from a list or a string with commas, spelled as accelerate spells them."""
-        names = value
-        if value is None:
-            names = ()
-        elif isinstance(value, str):
+        names = () if value is None else value
+        if isinstance(value, str):
             names = value.split(",")
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
             return value  # which pydantic refuses
+        # a dict keeps the order and each name once
         spelled: dict[str, None] = {}
         for name in names:
             key = name.strip().lower().replace("-", "_")
@@ -281,6 +292,7 @@ class Recipe(Section):
         """
         file = find_recipe(path)
         values = read_yaml(file)
+        # what the file says itself tells whose code it names, and which files lie in its target's folder
         original = copy.deepcopy(values)
         for override in overrides:
             lay_over(values, override)
@@ -342,6 +354,7 @@ def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
         # pydantic puts a prefix before a sentence of this project
         reason = mistake["msg"].removeprefix("Value error, ")
         return f"{source}: {path}: got {_shorten(mistake['input'])}; {reason}"
+    # the section in which the unknown key stands
     owner: Any = model
     for key in mistake["loc"][:-1]:
         owner = type_of_key(owner, key)
@@ -444,6 +457,7 @@ class RecipeParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with usage and the message; of an unknown option with the override that it may stand for."""
+        # argparse has no other hook for what it did not recognise
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if unknown != message.split() and unknown[0].startswith("--"):
             near = " or ".join(self._overrides_for(unknown[0]))
@@ -454,10 +468,12 @@ class RecipeParser(argparse.ArgumentParser):
         """Yield the overrides that an option may stand for: `--lr 1e-3` and `--train.lr=1e-3` for `train.lr=1e-3`."""
         name, equals, value = option.removeprefix("--").partition("=")
         if not equals:
+            # the value is the next word, unless that is an option too
             value = "VALUE"
-            following = self.words[self.words.index(option) + 1 :] if option in self.words else []
-            if following and not following[0].startswith("-"):
-                value = following[0]
+            if option in self.words[:-1]:
+                following = self.words[self.words.index(option) + 1]
+                if not following.startswith("-"):
+                    value = following
         name = name.replace("-", "_")
         for section, keys in self.sections.items():
             for key in keys:
@@ -481,6 +497,7 @@ def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
 
 def parse_train(argv: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of `eagle train`; `recipe` is None where the command line names none."""
+    # a word with an equals sign is an override, and without a recipe the tiny one is meant
     words = [word for word in argv if not word.startswith("-")]
     has_recipe = bool(words) and "=" not in words[0]
     parser = command_line("eagle train", None)

@@ -20,6 +20,7 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
     """
     try:
         values = yaml.safe_load(text)
+        # a few lines of references to references stand for billions of values
         count_values(values, {})
     except RecursionError:
         raise ValueError(f"{source} is no YAML that can be read: it is nested too deeply") from None
@@ -44,6 +45,7 @@ def count_values(values: Any, counts: dict[int, int | None]) -> int:
         if known is None:
             raise ValueError("its values hold themselves, expected plain values without `*` references to what is open")
         return known
+    # keys count too: they may be long texts
     counts[id(values)] = None
     children = [*values.keys(), *values.values()] if isinstance(values, dict) else values
     total = 1 + sum(count_values(child, counts) for child in children)

@@ -27,7 +27,11 @@ class Decoding(Protocol):
 
 
 def decode_once(
-    accelerator: Accelerator, decoding: Decoding | None, head: TrainableDrafter, features: Features, held_out: list[int]
+    accelerator: Accelerator,
+    decoding: Decoding | None,
+    head: TrainableDrafter,
+    features: Features,
+    held_out: list[int],
 ) -> Counts:
     """Return what the main process decodes on all processes; {} where nothing is held out."""
     if decoding is None or not held_out:
@@ -78,7 +82,8 @@ class Choice:
         # what is decoded and what is predicted cannot be compared
         if bool(counts) != bool(self.counts):
             self.score = -inf
-        if not score > self.score:  # nor is one that is not a number
+        if not score > self.score:
+            # a score that is not a number is no better one
             self.stale += 1
             return False
         self.step = step

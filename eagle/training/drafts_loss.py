@@ -28,13 +28,18 @@ class DraftsLoss:
 
     def __call__(self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the losses of the head's forward with those of the drafts."""
-        if "total" not in losses:  # a forward that only counts
+        if "total" not in losses:
+            # a forward that only counts
             return losses
         batch, frozen = inputs
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             terms = losses_of_drafts(head, batch, frozen, self.policy)
         total = losses["total"] + self.policy.weight * (terms["accepted"] + terms["rejected"])
-        return {**losses, "total": total, **{f"drafts/{name}": term.detach() for name, term in terms.items()}}
+        return {
+            **losses,
+            "total": total,
+            **{f"drafts/{name}": term.detach() for name, term in terms.items()},
+        }
 
 
 def losses_of_drafts(
@@ -61,7 +66,10 @@ def losses_of_drafts(
         rejected_by = level - drafts.accepted
         weights = policy.decay ** rejected_by.clamp(min=0).double() / divisor
         level_hidden = target_hidden.index_select(0, draft_batch.places_behind(slots, 1 + level))
-        chosen = {"accepted": is_drafted & (rejected_by < 0), "rejected": is_drafted & (rejected_by >= 0)}
+        chosen = {
+            "accepted": is_drafted & (rejected_by < 0),
+            "rejected": is_drafted & (rejected_by >= 0),
+        }
         for name, is_chosen in chosen.items():
             index = upload(is_chosen.nonzero()[:, 0], device)
             if not len(index):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
@@ -22,11 +25,13 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
     """
     draft_vocab = getattr(settings, "draft_vocab", None)
     if isinstance(draft_vocab, str):
-        load_draft_vocab(draft_vocab, {"tokenizer": features.identity["tokenizer"]})  # refuses that of another
+        # refuses the vocabulary of another tokenizer
+        load_draft_vocab(draft_vocab, {"tokenizer": features.identity["tokenizer"]})
     method = DRAFTERS[settings.kind]
     weights = {"weights": target.tensor} if method.reads.weights else {}
-    supervised = (features.supervised_tokens(index) for index in range(len(features)))
-    head: TrainableDrafter = method.for_target(settings, target.config, target.head, supervised, **weights)
+    head: TrainableDrafter = method.for_target(
+        settings, target.config, target.head, _supervised_tokens(features), **weights
+    )
     if recipe.train.init is None:
         return head
     initial = load_head(recipe.train.init)
@@ -37,6 +42,13 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
         raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")
     head.load_state_dict(initial.state_dict())
     return head
+
+
+def _supervised_tokens(features: Features) -> Iterator[Tensor]:
+    """Yield the supervised tokens of every example, of which a draft vocabulary is counted."""
+    for index in range(len(features)):
+        tokens, loss_mask = features.text(index)
+        yield tokens[loss_mask]
 
 
 def _describe_network(head: TrainableDrafter) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Joint(nn.Module):
         self.head = head
         self.frozen = frozen
         self.settings = settings
-        self.body = (base_of(model),)  # in a tuple, as it is a part of `adapted` already
+        # in a tuple, as it is a part of `adapted` already
+        self.body = (base_of(model),)
         self.register_state_dict_post_hook(_drop_frozen)
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
@@ -122,7 +123,8 @@ class Joint(nn.Module):
             return distillation_loss(states, tokens, weights, (self.frozen, None))[0]
         original = original_states.index_select(0, slots - 1)
         heads = (self.frozen, self.frozen)
-        with torch.no_grad():  # by the same products as the cross-entropy, so that equal states give exactly 0
+        with torch.no_grad():
+            # by the same products as the cross-entropy, so that equal states give exactly 0
             entropy = distillation_loss(original[None], original, weights, heads)[0]
         return distillation_loss(states, original, weights, heads)[0] - entropy
 
@@ -153,7 +155,8 @@ def _replace_dropouts(adapted: nn.Module) -> tuple[AdapterDropout, ...]:
     for layer in adapted.modules():
         dropouts: Any = getattr(layer, "lora_dropout", {})
         for name, module in dropouts.items():
-            if isinstance(module, nn.Dropout):  # else there is none
+            if isinstance(module, nn.Dropout):
+                # an adapter without dropout has an identity here
                 dropouts[name] = AdapterDropout(module.p)
     return tuple(module for module in adapted.modules() if isinstance(module, AdapterDropout))
 

@@ -16,7 +16,12 @@ from warnings import filterwarnings
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+)
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,7 +79,8 @@ def launch(settings: TrainSection) -> Accelerator:
 def _configure_deepspeed(accelerator: Accelerator, settings: TrainSection) -> None:
     """Set the options of the DeepSpeed engine by the recipe."""
     plugin = accelerator.state.deepspeed_plugin
-    plugin.dschf = None  # else transformers splits the target too, and loads it without weights
+    # else transformers splits the target too, and loads it without weights
+    plugin.dschf = None
     engine = plugin.deepspeed_config
     refuse_other_engine(engine, settings)
     engine.update(train_micro_batch_size_per_gpu=1, gradient_clipping=settings.clip)
@@ -84,20 +90,24 @@ def _configure_deepspeed(accelerator: Accelerator, settings: TrainSection) -> No
         "dtype": "bfloat16",
         "lower_precision_safe_modules": [],
     }
-    engine["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # at each validation
+    # validation needs whole weights
+    engine["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
 
 def launch_processes(options: list[str], program: list[str]) -> None:
     """Run a program on several processes by accelerate's launcher; how it ends is told once, without a traceback."""
     args = launch_command_parser().parse_args([*options, *program])
-    logging.disable()  # what the launchers add to what their processes have said
+    # launchers would add lines to what their processes have said
+    logging.disable()
     if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports DeepSpeed, which warns of a CPU otherwise
+        # accelerate imports DeepSpeed, which warns of a CPU otherwise
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with TemporaryDirectory() as folder:
         os.environ[MESSAGES] = folder
         try:
             launch_command(args)
-        except ImportError as error:  # accelerate's own, before it starts a process
+        except ImportError as error:
+            # accelerate raises it before it starts a process
             if "deepspeed" not in str(error).lower() or find_spec("deepspeed") is not None:
                 raise
             raise ValueError(NO_DEEPSPEED) from error
@@ -106,7 +116,8 @@ def launch_processes(options: list[str], program: list[str]) -> None:
             end_as_the_first(failed.get_first_failure(), [path.read_text() for path in files])
         except SignalException as ended:
             if ended.sigval == signal.SIGINT and not any(Path(folder).iterdir()):
-                raise KeyboardInterrupt from None  # before the first process could tell what is kept
+                # before the first process could tell what is kept
+                raise KeyboardInterrupt from None
             sys.exit(128 + ended.sigval)
 
 
@@ -161,8 +172,14 @@ def _refuse_other_settings(settings: TrainSection) -> None:
     """Refuse accelerate settings that contradict the recipe, which decides how a head is trained."""
     precision = "bf16" if settings.dtype == "bfloat16" else "no"
     accepted = {
-        "MIXED_PRECISION": ({"no", precision}, f"train.dtype is {settings.dtype}, of auto, float32 and bfloat16"),
-        "DYNAMO_BACKEND": ({"no"}, "heads are not compiled as a whole: train.compile=true compiles their parts"),
+        "MIXED_PRECISION": (
+            {"no", precision},
+            f"train.dtype is {settings.dtype}, of auto, float32 and bfloat16",
+        ),
+        "DYNAMO_BACKEND": (
+            {"no"},
+            "heads are not compiled as a whole: train.compile=true compiles their parts",
+        ),
         "USE_FSDP": ({"false"}, FSDP),
         "USE_MEGATRON_LM": ({"false"}, SHARDED),
         "USE_PARALLELISM_CONFIG": ({"false"}, SHARDED),
@@ -181,16 +198,29 @@ def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
         f"train.accumulation is {settings.accumulation}",
     )
     clipping = engine.get("gradient_clipping")
-    _refuse_unless("gradient_clipping", clipping, {"auto", str(settings.clip)}, f"train.clip is {settings.clip}")
+    _refuse_unless(
+        "gradient_clipping",
+        clipping,
+        {"auto", str(settings.clip)},
+        f"train.clip is {settings.clip}",
+    )
     for kind in ("optimizer", "param"):
         offload = engine["zero_optimization"].get(f"offload_{kind}") or {}
         _refuse_unless(
-            f"offload_{kind}_device", offload.get("device"), {"none"}, "heads are trained without offloading"
+            f"offload_{kind}_device",
+            offload.get("device"),
+            {"none"},
+            "heads are trained without offloading",
         )
     for section in ("fp16", "bf16", "optimizer", "scheduler"):
         options = engine.get(section)
         enabled = options.get("enabled", True) if options else None
-        _refuse_unless(f"{section} in DeepSpeed's file", enabled, {"false"}, "that is the recipe's `train` section")
+        _refuse_unless(
+            f"{section} in DeepSpeed's file",
+            enabled,
+            {"false"},
+            "that is the recipe's `train` section",
+        )
 
 
 def _refuse_unless(name: str, got: object, accepted: set[str], reason: str) -> None:
@@ -271,7 +301,8 @@ def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
 def _split_moments(optimizer: torch.optim.Optimizer) -> None:
     for weight, moments in optimizer.state.items():
         for name, moment in moments.items():
-            if moment.shape == weight.shape:  # not the number of steps
+            if moment.shape == weight.shape:
+                # the number of steps, which is no moment, stays whole
                 moments[name] = _split_like(moment, weight)
 
 

@@ -32,6 +32,7 @@ class Plan:
         self.settings = settings
         usable = [i for i, count in enumerate(slots) if count]
         self.unusable = len(slots) - len(usable)
+        # at least one conversation is learned from
         held_out = min(math.ceil(settings.validation * len(usable)), len(usable) - 1)
         order = _permute(len(usable), settings.seed * EPOCHS)
         self.validation = sorted(usable[i] for i in order[:held_out])
@@ -100,7 +101,10 @@ class Plan:
         """Return the learning rate of a step: a linear warm-up, then the schedule."""
         settings = self.settings
         steps = settings.schedule_steps or len(self)
-        warmup = settings.warmup * steps if settings.warmup < 1 else settings.warmup
+        warmup = settings.warmup
+        # below 1 it is a share of the steps
+        if warmup < 1:
+            warmup *= steps
         if number + 1 < warmup:
             return settings.lr * (number + 1) / warmup
         height = 1.0
@@ -160,13 +164,16 @@ class Dealer:
         policy = self.plan.settings.on_policy
         if policy is not None:
             return self._written_batches(first, policy.every, pin)
-        jobs = (
-            partial(self.load, texts, number, pin)
-            for number in range(first, len(self.plan))
-            for texts in self._own_parts(number)
-        )
+        jobs = self._load_jobs(first, pin)
         # a sharded target reads on all processes together, and must not do so while gradients are exchanged
-        return (job() for job in jobs) if self.features.together else run_ahead(jobs)
+        if self.features.together:
+            return (job() for job in jobs)
+        return run_ahead(jobs)
+
+    def _load_jobs(self, first: int, pin: bool) -> Iterator[Callable[[], Batch]]:
+        for number in range(first, len(self.plan)):
+            for texts in self._own_parts(number):
+                yield partial(self.load, texts, number, pin)
 
     def _written_batches(self, first: int, every: int, pin: bool) -> Iterator[Batch]:
         """Yield the batches of texts that are written with the head's drafts, those of `every` steps at once."""
@@ -192,6 +199,7 @@ class Dealer:
             batch = collate(examples, self.features.taps)
         else:
             gate = self.plan.settings.gate
+            # the gate decides what is learned, not what is measured
             examples = [replace(example, loss_mask=gate_mask(example.loss_mask, gate)) for example in examples]
             batch = collate(examples, self.features.taps, self.plan.seeds(number, texts))
             batch = replace(batch, progress=number / len(self.plan), divisors=self.divisors_of(number))
@@ -201,6 +209,7 @@ class Dealer:
         """Return the head's divisors over all texts of a step; None where a batch's own are right or not known yet."""
         if self.counts_batches or self.count == 1 or self.by_text:
             return None
+        # all processes know the masks, so that nothing is exchanged
         texts = self.plan.step(number)
         gate = self.plan.settings.gate
         masks = [trim_mask(gate_mask(self.features.mask(index), gate)) for index in texts]

@@ -26,7 +26,12 @@ class Refresh:
     """
 
     def __init__(
-        self, head: TrainableDrafter, *, lr: float = 1e-4, policy: OnPolicySection | None = None, seed: int = 0
+        self,
+        head: TrainableDrafter,
+        *,
+        lr: float = 1e-4,
+        policy: OnPolicySection | None = None,
+        seed: int = 0,
     ) -> None:
         self.head = head.train()
         self.seed = seed
@@ -37,7 +42,12 @@ class Refresh:
         self.clip = 0.5
 
     def step(
-        self, target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 128, dtype: str = "float32"
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 128,
+        dtype: str = "float32",
     ) -> dict[str, float]:
         """Learn from the target's answers to these prompts, one step.
 
@@ -80,7 +90,8 @@ class Refresh:
         """Return the target's answers to the prompts, written with drafts of the head."""
         examples = []
         for prompt in prompts:
-            tokens = torch.tensor([*prompt, *[0] * max_new_tokens])  # the positions of an answer
+            # the positions of an answer
+            tokens = torch.tensor([*prompt, *[0] * max_new_tokens])
             examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
         taps = taps_of(self.head.settings, target.config)
         dtype = "bfloat16" if target.model.dtype == torch.bfloat16 else "float32"

@@ -26,11 +26,26 @@ from eagle.recipe import Recipe, TrainSection
 MARK = "complete.json"
 WHOLE = "model.safetensors"  # all weights, beside all moments: read by any number of processes
 MAKE_ROOM = "Make room on the disk, and give the same command again"
-DISK_FAULTS = (OSError, RuntimeError, SafetensorError, DiskError)  # what the writers raise on a full disk
+DISK_FAULTS = (
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    DiskError,
+)  # what the writers raise on a full disk
 
 
 # training settings that may change between a run and its continuation
-FREE = {"out", "stem", "wandb", "keep", "choose", "patience", "checkpoint_every", "validate_every", "decode"}
+FREE = {
+    "out",
+    "stem",
+    "wandb",
+    "keep",
+    "choose",
+    "patience",
+    "checkpoint_every",
+    "validate_every",
+    "decode",
+}
 FREE |= {"processes", "shard_head", "compile", "log_with", "project"}
 
 
@@ -90,7 +105,8 @@ class Checkpoints:
             try:
                 self.accelerator.save_state(str(temporary))
             except DISK_FAULTS as error:
-                if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # other ranks wait inside of it
+                if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+                    # other ranks wait inside of it
                     raise ValueError(f"no checkpoint in {temporary}: {error}. {MAKE_ROOM}") from error
                 raise
 
@@ -144,11 +160,13 @@ class Checkpoints:
             The state that was written with it, or None without a checkpoint.
         """
         newest = [self.newest() if self.accelerator.is_main_process else None]
-        broadcast_object_list(newest)  # one process chooses, so that all load the same
+        # one process chooses, so that all load the same
+        broadcast_object_list(newest)
         if newest[0] is None:
             return None
         path, state = newest[0]
-        run = json.loads(json.dumps(run))  # a round trip, as the checkpoint's run has made
+        # a round trip, as the checkpoint's run has made
+        run = json.loads(json.dumps(run))
         self._check_launcher(path, state["run"]["processes"], run["processes"])
         other = []
         for name, old, new in differences({**state["run"], "processes": run["processes"]}, run):
@@ -164,7 +182,8 @@ class Checkpoints:
 
     def _check_launcher(self, path: Path, old: int, new: int) -> None:
         """Refuse another launcher or number of processes if either run uses DeepSpeed."""
-        was_split = not (path / WHOLE).is_file()  # DeepSpeed keeps a part of the moments for each process
+        # DeepSpeed keeps a part of the moments for each process
+        was_split = not (path / WHOLE).is_file()
         is_split = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if was_split != is_split or (was_split and old != new):
             raise ValueError(
@@ -197,7 +216,11 @@ class Checkpoints:
 
 
 def load_stem(
-    accelerator: Accelerator, head: TrainableDrafter, settings: TrainSection, steps: int, run: dict[str, Any]
+    accelerator: Accelerator,
+    head: TrainableDrafter,
+    settings: TrainSection,
+    steps: int,
+    run: dict[str, Any],
 ) -> dict[str, Any]:
     """Load what the shorter run `train.stem` was before its learning rate fell.
 

@@ -27,9 +27,15 @@ from eagle.recipe import Recipe, TrainSection
 NOTE = "trackers.json"  # in a run's folder: the id of its run in every tracker, by which it goes on
 WANDB_SECONDS = 10
 OFFERED = ("wandb", "tensorboard", "mlflow", "trackio", "comet_ml")
-TOLD_ONCE = ("tensorboard", "mlflow")  # of hyper-parameters: one adds them each time, one refuses changes
+TOLD_ONCE = (
+    "tensorboard",
+    "mlflow",
+)  # of hyper-parameters: one adds them each time, one refuses changes
 TAKE_TEXT = ("tensorboard",)
-BESIDE = {"tensorboard": "tensorboard", "aim": "."}  # folders within a run's, for trackers that need one
+BESIDE = {
+    "tensorboard": "tensorboard",
+    "aim": ".",
+}  # folders within a run's, for trackers that need one
 
 
 def check_trackers(settings: TrainSection) -> None:
@@ -57,15 +63,24 @@ class PatientWandb(WandBTracker):
         """Begin the run, or go on with it."""
         import wandb
 
-        if "finish_timeout" not in wandb.Settings.model_fields:  # else a lost network holds a run up
+        if "finish_timeout" not in wandb.Settings.model_fields:
+            # else a lost network holds a run up
             raise ValueError(f"wandb is {wandb.__version__}, expected 0.27 or newer: `pip install -U wandb`.")
         settings = wandb.Settings(
-            init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS, login_timeout=WANDB_SECONDS, silent=True
+            init_timeout=WANDB_SECONDS,
+            finish_timeout=WANDB_SECONDS,
+            login_timeout=WANDB_SECONDS,
+            silent=True,
         )
-        options: dict[str, Any] = {"project": self.run_name, **self.init_kwargs, "settings": settings}
+        options: dict[str, Any] = {
+            "project": self.run_name,
+            **self.init_kwargs,
+            "settings": settings,
+        }
         try:
             self.run = wandb.init(**options)
-        except wandb.Error as error:  # no key (UsageError), no network (CommError)
+        except wandb.Error as error:
+            # UsageError without a key, CommError without a network
             where = f"{self.init_kwargs['dir']}/wandb"
             print(f"wandb is not reached ({error}): the run is kept in {where}, send it later with `wandb sync`")
             options["resume"] = None
@@ -165,11 +180,13 @@ class Trackers:
         tracker = self._make(name, project, before)
         try:
             tracker.start()
-            if name == "comet_ml":  # whose start takes no name
+            if name == "comet_ml":
+                # its start takes no name
                 tracker.tracker.set_name(name_run(self.folder))
             if name not in self.continued or name not in TOLD_ONCE:
                 tracker.store_init_configuration(self.config)
-        except Exception as error:  # of as many kinds as there are trackers
+        except Exception as error:
+            # every tracker raises errors of its own
             mend = f"`pip install {name}`" if isinstance(error, ImportError) else "Mend that"
             fault = f"train.log_with: {name} begins no run: {first_line(error)} {mend}, or leave it out"
             if self.is_training:
@@ -225,7 +242,8 @@ class Trackers:
         """Do something with a tracker; one that fails is left, and what it would get stays in the run's folder."""
         try:
             work(tracker)
-        except Exception as error:  # a network that went away, a full disk: of as many kinds as trackers
+        except Exception as error:
+            # a network that went away, a full disk: every tracker raises errors of its own
             self.running.remove(tracker)
             print(f"{tracker.name} takes nothing more: {first_line(error)} All of it is in {self.folder}")
 
@@ -292,7 +310,8 @@ def flatten(
 def _parse(line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError:  # a torn line
+    except ValueError:
+        # a torn line
         return {}
     return row if isinstance(row, dict) else {}
 

@@ -29,7 +29,7 @@ from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe, TrainSection
-from eagle.training.choice import Choice, Decoding, acceptance, decode_once, describe_tau
+from eagle.training.choice import Choice, Counts, Decoding, acceptance, decode_once, describe_tau
 from eagle.training.drafts_loss import DraftsLoss
 from eagle.training.launch import gather, prepare_sharded, shard_head
 from eagle.training.plan import Dealer, Plan
@@ -37,7 +37,10 @@ from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem, run_identity
 from eagle.training.trackers import TrackedMetrics
 
-TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}  # validation predicts their acceptance lengths
+TREES = {
+    "chain": chain_paths(4),
+    "tree": PUBLISHED_TREE,
+}  # validation predicts their acceptance lengths
 DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 
@@ -70,7 +73,8 @@ def train(
         with interrupted_by_user(run.checkpoints.describe_resume):
             run.resume()
             run.train()
-    if run.deepspeed:  # else its threads sometimes abort the interpreter's exit
+    if run.deepspeed:
+        # else its threads sometimes abort the interpreter's exit
         accelerator.wait_for_everyone()
         run.model.destroy()
         accelerator.free_memory()
@@ -100,7 +104,13 @@ class _Run:
         self.sharded = self.settings.shard_head and accelerator.num_processes > 1
         self.pins = accelerator.device.type in PINNED
         self.head = self.head.to(accelerator.device).train()
-        self.dealer = Dealer(self.head, self.features, self.plan, accelerator.process_index, accelerator.num_processes)
+        self.dealer = Dealer(
+            self.head,
+            self.features,
+            self.plan,
+            rank=accelerator.process_index,
+            processes=accelerator.num_processes,
+        )
         self._prepare()
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", self.settings.keep)
         self.stems = Checkpoints(accelerator, self.out / "stem", keep=1)
@@ -162,7 +172,13 @@ class _Run:
             self._decode_start()
         steps = range(self.step, len(self.plan))
         for step in progress(
-            steps, "train", len(self.plan), unit="steps", show=is_main, done=self.step, note=lambda: self.note
+            steps,
+            "train",
+            len(self.plan),
+            unit="steps",
+            show=is_main,
+            done=self.step,
+            note=lambda: self.note,
         ):
             self._advance(step, batches)
             self.step = step + 1
@@ -207,9 +223,11 @@ class _Run:
             group["lr"] = self.plan.lr(step)
         tokens = 0
         sums = torch.zeros((), device=accelerator.device)
-        torch.manual_seed(self.settings.seed + step)  # for texts that are sampled now
+        # for texts that are sampled now
+        torch.manual_seed(self.settings.seed + step)
         for conversations, batch, share in self.dealer.deal(step, batches, self._count, self._add_up):
-            torch.manual_seed(self.settings.seed + step)  # what has no text's seed is drawn alike in all parts
+            # what has no text's seed is drawn alike in all parts
+            torch.manual_seed(self.settings.seed + step)
             with accelerator.accumulate(self.model):
                 losses = self.model(batch.to(accelerator.device), self.frozen)
                 # processes are averaged over, accumulated parts too
@@ -225,7 +243,8 @@ class _Run:
     @torch.no_grad()
     def _count(self, batch: Batch) -> Tensor:
         """Return the divisor of a batch that only the head's forward knows."""
-        head = self._whole_head() if self.deepspeed else self.model  # ZeRO-3 runs no forward without its backward
+        # ZeRO-3 runs no forward without its backward
+        head = self._whole_head() if self.deepspeed else self.model
         with self._autocast():
             divisor: Tensor = head(batch.to(self.accelerator.device), self.frozen, count=True)["divisor"]
         return divisor
@@ -236,7 +255,8 @@ class _Run:
 
     def _update(self) -> Tensor:
         """Clip the gradients and, if they are finite, step; returns their norm."""
-        if self.deepspeed:  # the engine has done that within backward
+        if self.deepspeed:
+            # the engine has done that within backward
             return torch.tensor(float(self.model.get_global_grad_norm()))
         norm = gather(_clip_gradients(self._trainable_weights(), self.settings))
         # a fused optimizer skips the update where this is 1, without a synchronisation with the host
@@ -287,7 +307,8 @@ class _Run:
         for step, conversations, loss in self.parts:
             if step in skipped and not loss.isfinite():
                 bad += conversations
-        indices = list(chain.from_iterable(gather_object([bad])))  # of every process
+        # of every process
+        indices = list(chain.from_iterable(gather_object([bad])))
         self.skipped += len(skipped)
         self.print(f"skipped steps {skipped}: their gradients are not finite; conversations {indices or 'not known'}")
         self._write(step=last, skipped=skipped, conversations=indices)
@@ -296,12 +317,21 @@ class _Run:
         if self.metrics:
             self.metrics.write(**row)
 
+    def _decode(self, head: TrainableDrafter) -> Counts:
+        return decode_once(
+            self.accelerator,
+            self.decoding,
+            head,
+            features=self.features,
+            held_out=self.plan.validation,
+        )
+
     @torch.no_grad()
     def _decode_start(self) -> None:
         """Decode the held-out prompts with the head of `train.init`, as it is."""
         start = perf_counter()
         head = self._whole_head().eval()
-        counts = decode_once(self.accelerator, self.decoding, head, self.features, self.plan.validation)
+        counts = self._decode(head)
         self.head.train()
         if counts:
             self.choice.start = counts
@@ -311,11 +341,12 @@ class _Run:
     @torch.no_grad()
     def _validate(self, is_last: bool) -> None:
         """Compute figures on the held-out conversations; save the head as the last and, if it is, as the best."""
-        self.head.eval()  # on-policy features look at its mode, though the whole head is validated
+        # on-policy features look at its mode, though the whole head is validated
+        self.head.eval()
         head = self._whole_head().eval()
         metrics = self._compute_figures(head)
         start = perf_counter()
-        counts = decode_once(self.accelerator, self.decoding, head, self.features, self.plan.validation)
+        counts = self._decode(head)
         metrics |= {f"decoded_{name}": acceptance(rows) for name, rows in counts.items()}
         is_best = self.choice.add(self.step, counts, metrics) or self.settings.choose == "last"
         if self.decoding and counts:
@@ -360,7 +391,9 @@ class _Run:
 
     def _save(self, head: TrainableDrafter, metrics: dict[str, Any], *, is_best: bool, is_last: bool) -> None:
         """Save the head in its folders. A disk that refuses it ends the run only at the last step."""
-        names = ["last", "head"] if is_best else ["last"]
+        names = ["last"]
+        if is_best:
+            names.append("head")
         try:
             for name in names:
                 save_head(self.out / name, head, self.recipe.dump(), self._provenance(metrics))
@@ -401,7 +434,12 @@ class _Run:
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint; a full disk costs the checkpoint, not the run."""
-        state = {"step": self.step, "best": asdict(self.choice), "skipped": self.skipped, "run": self._identity()}
+        state = {
+            "step": self.step,
+            "best": asdict(self.choice),
+            "skipped": self.skipped,
+            "run": self._identity(),
+        }
         fault = checkpoints.write(self.step, state)
         if fault:
             self.print(f"no checkpoint at step {self.step}: {fault}. Training goes on; make room on the disk")
@@ -413,7 +451,13 @@ class _Run:
         if state is not None:
             self.choice = Choice.parse(state["best"])
         elif self.settings.stem is not None:
-            state = load_stem(self.accelerator, self.head, self.settings, self.plan.stem_steps, self._identity())
+            state = load_stem(
+                self.accelerator,
+                self.head,
+                self.settings,
+                steps=self.plan.stem_steps,
+                run=self._identity(),
+            )
         if state is not None:
             self.step = state["step"]
             self.skipped = state["skipped"]

@@ -46,7 +46,11 @@ UNUSED = {
 
 
 def train_jointly(
-    accelerator: Accelerator, recipe: Recipe, head: TrainableDrafter, features: LiveFeatures, commit: str = "unknown"
+    accelerator: Accelerator,
+    recipe: Recipe,
+    head: TrainableDrafter,
+    features: LiveFeatures,
+    commit: str = "unknown",
 ) -> Path:
     """Train the features' target with a head, or resume.
 
@@ -93,10 +97,17 @@ class _JointRun:
         # no drafter predicts the first two tokens
         slots = [int(self.features.mask(index)[2:].sum()) for index in range(len(self.features))]
         self.plan = Plan(slots, self.section)
-        self.dealer = Dealer(self.head, self.features, self.plan, accelerator.process_index, accelerator.num_processes)
+        self.dealer = Dealer(
+            self.head,
+            self.features,
+            self.plan,
+            rank=accelerator.process_index,
+            processes=accelerator.num_processes,
+        )
         target = self.features.target
         target_head = target.head.cast(getattr(torch, self.section.dtype))
         self.joint = Joint(target.model, self.head.to(accelerator.device), target_head, self.settings).train()
+        # adapters and vectors learn at `lr`, the heads' matrices at a multiple of it
         groups = self.joint.groups(self.section.lr)
         self.trained = list(chain.from_iterable(group["params"] for group in groups))
         self.optimizer = torch.optim.AdamW(
@@ -168,7 +179,8 @@ class _JointRun:
             group["lr"] = lr * scale
         parts = self.plan.parts(step, self.dealer.count)
         weights = self.plan.weights(step, parts)
-        torch.manual_seed(self.section.seed + step)  # dropout is the same in a run that goes on
+        # dropout is the same in a run that goes on
+        torch.manual_seed(self.section.seed + step)
         divisors = self.dealer.divisors_of(step)
         heads = heads_weight(self.settings, step, len(self.plan))
         sums: dict[str, Tensor] = {}
@@ -179,6 +191,7 @@ class _JointRun:
                 losses = self.model(examples, heads, part)
                 # processes are averaged over, accumulated parts too
                 accelerator.backward(losses["total"] * len(parts))
+            # double, as shares of many parts are added up
             sums = add_sums(sums, {name: loss.detach().double() for name, loss in losses.items()})
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.section.clip)
         # a fused optimizer skips the update where this is 1, without a synchronisation with the host
@@ -216,6 +229,7 @@ class _JointRun:
     def finish(self) -> None:
         """Write the new target, with the adapters merged, and the heads, whose recipe names it."""
         if self.accelerator.is_main_process:
+            # the heads come last: a folder with heads has their target
             self._write_target(self.out / "target")
             section = self.recipe.target.model_copy(
                 update={"path": str(self.out / "target"), "revision": None, "adapter": None}
