@@ -67,17 +67,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def lay_over(values: dict[str, Any], override: str) -> None:
     """Set one `key.sub=value` in nested values, in place."""
     key, equals, value = override.partition("=")
-    # an override may hold the password of a server
-    shown = hide_users(override)
     if not equals:
-        raise ValueError(f"override {shown!r}: expected key.sub=value")
+        # an override may hold the password of a server
+        raise ValueError(f"override {hide_users(override)!r}: expected key.sub=value")
     *parents, last = key.split(".")
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
-            raise ValueError(f"override {shown!r}: {parent} holds a value, not a section")
+            raise ValueError(f"override {hide_users(override)!r}: {parent} holds a value, not a section")
     try:
         values[last] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
-        raise ValueError(f"override {shown!r}: its value is no YAML: {problem}; quote it") from None
+        raise ValueError(f"override {hide_users(override)!r}: its value is no YAML: {problem}; quote it") from None
