@@ -31,9 +31,9 @@ class DraftsLoss:
         if "total" not in losses:
             # a forward that only counts
             return losses
-        batch, frozen = inputs
+        batch, target_head = inputs
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-            terms = losses_of_drafts(head, batch, frozen, self.policy)
+            terms = losses_of_drafts(head, batch, target_head, self.policy)
         total = losses["total"] + self.policy.weight * (terms["accepted"] + terms["rejected"])
         return {
             **losses,
@@ -43,7 +43,7 @@ class DraftsLoss:
 
 
 def losses_of_drafts(
-    head: TrainableDrafter, batch: Batch, frozen: TargetHead, policy: OnPolicySection
+    head: TrainableDrafter, batch: Batch, target_head: TargetHead, policy: OnPolicySection
 ) -> dict[str, Tensor]:
     """Return how the head's probs diverge from the target's where tokens were accepted, and where not.
 
@@ -59,7 +59,7 @@ def losses_of_drafts(
     target_hidden = draft_batch.select_taps((-1,))[:, 0]
     slots = upload(drafts.slots, device)
     divisor = drafts.divisor or max(batch.slots, 1)
-    levels = head.draft_levels(draft_batch, frozen, drafts.tokens.shape[1])
+    levels = head.draft_levels(draft_batch, target_head, drafts.tokens.shape[1])
     for level, (states, logits_of) in enumerate(levels):
         # [A], all on the host: which drafts reach this level, and how far it is behind the accepted tokens
         is_drafted = level < drafts.drafted
@@ -76,7 +76,7 @@ def losses_of_drafts(
                 continue
             logits = logits_of(states.index_select(0, index)).float()
             with torch.no_grad():
-                target_logits = frozen.logits(level_hidden.index_select(0, index)).float()
+                target_logits = target_head.logits(level_hidden.index_select(0, index)).float()
                 if head.drafts is not None:
                     target_logits = target_logits[:, head.drafts]
                 target_probs = target_logits.softmax(-1)

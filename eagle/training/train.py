@@ -49,7 +49,7 @@ def train(
     accelerator: Accelerator,
     recipe: Recipe,
     head: TrainableDrafter,
-    frozen: TargetHead,
+    target_head: TargetHead,
     features: Features,
     decoding: Decoding | None = None,
     commit: str = "unknown",
@@ -60,7 +60,7 @@ def train(
         accelerator: As `eagle.training.launch` returns it.
         recipe: Its section `train` decides the run.
         head: The head that training starts from.
-        frozen: The target's embedding and LM head.
+        target_head: The target's embedding and LM head.
         features: What the head learns from.
         decoding: Decodes held-out prompts; with it the best head is the one that accepts most.
         commit: The code's, for the provenance.
@@ -69,7 +69,7 @@ def train(
         The folder of the best head.
     """
     with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
-        run = _Run(accelerator, recipe, head, frozen, features, decoding=decoding, commit=commit)
+        run = _Run(accelerator, recipe, head, target_head, features, decoding=decoding, commit=commit)
         with interrupted_by_user(run.checkpoints.describe_resume):
             run.resume()
             run.train()
@@ -86,7 +86,7 @@ class _Run:
     accelerator: Accelerator
     recipe: Recipe
     head: TrainableDrafter
-    frozen: TargetHead
+    target_head: TargetHead
     features: Features
     decoding: Decoding | None
     commit: str
@@ -226,10 +226,10 @@ class _Run:
         # for texts that are sampled now
         torch.manual_seed(self.settings.seed + step)
         for conversations, batch, share in self.dealer.deal(step, batches, self._count, self._add_up):
-            # what has no text's seed is drawn alike in all parts
+            # what no text's seed decides is sampled alike in all parts
             torch.manual_seed(self.settings.seed + step)
             with accelerator.accumulate(self.model):
-                losses = self.model(batch.to(accelerator.device), self.frozen)
+                losses = self.model(batch.to(accelerator.device), self.target_head)
                 # processes are averaged over, accumulated parts too
                 accelerator.backward(losses["total"] * (share * self.dealer.count))
             self.loss_names = list(losses)
@@ -246,7 +246,7 @@ class _Run:
         # ZeRO-3 runs no forward without its backward
         head = self._whole_head() if self.deepspeed else self.model
         with self._autocast():
-            divisor: Tensor = head(batch.to(self.accelerator.device), self.frozen, count=True)["divisor"]
+            divisor: Tensor = head(batch.to(self.accelerator.device), self.target_head, count=True)["divisor"]
         return divisor
 
     def _add_up(self, counts: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ class _Run:
             batch = self.dealer.load(groups[min(group_index, len(groups) - 1)], pin=self.pins)
             if group_index < len(groups):
                 with self._autocast():
-                    batch_sums = head.validate(batch.to(accelerator.device), self.frozen, TREES)
+                    batch_sums = head.validate(batch.to(accelerator.device), self.target_head, TREES)
                 sums = add_sums(sums, {name: value.double().cpu() for name, value in batch_sums.items()})
         return sums
 
