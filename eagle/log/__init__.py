@@ -350,7 +350,9 @@ class ProgressLines:
     def describe(self) -> str:
         """Return the line at this time."""
         seconds = self.clock() - self.begun
-        speed = (self.done - self.done_before) / seconds if seconds > 0 else 0.0
+        speed = 0.0
+        if seconds > 0:
+            speed = (self.done - self.done_before) / seconds
         facts = [f"{self.what}: {describe_done(self.done, self.total)} {self.unit}"]
         if speed > 0:
             facts.append(describe_rate(speed, self.unit))
@@ -374,8 +376,10 @@ def describe_done(done: int, total: int | None) -> str:
     """Return how much is done, of how much where that is known."""
     if total is None:
         return f"{done:,}"
-    share = f" ({done / total:.0%})" if total else ""
-    return f"{done:,} of {total:,}{share}"
+    line = f"{done:,} of {total:,}"
+    if total:
+        line += f" ({done / total:.0%})"
+    return line
 
 
 def describe_rate(speed: float, unit: str) -> str:
@@ -416,7 +420,9 @@ class Metrics:
 
     def __init__(self, path: Path, *, before: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = []
+        if path.is_file():
+            lines = path.read_text().splitlines()
         kept = [line for line in lines if _step_of(line) < before]
         self.dropped = [line for line in lines if _step_of(line) >= before]
         temporary = path.with_name(f"{path.name}.part")

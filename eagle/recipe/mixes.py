@@ -30,6 +30,7 @@ def read_mix(path: str | Path) -> list[SourceSection]:
     """Return the sources that a mix lists."""
     if not Path(path).is_file():
         raise ValueError(f"no mix at {path}: expected a YAML file that lists sources, each with a path")
+    # the name does not say what is in the file
     values = parse_yaml(Path(path).read_bytes(), str(path))
     if not isinstance(values, list) or not values:
         kind = "a mapping" if isinstance(values, dict) else "no list"

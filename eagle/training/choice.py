@@ -78,7 +78,9 @@ class Choice:
         It is judged by what it decoded or else by the predicted acceptance. Without held-out conversations the last
         head is the best.
         """
-        score = acceptance(judged(counts).values()) if counts else metrics.get("tree/tau", float(step))
+        score = metrics.get("tree/tau", float(step))
+        if counts:
+            score = acceptance(judged(counts).values())
         # what is decoded and what is predicted cannot be compared
         if bool(counts) != bool(self.counts):
             self.score = -inf

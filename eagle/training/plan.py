@@ -203,7 +203,9 @@ class Dealer:
             examples = [replace(example, loss_mask=gate_mask(example.loss_mask, gate)) for example in examples]
             batch = collate(examples, self.features.taps, self.plan.seeds(number, texts))
             batch = replace(batch, progress=number / len(self.plan), divisors=self.divisors_of(number))
-        return batch.pin_memory() if pin else batch
+        if pin:
+            batch = batch.pin_memory()
+        return batch
 
     def _divisors_of(self, number: int) -> tuple[float, ...] | None:
         """Return the head's divisors over all texts of a step; None where a batch's own are right or not known yet."""

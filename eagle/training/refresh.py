@@ -94,7 +94,10 @@ class Refresh:
             tokens = torch.tensor([*prompt, *[0] * max_new_tokens])
             examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
         taps = taps_of(self.head.settings, target.config)
-        dtype = "bfloat16" if target.model.dtype == torch.bfloat16 else "float32"
+        # states are kept in the target's precision, or without rounding
+        dtype = "float32"
+        if target.model.dtype == torch.bfloat16:
+            dtype = "bfloat16"
         live = LiveFeatures(target, examples, {"taps": list(taps), "dtype": dtype})
         features = OwnDrafts(live, target, self.head, self.policy)
         features.write([(seed, range(len(examples)))])

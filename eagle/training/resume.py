@@ -252,8 +252,10 @@ def load_stem(
 
 
 def _describe_launcher(deepspeed: bool, processes: int) -> str:
-    plural = "es" if processes > 1 else ""
-    return f"{'DeepSpeed' if deepspeed else 'DDP'} on {processes} process{plural}"
+    launcher = "DeepSpeed" if deepspeed else "DDP"
+    if processes > 1:
+        return f"{launcher} on {processes} processes"
+    return f"{launcher} on {processes} process"
 
 
 def _run_on_all(work: Callable[[], None]) -> list[str]:

@@ -185,6 +185,7 @@ class _Run:
             is_last = self.step == len(self.plan)
             validates = is_last or self._is_due(settings.validate_every)
             checkpoints = is_last or self._is_due(settings.checkpoint_every)
+            # before each checkpoint too, so that a run that goes on logs the same rows
             if validates or checkpoints or self.step % LOG_EVERY == 0:
                 self._log()
             if validates:

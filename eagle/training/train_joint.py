@@ -141,6 +141,7 @@ class _JointRun:
             self.step = step + 1
             validates = self._is_due(self.section.validate_every)
             checkpoints = self._is_due(self.section.checkpoint_every)
+            # before each checkpoint too, so that a run that goes on logs the same rows
             if validates or checkpoints or self.step % LOG_EVERY == 0:
                 means = self._means()
                 if metrics:
