@@ -18,7 +18,7 @@ from eagle.core.examples import Example
 from eagle.drafters.parts.objectives import align_steps
 from eagle.formats.checkpoint import load_head
 from eagle.recipe import TrainSection
-from eagle.training import sharded
+from eagle.training import launch as sharding
 from eagle.training.plan import Plan
 from eagle.training.resume import WHOLE
 from tests.registry import BY_DEFAULT
@@ -70,15 +70,15 @@ def plant(fault: str) -> None:
 
         MadeFeatures._draw = spoilt  # type: ignore[method-assign]
     if fault == "moments":  # of one process go to another
-        split = sharded._split_like
-        swapped = sharded._split_moments
+        split = sharding._split_like
+        swapped = sharding._split_moments
 
         def swap(optimizer: torch.optim.Optimizer) -> None:
-            sharded._split_like = lambda whole, weight: split(whole.roll(len(whole) // 2, 0), weight)
+            sharding._split_like = lambda whole, weight: split(whole.roll(len(whole) // 2, 0), weight)
             swapped(optimizer)
-            sharded._split_like = split
+            sharding._split_like = split
 
-        sharded._split_moments = swap
+        sharding._split_moments = swap
 
 
 def reads_of(out: Path, ranks: int) -> list[list[int]]:
