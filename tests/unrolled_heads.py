@@ -12,6 +12,8 @@ from transformers import LlamaConfig
 
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch, Example, collate
+from eagle.drafters.parts.decoder_block import rotary_tables
+from eagle.drafters.parts.text_state import causal_mask
 from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.drafters.recurrent.hass import Hass
 from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
@@ -55,6 +57,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 Weights = dict[str, Tensor]
+
+
+def causal_states(head: Any, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:
+    """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`."""
+    positions = torch.arange(tokens.shape[1])[None]
+    tables = rotary_tables(head.rotary, hidden, start + positions)
+    mask = None
+    if head.window is not None:
+        mask = causal_mask(positions, tokens.shape[1], hidden.dtype, head.window)
+    states: Tensor = head.read(tokens, hidden, tables, mask, [None] * len(head.layers), frozen)
+    return states
 
 
 def texts_of(spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> list[Example]:

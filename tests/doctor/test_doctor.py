@@ -24,6 +24,7 @@ from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.validation import figures
 from tests.families import build, random_tokens
 from tests.trained import fixture_seed
+from tests.unrolled_heads import causal_states
 
 LEVELS = 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -119,7 +120,7 @@ def test_all_positions_may_be_moved(heads: dict[str, Any], target: Target) -> No
     """Why there is no probe of a common offset: rotary positions are relative, and nothing changes."""
     head, tokens = heads["eagle3"], torch.tensor([random_tokens(9, 2)])
     hidden = torch.randn(1, 9, head.shape.hidden_size)
-    near, far = (head.states(tokens, hidden, start, target.head) for start in (0, 57))
+    near, far = (causal_states(head, tokens, hidden, start, target.head) for start in (0, 57))
     assert torch.allclose(near, far, atol=1e-4)
 
 

@@ -25,9 +25,10 @@ class Eagle1(FeatureHead):
     settings: Eagle1Settings
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Smooth-L1 of the features plus cross-entropy of the probs, at slots whose predicted token is supervised."""
+        """Return Smooth-L1 of the features plus cross-entropy of the probs, at slots whose prediction is supervised."""
         settings = self.settings
         regression, entropy, _ = self.losses(batch, frozen, Objective())
+        # L = w_reg * SmoothL1(f, f') + w_cls * CE(softmax(head(f)), softmax(head(f')))
         return {
             "total": settings.regression * regression + settings.cross_entropy * entropy,
             "regression": regression.detach(),

@@ -1,6 +1,6 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): three fused layers of the target, distillation alone, own LM head."""
 
-# H width
+# S supervised slots, H hidden, D draft vocabulary, V vocabulary
 
 from __future__ import annotations
 
@@ -42,28 +42,43 @@ class Eagle3(FusedHead):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: its taps and the place of its norms."""
-        named = ("taps", "norm_output", "norm_before_residual")
-        further = {**self.further_blocks, **self.further_masks}
-        return {"network": "fused", **further, **{name: getattr(self.settings, name) for name in named}}
+        """The network: its taps and where it has norms."""
+        return {
+            "network": "fused",
+            **self.further_blocks,
+            **self.further_masks,
+            "taps": self.settings.taps,
+            "norm_output": self.settings.norm_output,
+            "norm_before_residual": self.settings.norm_before_residual,
+        }
 
     def next_input(self, state: Tensor) -> Tensor:
-        """The block's output, normed if `norm_output` is set."""
+        """Return the block's output, normed if `norm_output` is set."""
         return self.norm(state) if self.settings.norm_output else state
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss of all steps, at the slots that a draft can reach."""
+        """Return the distillation loss of all steps, at the slots that a draft can reach."""
         settings = self.settings
         unrolled = self.unroll(batch, frozen, settings.steps)
-        in_draft_vocab = self.t2d[batch.tokens[unrolled.places + 2]] if self.drafts is not None else None
+        in_draft_vocab = None
+        if self.drafts is not None:
+            # a slot whose token cannot be drafted ends every draft that reaches it
+            in_draft_vocab = self.t2d[batch.tokens[unrolled.places + 2]]
+        # step s weighs decay^s: L = sum_s decay^s * D(p, q_s)
         weights = step_weights(unrolled.places, settings.steps, in_draft_vocab, settings.decay)
-        student = align_steps(self.norm(state) for state in unrolled.states)
-        true = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
-        own, dtype = OwnHead(self.lm_head.weight), frozen.weight.dtype  # that of the products, which autocast makes so
-        teacher = self.narrow_to_draft_vocab(frozen)
-        total, each = distillation_loss(student, true, weights, (own, teacher), Objective(settings.loss), dtype)
-        losses = {"total": total, **{f"draft_probs/{step}": value for step, value in enumerate(each)}}
+        student = align_steps(self.norm(state) for state in unrolled.states)  # [steps, S, H]
+        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
+        heads = OwnHead(self.lm_head.weight), self.narrow_to_draft_vocab(frozen)
+        objective = Objective(settings.loss)
+        # products have the target head's dtype, as under autocast
+        total, step_losses = distillation_loss(
+            student, target_hidden, weights, heads, objective=objective, dtype=frozen.weight.dtype
+        )
+        losses = {
+            "total": total,
+            **{f"draft_probs/{step}": value for step, value in enumerate(step_losses)},
+        }
         if settings.regression:
-            losses["regression"] = feature_regression(student, true, weights)
+            losses["regression"] = feature_regression(student, target_hidden, weights)
             losses["total"] = total + settings.regression * losses["regression"]
         return losses

@@ -1,7 +1,7 @@
 """Falcon (Gao et al. 2024, arXiv 2412.12639): one forward over a block of k slots guesses the next k tokens."""
 
-# B rows of text, S supervised slots, N slots of all texts, A blocks of k slots, M texts, H width, V vocabulary
-# F paths with a block behind each, K nodes of one level, R rows, or all blocks of a draft
+# B sequences, S supervised slots, N slots of all sequences, A blocks of k slots, M sequences, H hidden, V vocabulary
+# F blocks of the pass before, K nodes of one level (each gets a block), R = k * A rows, or blocks of a draft so far
 
 from __future__ import annotations
 
@@ -11,28 +11,48 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import MOST_LEVELS, Budget
-from eagle.core.drafter import ColumnBytes, Committed, HeadShape, Noise, TargetHead, TrainableDrafter
+from eagle.core.drafter import (
+    ColumnBytes,
+    Committed,
+    HeadShape,
+    Noise,
+    TargetHead,
+    TrainableDrafter,
+)
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
-from eagle.device import pick_rows, upload
-from eagle.drafters.parts.decoder_block import Block, Cache, Rotary, head_shape, rotary_tables
-from eagle.drafters.parts.growth import FollowsRows, grow_rows, level_mask, level_rows
+from eagle.device import upload
+from eagle.drafters.parts.decoder_block import (
+    Block,
+    Cache,
+    Rotary,
+    head_shape,
+    rotary_tables,
+)
+from eagle.drafters.parts.divisors import reached_levels
+from eagle.drafters.parts.growth import grow_rows, level_mask, level_rows
 from eagle.drafters.parts.objectives import ROWS, distillation_loss, feature_regression
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.spans import Own, Spans, attend
-from eagle.drafters.parts.text_blocks import Pair, add_rows, key_value, position_tables, query_and_residual, text_slots
+from eagle.drafters.parts.text_blocks import (
+    Pair,
+    add_rows,
+    key_value,
+    position_tables,
+    probe_read,
+    query_and_residual,
+    text_slots,
+)
 from eagle.drafters.parts.text_dropout import TextDropout
 from eagle.drafters.parts.text_state import pad_rows, slot_positions, text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.recurrent.feature_head import add_noise
-from eagle.drafters.recurrent.head_state import HeadState, count_unlike
+from eagle.drafters.recurrent.head_state import HeadState, Levels, count_unlike
 from eagle.recipe import Section
-from eagle.target.slots import SlotCache
 
 
 class FalconSettings(Section):
@@ -50,25 +70,29 @@ class FalconSettings(Section):
 
 
 class Gate(nn.Linear):
-    """An LSTM's cell from an empty state: sigmoid(output) * tanh(sigmoid(input) * tanh(cell)), each a linear map."""
+    """An LSTM's cell from an empty state, each of its three inputs a linear map of x.
+
+    sigmoid(output) * tanh(sigmoid(input) * tanh(cell)): the forget gate has nothing to forget.
+    """
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__(inputs, 3 * width)
-        for part in (self.weight, self.bias):
-            nn.init.uniform_(part, -(width**-0.5), width**-0.5)
+        bound = width**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., H]."""
-        enter, cell, leave = super().forward(x).chunk(3, dim=-1)
-        return leave.sigmoid() * (enter.sigmoid() * cell.tanh()).tanh()
+        input_gate, cell, output_gate = super().forward(x).chunk(3, dim=-1)
+        return output_gate.sigmoid() * (input_gate.sigmoid() * cell.tanh()).tanh()
 
 
 class Falcon(TrainableDrafter):
     """Two gates over token and state, and EAGLE-1's block over blocks of k slots.
 
-    Slot i reads state i of the target and token i + 1, and guesses state i + k, whose logits name token i + k + 1. The
-    last k slots of a text are a block: they see one another and everything before, and together guess the k tokens
-    after the root. The next block reads these tokens and states in place of the target's.
+    Slot i reads state i of the target and token i + 1. It guesses state i + k, whose logits predict token i + k + 1.
+    The last k slots of a sequence are a block. They see one another and everything before, and guess the k tokens
+    after the root together. The next block reads these tokens and states in place of the target's.
     """
 
     Settings = FalconSettings
@@ -94,19 +118,13 @@ class Falcon(TrainableDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> Falcon:
-        """A new head with the target's width."""
+        """Return a new head with the target's width."""
         return cls(settings, head_shape(target_config))
 
     @property
     def network(self) -> dict[str, Any]:
         """The network's name and its number of slots a block."""
         return {"network": "falcon", "k": self.settings.k}
-
-    def enter(self, embedded: Tensor, hidden: Tensor, drop: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
-        """[.., H], both gates, with dropout between them."""
-        first, second = self.gates
-        entered: Tensor = second(drop(first(torch.cat([embedded, hidden], dim=-1))))
-        return entered
 
     @property
     def size(self) -> int:
@@ -123,38 +141,73 @@ class Falcon(TrainableDrafter):
         """The dtype of its weights."""
         return next(self.parameters()).dtype
 
+    def enter(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        drop: Callable[[Tensor], Tensor] = lambda state: state,
+    ) -> Tensor:
+        """Return [.., H], both gates over tokens and states, with dropout between them."""
+        first, second = self.gates
+        entered: Tensor = second(drop(first(torch.cat([embedded, hidden], dim=-1))))
+        return entered
+
+    def read(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        tables: Pair,
+        mask: Tensor | None,
+        caches: Sequence[Cache | None],
+        frozen: TargetHead,
+    ) -> Tensor:
+        """Return [B, T, H], the block's output at slots with tokens [B, T] and states [B, T, H]."""
+        entered = self.enter(frozen.embed(tokens).to(hidden.dtype), hidden)
+        output: Tensor = self.layers[0](entered, tables, mask, caches[0])
+        return output
+
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """The target's logits of a state."""
+        """Return the target's logits of a state."""
         return frozen.logits(state)
 
-    # -- blocks of texts ----------------------------------------------------------------------------------------------
+    # -- blocks of sequences ------------------------------------------------------------------------------------------
 
     def read_text(self, entered: Tensor, tables: Pair, blocks: SlotBlocks) -> tuple[Tensor, Pair]:
-        """The states [k, A, H] of all blocks, and keys and values of all slots, from their inputs [N, H]."""
+        """Return the states [k, A, H] of all blocks, and keys and values of all slots, from their inputs [N, H]."""
         key, value = key_value(self.layers[0], (entered, entered), tables)
-        slots, context = blocks.slots.flatten(), (key.contiguous(), value.contiguous())
-        at_slots = tables[0].index_select(0, slots), tables[1].index_select(0, slots)
-        return self.read_blocks(entered.index_select(0, slots), at_slots, context, blocks, ()), context
+        context = key.contiguous(), value.contiguous()
+        slots = blocks.slots.flatten()
+        cosine, sine = tables
+        # slots of different blocks may be the same: each block has its own rows
+        tables_at_slots = cosine.index_select(0, slots), sine.index_select(0, slots)
+        states = self.read_blocks(entered.index_select(0, slots), tables_at_slots, context, blocks, ())
+        return states, context
 
-    def read_blocks(self, entered: Tensor, tables: Pair, context: Pair, blocks: SlotBlocks, block_pairs: Own) -> Tensor:
-        """[k, A, H], the states of blocks [k * A, H], which see their texts and what was drafted since.
-
-        The queries of a block see the same, as those of further heads would.
-        """
-        size = self.size
+    def read_blocks(
+        self,
+        entered: Tensor,
+        tables: Pair,
+        context: Pair,
+        blocks: SlotBlocks,
+        block_pairs: Own,
+    ) -> Tensor:
+        """Return [k, A, H], the states of blocks [k * A, H], which see their sequences and what was drafted since."""
         query, residual = query_and_residual(self.layers[0], (entered, entered), tables)
-        heads = query.unflatten(1, (size, -1)).flatten(0, 1)
-        seen = attend(heads, *context, blocks.spans, block_pairs).unflatten(0, (-1, size)).flatten(1, 2)
-        return add_rows(self.layers[0], seen, residual).unflatten(0, (size, -1))
+        # all k queries of a block see the same keys, as further heads would: [heads, k * A, w] -> [heads * k, A, w]
+        query_heads = query.unflatten(1, (self.size, -1)).flatten(0, 1)
+        attended = attend(query_heads, *context, blocks.spans, block_pairs)
+        attended = attended.unflatten(0, (-1, self.size)).flatten(1, 2)
+        return add_rows(self.layers[0], attended, residual).unflatten(0, (self.size, -1))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Smooth-L1 of the states plus cross-entropy of the probs, with one phase of blocks for each text."""
+        """Return Smooth-L1 of the states plus cross-entropy of the probs, with one phase of blocks per sequence."""
         settings = self.settings
-        states, true, weights = self.training_states(batch, frozen)
-        regression = feature_regression(states[None], true, weights[None])
-        entropy, _ = distillation_loss(states[None], true, weights[None], (frozen, frozen))
+        states, answer_states, weights = self.training_states(batch, frozen)
+        # L = w_reg * SmoothL1(f, f') + w_cls * CE(softmax(head(f)), softmax(head(f')))
+        regression = feature_regression(states[None], answer_states, weights[None])
+        entropy, _ = distillation_loss(states[None], answer_states, weights[None], (frozen, frozen))
         return {
             "total": settings.regression * regression + settings.cross_entropy * entropy,
             "regression": regression.detach(),
@@ -162,21 +215,26 @@ class Falcon(TrainableDrafter):
         }
 
     def training_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, Tensor, Tensor]:
-        """States [R, H] of the slots of all blocks, the target's states [R, H] at their answers, and weights [R].
+        """Return states of the slots of all blocks, the target's states at their answers, and weights.
 
-        In training some slots read their answer: the token and the state that they would guess.
+        In training some slots read their answer: the token and the state that they would guess (glancing).
+
+        Returns:
+            [R, H], [R, H] and [R].
         """
-        settings, blocks = self.settings, SlotBlocks.side_by_side(batch, self.size)
-        places, positions, _ = text_slots(batch, batch.tokens.device)
+        settings = self.settings
+        blocks = SlotBlocks.side_by_side(batch, self.size)
+        token_indices, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
-        tokens, hidden = batch.tokens.index_select(0, places + 1), features.index_select(0, places)
-        slots, last = blocks.slots.flatten(), len(features) - 1
-        answers = (places.index_select(0, slots) + self.size).clamp(max=last)  # beyond a text none counts
-        true, counted = features.index_select(0, answers), blocks.reached
+        tokens = batch.tokens.index_select(0, token_indices + 1)
+        hidden = features.index_select(0, token_indices)
         tables = position_tables(self.rotary, features, max(batch.lengths, default=0))(positions)
 
-        counts = [max(length - 2, 0) for length in batch.lengths]
-        drop = TextDropout(settings.dropout if self.training else 0.0, batch.seeds, counts, features.device)
+        answers = blocks.answers(token_indices, len(features))
+        answer_states = features.index_select(0, answers)
+        counted = blocks.reached  # [k, A]
+
+        drop = self._dropout(batch)
 
         def read(tokens: Tensor, hidden: Tensor) -> Tensor:
             entered = self.enter(frozen.embed(tokens).to(hidden.dtype), hidden, drop)
@@ -186,13 +244,21 @@ class Falcon(TrainableDrafter):
             hidden = add_noise(batch, hidden, settings.noise)
         if self.training and (settings.glance_from or settings.glance_to):
             with torch.no_grad():
-                wrong = likeliest(read(tokens, hidden), frozen) != likeliest(true, frozen)
+                wrong = likeliest(read(tokens, hidden), frozen) != likeliest(answer_states, frozen)
             glanced = blocks.glance(wrong.view_as(counted) & counted, self.glanced_share(batch.progress))
-            named = batch.tokens.index_select(0, (answers + 1).clamp(max=last))
-            tokens = replace_rows(tokens, slots, glanced, named)
-            hidden = replace_rows(hidden, slots, glanced, true)
+            # a slot that has read its answer learns nothing from it
             counted = counted & ~glanced
-        return read(tokens, hidden), true, blocks.weights(counted).flatten()
+            answer_tokens = batch.tokens.index_select(0, (answers + 1).clamp(max=len(features) - 1))
+            slots = blocks.slots.flatten()
+            tokens = replace_rows(tokens, slots, glanced, answer_tokens)
+            hidden = replace_rows(hidden, slots, glanced, answer_states)
+        return read(tokens, hidden), answer_states, blocks.weights(counted).flatten()
+
+    def _dropout(self, batch: Batch) -> TextDropout:
+        """Return the dropout between the gates, which each sequence's seed decides; none outside training."""
+        slot_counts = [max(length - 2, 0) for length in batch.lengths]
+        share = self.settings.dropout if self.training else 0.0
+        return TextDropout(share, batch.seeds, slot_counts, batch.tokens.device)
 
     @property
     def follows_progress(self) -> bool:  # type: ignore[override]
@@ -200,20 +266,27 @@ class Falcon(TrainableDrafter):
         return bool(self.settings.glance_from != self.settings.glance_to)
 
     def glanced_share(self, progress: float) -> float:
-        """The share of wrong slots that read their answers, at this progress of training (0 to 1)."""
-        first, last = self.settings.glance_from, self.settings.glance_to
-        return float(first + (last - first) * progress)
+        """Return the share of wrong slots that read their answers, at this progress of training (0 to 1)."""
+        settings = self.settings
+        return float(settings.glance_from + (settings.glance_to - settings.glance_from) * progress)
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Sums of the loss terms and of what each tree would have kept; a text's first slots guess nothing."""
+    def validate(
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        trees: dict[str, Paths],
+    ) -> dict[str, Tensor]:
+        """Return sums of the loss terms and of what each tree would have kept; the first slots guess nothing."""
         drafted = replace(batch, loss_mask=drafted_mask(batch, self.size))
-        deepest = max(len(path) for paths in trees.values() for path in paths)
-        states = [state for state, _ in self.draft_levels(drafted, frozen, deepest)]
+        max_depth = max(len(path) for paths in trees.values() for path in paths)
+        states = [state for state, _ in self.draft_levels(drafted, frozen, max_depth)]
         sums = validate_batch(drafted, states, ([frozen.logits] * len(states), frozen.logits), trees)
-        if (missed := batch.slots - drafted.slots) and sums:
+        missed = batch.slots - drafted.slots
+        if missed and sums:
+            # a slot without a block is a guess as bad as chance, and no tree keeps anything there
             sums["slots"] += missed
             sums["cross_entropy"] += missed * math.log(len(frozen.weight))
             for name in trees:
@@ -221,94 +294,103 @@ class Falcon(TrainableDrafter):
         return sums
 
     def draft_levels(
-        self, batch: Batch, frozen: TargetHead, levels: int
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Each level's states [S, H], and the target's LM head."""
-        size, levels, device = self.size, min(levels, self.levels), batch.tokens.device
+        """Return each level's states [S, H], and the target's LM head."""
+        size = self.size
+        levels = min(levels, self.levels)
+        device = batch.tokens.device
         blocks = SlotBlocks.everywhere(batch, size)
-        places, positions, _ = text_slots(batch, device)
+        token_indices, positions, _ = text_slots(batch, device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         embedded = frozen.embed(batch.tokens).to(features.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + levels + size)
-        entered = self.enter(embedded.index_select(0, places + 1), features.index_select(0, places))
+        entered = self.enter(embedded.index_select(0, token_indices + 1), features.index_select(0, token_indices))
         states, context = self.read_text(entered, tables_at(positions), blocks)
-        level_states, block_pairs = list(states), list[Pair]()
-        slots = blocks.spans.rows
+
+        level_states = list(states)
+        block_pairs: list[Pair] = []
+        last_slots = blocks.spans.rows
+        last_indices = token_indices.index_select(0, last_slots)
+        last_positions = positions.index_select(0, last_slots)
         while len(level_states) < levels:
-            ahead = torch.arange(1 + len(level_states) - size, 1 + len(level_states), device=device)[:, None]
-            following = batch.places_behind(places.index_select(0, slots), 1 + ahead).flatten()
+            # the next block stands at the k slots after the last one, and reads the states that were guessed for them
+            done = len(level_states)
+            ahead = torch.arange(1 + done - size, 1 + done, device=device)[:, None]
+            following = batch.places_behind(last_indices, 1 + ahead).flatten()
             entered = self.enter(embedded.index_select(0, following), states.flatten(0, 1))
-            tables = tables_at((positions.index_select(0, slots) + ahead).flatten())
-            parts = (part.unflatten(1, (size, -1)).unbind(1) for part in key_value(self.layers[0], (entered,), tables))
-            block_pairs += zip(*parts, strict=True)
+            tables = tables_at((last_positions + ahead).flatten())
+            block_pairs += self._slot_pairs(entered, tables)
             states = self.read_blocks(entered, tables, context, blocks, block_pairs)
             level_states += states
         return [(state, frozen.logits) for state in level_states[:levels]]
 
+    def _slot_pairs(self, entered: Tensor, tables: Pair) -> list[Pair]:
+        """Return keys and values of blocks [k * A, H], a pair [heads, A, w] for each slot of a block."""
+        key, value = key_value(self.layers[0], (entered,), tables)
+        keys = key.unflatten(1, (self.size, -1)).unbind(1)
+        values = value.unflatten(1, (self.size, -1)).unbind(1)
+        return list(zip(keys, values, strict=True))
+
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> BlockState:
-        """The state for several texts drafted together."""
+        """Return the state for several sequences drafted in a batch."""
         return BlockState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """The rows of each forward after the first: a block after each node of every k-th level."""
-        size = self.size
-        return tuple(size * rows for rows in level_rows(budget.within(self.levels))[size - 1 :: size])
+        """Return the rows of each forward after the first: a block after each node of every k-th level."""
+        rows = level_rows(budget.within(self.levels))
+        return tuple(self.size * nodes for nodes in rows[self.size - 1 :: self.size])
 
     def unread(self, accepted: int, depth: int) -> int:
-        """The accepted tokens, the root, and the last slots once more, as the block has k."""
+        """Return the accepted tokens, the root, and the last slots once more, as the block has k."""
         return accepted + self.size
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Keys and values, and what the block reads of the last slots."""
+        """Return the bytes of keys and values, and of what the block reads of the last slots."""
         weight = self.layers[0].mlp.up_proj.weight
         recent: int = (self.size - 1) * self.shape.hidden_size * weight.element_size()
         return text_bytes(self.layers, tokens) + recent
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """A forward of so many rows behind so much text, the last `scored` and at least a block made into logits."""
-        (frozen,), owner, width = self.frozen, SlotCache(), self.shape.hidden_size
-        cache, weight = Cache(owner, self.layers[0]), self.layers[0].mlp.up_proj.weight
-        positions = torch.arange(context + rows, device=weight.device)[None]
-        hidden = torch.zeros(1, context + rows, width, device=weight.device, dtype=weight.dtype)
-        embedded, (cosine, sine) = hidden[:, context:], rotary_tables(self.rotary, hidden, positions)
-        mask = hidden.new_zeros(1, 1, self.query_groups * rows, context + rows)
-        before, behind = slice(0, context), slice(context, context + rows)
-        with torch.inference_mode():
-            self.layers[0](hidden[:, before], (cosine[:, before], sine[:, before]), None, cache)
+        """Return a function to time: a forward of `rows` rows, the last `scored` (a block at least) with logits."""
+        head: Any = self
+        read = probe_read(head, context, rows)
+        scored = max(scored, self.size)
 
         @torch.inference_mode()
         def run() -> Tensor:
-            owner.length = context
-            entered = self.enter(embedded, hidden[:, behind])
-            states = self.layers[0](entered, (cosine[:, behind], sine[:, behind]), mask, cache)
-            return self.logits(states[0, -max(scored, self.size) :], frozen)
+            return self.logits(read()[0, -scored:], self.frozen[0])
 
         return run
 
 
 def likeliest(states: Tensor, frozen: TargetHead) -> Tensor:
-    """[R], the likeliest tokens for states [R, H]."""
+    """Return [R], the likeliest tokens for states [R, H]."""
     # argmax takes four times as long in bf16 on CPUs
     return torch.cat([frozen.logits(rows).max(-1).indices for rows in states.split(ROWS)])
 
 
-def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, by: Tensor) -> Tensor:
-    """[N, ..] with the rows at marked slots [R] replaced by those of `by` [R, ..]."""
-    marked = marked.view(-1, *[1] * (rows.dim() - 1))
-    return rows.index_copy(0, slots, torch.where(marked, by, rows.index_select(0, slots)))
+def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, replacements: Tensor) -> Tensor:
+    """Return rows [N, ..], of which those at marked slots [R] are replaced by `replacements` [R, ..]."""
+    trailing = [1] * (rows.dim() - 1)
+    marked = marked.view(-1, *trailing)
+    return rows.index_copy(0, slots, torch.where(marked, replacements, rows.index_select(0, slots)))
 
 
 class BlockState(HeadState):
-    """Keys and values of several texts; a text's last k slots are read together whenever tokens are committed."""
+    """Keys and values of several sequences; the last k slots are read together whenever tokens are committed."""
 
     head: Any
 
     def __init__(self, head: Any) -> None:
         super().__init__(head)
         self.size: int = head.size
-        self.recent: dict[int, Tensor] = {}  # [up to k - 1, H], what the block reads of each text's last slots
+        self.recent: dict[int, Tensor] = {}  # [up to k - 1, H], what the block reads of the last slots
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row."""
@@ -316,7 +398,7 @@ class BlockState(HeadState):
         self.recent[row] = torch.empty(0, self.head.shape.hidden_size, dtype=self.dtype, device=self.device)
 
     def fork(self, row: int, other: int) -> None:
-        """A text goes on in two ways, from the same last slots."""
+        """Copy a row to a new one, with its last slots."""
         super().fork(row, other)
         self.recent[other] = self.recent[row]
 
@@ -325,175 +407,251 @@ class BlockState(HeadState):
         super().release(row)
         del self.recent[row]
 
+    def _enter_committed(self, updates: Mapping[int, Committed]) -> tuple[Tensor, ...]:
+        """Return [T, H] for each row, what the block reads of its new slots."""
+        tokens = []
+        features = []
+        for update in updates.values():
+            assert update.features is not None
+            # slot i reads token i + 1, so the last one reads the root
+            tokens += [update.tokens[1:], torch.tensor([update.root])]
+            features.append(update.features[:, 0])
+        hidden = torch.cat(features).to(self.device, self.dtype)
+        embedded = self.head.frozen[0].embed(upload(torch.cat(tokens), self.device)).to(self.dtype)
+        entered: Tensor = self.head.enter(embedded, hidden)
+        return entered.split([len(update.tokens) for update in updates.values()])
+
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """[B, k, H], the states of each row's last slots, which see its text up to the last."""
-        head, cache, frozen = self.head, self.cache, self.head.frozen[0]
-        slots = [self.rows.index(row) for row in updates]
-        new = [len(update.tokens) for update in updates.values()]
-        tokens = [part for update in updates.values() for part in (update.tokens[1:], torch.tensor([update.root]))]
-        hidden = torch.cat([update.features[:, 0] for update in updates.values() if update.features is not None])
-        embedded = frozen.embed(upload(torch.cat(tokens), self.device)).to(self.dtype)
-        entered = head.enter(embedded, hidden.to(self.device, self.dtype)).split(new)
-        read = [torch.cat([self.recent[row], part]) for row, part in zip(updates, entered, strict=True)]
-        counts = [len(part) for part in read]
-        for row, slot, part, count in zip(updates, slots, read, new, strict=True):
-            self.recent[row] = part[1 - self.size :].clone()
-            cache.lengths[slot] += count
-        lengths = [cache.lengths[slot] for slot in slots]
+        """Return [B, k, H], the states of each row's last slots, which see its sequence up to the last."""
+        head = self.head
+        cache = self.cache
+        cache_rows = [self.rows.index(row) for row in updates]
+        inputs = []
+        for row, cache_row, new in zip(updates, cache_rows, self._enter_committed(updates), strict=True):
+            # a block's slots see one another, so its earlier slots are read again with the new ones
+            inputs.append(torch.cat([self.recent[row], new]))
+            self.recent[row] = inputs[-1][1 - self.size :].clone()
+            cache.lengths[cache_row] += len(new)
+        counts = [len(rows) for rows in inputs]
+        lengths = [cache.lengths[cache_row] for cache_row in cache_rows]
         starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        cache.aim(slots, starts)
-        columns = self._hide_behind(lengths[: count_unlike(lengths)], max(starts) + max(counts))
-        mask = columns[:, None, None].expand(-1, 1, head.query_groups * max(counts), -1)
-        padded, positions = pad_rows(read), slot_positions(starts, counts, self.device)
-        tables = rotary_tables(head.rotary, padded, positions)
-        states = head.layers[0](padded, tables, mask, self.blocks[0])
-        last = (torch.tensor(counts)[:, None] + torch.arange(-self.size, 0)).clamp(min=0)
-        index = upload(last[..., None], self.device).expand(-1, -1, states.shape[2])
-        return states.gather(1, index)
+        cache.aim(cache_rows, starts)
 
-    def _grow(self, seeds: Sequence[Seed], slots: list[int], hidden: Tensor) -> list[DraftTree]:
-        """The trees of some slots; only the root if fewer than k tokens are committed."""
-        most = [self.head.levels if seed.place > self.size else 0 for seed in seeds]
-        seeds = [replace(seed, budget=seed.budget.within(end)) for seed, end in zip(seeds, most, strict=True)]
-        depth, room = max(seed.budget.depth for seed in seeds), max(self.cache.lengths[slot] for slot in slots)
-        levels = _BlockLevels(self, slots, hidden, *self._behind_texts(self.unlike_slots(slots), room, depth))
-        return grow_rows(seeds, levels.first[1][:, 0, 0], levels)
+        # every slot sees the whole sequence, later slots included: [B, 1, groups * T, columns]
+        committed = self._hide_after(lengths[: count_unlike(lengths)], max(starts) + max(counts))
+        mask = committed[:, None, None].expand(-1, 1, head.query_groups * max(counts), -1)
+        padded = pad_rows(inputs)
+        tables = rotary_tables(head.rotary, padded, slot_positions(starts, counts, self.device))
+        states: Tensor = head.layers[0](padded, tables, mask, self.blocks[0])
+        block = torch.tensor(counts)[:, None] + torch.arange(-self.size, 0)
+        return states.take_along_dim(upload(block.clamp(min=0)[..., None], self.device), 1)
+
+    def _grow(
+        self,
+        seeds: Sequence[Seed],
+        cache_rows: list[int],
+        hidden: Tensor,
+    ) -> list[DraftTree]:
+        """Return the trees of some cache rows; only the root if fewer than k tokens are committed."""
+        limited = []
+        for seed in seeds:
+            # the root's children stand at position length + 1
+            max_depth = self.head.levels if seed.place > self.size else 0
+            limited.append(replace(seed, budget=seed.budget.within(max_depth)))
+        depth = max(seed.budget.depth for seed in limited)
+        columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
+        inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
+        levels = _BlockLevels(self, cache_rows, hidden, *inputs)
+        return grow_rows(limited, levels.root_logits[:, 0, 0], levels)
 
 
-class _BlockLevels(FollowsRows):
-    """The levels of the drafts behind some slots; every k of them come from one forward, over a block for each path."""
+class _BlockLevels(Levels):
+    """The levels of several drafts; every k of them come from one forward, over a block after each path."""
 
     def __init__(
-        self, state: BlockState, slots: list[int], hidden: Tensor, cosine: Tensor, sine: Tensor, committed: Tensor
+        self,
+        state: BlockState,
+        cache_rows: list[int],
+        hidden: Tensor,
+        *inputs: Tensor,
     ) -> None:
-        self.state, self.slots, self.tables, self.committed = state, slots, (cosine, sine), committed
-        self.first = hidden[:, None], state.head.logits(hidden[:, None], state.head.frozen[0])
+        super().__init__(state, cache_rows, hidden, *inputs)
+        # root_states are those of the roots' blocks, [B, 1, k, H]
+        self.root_logits: Tensor = state.head.logits(self.root_states, state.head.frozen[0])
 
     def _begin(self) -> None:
         """Start at the roots."""
-        self.rows = list(range(len(self.slots)))
-        self.states, self.logits = self.first  # of the last block [B, F, k, H] and [B, F, k, V]
-        self.owner = torch.zeros(len(self.slots), 1, dtype=torch.long, device=self.states.device)  # [B, K], its path
-        self.path: list[Tensor] = []  # the tokens [B, K] that follow it
-        self.seen = torch.zeros(len(self.slots), 1, 0, dtype=torch.bool, device=self.states.device)  # [B, F, R]
+        count = len(self.cache_rows)
+        device = self.root_states.device
+        self.rows = list(range(count))
+        self.states, self.logits = (
+            self.root_states,
+            self.root_logits,
+        )  # of the last blocks, [B, F, k, H or V]
+        self.block_index = torch.zeros(count, 1, dtype=torch.long, device=device)  # [B, K], which one a node follows
+        self.path: list[Tensor] = []  # the tokens [B, K] after it, level by level
+        self.block_mask = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)  # [B, F, R], blocks of its path
 
-    def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        """[B, K, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
+    def __call__(
+        self,
+        depth: int,
+        rows: list[int],
+        tokens: Tensor,
+        parents: Tensor,
+        tree_mask: Tensor,
+    ) -> Tensor:
+        """Return [B, K, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
         if depth == 1:
             self._begin()
-        parts = self.states, self.logits, self.owner, self.seen, *self.path
-        self.states, self.logits, self.owner, self.seen, *self.path = self.keep_rows(rows, *parts)
-        self.owner = self.owner.gather(1, before)
-        self.path = [*(part.gather(1, before) for part in self.path), tokens]
-        level = depth % self.state.size
-        if level == 0:
+        tensors = self.keep_rows(rows, self.states, self.logits, self.block_index, self.block_mask, *self.path)
+        self.states, self.logits, self.block_index, self.block_mask, *path = tensors
+        # a node follows the block of its parent
+        self.block_index = self.block_index.gather(1, parents)
+        self.path = [level_tokens.gather(1, parents) for level_tokens in path]
+        self.path.append(tokens)
+        slot = depth % self.state.size
+        if slot == 0:
             self._read_block(depth)
-        logits = self.logits[:, :, level]
-        if level == 0 or logits.shape[1] == 1:
+        logits = self.logits[:, :, slot]
+        if slot == 0 or logits.shape[1] == 1:
             return logits
-        return logits.gather(1, self.owner[..., None].expand(-1, -1, logits.shape[2]))
+        return logits.take_along_dim(self.block_index[..., None], 1)
 
     def _read_block(self, depth: int) -> None:
-        """A block behind each node: the last k tokens of its path, with the states that guessed them."""
-        state, head, size, (frozen,) = self.state, self.state.head, self.state.size, self.state.head.frozen
-        count, device = self.owner.shape[1], self.owner.device
-        owner = self.owner[..., None]
-        itself = torch.eye(count, dtype=torch.bool, device=device).expand(len(owner), -1, -1)
-        self.seen = torch.cat([self.seen.gather(1, owner.expand(-1, -1, self.seen.shape[2])), itself], dim=2)
-        above = self.states.gather(1, owner[..., None].expand(-1, -1, *self.states.shape[2:])).flatten(1, 2)
-        embedded = frozen.embed(torch.stack(self.path, dim=2).flatten(1)).to(above.dtype)
-        (cosine, sine), committed = self.tables, self.committed
-        if len(committed) > 1:
-            cosine, sine, committed = (pick_rows(part, self.rows) for part in (cosine, sine, committed))
-        tables = cosine[:, depth - size : depth].repeat(1, count, 1), sine[:, depth - size : depth].repeat(1, count, 1)
-        seen = self.seen[:, :, None, :, None].expand(-1, -1, size, -1, size).flatten(3).flatten(1, 2)
-        start = self.committed.shape[1] + (self.seen.shape[2] - count) * size
-        state.cache.aim([self.slots[row] for row in self.rows], [start] * len(self.rows))
-        mask = level_mask(committed, seen, head.query_groups)
-        read = head.layers[0](head.enter(embedded, above), tables, mask, state.blocks[0])
-        self.states = read.unflatten(1, (count, size))
-        self.logits, self.path = head.logits(self.states, frozen), []
-        self.owner = torch.arange(count, device=device).expand(len(owner), -1)
+        """Read a block after each node: the last k tokens of its path, with the states that guessed them."""
+        state = self.state
+        size = state.size
+        batch, count = self.block_index.shape
+        device = self.block_index.device
+
+        # the new blocks [B, K] see those that the node's block saw, and themselves
+        block_index = self.block_index[..., None]
+        itself = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
+        self.block_mask = torch.cat([self.block_mask.take_along_dim(block_index, 1), itself], dim=2)
+        slot_mask = self.block_mask.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)  # [B, K * k, R * k]
+
+        hidden = self.states.take_along_dim(block_index[..., None], 1).flatten(1, 2)  # [B, K * k, H]
+        tokens = torch.stack(self.path, dim=2).flatten(1)  # [B, K * k]
+        (cosine, sine), committed = self._inputs_at(slice(depth - size, depth))
+        tables = cosine.repeat(1, count, 1), sine.repeat(1, count, 1)
+
+        blocks_before = self.block_mask.shape[2] - count
+        start = self.start + blocks_before * size
+        state.cache.aim([self.cache_rows[row] for row in self.rows], [start] * len(self.rows))
+        mask = level_mask(committed, slot_mask, state.head.query_groups)
+        output = state.head.read(tokens, hidden, tables, mask, state.blocks, frozen=state.head.frozen[0])
+        self.states = output.unflatten(1, (count, size))
+        self.logits = state.head.logits(self.states, state.head.frozen[0])
+        self.path = []
+        self.block_index = torch.arange(count, device=device).expand(batch, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotBlocks:
-    """Blocks that each end at a supervised slot, among all slots of the texts; a slot guesses k tokens past its root.
+    """Blocks that each end at a supervised slot, among all slots of the sequences.
 
-    The slot of level 0 is a block's first, and guesses the token behind the root of the last.
+    A slot guesses k tokens past its root. A block's first slot guesses the token after the root of its last.
     """
 
     spans: Spans  # of the last slots
-    slots: Tensor  # [k, A], which slots they are; those before a text's begin are its first
+    slots: Tensor  # [k, A], which slots they are; those before a sequence's begin are its first
     reached: Tensor  # [k, A], whether all tokens up to the one that a slot guesses are supervised
-    texts: Tensor  # [A], which text a block is of
-    order: Tensor  # [A], in which the whole blocks of a text are glanced at; far behind all where a block is not whole
+    texts: Tensor  # [A], the sequence of each block
+    order: Tensor  # [A], in which the whole blocks of a sequence are glanced at; after all others if not whole
     run: Tensor  # [A], how many slots of a block are then glanced at: its first, and never all
-    supervised: Tensor  # [M], slots of each text that are supervised
+    supervised: Tensor  # [M], slots of each sequence that are supervised
 
     @classmethod
     def everywhere(cls, batch: Batch, size: int) -> SlotBlocks:
-        """A block that ends at each supervised slot."""
-        return cls._of(batch, size, [0] * len(batch.lengths), 1, _draws(batch))
+        """Return a block that ends at each supervised slot."""
+        return cls._of(batch, size, firsts=[0] * len(batch.lengths), stride=1, generators=_generators(batch))
 
     @classmethod
     def side_by_side(cls, batch: Batch, size: int) -> SlotBlocks:
-        """Blocks that share no slot, one of which ends at a supervised slot of each text that its seed decides."""
-        firsts, draws = [], _draws(batch)
-        for mask, draw in zip(batch.loss_mask.split(batch.lengths), draws, strict=True):
-            last = mask[2:][size - 1 :].nonzero()[:, 0]  # fewer slots make no block
-            drawn = int(last[int(torch.randint(len(last), (), generator=draw))]) if len(last) else 0
-            firsts.append(size - 1 + drawn % size)
-        return cls._of(batch, size, firsts, size, draws)
+        """Return blocks that share no slot; the seed of a sequence decides a supervised slot that one ends at."""
+        firsts = []
+        generators = _generators(batch)
+        for mask, generator in zip(batch.masks, generators, strict=True):
+            # fewer than k slots make no block
+            ends = mask[2:][size - 1 :].nonzero()[:, 0]
+            phase = 0
+            if len(ends):
+                phase = int(ends[int(torch.randint(len(ends), (), generator=generator))]) % size
+            firsts.append(size - 1 + phase)
+        return cls._of(batch, size, firsts=firsts, stride=size, generators=generators)
 
     @classmethod
-    def _of(cls, batch: Batch, size: int, firsts: list[int], stride: int, draws: list[torch.Generator]) -> SlotBlocks:
-        device, begin = batch.tokens.device, 0
-        masks = [mask[2:] for mask in batch.loss_mask.split(batch.lengths)]
-        slots, reached, texts, order, run = (list[Tensor]() for _ in range(5))
-        levels = torch.arange(size)[:, None]
-        for number, (mask, first, draw) in enumerate(zip(masks, firsts, draws, strict=True)):
-            last = first + stride * mask[first::stride].nonzero()[:, 0]
-            slots.append(begin + (last + levels - (size - 1)).clamp(min=0))
-            reached.append(F.pad(mask, (0, size))[last + levels].long().cumprod(0).bool())
-            texts.append(torch.full_like(last, number))
-            whole = reached[-1][-1]
-            order.append(torch.full_like(last, sum(batch.lengths)))
-            order[-1][whole] = torch.randperm(int(whole.sum()), generator=draw)
-            run.append(torch.randint(1, size, last.shape, generator=draw))
+    def _of(
+        cls,
+        batch: Batch,
+        size: int,
+        *,
+        firsts: list[int],
+        stride: int,
+        generators: list[torch.Generator],
+    ) -> SlotBlocks:
+        """Return blocks that end at every `stride`-th slot from each sequence's first on, where it is supervised."""
+        by_text = []
+        masks = [mask[2:] for mask in batch.masks]
+        offsets = torch.arange(1 - size, 1)[:, None]
+        begin = 0
+        for text, (mask, first, generator) in enumerate(zip(masks, firsts, generators, strict=True)):
+            ends = first + stride * mask[first::stride].nonzero()[:, 0]
+            slots = begin + (ends + offsets).clamp(min=0)
+            reached = reached_levels(mask, ends, size).T
+            # glanced blocks are drawn from those whose tokens are all supervised, the others come after all
+            is_whole = reached[-1]
+            order = torch.full_like(ends, sum(batch.lengths))
+            order[is_whole] = torch.randperm(int(is_whole.sum()), generator=generator)
+            run = torch.randint(1, size, ends.shape, generator=generator)
+            by_text.append((slots, reached, torch.full_like(ends, text), order, run))
             begin += len(mask)
-        columns = [torch.cat(slots, 1), torch.cat(reached, 1), *map(torch.cat, (texts, order, run))]
-        columns.append(torch.tensor([int(mask.sum()) for mask in masks]))
-        return cls(Spans.of(masks, device, stride, firsts), *(upload(column, device) for column in columns))
+        device = batch.tokens.device
+        tensors = [torch.cat(chunks, dim=-1) for chunks in zip(*by_text, strict=True)]
+        tensors.append(torch.tensor([int(mask.sum()) for mask in masks]))  # supervised
+        return cls(
+            Spans.of(masks, device, stride, firsts),
+            *(upload(tensor, device) for tensor in tensors),
+        )
+
+    def answers(self, token_indices: Tensor, count: int) -> Tensor:
+        """Return [R], the index of the state that each slot guesses, among those of all `count` tokens."""
+        # slot i guesses state i + k; an answer beyond its sequence has no weight
+        size = len(self.slots)
+        return (token_indices.index_select(0, self.slots.flatten()) + size).clamp(max=count - 1)
 
     def weights(self, counted: Tensor) -> Tensor:
-        """[k, A], what each slot weighs of those that count: a text weighs what is supervised of it, their sum is 1."""
+        """Return [k, A], the weight of each slot that counts; they add up to 1.
+
+        A sequence weighs as much as it has supervised slots, whatever its number of blocks.
+        """
         share = self.supervised / self.sum_by_text(counted).clamp(min=1) / self.supervised.sum().clamp(min=1)
         return counted * share.index_select(0, self.texts)
 
     def glance(self, wrong: Tensor, share: float) -> Tensor:
-        """[k, A], slots that shall read their answers: on average such a share of those that guess wrong [k, A].
+        """Return [k, A], slots that shall read their answers: on average a share of those that guess wrong [k, A].
 
         A slot's answer has read those of the slots before it in its block, and tells them theirs. So the slots are the
         first of a block, and all that see their own answer are among them.
         """
         size = len(wrong)
-        blocks = (self.sum_by_text(wrong) * (share * 2 / size)).floor()  # a run is half as long as a block on average
-        glanced = self.order < blocks.index_select(0, self.texts)
-        return glanced & (torch.arange(size, device=wrong.device)[:, None] < self.run)
+        # a run is half as long as a block on average
+        blocks = (self.sum_by_text(wrong) * (share * 2 / size)).floor()
+        is_glanced = self.order < blocks.index_select(0, self.texts)
+        slot = torch.arange(size, device=wrong.device)[:, None]
+        return is_glanced & (slot < self.run)
 
     def sum_by_text(self, marked: Tensor) -> Tensor:
-        """[M], how many slots of each text are marked [k, A]."""
+        """Return [M], how many slots of each sequence are marked [k, A]."""
         counts = torch.zeros(len(self.supervised), device=marked.device)
         return counts.index_add_(0, self.texts, marked.sum(0).to(counts.dtype))
 
 
 def drafted_mask(batch: Batch, size: int) -> Tensor:
-    """[N], the supervised tokens behind a root that so many slots stand before, itself included."""
-    masks = batch.loss_mask.split(batch.lengths)
-    return torch.cat([mask & (torch.arange(len(mask)) > size) for mask in masks])
+    """Return [N], the supervised tokens after a root that ends a whole block of `size` slots."""
+    return torch.cat([mask & (torch.arange(len(mask)) > size) for mask in batch.masks])
 
 
-def _draws(batch: Batch) -> list[torch.Generator]:
-    """A random generator for each text, from its seed."""
+def _generators(batch: Batch) -> list[torch.Generator]:
+    """Return a random generator for each sequence, from its seed."""
     return [torch.Generator().manual_seed(seed) for seed in batch.seeds]

@@ -1,6 +1,6 @@
 """The network of EAGLE-1 and HASS: one block that continues the target's last features."""
 
-# N rows, S supervised slots, K steps, H width
+# N tokens of all sequences, S supervised slots, K steps, H hidden
 
 from __future__ import annotations
 
@@ -15,12 +15,24 @@ from torch import Tensor, nn
 
 from eagle.core.drafter import HeadShape, Parts, TargetHead
 from eagle.core.examples import Batch
-from eagle.drafters.parts.decoder_block import Block, Cache, NormedBlock, Rotary, head_shape
-from eagle.drafters.parts.objectives import Objective, align_steps, distillation_loss, feature_regression, step_weights
+from eagle.drafters.parts.decoder_block import (
+    Block,
+    Cache,
+    NormedBlock,
+    Rotary,
+    head_shape,
+)
+from eagle.drafters.parts.objectives import (
+    Objective,
+    align_steps,
+    distillation_loss,
+    feature_regression,
+    step_weights,
+)
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 
-HELD = 512  # tokens of a text at which noise has its full spread
+FULL_SPREAD = 512  # tokens of a sequence at which noise has its full spread
 
 
 class FeatureSettings(BaseModel):
@@ -63,7 +75,7 @@ class FeatureHead(UnrolledDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FeatureHead:
-        """A new head with the target's width."""
+        """Return a new head with the target's width."""
         sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         return cls(settings, head_shape(target_config, **sizes))
 
@@ -75,56 +87,89 @@ class FeatureHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """[N, H], the single tap."""
+        """Return [N, H], the single tap."""
         return features[..., 0, :]
 
     def first_block(
-        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Cache | None,
     ) -> Tensor:
-        """Token and feature fused, and the block over them."""
-        return self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), rotary, mask, cache)
+        """Return the block's output over token and feature, fused."""
+        fused = self.fc(torch.cat([embedded, hidden], dim=-1))
+        return self.layers[0](fused, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """The token's half of the fused input."""
+        """Return the token's half of the fused input."""
         return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Token and feature fused."""
+        """Return token and feature, fused: W [e; f] = W_e e + W_f f, whose first half all steps share."""
         fused = tokens + F.linear(hidden, self.fc.weight[:, -hidden.shape[-1] :])
         return fused, fused
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """The target's logits of the feature."""
+        """Return the target's logits of the feature."""
         return frozen.logits(state)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def losses(
-        self, batch: Batch, frozen: TargetHead, objective: Objective, steps: int = 1
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        objective: Objective,
+        steps: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Smooth-L1 of the features and the distillation loss, each summed over the steps; the latter of each step."""
+        """Return the losses of a batch.
+
+        Returns:
+            Smooth-L1 of the features and the distillation loss, each summed over the steps; the latter of each step.
+        """
+        # no gradient flows from a step to the features it reads, as published
         unrolled = self.unroll(batch, frozen, steps, detach=True, add_noise=partial(self._add_noise, batch))
-        true = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
-        student = align_steps(unrolled.states)
+        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
+        student = align_steps(unrolled.states)  # [K, S, H]
         weights = step_weights(unrolled.places, steps)
-        loss, each = distillation_loss(student, true, weights, (frozen, frozen), objective)
-        return feature_regression(student, true, weights), loss, each
+        loss, step_losses = distillation_loss(
+            student,
+            target_hidden,
+            weights,
+            (frozen, frozen),
+            objective=objective,
+        )
+        regression = feature_regression(student, target_hidden, weights)
+        return regression, loss, step_losses
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
-        """Features [N, 1, H] plus noise, while training."""
+        """Return features [N, 1, H] plus noise, while training."""
         if not (self.training and self.settings.noise):
             return features
-        return add_noise(batch, features, self.settings.noise, 1 if self.settings.noise_as_published else HELD)
+        min_length = 1 if self.settings.noise_as_published else FULL_SPREAD
+        return add_noise(batch, features, self.settings.noise, min_length)
 
 
-def add_noise(batch: Batch, features: Tensor, spread: float, least: int = HELD) -> Tensor:
-    """Features [N, ..] of all tokens but each text's last two, plus noise that the text's seed decides.
+def add_noise(
+    batch: Batch,
+    features: Tensor,
+    spread: float,
+    min_length: int = FULL_SPREAD,
+) -> Tensor:
+    """Return the features of all tokens but each sequence's last two, plus noise that the sequence's seed decides.
 
-    It is U(-1, 1) * spread * 512 / T, where T is no less than `least`.
+    Args:
+        features: [N, ..].
+        spread: the noise is U(-1, 1) * spread * 512 / T for a sequence of T tokens.
+        min_length: the lowest T that is taken.
     """
     noise = torch.empty_like(features, dtype=torch.float32)
     lengths = [max(length - 2, 0) for length in batch.lengths]
-    for part, length, seed in zip(noise.split(lengths), batch.lengths, batch.seeds, strict=True):
-        reach = spread * HELD / max(length, least)
-        part.uniform_(-reach, reach, generator=torch.Generator(noise.device).manual_seed(seed))
+    for chunk, length, seed in zip(noise.split(lengths), batch.lengths, batch.seeds, strict=True):
+        bound = spread * FULL_SPREAD / max(length, min_length)
+        # its own generator, so that a sequence's noise does not depend on those in its batch
+        generator = torch.Generator(noise.device).manual_seed(seed)
+        chunk.uniform_(-bound, bound, generator=generator)
     return features + noise.to(features.dtype)

@@ -1,6 +1,6 @@
 """EAGLE-3's network: several states of the target fused, a token beside them, an LM head for a draft vocabulary."""
 
-# L taps, H width, D tokens that can be drafted, V vocabulary
+# L taps, H hidden, D tokens that can be drafted, V vocabulary, P what a token is projected to
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FusedSettings(Section):
 
 
 class FusedHead(UnrolledDrafter):
-    """(states of token i, token i + 1) -> a state whose logits name token i + 2."""
+    """(states of token i, token i + 1) -> a state whose logits predict token i + 2."""
 
     settings: FusedSettings
     teacher_taps = (-1,)
@@ -57,12 +57,15 @@ class FusedHead(UnrolledDrafter):
         super().__init__(settings, shape)
         assert settings.taps is not None
         self.taps = settings.taps
-        width, norm = shape.hidden_size, lambda: Norm(shape.hidden_size, shape.rms_norm_eps)
+        width = shape.hidden_size
+        eps = shape.rms_norm_eps
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
-        self.fc_norm = nn.ModuleList([norm() for _ in self.taps if settings.fc_norm])
+        tap_norms = [Norm(width, eps) for _ in self.taps] if settings.fc_norm else []
+        self.fc_norm = nn.ModuleList(tap_norms)
         further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
         self.layers = nn.ModuleList([TwoNormBlock(shape, settings.norm_before_residual), *further])
-        self.norm = norm()
+        self.norm = Norm(width, eps)
+        # engines read both tables, and only of heads whose vocabulary is smaller than the target's
         draft_vocab_size = getattr(shape, "draft_vocab_size", None) or shape.vocab_size
         self.lm_head = nn.Linear(width, draft_vocab_size, bias=False)
         self.lm_head.weight.requires_grad_(settings.train_lm_head)
@@ -70,18 +73,21 @@ class FusedHead(UnrolledDrafter):
             self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
         self.rotary = Rotary(shape)
-        self.cut: tuple[TargetHead, ...] = ()  # the target's head and its rows of those tokens, no part of this one
+        # the target's head and its rows for the draft vocabulary; in a tuple, so that it is no module of this one
+        self.narrowed: tuple[TargetHead, ...] = ()
 
     @property
     def parts(self) -> Parts:
         """A matrix and norms by tap, and queries, keys and values of the first block over embedding and state."""
-        halves = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
-        return Parts(by_tap=("fc.weight", *(("fc_norm",) if self.fc_norm else ())), halves=(halves,))
+        by_tap = ("fc.weight", "fc_norm") if self.fc_norm else ("fc.weight",)
+        halves = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+        return Parts(by_tap=by_tap, halves=(halves,))
 
     @classmethod
     def taps_for(cls, settings: FusedSettings, target_config: Any) -> tuple[int, ...]:
-        """The taps of the settings, else an early, a middle and a late layer as far as the target is deep enough."""
+        """Return the taps of the settings, else an early, a middle and a late layer."""
         layers = target_config.num_hidden_layers
+        # the published taps, as far as the target is deep enough
         usual = (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
         return check_taps(settings.taps or usual, layers)
 
@@ -93,7 +99,7 @@ class FusedHead(UnrolledDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FusedHead:
-        """A new head; its LM head starts from the target's rows of the draft vocabulary."""
+        """Return a new head; its LM head starts from the target's rows of the draft vocabulary."""
         drafts = _draft_vocabulary(settings.draft_vocab, supervised, target_config.vocab_size)
         shape = head_shape(target_config, draft_vocab_size=len(drafts), **cls.sizes(settings))
         head = cls(settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape)
@@ -101,24 +107,29 @@ class FusedHead(UnrolledDrafter):
         if head.drafts is not None:
             head.d2t.copy_(drafts - torch.arange(len(drafts)))
             head.t2d[drafts] = True
+        # queries that start as keys let a token find itself, which random ones learn late
         if settings.queries == "keys":
             head.layers[0].self_attn.start_from_keys()
         if settings.lm_head == "target":
             if frozen is None:
                 raise ValueError("drafter.lm_head is 'target', whose head was not given: call for_target with `frozen`")
             rows = frozen.start_matrix()
-            head.lm_head.weight.data.copy_(rows if head.drafts is None else rows[drafts.to(rows.device)])
+            if head.drafts is not None:
+                rows = rows[drafts.to(rows.device)]
+            head.lm_head.weight.data.copy_(rows)
         return head
 
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
-        """The sizes that settings decide; all others are the target's, with one block."""
+        """Return the sizes that settings decide; all others are the target's, with one block."""
         return {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
 
     @property
     def drafts(self) -> Tensor | None:  # type: ignore[override]
         """[D], the draft vocabulary; None for all tokens."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device) if "d2t" in self._buffers else None
+        if "d2t" not in self._buffers:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def bind(self, frozen: TargetHead) -> FusedHead:
         """Give the head what it borrows; its own LM head is packed where the target's is."""
@@ -130,51 +141,56 @@ class FusedHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """The taps fused."""
+        """Return the taps, fused."""
         if self.fc_norm:
             normed = [norm(features[..., tap, :]) for tap, norm in enumerate(self.fc_norm)]
             return self.fc(torch.cat(normed, dim=-1))
         return self.fc(features.flatten(-2))
 
     def first_block(
-        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Cache | None,
     ) -> Tensor:
-        """The block over token and state."""
+        """Return the block's output over token and state."""
         return self.layers[0].read_pair(embedded, hidden, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """The token's half of queries, keys and values."""
+        """Return the token's half of queries, keys and values."""
         return self.layers[0].project_tokens(embedded)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """The token's half, the state that attention reads, and the one that it is added to."""
+        """Return the token's half, the state that attention reads, and the one that it is added to."""
         return tokens, *self.layers[0].norm_hidden(hidden)
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """Its own LM head's logits."""
+        """Return its own LM head's logits."""
         return self.lm_head(self.norm(state))
 
     def narrow_to_draft_vocab(self, frozen: TargetHead) -> TargetHead:
-        """The target's head for the draft vocabulary alone, cut out once."""
+        """Return the target's head for the draft vocabulary alone, cut out once."""
         if self.drafts is None:
             return frozen
-        if not self.cut or self.cut[0] is not frozen:
-            self.cut = frozen, frozen.narrow(self.drafts)
-        return self.cut[1]
+        if not self.narrowed or self.narrowed[0] is not frozen:
+            self.narrowed = frozen, frozen.narrow(self.drafts)
+        return self.narrowed[1]
 
 
-def _draft_vocabulary(asked: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int) -> Tensor:
-    """[D], the draft vocabulary in ascending order."""
-    if asked is None:
+def _draft_vocabulary(requested: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int) -> Tensor:
+    """Return [D], the draft vocabulary in ascending order: all tokens, the most frequent ones, or those of a file."""
+    if requested is None:
         return torch.arange(vocab_size)
-    if isinstance(asked, int):
+    if isinstance(requested, int):
         if supervised is None:
-            raise ValueError(f"drafter.draft_vocab is {asked}, but no texts were given: call for_target with them")
-        return most_frequent(token_counts(supervised, vocab_size), asked)
-    _, t2d = load_draft_vocab(asked)
+            raise ValueError(f"drafter.draft_vocab is {requested}, but no texts were given: call for_target with them")
+        return most_frequent(token_counts(supervised, vocab_size), requested)
+    _, t2d = load_draft_vocab(requested)
     if len(t2d) != vocab_size:
         raise ValueError(
-            f"{asked} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
+            f"{requested} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
             "`eagle draft-vocab`"
         )
     return t2d.nonzero()[:, 0]

@@ -29,12 +29,13 @@ class Hass(FeatureHead):
     settings: HassSettings
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """EAGLE-1's loss plus the top-k loss, summed over the steps."""
+        """Return EAGLE-1's loss plus the top-k loss, summed over the steps."""
         settings = self.settings
         objective = Objective(weight=settings.cross_entropy, top=settings.top, top_k=settings.top_k)
-        regression, loss, each = self.losses(batch, frozen, objective, settings.steps)
+        regression, loss, step_losses = self.losses(batch, frozen, objective, settings.steps)
+        # the objective weighs entropy and top-k loss already
         return {
             "total": settings.regression * regression + loss,
             "regression": regression.detach(),
-            **{f"draft_probs/{step}": value for step, value in enumerate(each)},
+            **{f"draft_probs/{step}": value for step, value in enumerate(step_losses)},
         }

@@ -1,18 +1,18 @@
 """The state of a trained head: one forward over committed tokens, and one for each level of all trees."""
 
-# B rows of text, K nodes of one level, R of all levels, H width
+# B sequences, K nodes of one level, R of all levels, H hidden, D draft vocabulary, w of a head
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import Committed, TargetHead
+from eagle.core.drafter import Committed, Noise, TargetHead
 from eagle.core.grown import GrownTrees, hand_over
 from eagle.core.tree import DraftTree
 from eagle.device import must_wait, pick_rows, upload
@@ -27,7 +27,12 @@ from eagle.drafters.parts.growth import (
 from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.text_state import TextHead, TextState
 from eagle.drafters.parts.window import Window
-from eagle.drafters.recurrent.static_loop import Capture, HeldNoise, StaticLoop, text_room
+from eagle.drafters.recurrent.static_loop import (
+    Capture,
+    HeldNoise,
+    StaticLoop,
+    text_room,
+)
 
 
 class LevelHead(TextHead, Protocol):
@@ -41,16 +46,16 @@ class LevelHead(TextHead, Protocol):
         ...
 
     def next_input(self, state: Tensor) -> Tensor:
-        """The next level's input, from a state."""
+        """Return the next level's input, from a state."""
         ...
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """[.., D], the logits of states."""
+        """Return [.., D], the logits of states."""
         ...
 
 
 class HeadState(TextState):
-    """Texts and their drafts; levels see the text as committed tokens do."""
+    """Sequences and their drafts; levels see a sequence as committed tokens do."""
 
     head: LevelHead
 
@@ -60,129 +65,202 @@ class HeadState(TextState):
         self.loop = None if head.capture is None else StaticLoop(head.capture)
 
     @torch.inference_mode()
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Trees grown from the target's features of the committed tokens, then from the head's own."""
+    def propose(
+        self,
+        updates: Mapping[int, Committed],
+        budgets: Mapping[int, Budget],
+    ) -> dict[int, DraftTree]:
+        """Return trees grown from the target's features of the committed tokens, then from the head's own states."""
         rows, seeds, hidden = self.read_updates(updates, budgets)
-        slots = [self.rows.index(row) for row in rows]
-        return dict(zip(rows, self._grow(seeds, slots, hidden), strict=True))
+        cache_rows = [self.rows.index(row) for row in rows]
+        return dict(zip(rows, self._grow(seeds, cache_rows, hidden), strict=True))
 
-    def _grow(self, seeds: Sequence[Seed], slots: list[int], hidden: Tensor) -> list[DraftTree]:
-        """The trees of some slots, from the states behind their roots."""
-        if self.loop is not None and _are_static(seeds, slots):
-            grown, roots = self._grow_static(seeds, hidden, self.loop), [seed.root for seed in seeds]
+    def _grow(
+        self,
+        seeds: Sequence[Seed],
+        cache_rows: list[int],
+        hidden: Tensor,
+    ) -> list[DraftTree]:
+        """Return the trees of some cache rows, from the states [B, H] after their roots."""
+        if self.loop is not None and _are_static(seeds, cache_rows):
+            grown = self._grow_static(seeds, hidden, self.loop)
+            roots = [seed.root for seed in seeds]
             return hand_over([grown], roots, at_once=not must_wait(self.device))
-        depth, room = max(seed.budget.depth for seed in seeds), max(self.cache.lengths[slot] for slot in slots)
-        levels = _Levels(self, slots, hidden, *self._behind_texts(self.unlike_slots(slots), room, depth))
+        # drafts of all rows begin at one column, after the longest sequence
+        depth = max(seed.budget.depth for seed in seeds)
+        columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
+        inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
+        levels = Levels(self, cache_rows, hidden, *inputs)
         return grow_rows(seeds, self.head.logits(hidden, self.head.frozen[0]), levels, self.drafts)
 
     def _grow_static(self, seeds: Sequence[Seed], hidden: Tensor, loop: StaticLoop) -> GrownTrees:
-        """The draft of rows with one budget; its columns begin behind the room that texts have."""
-        budget, slots, noises = seeds[0].budget, list(range(len(seeds))), [seed.noise for seed in seeds]
+        """Return the drafts of rows with one budget; their columns begin after the room that sequences have."""
+        budget = seeds[0].budget
+        cache_rows = list(range(len(seeds)))
         room = text_room(max(self.cache.lengths[: len(seeds)]))
-        shared = [
+        # rows have noise all or none; it comes in as tensors [depth, V], which a replay replaces
+        noises = [seed.noise for seed in seeds if seed.noise is not None]
+        level_noises = [
             seed.noise(list(range(seed.place, seed.place + budget.depth))) for seed in seeds if seed.noise is not None
         ]
 
-        def draft(hidden: Tensor, cosine: Tensor, sine: Tensor, committed: Tensor, *shared: Tensor) -> Tensor:
-            held = [
-                HeldNoise(rows, noise, noise.temperature)
-                for rows, noise in zip(shared, noises, strict=False)
-                if noise is not None
-            ]
-            alike = [Seed(0, 0, budget, held[slot] if held else None) for slot in slots]
-            levels = _Levels(self, slots, hidden, cosine, sine, committed)
+        def draft(
+            hidden: Tensor,
+            cosine: Tensor,
+            sine: Tensor,
+            committed: Tensor,
+            *level_noises: Tensor,
+        ) -> Tensor:
+            held: list[Noise | None] = [None] * len(cache_rows)
+            if noises:
+                held = [
+                    HeldNoise(rows, noise, noise.temperature) for rows, noise in zip(level_noises, noises, strict=True)
+                ]
+            # root and position 0: trees get their roots later, and noise goes by level
+            static_seeds = [Seed(0, 0, budget, noise) for noise in held]
+            levels = Levels(self, cache_rows, hidden, cosine, sine, committed)
             first = self.head.logits(hidden, self.head.frozen[0])
-            return grow_columns(alike, first, levels, self.drafts)[0].columns
+            return grow_columns(static_seeds, first, levels, self.drafts)[0].columns
 
-        places = tuple(rows.buffer.data_ptr() for rows in self.cache.buffers)
-        key = budget, len(slots), room, places, tuple(noises)
-        columns = loop(key, draft, [hidden, *self._behind_texts(slots, room, budget.depth), *shared])
-        # the next replay writes where the columns lie
-        return GrownTrees(slots, columns.clone(), budget.depth, plan_parents(budget, columns.shape[2], self.device))
+        addresses = tuple(buffer.buffer.data_ptr() for buffer in self.cache.buffers)
+        key = budget, len(seeds), room, addresses, tuple(noises)
+        inputs = [hidden, *self._draft_inputs(cache_rows, room, budget.depth), *level_noises]
+        # a copy, as the next replay writes where the columns lie
+        columns = loop(key, draft, inputs).clone()
+        parents = plan_parents(budget, columns.shape[2], self.device)
+        return GrownTrees(cache_rows, columns, budget.depth, parents)
 
-    def unlike_slots(self, slots: list[int]) -> list[int]:
-        """The slots that need their own mask and positions; only the first if all lengths are equal."""
-        sizes = {(self.cache.lengths[slot], self.text_length(slot)) for slot in slots}
-        return slots[:1] if len(sizes) == 1 else slots
+    def _unlike_rows(self, cache_rows: list[int]) -> list[int]:
+        """Return the cache rows that need their own mask and positions; only the first if all lengths are equal."""
+        sizes = {(self.cache.lengths[cache_row], self.text_length(cache_row)) for cache_row in cache_rows}
+        return cache_rows[:1] if len(sizes) == 1 else cache_rows
 
-    def _behind_texts(self, slots: Sequence[int], room: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotary tables [B, depth, w] of a draft's levels, and [B, room] what hides the columns behind each text.
+    def _draft_inputs(
+        self,
+        cache_rows: Sequence[int],
+        columns: int,
+        depth: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotary tables [B, depth, w] of a draft's levels, and what hides columns after each sequence.
 
-        With a window, [B, depth, room]: each level sees a column less.
+        The latter is [B, columns], with a window [B, depth, columns]: each level sees a column less.
         """
-        lengths = [self.cache.lengths[slot] for slot in slots]
-        committed = self._hide_behind(lengths, room)
+        lengths = [self.cache.lengths[cache_row] for cache_row in cache_rows]
+        committed = self._hide_after(lengths, columns)
         if self.window is not None:
             ends = upload(torch.tensor(lengths)[:, None, None], self.device)
-            column, level = (torch.arange(count, device=self.device) for count in (room, depth))
-            old = self.window.hides(column, ends - 1, 0, 1 + level[:, None])
-            committed = committed[:, None].masked_fill(old, torch.finfo(self.dtype).min)
-        places = upload(torch.tensor([self.text_length(slot) for slot in slots])[:, None], self.device)
-        return *_draft_tables(self.head.rotary, committed, places, depth), committed
+            column = torch.arange(columns, device=self.device)
+            level = torch.arange(depth, device=self.device)[:, None]
+            is_old = self.window.hides(column, ends - 1, 0, 1 + level)
+            committed = committed[:, None].masked_fill(is_old, torch.finfo(self.dtype).min)
+        # positions count the columns that a window has dropped too
+        positions = torch.tensor([self.text_length(cache_row) for cache_row in cache_rows])[:, None]
+        tables = _draft_tables(self.head.rotary, committed, upload(positions, self.device), depth)
+        return *tables, committed
 
-    def _hide_behind(self, lengths: Sequence[int], columns: int) -> Tensor:
-        """[B, columns], 0 at those that a row's text fills, the lowest number behind it."""
+    def _hide_after(self, lengths: Sequence[int], columns: int) -> Tensor:
+        """Return [B, columns], 0 at those that a row's sequence fills, the lowest number after it."""
         committed = torch.zeros(len(lengths), columns, dtype=self.dtype, device=self.device)
         if min(lengths) < columns:
-            places = upload(torch.tensor(lengths)[:, None], self.device)
-            behind = torch.arange(columns, device=self.device) >= places
-            committed.masked_fill_(behind, torch.finfo(self.dtype).min)
+            ends = upload(torch.tensor(lengths)[:, None], self.device)
+            is_after = torch.arange(columns, device=self.device) >= ends
+            committed.masked_fill_(is_after, torch.finfo(self.dtype).min)
         return committed
 
 
-class _Levels(FollowsRows):
-    """The levels of the drafts behind some slots; their columns begin where the longest text ends, for all alike."""
+class Levels(FollowsRows):
+    """The levels of several drafts; their columns begin where the longest sequence ends, for all alike."""
 
     def __init__(
-        self, state: HeadState, slots: list[int], hidden: Tensor, cosine: Tensor, sine: Tensor, committed: Tensor
+        self,
+        state: Any,
+        cache_rows: list[int],
+        hidden: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        committed: Tensor,
     ) -> None:
-        self.state, self.slots, self.first = state, slots, hidden[:, None]
-        self.rows, self.hidden = list(range(len(slots))), self.first  # of the level before
-        self.tables, self.committed, self.start = (cosine, sine), committed, committed.shape[-1]
+        self.state = state
+        self.cache_rows = cache_rows
+        self.root_states = hidden[:, None]  # [B, 1, H]
+        self.rows = list(range(len(cache_rows)))  # of the level before, as are its states [B, K, H]
+        self.hidden = self.root_states
+        self.tables = cosine, sine  # [B or 1, levels, w]
+        self.committed = committed  # what hides columns after the sequences, [B or 1, columns]
+        self.start = committed.shape[-1]
         self.begins: list[int] = []  # where the levels begin among the draft's columns
 
-    def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        """[B, K, D], the logits behind the nodes of one level of these rows."""
-        state, head, width = self.state, self.state.head, tokens.shape[1]
+    def __call__(
+        self,
+        depth: int,
+        rows: list[int],
+        tokens: Tensor,
+        parents: Tensor,
+        tree_mask: Tensor,
+    ) -> Tensor:
+        """Return [B, K, D], the logits after the nodes of one level of these rows."""
+        state = self.state
+        head = state.head
         if depth == 1:
-            self.rows, self.hidden, self.begins = list(range(len(self.slots))), self.first, []
+            self.rows = list(range(len(self.cache_rows)))
+            self.hidden = self.root_states
+            self.begins = []
         (self.hidden,) = self.keep_rows(rows, self.hidden)
-        (cosine, sine), committed = self.tables, self.committed
-        if len(committed) > 1:
-            cosine, sine, committed = (pick_rows(part, rows) for part in (cosine, sine, committed))
-        tables = cosine[:, depth - 1 : depth], sine[:, depth - 1 : depth]
-        self.begins.append(seen.shape[2] - width)
+        tables, committed = self._inputs_at(slice(depth - 1, depth))
+        begin = tree_mask.shape[2] - tokens.shape[1]
+        self.begins.append(begin)
         if state.window is not None:
+            # levels that lie further back than the window are hidden, as committed tokens are
             committed = committed[:, depth - 1]
-            seen = _hide_levels(seen, self.begins[max(depth - state.window.recent, 0)])
-        mask = level_mask(committed, seen, head.query_groups)
-        above = self.hidden.gather(1, before[..., None].expand(-1, -1, self.hidden.shape[2]))
-        state.cache.aim([self.slots[row] for row in rows], [self.start + self.begins[-1]] * len(rows))
-        self.hidden = head.read(tokens, head.next_input(above), tables, mask, state.blocks, head.frozen[0])
-        return head.logits(self.hidden, head.frozen[0])
+            tree_mask = _hide_levels(tree_mask, self.begins[max(depth - state.window.recent, 0)])
+        mask = level_mask(committed, tree_mask, head.query_groups)
+
+        parent_states = self.hidden.take_along_dim(parents[..., None], 1)
+        state.cache.aim([self.cache_rows[row] for row in rows], [self.start + begin] * len(rows))
+        self.hidden = head.read(tokens, head.next_input(parent_states), tables, mask, state.blocks, head.frozen[0])
+        logits: Tensor = head.logits(self.hidden, head.frozen[0])
+        return logits
+
+    def _inputs_at(self, levels: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return the rotary tables of some levels, and what hides committed columns, for the rows that still grow."""
+        cosine, sine = self.tables
+        committed = self.committed
+        if len(committed) > 1:
+            cosine, sine, committed = (pick_rows(tensor, self.rows) for tensor in (cosine, sine, committed))
+        return (cosine[:, levels], sine[:, levels]), committed
 
 
-def _hide_levels(seen: Tensor, begin: int) -> Tensor:
-    """[B, K, R], what nodes see of their draft, without the columns before `begin`."""
-    return F.pad(seen[..., begin:], (begin, 0)) if begin else seen
+def _hide_levels(tree_mask: Tensor, begin: int) -> Tensor:
+    """Return [B, K, R], what nodes see of their draft, without the columns before `begin`."""
+    return F.pad(tree_mask[..., begin:], (begin, 0)) if begin else tree_mask
 
 
-def _draft_tables(rotary: Rotary, like: Tensor, places: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """[B, depth, w] each, of the levels behind texts of these lengths [B, 1]; each level's as if it were the last."""
-    positions = places + torch.arange(depth, device=places.device)
+def _draft_tables(
+    rotary: Rotary,
+    like: Tensor,
+    lengths: Tensor,
+    depth: int,
+) -> tuple[Tensor, Tensor]:
+    """Return rotary tables [B, depth, w] of the levels after sequences of these lengths [B, 1]."""
+    positions = lengths + torch.arange(depth, device=lengths.device)
     if rotary.rope_type not in FOLLOW_LENGTH:
         return rotary(like, positions)
+    # frequencies depend on the longest position: each level's are as if it were the last
     cosine, sine = zip(*(rotary_tables(rotary, like, level) for level in positions.split(1, dim=1)), strict=True)
     return torch.cat(cosine, 1), torch.cat(sine, 1)
 
 
-def _are_static(seeds: Sequence[Seed], slots: Sequence[int]) -> bool:
-    """Whether rows draft by one budget from the first slots on, and need no noise that is new in every cycle."""
-    budget, noises = seeds[0].budget, {seed.noise is None for seed in seeds}
-    is_alike = len(noises) == 1 and all(seed.budget == budget for seed in seeds) and not budget.is_empty
-    return is_alike and list(slots) == list(range(len(slots))) and (budget.draw != "sampled" or noises == {True})
+def _are_static(seeds: Sequence[Seed], cache_rows: Sequence[int]) -> bool:
+    """Return whether rows draft by one budget from the first cache row on, and need no new noise in every cycle."""
+    budget = seeds[0].budget
+    if budget.is_empty or any(seed.budget != budget for seed in seeds):
+        return False
+    if list(cache_rows) != list(range(len(cache_rows))):
+        return False
+    is_greedy = [seed.noise is None for seed in seeds]
+    return all(is_greedy) or (not any(is_greedy) and budget.draw != "sampled")
 
 
 def count_unlike(lengths: Sequence[int]) -> int:
-    """The number of different masks and positions needed: one if all lengths are equal."""
+    """Return the number of different masks and positions needed: one if all lengths are equal."""
     return 1 if min(lengths) == max(lengths) else len(lengths)

@@ -1,6 +1,6 @@
 """MTP heads (DeepSeek-V3, arXiv 2412.19437; FastMTP, arXiv 2509.18362): one decoder block over token and state."""
 
-# N rows, S supervised slots, K steps, H width
+# N tokens of all sequences, S supervised slots, H hidden
 
 from __future__ import annotations
 
@@ -14,8 +14,20 @@ from torch import Tensor, nn
 
 from eagle.core.drafter import HeadShape, Parts, Reads, TargetHead
 from eagle.core.examples import Batch
-from eagle.drafters.parts.decoder_block import Cache, Norm, NormedBlock, Rotary, head_shape
-from eagle.drafters.parts.objectives import Loss, align_steps, choose_teacher, distillation_loss, step_weights
+from eagle.drafters.parts.decoder_block import (
+    Cache,
+    Norm,
+    NormedBlock,
+    Rotary,
+    head_shape,
+)
+from eagle.drafters.parts.objectives import (
+    Loss,
+    align_steps,
+    choose_teacher,
+    distillation_loss,
+    step_weights,
+)
 from eagle.drafters.parts.target_blocks import (
     Weights,
     block_kind,
@@ -29,25 +41,37 @@ from eagle.recipe import Section
 
 
 class Layer(NamedTuple):
-    """Where a target has an MTP layer of its own, and how its parts are named there."""
+    """Where a target's checkpoint has its MTP layer, and how its tensors are named there."""
 
     prefix: str
     names: tuple[str, str, str, str]  # of enorm, hnorm, eh_proj and norm
-    block: str  # what its decoder block's tensors begin with behind the prefix
+    block: str  # what its decoder block's tensors begin with after the prefix
     second: str  # what a second layer's begin with
     hidden_first: bool = False
 
 
 def own_layers(layers: int) -> tuple[Layer, ...]:
-    """The layouts that are known, for a target of so many layers: DeepSeek-V3's, MiMo's and Qwen3-Next's."""
-    deepseek = "enorm", "hnorm", "eh_proj", "shared_head.norm"
-    mimo = "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
-    qwen = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
-    return (
-        Layer(f"model.layers.{layers}.", deepseek, "", f"model.layers.{layers + 1}."),
-        Layer("model.mtp_layers.0.", mimo, "", "model.mtp_layers.1.", hidden_first=True),
-        Layer("mtp.", qwen, "layers.0.", "mtp.layers.1."),
+    """Return the known layouts for a target of so many layers: DeepSeek-V3's, MiMo's and Qwen3-Next's."""
+    deepseek = Layer(
+        prefix=f"model.layers.{layers}.",
+        names=("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        block="",
+        second=f"model.layers.{layers + 1}.",
     )
+    mimo = Layer(
+        prefix="model.mtp_layers.0.",
+        names=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        block="",
+        second="model.mtp_layers.1.",
+        hidden_first=True,
+    )
+    qwen = Layer(
+        prefix="mtp.",
+        names=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        block="layers.0.",
+        second="mtp.layers.1.",
+    )
+    return deepseek, mimo, qwen
 
 
 class MtpSettings(Section):
@@ -62,7 +86,7 @@ class MtpSettings(Section):
 
 
 class Mtp(UnrolledDrafter):
-    """(state of token i, token i + 1) -> a normed state, whose logits name token i + 2 and that the next step reads."""
+    """(state of token i, token i + 1) -> a normed state, which predicts token i + 2 and which the next step reads."""
 
     taps = (-1,)
     teacher_taps = (-1,)
@@ -73,7 +97,9 @@ class Mtp(UnrolledDrafter):
     def __init__(self, settings: MtpSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         width = shape.hidden_size
-        self.enorm, self.hnorm, self.norm = (Norm(width, shape.rms_norm_eps) for _ in range(3))
+        self.enorm = Norm(width, shape.rms_norm_eps)
+        self.hnorm = Norm(width, shape.rms_norm_eps)
+        self.norm = Norm(width, shape.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([NormedBlock(shape)])
         self.rotary = Rotary(shape)
@@ -92,7 +118,7 @@ class Mtp(UnrolledDrafter):
         supervised: Iterable[Tensor] | None = None,
         weights: Weights | None = None,
     ) -> Mtp:
-        """A head with the target's sizes that starts from the target's layers, or randomly without `weights`."""
+        """Return a head that starts from the target's layers, or randomly without `weights`."""
         if weights is None or settings.start == "random":
             return cls(settings, head_shape(target_config))
         layer = _find_own_layer(weights, target_config) if settings.start == "target" else None
@@ -102,11 +128,9 @@ class Mtp(UnrolledDrafter):
 
     @classmethod
     def _from_last_block(cls, settings: MtpSettings, config: Any, weights: Weights) -> Mtp:
-        """The target's last decoder block and its final norm, over half of the token and half of the state.
-
-        On the tiny target 2 epochs make 2.96 tokens per step of it, 2.62 with a random projection, 2.36 with the state
-        alone, and 2.49 of a random head.
-        """
+        """Return the target's last decoder block and its final norm, over half of the token and half of the state."""
+        # on the tiny target 2 epochs make 2.96 tokens per step of it, 2.62 with a random projection, 2.36 with the
+        # state alone, and 2.49 of a random head
         prefix = f"model.layers.{config.num_hidden_layers - 1}."
         shape = head_shape(config, **block_kind(weights, prefix))
         head = cls(settings.model_copy(update={"start": "last_block"}), shape)
@@ -115,14 +139,26 @@ class Mtp(UnrolledDrafter):
         return head
 
     @classmethod
-    def _from_own_layer(cls, settings: MtpSettings, config: Any, weights: Weights, layer: Layer) -> Mtp:
-        """The MTP layer that the target's checkpoint has."""
+    def _from_own_layer(
+        cls,
+        settings: MtpSettings,
+        config: Any,
+        weights: Weights,
+        layer: Layer,
+    ) -> Mtp:
+        """Return the MTP layer that the target's checkpoint has."""
+        # the order of token and state is the checkpoint's, whatever the recipe says
         prefix = layer.prefix + layer.block
         settings = settings.model_copy(update={"hidden_first": layer.hidden_first})
         head = cls(settings, head_shape(config, **block_kind(weights, prefix)))
         copy_block(head.layers[0], weights, prefix, config)
-        for part, name in zip(("enorm", "hnorm", "eh_proj", "norm"), layer.names, strict=True):
-            copy_tensor(head.get_parameter(f"{part}.weight"), weights, f"{layer.prefix}{name}.weight", config)
+        for module, name in zip(("enorm", "hnorm", "eh_proj", "norm"), layer.names, strict=True):
+            copy_tensor(
+                head.get_parameter(f"{module}.weight"),
+                weights,
+                f"{layer.prefix}{name}.weight",
+                config,
+            )
         return head
 
     @property
@@ -133,59 +169,76 @@ class Mtp(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """[N, H], the single tap."""
+        """Return [N, H], the single tap."""
         return features[..., 0, :]
 
     def first_block(
-        self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: Cache | None,
     ) -> Tensor:
-        """The block's output over normed token and normed state, concatenated."""
-        parts = self.enorm(embedded), self.hnorm(hidden)
-        both = torch.cat(parts[::-1] if self.settings.hidden_first else parts, dim=-1)
-        return self.layers[0](self.eh_proj(both), rotary, mask, cache)
+        """Return the block's output: h = Block(M [norm(e); norm(h')]), as in DeepSeek-V3."""
+        halves = [self.enorm(embedded), self.hnorm(hidden)]
+        if self.settings.hidden_first:
+            halves.reverse()
+        return self.layers[0](self.eh_proj(torch.cat(halves, dim=-1)), rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """The token's half of the projection."""
+        """Return the token's half of the projection."""
         return F.linear(self.enorm(embedded), self._halves()[0])
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """The state that attention reads, normed, and the one that it is added to."""
+        """Return the state that attention reads, normed, and the one that it is added to."""
         return self.layers[0].inputs(tokens + F.linear(self.hnorm(hidden), self._halves()[1]))
 
     def _halves(self) -> tuple[Tensor, Tensor]:
-        """The two halves of `eh_proj`: for tokens and for states."""
+        """Return the two halves of `eh_proj`: for tokens and for states."""
         first, second = self.eh_proj.weight.chunk(2, dim=1)
         return (second, first) if self.settings.hidden_first else (first, second)
 
     def next_input(self, state: Tensor) -> Tensor:
-        """The normed state, which the next level reads in place of the target's."""
+        """Return the normed state, which the next level reads in place of the target's."""
         return self.norm(state)
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """The target's logits of the normed state."""
+        """Return the target's logits of the normed state."""
         return frozen.logits(self.norm(state))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The loss of all steps, at the slots that a draft can reach."""
-        settings, dtype = self.settings, frozen.weight.dtype
+        """Return the loss of all steps, at the slots that a draft can reach."""
+        settings = self.settings
         unrolled = self.unroll(batch, frozen, settings.steps)
+        # FastMTP's L = sum_s decay^s L_s / sum_s decay^s
         weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)
         weights = weights / sum(settings.decay**step for step in range(settings.steps))
         student = align_steps(self.norm(state) for state in unrolled.states)
         teacher, teacher_head, objective = choose_teacher(settings.loss, batch, unrolled.places, frozen)
-        total, each = distillation_loss(student, teacher, weights, (frozen, teacher_head), objective, dtype)
-        return {"total": total, **{f"draft_probs/{step}": value for step, value in enumerate(each)}}
+        heads = frozen, teacher_head
+        total, step_losses = distillation_loss(
+            student, teacher, weights, heads, objective=objective, dtype=frozen.weight.dtype
+        )
+        return {
+            "total": total,
+            **{f"draft_probs/{step}": value for step, value in enumerate(step_losses)},
+        }
 
 
 def _find_own_layer(weights: Weights, config: Any) -> Layer | None:
-    """The target's MTP layer, None where it has none; refused where it has several."""
-    names = {f"{layer.prefix}{layer.names[2]}.weight": layer for layer in own_layers(config.num_hidden_layers)}
-    found = next((layer for name, layer in names.items() if find_tensor(weights, name) is not None), None)
-    if found is not None and find_tensor(weights, f"{found.second}input_layernorm.weight") is not None:
-        raise ValueError(
-            f"{config.model_type} has several MTP layers, as {found.second}, of which each drafts one level: got "
-            "drafter.start=target, expected one layer for all levels: take drafter.start=last_block"
-        )
-    return found
+    """Return the target's MTP layer, None where it has none; refuse a target that has several."""
+    for layer in own_layers(config.num_hidden_layers):
+        # every layout has a projection, by which it is recognised
+        projection = layer.names[2]
+        if find_tensor(weights, f"{layer.prefix}{projection}.weight") is None:
+            continue
+        if find_tensor(weights, f"{layer.second}input_layernorm.weight") is not None:
+            raise ValueError(
+                f"{config.model_type} has several MTP layers, as {layer.second}, of which each drafts one level: got "
+                "drafter.start=target, expected one layer for all levels: take drafter.start=last_block"
+            )
+        return layer
+    return None

@@ -16,23 +16,30 @@ from eagle.disk import open_tensors, write_tensors
 
 
 def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict[str, Any]) -> None:
-    """Write `d2t` (what to add to a draft id to get the target's) and `t2d` (whether a target id can be drafted)."""
-    kept = most_frequent(counts, size)
-    tensors = {"d2t": kept - torch.arange(size), "t2d": torch.zeros(len(counts), dtype=torch.bool)}
-    tensors["t2d"][kept] = True
+    """Write the `size` most frequent tokens.
+
+    The file has `d2t` [D], what to add to a draft id to get the target's, and `t2d` [V], whether a target id can be
+    drafted.
+    """
+    selected = most_frequent(counts, size)
+    t2d = torch.zeros(len(counts), dtype=torch.bool)
+    t2d[selected] = True
+    tensors = {"d2t": selected - torch.arange(size), "t2d": t2d}
     write_tensors(path, tensors, {"identity": json.dumps({**identity, "size": size})})
 
 
 def load_draft_vocab(path: str | Path, expected: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
-    """`d2t` [D] and `t2d` [V]; refused if made from anything but the expected tokenizer and data."""
+    """Return `d2t` [D] and `t2d` [V]; refuse a file that was made from another tokenizer or other data."""
     if not Path(path).is_file():
         raise ValueError(f"no draft vocabulary at {path}: run `eagle draft-vocab RECIPE` first")
     with open_tensors(path) as file:
-        made = json.loads((file.metadata() or {}).get("identity", "{}"))
+        metadata = file.metadata() or {}
+        identity = json.loads(metadata.get("identity", "{}"))  # of the tokenizer and the data
         for key, value in (expected or {}).items():
-            if made.get(key) != value:
+            actual = identity.get(key)
+            if actual != value:
                 raise ValueError(
-                    f"the draft vocabulary {path} was made with {key} = {made.get(key)!r}, this run needs {value!r}: "
+                    f"the draft vocabulary {path} was made with {key} = {actual!r}, this run needs {value!r}: "
                     "make it again, or name another file"
                 )
         return file.get_tensor("d2t"), file.get_tensor("t2d")

@@ -20,6 +20,7 @@ from eagle.drafters.parts.validation import figures, validate_text
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from tests.families import VOCAB_SIZE, build, random_tokens
 from tests.trained import fixture_seed
+from tests.unrolled_heads import causal_states
 
 TREES = {"chain": chain_paths(4), "tree": PUBLISHED_TREE}
 NEW_TOKENS = 48
@@ -160,7 +161,7 @@ def test_loss_terms_agreement_and_overlap_are_the_plain_ones(head: Eagle1, targe
     agreed, overlaps = [], []
     for tokens, features, mask in zip(*(column.split(mixed.lengths) for column in columns), strict=True):
         with torch.no_grad():
-            predicted = head.states(tokens[None, 1:], features[None, :-1], 0, target.head)[0]
+            predicted = causal_states(head, tokens[None, 1:], features[None, :-1], 0, target.head)[0]
         for slot in (mask.nonzero()[:, 0] - 2).tolist():
             own, law = (
                 target.head.logits(state).double().softmax(-1) for state in (predicted[slot], features[slot + 1])

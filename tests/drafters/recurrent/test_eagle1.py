@@ -26,6 +26,7 @@ from eagle.drafters.recurrent import head_state
 from eagle.drafters.recurrent import unroll as unrolled
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from tests.enumerate_law import texts_of
+from tests.unrolled_heads import causal_states
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def plain_loss(head: Eagle1, batch: Batch, frozen: TargetHead, named: int = 2) -
             if not mask[slot + named]:
                 continue
             seen = slice(0, slot + 1)
-            predicted = head.states(tokens[1:][seen][None], features[seen][None], 0, frozen)[0, -1]
+            predicted = causal_states(head, tokens[1:][seen][None], features[seen][None], 0, frozen)[0, -1]
             regression = F.smooth_l1_loss(predicted, features[slot + 1])
             law = frozen.logits(features[slot + 1]).softmax(-1)
             entropy = -(law * frozen.logits(predicted).log_softmax(-1)).sum()
@@ -272,7 +273,7 @@ def drafted(head: Eagle1, target: Target, budget: Budget, noise: Any = None) -> 
 def own_scores(head: Eagle1, target: Target, tokens: Tensor, states: Tensor, path: list[int]) -> Tensor:
     """[V] after a drafted path by plain causal passes over the text and the head's own predictions."""
     for token in [*path, None]:
-        predicted = head.states(tokens[None], states[None], 0, target.head)[0, -1]
+        predicted = causal_states(head, tokens[None], states[None], 0, target.head)[0, -1]
         if token is not None:
             tokens, states = torch.cat([tokens, torch.tensor([token])]), torch.cat([states, predicted[None]])
     return target.head.logits(predicted)

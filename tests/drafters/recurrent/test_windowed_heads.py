@@ -35,6 +35,7 @@ from tests.unrolled_heads import (
     SHAPE,
     SPANS,
     TAPS,
+    causal_states,
     computed,
     difference,
     everywhere,
@@ -106,9 +107,9 @@ def test_further_blocks_see_windows_too() -> None:
         trained = head.unroll(collate([text], TAPS), frozen, 1).states[0]
         assert text.features is not None
         hidden = text.features[None, :-2, -1]
-        masked = head.states(text.tokens[None, 1:-1], hidden, 0, frozen)[0]
+        masked = causal_states(head, text.tokens[None, 1:-1], hidden, 0, frozen)[0]
         head.settings = Eagle1.Settings()
-        whole = head.states(text.tokens[None, 1:-1], hidden, 0, frozen)[0]
+        whole = causal_states(head, text.tokens[None, 1:-1], hidden, 0, frozen)[0]
     torch.testing.assert_close(trained, masked, rtol=0, atol=1e-12)
     assert (trained - whole).abs().max() > 1e-3
 
