@@ -1,6 +1,6 @@
-"""The slots from which blocks are guessed: all supervised ones, or some drawn from each text."""
+"""The slots from which blocks are guessed: all supervised ones, or some sampled from each sequence."""
 
-# A anchors, K levels, N tokens of all texts
+# A anchors, K levels, N tokens of all sequences, H hidden
 
 from __future__ import annotations
 
@@ -19,51 +19,60 @@ from eagle.drafters.parts.spans import Spans
 class Anchors:
     """Slots whose next token is the root of a block: level d of slot i predicts token i + 2 + d."""
 
-    spans: Spans  # of the slots, among those of all texts
-    places: Tensor  # [A], of the slots among all tokens
-    reached: Tensor  # [A, K], whether all tokens up to the one that a level names are supervised
+    spans: Spans  # of the slots, among those of all sequences
+    places: Tensor  # [A], the index of each slot among all tokens
+    reached: Tensor  # [A, K], whether all tokens up to the one that a level predicts are supervised
 
     @classmethod
     def everywhere(cls, batch: Batch, levels: int) -> Anchors:
-        """All supervised slots."""
+        """Return all supervised slots."""
         return cls.drawn(batch, levels, max(batch.lengths, default=0))
 
     @classmethod
-    def drawn(cls, batch: Batch, levels: int, most: int) -> Anchors:
-        """At most `most` supervised slots of each text, drawn by its seed."""
-        slots, places, reached, begin = list[Tensor](), list[Tensor](), list[Tensor](), 0
+    def drawn(cls, batch: Batch, levels: int, max_anchors: int) -> Anchors:
+        """Return at most `max_anchors` supervised slots of each sequence, sampled by its seed."""
+        slots = []
+        places = []
+        reached = []
         masks = [mask[2:] for mask in batch.masks]
+        begin = 0
         for mask, seed, length in zip(masks, batch.seeds, batch.lengths, strict=True):
-            slots.append(draw_anchors(mask, seed, most))
-            places.append(begin + slots[-1])
-            reached.append(reached_levels(mask, slots[-1], levels))
+            anchors = draw_anchors(mask, seed, max_anchors)
+            # three indices of an anchor: among its sequence's slots, among all tokens, and how far its block counts
+            slots.append(anchors)
+            places.append(begin + anchors)
+            reached.append(reached_levels(mask, anchors, levels))
             begin += length
         device = batch.tokens.device
-        spans = Spans.at(slots, [len(mask) for mask in masks], device)
-        return cls(spans, upload(torch.cat(places), device), upload(torch.cat(reached), device))
+        return cls(
+            spans=Spans.at(slots, [len(mask) for mask in masks], device),
+            places=upload(torch.cat(places), device),
+            reached=upload(torch.cat(reached), device),
+        )
 
     def tokens_at(self, batch: Batch, level: int) -> Tensor:
-        """[A], the tokens that a level predicts (-1: the roots); places beyond a text have no weight."""
+        """Return [A], the tokens that a level predicts (-1: the roots); those after a sequence have no weight."""
         return batch.tokens.index_select(0, batch.places_behind(self.places, 2 + level))
 
     def tokens_of(self, batch: Batch) -> Tensor:
-        """[A, K], the tokens that all levels predict."""
-        return torch.stack([self.tokens_at(batch, level) for level in range(self.reached.shape[1])], dim=1)
+        """Return [A, K], the tokens that all levels predict."""
+        levels = range(self.reached.shape[1])
+        return torch.stack([self.tokens_at(batch, level) for level in levels], dim=1)
 
     def states_before(self, batch: Batch) -> Tensor:
-        """[A, K, H], the target's states that predict the tokens of the levels."""
-        true, levels = batch.select_taps((-1,))[:, 0], self.reached.shape[1]
-        ahead = torch.arange(1, 1 + levels, device=true.device)
-        # a level that is not reached counts for nothing, and its state may not be kept: it reads that of the first
-        places = self.places[:, None] + torch.where(self.reached, ahead, 1)
-        return true[places.clamp(max=len(batch.tokens) - 1)]
+        """Return [A, K, H], the target's states that predict the tokens of the levels."""
+        target_hidden = batch.select_taps((-1,))[:, 0]
+        ahead = torch.arange(1, 1 + self.reached.shape[1], device=target_hidden.device)
+        # a level that is not reached has no weight, and its state may not be stored: it reads that of the first
+        indices = self.places[:, None] + torch.where(self.reached, ahead, 1)
+        return target_hidden[indices.clamp(max=len(batch.tokens) - 1)]
 
 
-def draw_anchors(mask: Tensor, seed: int, most: int) -> Tensor:
-    """[A], at most `most` marked slots of a text's mask, drawn by its seed."""
+def draw_anchors(mask: Tensor, seed: int, max_anchors: int) -> Tensor:
+    """Return [A], at most `max_anchors` marked slots of a sequence's mask, sampled by its seed."""
     marked = mask.nonzero()[:, 0]
-    if len(marked) <= most:
+    if len(marked) <= max_anchors:
         return marked
-    drawn = torch.empty_like(marked, dtype=torch.float64)
-    order = drawn.uniform_(generator=torch.Generator().manual_seed(seed)).argsort()
-    return marked[order[:most].sort().values]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.empty_like(marked, dtype=torch.float64).uniform_(generator=generator).argsort()
+    return marked[order[:max_anchors].sort().values]

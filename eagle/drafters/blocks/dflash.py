@@ -1,6 +1,6 @@
 """DFlash (Chen et al. 2026, arXiv 2602.06036): one forward over a root and masks guesses a block of tokens."""
 
-# A anchors, K levels, H width
+# A anchors, K levels, H hidden
 
 from __future__ import annotations
 
@@ -41,45 +41,61 @@ class DFlash(InjectedHead):
         return bool(self.settings.d_pace and self.settings.divisor == "weights")
 
     def forward(self, batch: Batch, frozen: TargetHead, count: bool = False) -> dict[str, Tensor]:
-        """The loss of all levels, at blocks after anchors drawn from each text; or what it is divided by."""
-        settings, anchors = self.settings, Anchors.drawn(batch, self.levels, self.settings.anchors)
-        context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
-        states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
-        tokens = torch.stack([anchors.tokens_at(batch, level) for level in range(self.levels)], dim=1)
+        """Return the loss of all levels, at blocks after anchors sampled from each sequence.
+
+        Args:
+            count: return what the loss is divided by, as "divisor", in place of the loss.
+        """
+        settings = self.settings
+        anchors = Anchors.drawn(batch, self.levels, settings.anchors)
+        context = self.inject_texts(batch)
+        roots = anchors.tokens_at(batch, -1)
+        states = self.read_blocks(batch, frozen, context, anchors.spans, roots=roots)  # [A, K, H]
+        tokens = anchors.tokens_of(batch)
+        # L = sum_ak w_k * CE(q_ak) / divisor, with w_k = e^(-k / decay), or D-PACE's weights
         weights = anchors.reached * self.level_shares(batch)
         if settings.d_pace:
             paces = pace_levels(states, tokens, anchors.reached, frozen)
             if count:
                 return {"divisor": paces.sum()}
-            weights = paces / self.pace_divisor(batch, paces) if self.counts_by_forward else paces * weights
-        taught, teacher, objective = tokens, None, Objective()
+            if not self.counts_by_forward:
+                weights = paces * weights
+            elif batch.divisors:
+                weights = paces / max(batch.divisors[0], 1e-9)
+            else:
+                weights = paces / paces.sum().clamp(min=1e-9)
+        teacher = tokens
+        teacher_head = None
+        objective = Objective()
         if settings.loss != "tokens":
-            taught, teacher = anchors.states_before(batch), frozen
+            teacher = anchors.states_before(batch)
+            teacher_head = frozen
             objective = Objective(settings.loss)
         total, _ = distillation_loss(
             states.flatten(0, 1)[None],
-            taught.flatten(0, 1),
+            teacher.flatten(0, 1),
             weights.flatten()[None],
-            (frozen, teacher),
-            objective,
-            frozen.weight.dtype,
+            (frozen, teacher_head),
+            objective=objective,
+            dtype=frozen.weight.dtype,
         )
         return {"total": total}
-
-    def pace_divisor(self, batch: Batch, paces: Tensor) -> Tensor | float:
-        """The sum of the weights [A, K] over the whole step."""
-        return max(batch.divisors[0], 1e-9) if batch.divisors else paces.sum().clamp(min=1e-9)
 
 
 @torch.no_grad()
 def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetHead) -> Tensor:
-    """[A, K], D-PACE's weights: how much of a draft's expected length depends on each level.
+    """Return [A, K], D-PACE's weights: how much of a draft's expected length depends on each level.
 
-    A level is kept with probability s = (1 + p) / 2, where p is its prob of the text's token.
+    A level is accepted with probability s = (1 + p) / 2, where p is its prob of the sequence's token. The expected
+    length is the sum over k of s_1 ... s_k; level k appears in the products from k on.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
-    rows = zip(states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True)
-    probs = [frozen.logits(state).softmax(-1, dtype=wide).gather(1, named[:, None])[:, 0] for state, named in rows]
-    kept = (0.5 + 0.5 * torch.cat(probs).view(tokens.shape)) * reached
-    lengths = kept.cumprod(1)
+    # some rows at a time, as logits are as wide as the vocabulary
+    probs = []
+    for chunk, chunk_tokens in zip(states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True):
+        chunk_probs = frozen.logits(chunk).softmax(-1, dtype=wide)
+        probs.append(chunk_probs.gather(1, chunk_tokens[:, None])[:, 0])
+    accepted = (0.5 + 0.5 * torch.cat(probs).view(tokens.shape)) * reached
+    # sum over j >= k of s_1 ... s_j: a reversed cumulative sum
+    lengths = accepted.cumprod(1)
     return lengths.flip(1).cumsum(1).flip(1) * reached

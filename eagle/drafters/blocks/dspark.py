@@ -1,12 +1,12 @@
 """DSpark (DeepSeek 2026): DFlash's blocks with a bias on each level from the previous tokens; and Domino's bias."""
 
-# A anchors, K levels, H width, r rank, B rows of text, R nodes of one level, V vocabulary, M memory
+# A anchors, K levels, H hidden, r rank, B sequences, R nodes of one level, V vocabulary, M memory
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,41 +20,28 @@ from eagle.device import pick_rows, upload
 from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.injected_head import InjectedHead, InjectedSettings
 from eagle.drafters.parts.growth import FollowsRows
-from eagle.drafters.parts.objectives import BiasedHead, LanguageHead, Named, Objective, distillation_loss
+from eagle.drafters.parts.objectives import (
+    BiasedHead,
+    LanguageHead,
+    Named,
+    Objective,
+    distillation_loss,
+)
 from eagle.drafters.parts.scoring import Seed
-
-
-class SequentialBias(Protocol):
-    """A module that makes codes of tokens; a matrix makes biases of them."""
-
-    @property
-    def matrix(self) -> Tensor:
-        """[V, r]."""
-        ...
-
-    @property
-    def memory_size(self) -> int:
-        """How wide is what it remembers of a path."""
-        ...
-
-    def read_token(
-        self, level: int, state: Tensor, tokens: Tensor, memory: Tensor, frozen: TargetHead
-    ) -> tuple[Tensor, Tensor]:
-        """Codes [.., r] of a level with states [.., H] behind tokens [..], and the memory [.., M] of these paths."""
-        ...
 
 
 class MarkovBias(nn.Module):
     """W2 W1[token], whatever came before it (DSpark's "vanilla")."""
 
-    memory_size = 0
+    memory_size = 0  # how wide is what it remembers of a path
 
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
-        for part in (self.markov_w1, self.markov_w2):
-            nn.init.normal_(part.weight, std=0.02)  # small: logits begin as the target's LM head makes them
+        # small: logits begin as the target's LM head makes them
+        nn.init.normal_(self.markov_w1.weight, std=0.02)
+        nn.init.normal_(self.markov_w2.weight, std=0.02)
 
     @property
     def matrix(self) -> Tensor:
@@ -62,30 +49,44 @@ class MarkovBias(nn.Module):
         return self.markov_w2.weight
 
     def read_token(
-        self, level: int, state: Tensor, tokens: Tensor, memory: Tensor, frozen: TargetHead
+        self,
+        level: int,
+        state: Tensor,
+        tokens: Tensor,
+        memory: Tensor,
+        frozen: TargetHead,
     ) -> tuple[Tensor, Tensor]:
-        """Codes [.., r], and the memory."""
+        """Return codes [.., r] of a level with states [.., H] after tokens [..], and the memory [.., M] of the paths.
+
+        Args:
+            level: the level whose logits get the bias.
+            state: its states [.., H].
+            tokens: the tokens [..] before it.
+            memory: the memory [.., M] of the paths up to these tokens.
+            frozen: the target's embedding and LM head.
+        """
         return self.combine(state, self.markov_w1(tokens), memory)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and the memory, from what a token is [.., r]."""
+        """Return codes and memory, from the token's embedding [.., r]."""
         return token, memory
 
 
 class GatedBias(MarkovBias):
-    """W2 of W1[token], of which a gate lets as much through as the level's state and the token say."""
+    """W2 (W1[token] * sigmoid(G [state; token])): a gate scales the token's embedding."""
 
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__(shape, rank)
         self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and the memory."""
-        return token * self.gate_proj(torch.cat([state, token], dim=-1)).sigmoid(), memory
+        """Return codes and memory."""
+        gate = self.gate_proj(torch.cat([state, token], dim=-1)).sigmoid()
+        return token * gate, memory
 
 
 class RecurrentBias(MarkovBias):
-    """W2 of what a memory of the path, the token and the level's state say together."""
+    """W2 tanh(c), where (g, n, c) = J [memory; token; state] and memory' = g memory + (1 - g) tanh(n)."""
 
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__(shape, rank)
@@ -93,7 +94,7 @@ class RecurrentBias(MarkovBias):
         self.joint_proj = nn.Linear(2 * rank + shape.hidden_size, 3 * rank)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and the memory."""
+        """Return codes and memory."""
         gate, new, code = self.joint_proj(torch.cat([memory, token, state], dim=-1)).chunk(3, dim=-1)
         gate = gate.sigmoid()
         return code.tanh(), gate * memory + (1 - gate) * new.tanh()
@@ -108,7 +109,7 @@ class GruBias:
 
     gru: nn.GRU
     projections: nn.Sequential
-    unbiased: int  # so many levels stay as they are
+    unbiased: int  # levels that stay as they are
 
     @property
     def matrix(self) -> Tensor:
@@ -117,19 +118,26 @@ class GruBias:
 
     @property
     def memory_size(self) -> int:
-        """How wide the GRU's state is."""
+        """The width of the GRU's state."""
         return self.gru.hidden_size
 
     def read_token(
-        self, level: int, state: Tensor, tokens: Tensor, memory: Tensor, frozen: TargetHead
+        self,
+        level: int,
+        state: Tensor,
+        tokens: Tensor,
+        memory: Tensor,
+        frozen: TargetHead,
     ) -> tuple[Tensor, Tensor]:
-        """Codes [.., r], zero where a level has no bias, and the GRU's states [.., M]."""
+        """Return codes [.., r], zero where a level has no bias, and the GRU's states [.., M]."""
         embedded = frozen.embed(tokens).to(memory.dtype)
-        weights = self.gru.all_weights[0]  # its own steps are not for every precision
-        reset, keep, new = F.linear(embedded, weights[0]).chunk(3, dim=-1)
-        reset_before, keep_before, new_before = F.linear(memory, weights[1]).chunk(3, dim=-1)
-        keep = (keep + keep_before).sigmoid()
-        memory = keep * memory + (1 - keep) * (new + (reset + reset_before).sigmoid() * new_before).tanh()
+        # the GRU step by hand, as torch's kernels do not support every precision:
+        # r = s(W_r x + U_r h); z = s(W_z x + U_z h); n = tanh(W_n x + r U_n h); h' = z h + (1 - z) n
+        input_weight, memory_weight, *_ = self.gru.all_weights[0]
+        reset, keep, new = F.linear(embedded, input_weight).chunk(3, dim=-1)
+        reset_memory, keep_memory, new_memory = F.linear(memory, memory_weight).chunk(3, dim=-1)
+        keep = (keep + keep_memory).sigmoid()
+        memory = keep * memory + (1 - keep) * (new + (reset + reset_memory).sigmoid() * new_memory).tanh()
         if level < self.unbiased:
             return memory.new_zeros(*memory.shape[:-1], self.matrix.shape[1]), memory
         return self.projections[:-1](torch.cat([state, memory], dim=-1)), memory
@@ -139,34 +147,51 @@ class PathLevels(FollowsRows):
     """The logits of all levels of all trees: what a level's slot gives to all nodes, and a bias for each one's path."""
 
     def __init__(self, head: Any, seeds: Sequence[Seed], states: Tensor) -> None:
-        self.head, self.states = head, states  # [B, K, H]
+        self.head = head
+        self.states = states  # [B, K, H]
         self.slot_logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
         self.rows = self.all_rows = list(range(len(states)))
-        self.roots = self.tokens = upload(torch.tensor([[seed.root] for seed in seeds]), states.device)
-        self.memory = states.new_zeros(len(states), 1, 0 if head.bias is None else head.bias.memory_size)
+        self.roots = upload(torch.tensor([[seed.root] for seed in seeds]), states.device)
+        self.tokens = self.roots  # [B, R], of the last level
+        # a head without biases remembers nothing
+        memory_size = 0 if head.bias is None else head.bias.memory_size
+        self.memory = states.new_zeros(len(states), 1, memory_size)  # [B, R, M], of the paths up to these
         self.first = self._read_tokens(0)[:, 0]  # [B, V]
         self.first_memory = self.memory
 
-    def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        """[B, R, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
+    def __call__(
+        self,
+        depth: int,
+        rows: list[int],
+        tokens: Tensor,
+        parents: Tensor,
+        tree_mask: Tensor,
+    ) -> Tensor:
+        """Return [B, R, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
         if depth == 1:
-            self.rows, self.memory = self.all_rows, self.first_memory
-        (above,), self.tokens = self.keep_rows(rows, self.memory), tokens
-        self.memory = above.gather(1, before[..., None].expand(-1, -1, above.shape[2]))
+            self.rows = self.all_rows
+            self.memory = self.first_memory
+        (memory,) = self.keep_rows(rows, self.memory)
+        self.memory = memory.take_along_dim(parents[..., None], 1)
+        self.tokens = tokens
         return self._read_tokens(depth)
 
     def confidence(self, depth: int, rows: list[int]) -> Tensor:
-        """[B, R], of the nodes whose logits were given last, or [B, 1] of all, and of the roots at depth 0."""
+        """Return [B, R], of the nodes whose logits were given last, or [B, 1] of all, and of the roots at depth 0."""
         state = pick_rows(self.states[:, depth : depth + 1], rows)
-        return self.head.rate(state, self.tokens if depth else pick_rows(self.roots, rows)).sigmoid()
+        tokens = self.tokens if depth else pick_rows(self.roots, rows)
+        return self.head.rate(state, tokens).sigmoid()
 
     def _read_tokens(self, depth: int) -> Tensor:
-        """Logits behind the last level's tokens, which the memories of their paths hold from now on."""
-        logits, bias = pick_rows(self.slot_logits[:, depth : depth + 1], self.rows), self.head.bias
+        """Return the logits after the last level's tokens; the memories of their paths hold these from now on."""
+        level = slice(depth, depth + 1)
+        logits = pick_rows(self.slot_logits[:, level], self.rows)
+        bias = self.head.bias
         if bias is None:
             return logits
-        state = pick_rows(self.states[:, depth : depth + 1], self.rows).expand(-1, self.tokens.shape[1], -1)
-        code, self.memory = bias.read_token(depth, state, self.tokens, self.memory, self.head.frozen[0])
+        # all nodes of a level share the slot's state and differ by their token and path
+        state = pick_rows(self.states[:, level], self.rows).expand(-1, self.tokens.shape[1], -1)
+        code, self.memory = bias.read_token(depth, state, self.tokens, self.memory, frozen=self.head.frozen[0])
         return logits + (code @ bias.matrix.T).to(logits.dtype)
 
 
@@ -195,64 +220,81 @@ class DSpark(InjectedHead):
 
     def __init__(self, settings: DSparkSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
-        width, rank = shape.hidden_size, settings.rank
-        self.reads_tokens, self.rates_nodes = settings.markov != "none", settings.confidence
+        width = shape.hidden_size
+        rank = settings.rank
+        self.reads_tokens = settings.markov != "none"
+        self.rates_nodes = settings.confidence
+        # names of modules are those of the published checkpoints
         self.markov_head = self.prefix_gru = None
         self.confidence_head: Any = None
         if settings.markov == "domino":
             self.prefix_gru = nn.GRU(width, settings.gru_size, bias=False, batch_first=True)
-            projections = (
-                nn.Linear(width + settings.gru_size, rank, False),
+            self.embed_proj = nn.Sequential(
+                nn.Linear(width + settings.gru_size, rank, bias=False),
                 nn.SiLU(),
-                nn.Linear(rank, shape.vocab_size, False),
+                nn.Linear(rank, shape.vocab_size, bias=False),
             )
-            self.embed_proj = nn.Sequential(*projections)
         elif settings.markov != "none":
             self.markov_head = MARKOV[settings.markov](shape, rank)
         if settings.confidence:
-            known = width + (rank if self.markov_head is not None else 0)
-            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(known, 1)})
+            inputs = width if self.markov_head is None else width + rank
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(inputs, 1)})
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: its taps, the token that a slot names, and how levels depend on earlier tokens."""
-        named = ("markov", "confidence", *(("unbiased",) if self.settings.markov == "domino" else ()))
-        return super().network | {name: getattr(self.settings, name) for name in named}
+        """The network: its taps, the token that a slot predicts, and how levels depend on earlier tokens."""
+        settings = self.settings
+        network = {**super().network, "markov": settings.markov, "confidence": settings.confidence}
+        if settings.markov == "domino":
+            network["unbiased"] = settings.unbiased
+        return network
 
     @property
     def parts(self) -> Parts:
         """The parts of a block head, and the tables of its Markov correction."""
+        if self.markov_head is None:
+            return super().parts
         tables = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-        return replace(super().parts, alike=(tables,) if self.markov_head is not None else ())
+        return replace(super().parts, alike=(tables,))
 
     @property
-    def bias(self) -> SequentialBias | None:
+    def bias(self) -> MarkovBias | GruBias | None:
         """The module that encodes earlier tokens; None if all nodes of a level have the same logits."""
         if self.prefix_gru is not None:
             return GruBias(self.prefix_gru, self.embed_proj, self.settings.unbiased)
         return self.markov_head
 
     def rate(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """[..], log-odds that the guess of levels with states [.., H] after tokens [..] is accepted."""
+        """Return [..], log-odds that the guess of levels with states [.., H] after tokens [..] is accepted."""
         if self.markov_head is not None:
-            known = self.markov_head.markov_w1(tokens)
-            states = torch.cat([states.expand(*known.shape[:-1], -1), known], dim=-1)
+            embedded = self.markov_head.markov_w1(tokens)
+            states = torch.cat([states.expand(*embedded.shape[:-1], -1), embedded], dim=-1)
         odds: Tensor = self.confidence_head.proj(states)
         return odds[..., 0]
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def lm_head(self, frozen: TargetHead) -> LanguageHead:
-        """The LM head for states, or for states and codes."""
+        """Return the LM head for states, or for states and codes."""
         return frozen if self.bias is None else BiasedHead(frozen, self.bias.matrix)
 
-    def read_levels(self, batch: Batch, anchors: Anchors, states: Tensor, frozen: TargetHead) -> Tensor:
-        """[A, K, H + r], states and the codes of the texts' tokens; states only, if there is no bias."""
-        if (bias := self.bias) is None:
+    def read_levels(
+        self,
+        batch: Batch,
+        anchors: Anchors,
+        states: Tensor,
+        frozen: TargetHead,
+    ) -> Tensor:
+        """Return [A, K, H + r], states and the codes of the sequences' tokens; states only, if there is no bias."""
+        bias = self.bias
+        if bias is None:
             return states
-        codes, memory = list[Tensor](), states.new_zeros(len(states), bias.memory_size)
+        codes = []
+        memory = states.new_zeros(len(states), bias.memory_size)
         for level, state in enumerate(states.unbind(1)):
-            code, memory = bias.read_token(level, state, anchors.tokens_at(batch, level - 1), memory, frozen)
+            # level d reads the token before the one it predicts; level 0 the root
+            tokens = anchors.tokens_at(batch, level - 1)
+            code, memory = bias.read_token(level, state, tokens, memory, frozen=frozen)
             codes.append(code)
         return torch.cat([states, torch.stack(codes, dim=1)], dim=-1)
 
@@ -262,37 +304,57 @@ class DSpark(InjectedHead):
         return self.prefix_gru is not None
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The loss of all levels and of their confidence, at blocks after anchors drawn from each text."""
+        """Return the loss of all levels and of their confidence, at blocks after anchors sampled from each sequence."""
         anchors = Anchors.drawn(batch, self.levels, self.settings.anchors)
-        context, roots = self.inject_texts(batch), anchors.tokens_at(batch, -1)
-        states = self.read_blocks(batch, frozen, context, anchors.spans, roots)
-        hidden, weights = self.read_levels(batch, anchors, states, frozen), anchors.reached * self.level_shares(batch)
-        total, overlaps = self.compare(batch, anchors, hidden, weights, (self.lm_head(frozen), frozen))
-        if self.prefix_gru is not None:  # what it corrects is learned first
-            alone, _ = self.compare(batch, anchors, states, weights, (frozen, frozen))
-            total = batch.progress * total + (1 - batch.progress) * alone
+        context = self.inject_texts(batch)
+        roots = anchors.tokens_at(batch, -1)
+        states = self.read_blocks(batch, frozen, context, anchors.spans, roots=roots)  # [A, K, H]
+        hidden = self.read_levels(batch, anchors, states, frozen)
+        weights = anchors.reached * self.level_shares(batch)
+        total, overlaps = self.compare(batch, anchors, hidden, weights, heads=(self.lm_head(frozen), frozen))
+        if self.prefix_gru is not None:
+            # Domino learns the states first, then what the prefix corrects
+            unbiased, _ = self.compare(batch, anchors, states, weights, heads=(frozen, frozen))
+            total = batch.progress * total + (1 - batch.progress) * unbiased
         losses = {"total": total, "draft_probs": total.detach()}
         if self.confidence_head is not None:
-            before = torch.cat([roots[:, None], anchors.tokens_of(batch)[:, :-1]], dim=1)
-            rated = self.rate(states, before).to(overlaps.dtype)
+            # a level is accepted with probability sum min(p, q), its overlap with the target
+            previous = torch.cat([roots[:, None], anchors.tokens_of(batch)[:, :-1]], dim=1)
+            rated = self.rate(states, previous).to(overlaps.dtype)
             losses["confidence"] = F.binary_cross_entropy_with_logits(rated, overlaps, weights, reduction="sum")
             losses["total"] = total + losses["confidence"]
         return losses
 
     def compare(
-        self, batch: Batch, anchors: Anchors, hidden: Tensor, weights: Tensor, heads: tuple[LanguageHead, TargetHead]
+        self,
+        batch: Batch,
+        anchors: Anchors,
+        hidden: Tensor,
+        weights: Tensor,
+        heads: tuple[LanguageHead, TargetHead],
     ) -> tuple[Tensor, Tensor]:
-        """The divergence from the target's probs and the texts' tokens, and the overlaps [A, K] with the target."""
-        settings, (student, frozen) = self.settings, heads
+        """Return the divergence from the target's probs and the sequences' tokens, and the overlaps with the target.
+
+        Args:
+            hidden: what the student's LM head reads, [A, K, H or H + r].
+            weights: [A, K].
+            heads: the student's LM head and the target's.
+
+        Returns:
+            The loss, and the overlaps [A, K].
+        """
+        settings = self.settings
         overlaps = torch.zeros_like(weights, dtype=torch.promote_types(hidden.dtype, weights.dtype))
         named = Named(anchors.tokens_of(batch).flatten(), overlaps.view(1, -1))
+        # distance * sum |p - q| is twice the total variation
+        objective = Objective("tv", weight=2 * settings.distance, tokens=settings.likelihood)
         total, _ = distillation_loss(
             hidden.flatten(0, 1)[None],
             anchors.states_before(batch).flatten(0, 1),
             weights.flatten()[None],
-            (student, frozen),
-            Objective("tv", weight=2 * settings.distance, tokens=settings.likelihood),
-            frozen.weight.dtype,
-            named,
+            heads,
+            objective=objective,
+            dtype=heads[1].weight.dtype,
+            named=named,
         )
         return total, overlaps

@@ -1,6 +1,7 @@
 """Heads that guess a block of tokens in one forward: blocks over a root and masks, which see the target's features."""
 
-# A anchors, B slots of a block, K levels, N tokens of all texts, L taps, H width, w of a head, k keys
+# A anchors, B slots of a block, K levels, N tokens of all sequences, L taps, H hidden, V vocabulary
+# k key heads, w head width, D what the LM head reads
 
 from __future__ import annotations
 
@@ -13,14 +14,33 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from eagle.core.budget import MOST_LEVELS, Budget
-from eagle.core.drafter import ColumnBytes, HeadShape, Parts, TargetHead, TrainableDrafter
+from eagle.core.drafter import (
+    ColumnBytes,
+    HeadShape,
+    Parts,
+    TargetHead,
+    TrainableDrafter,
+)
 from eagle.core.examples import Batch
 from eagle.core.tree import Paths
 from eagle.drafters.blocks.anchors import Anchors, draw_anchors
 from eagle.drafters.blocks.block_spans import attend_block
 from eagle.drafters.blocks.injected_state import InjectedState, SlotLevels
-from eagle.drafters.parts.decoder_block import Linears, Norm, NormedBlock, Rotary, check_taps, draw_linears, head_shape
-from eagle.drafters.parts.divisors import Divisor, level_shares, reached_levels, sum_divisors
+from eagle.drafters.parts.decoder_block import (
+    Linears,
+    Norm,
+    NormedBlock,
+    Rotary,
+    check_taps,
+    draw_linears,
+    head_shape,
+)
+from eagle.drafters.parts.divisors import (
+    Divisor,
+    level_shares,
+    reached_levels,
+    sum_divisors,
+)
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.objectives import LanguageHead
 from eagle.drafters.parts.scoring import Seed
@@ -38,7 +58,7 @@ from eagle.drafters.parts.text_state import text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.recipe import Section
 
-PART = 256  # anchors whose blocks are read at a time where no gradient is wanted
+ANCHORS_AT_ONCE = 256  # anchors whose blocks are read at a time where no gradient is wanted
 
 
 class InjectedSettings(Section):
@@ -59,9 +79,9 @@ class InjectedSettings(Section):
 
 
 class InjectedHead(CompiledParts, TrainableDrafter):
-    """(the target's features of a text, root, masks) -> a state for each slot, which the target's LM head reads.
+    """(the target's features of a sequence, root, masks) -> a state for each slot, which the target's LM head reads.
 
-    Every block sees keys and values of the fused features of the text before the root, and the slots of its own block.
+    Every block sees keys and values of the fused features before the root, and the slots of its own block.
     """
 
     teacher_taps = (-1,)
@@ -74,25 +94,34 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     def __init__(self, settings: InjectedSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         assert settings.taps is not None
-        self.taps, width = settings.taps, shape.hidden_size
+        self.taps = settings.taps
+        width = shape.hidden_size
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
-        self.hidden_norm, self.norm = (Norm(width, shape.rms_norm_eps) for _ in range(2))
+        self.hidden_norm = Norm(width, shape.rms_norm_eps)
+        self.norm = Norm(width, shape.rms_norm_eps)
         self.layers: Any = nn.ModuleList([NormedBlock(shape) for _ in range(settings.blocks)])
         self.rotary = Rotary(shape)
 
     @classmethod
     def taps_for(cls, settings: InjectedSettings, target_config: Any) -> tuple[int, ...]:
-        """The taps of the settings, else the published ones; all layers but the first of a shallow target."""
+        """Return the taps of the settings, else the published ones; all layers but the first of a shallow target."""
         layers = target_config.num_hidden_layers
-        # halves are rounded before the one is added: the published code counts a layer's output, a tap the next input
-        usual = [1 + round(1 + number * (layers - 4) / 4) for number in range(5)] if layers > 7 else range(1, layers)
-        return check_taps(settings.taps or tuple(usual) or (0,), layers)
+        usual = tuple(range(1, layers)) or (0,)
+        if layers > 7:
+            # five layers, evenly spread from the second to the last but three; halves are rounded before the one is
+            # added: the published code counts a layer's output, a tap the next input
+            usual = tuple(1 + round(1 + i * (layers - 4) / 4) for i in range(5))
+        return check_taps(settings.taps or usual, layers)
 
     @classmethod
     def for_target(
-        cls, settings: InjectedSettings, target_config: Any, frozen: Any = None, supervised: Any = None
+        cls,
+        settings: InjectedSettings,
+        target_config: Any,
+        frozen: Any = None,
+        supervised: Any = None,
     ) -> Any:
-        """A new head with the target's width."""
+        """Return a new head with the target's width, its taps and its mask token resolved."""
         last = target_config.vocab_size - 1
         mask = last if settings.mask_token is None else settings.mask_token
         if not 0 <= mask <= last:
@@ -102,6 +131,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
             )
         sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         shape = head_shape(target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes)
+        # a checkpoint states what the recipe left to the target
         derived = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
         head = cls(settings.model_copy(update=derived), shape)
         draw_linears(head, settings.linears)
@@ -111,7 +141,10 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     def network(self) -> dict[str, Any]:
         """The network: its taps, and the token that a slot predicts."""
         named = ("taps", "blocks", "slots", "sample_from_anchor", "causal", "qk_norm", "mask_token")
-        return {"network": self.settings.kind, **{name: getattr(self.settings, name) for name in named}}
+        return {
+            "network": self.settings.kind,
+            **{name: getattr(self.settings, name) for name in named},
+        }
 
     @property
     def parts(self) -> Parts:
@@ -134,26 +167,33 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return self.fc.weight.dtype
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """[.., H], what keys and values are made of, from features [.., L, H]."""
+        """Return [.., H], what keys and values are made of, from features [.., L, H]."""
         fused: Tensor = self.hidden_norm(self.fc(features.flatten(-2)))
         return fused
 
     def embed_slots(self, roots: Tensor, frozen: TargetHead) -> Tensor:
-        """[.., B, H], the inputs of the slots after roots [..]."""
+        """Return [.., B, H], the inputs of the slots of blocks: a root [..], then mask tokens."""
         tokens = torch.full((*roots.shape, self.settings.slots), self.settings.mask_token, device=roots.device)
         tokens[..., 0] = roots
         return frozen.embed(tokens).to(self.dtype)
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """[.., V], the target's own logits of states [.., H], whose flat product copies no matrix."""
+        """Return [.., V], the target's own logits of states [.., H]."""
+        # flat, as a product of three dimensions may copy the matrix
         return frozen.logits(state.flatten(0, -2)).unflatten(0, state.shape[:-1])
 
     def lm_head(self, frozen: TargetHead) -> LanguageHead:
-        """The LM head for the output of `read_levels`."""
+        """Return the LM head for the output of `read_levels`."""
         return frozen
 
-    def read_levels(self, batch: Batch, anchors: Anchors, states: Tensor, frozen: TargetHead) -> Tensor:
-        """[A, K, D], what the LM head reads of states [A, K, H], where the texts' own tokens were drafted."""
+    def read_levels(
+        self,
+        batch: Batch,
+        anchors: Anchors,
+        states: Tensor,
+        frozen: TargetHead,
+    ) -> Tensor:
+        """Return [A, K, D], what the LM head reads of states [A, K, H] where the sequences' own tokens were drafted."""
         return states
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -165,125 +205,165 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return [1.0 if decay is None else math.exp(-level / decay) for level in range(self.levels)]
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
-        """The divisor of all levels, or of each, by how far blocks after the anchors of these texts reach."""
+        """Return the divisor of all levels, or of each, by how far blocks after the sequences' anchors reach."""
         reached = []
         for mask, seed in zip(masks, seeds, strict=True):
-            slots = draw_anchors(mask[2:], seed, self.settings.anchors)
-            reached.append(reached_levels(mask[2:], slots, self.levels))
+            anchors = draw_anchors(mask[2:], seed, self.settings.anchors)
+            reached.append(reached_levels(mask[2:], anchors, self.levels))
         return sum_divisors(self.settings.divisor, torch.cat(reached), self.level_weights)
 
     def level_shares(self, batch: Batch) -> Tensor:
-        """[K], what each level counts at each anchor whose block reaches it."""
+        """Return [K], the weight of each level at each anchor whose block reaches it."""
         divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
         return level_shares(self.level_weights, divisors, self.dtype, batch.tokens.device)
 
     def inject_texts(self, batch: Batch) -> list[Pair]:
-        """Keys and values of every block [k, N, w], of the features of all slots of the texts."""
-        slots, positions, _ = text_slots(batch, batch.tokens.device)
-        fused = self.fuse_taps(batch.select_taps(self.taps).index_select(0, slots).to(self.dtype))
+        """Return every block's keys and values [k, N, w] of the features of all slots of the sequences."""
+        token_indices, positions, _ = text_slots(batch, batch.tokens.device)
+        features = batch.select_taps(self.taps).index_select(0, token_indices).to(self.dtype)
+        fused = self.fuse_taps(features)
         tables = self._tables_of(batch, fused)(positions)
-        context = [self._run(key_value, block, (fused, fused), tables) for block in self.layers]
-        return [(key.contiguous(), value.contiguous()) for key, value in context]
+        context = []
+        for block in self.layers:
+            key, value = self._run(key_value, block, (fused, fused), tables)
+            context.append((key.contiguous(), value.contiguous()))
+        return context
 
-    def read_blocks(self, batch: Batch, frozen: TargetHead, context: list[Pair], spans: Spans, roots: Tensor) -> Tensor:
-        """[A, K, H], the normed states that name tokens, of blocks behind the slots of spans with such roots [A]."""
+    def read_blocks(
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        context: list[Pair],
+        spans: Spans,
+        roots: Tensor,
+    ) -> Tensor:
+        """Return [A, K, H], the normed states that predict tokens.
+
+        Args:
+            context: every block's keys and values of all slots, from `inject_texts`.
+            spans: the slots after which blocks are read.
+            roots: the blocks' first tokens [A].
+        """
         size = self.settings.slots
-        state = self.embed_slots(roots, frozen).flatten(0, 1)
+        state = self.embed_slots(roots, frozen).flatten(0, 1)  # [A * B, H]
         _, positions, _ = text_slots(batch, state.device)
-        places = positions.index_select(0, spans.rows)[:, None] + torch.arange(1, 1 + size, device=state.device)
-        tables = self._tables_of(batch, state)(places.flatten())
+        anchor_positions = positions.index_select(0, spans.rows)[:, None]
+        block_positions = anchor_positions + torch.arange(1, 1 + size, device=state.device)
+        tables = self._tables_of(batch, state)(block_positions.flatten())
         for block, (key, value) in zip(self.layers, context, strict=True):
             inputs = block.inputs(state)
             query, residual = self._run(query_and_residual, block, inputs, tables)
-            own_key, own_value = (part.unflatten(1, (-1, size)) for part in self._run(key_value, block, inputs, tables))
-            seen = attend_block(
-                query.unflatten(1, (-1, size)), key, value, spans, (own_key, own_value), causal=self.settings.causal
+            own_key, own_value = self._run(key_value, block, inputs, tables)
+            # [heads, A * B, w] -> [heads, A, B, w]
+            attended = attend_block(
+                query.unflatten(1, (-1, size)),
+                key,
+                value,
+                spans,
+                own=(own_key.unflatten(1, (-1, size)), own_value.unflatten(1, (-1, size))),
+                causal=self.settings.causal,
             )
-            state = self._run(add_rows, block, seen.flatten(1, 2), residual)
+            state = self._run(add_rows, block, attended.flatten(1, 2), residual)
         states: Tensor = self.norm(state).unflatten(0, (-1, size))[:, self.first_slot :]
         return states
 
     def _tables_of(self, batch: Batch, like: Tensor) -> Callable[[Tensor], Pair]:
-        """A function that gives rotary tables at positions of texts and blocks."""
+        """Return a function that gives rotary tables at positions of sequences and blocks."""
         return position_tables(self.rotary, like, max(batch.lengths, default=0) + self.settings.slots)
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Validation sums at all supervised slots: tokens that each tree would keep, and agreement of the probs."""
-        levels = self.draft_levels(batch, frozen, self.levels)
-        return validate_batch(
-            batch, [state for state, _ in levels], ([logits for _, logits in levels], frozen.logits), trees
-        )
+    def validate(
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        trees: dict[str, Paths],
+    ) -> dict[str, Tensor]:
+        """Return sums at all supervised slots: tokens that each tree would keep, and agreement of the probs."""
+        states, students = zip(*self.draft_levels(batch, frozen, self.levels), strict=True)
+        return validate_batch(batch, states, (students, frozen.logits), trees)
 
     def draft_levels(
-        self, batch: Batch, frozen: TargetHead, levels: int
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Each level's states [S, D] at all supervised slots, and their LM head."""
-        anchors, context = Anchors.everywhere(batch, self.levels), self.inject_texts(batch)
+        """Return each level's states [S, D] at all supervised slots, and their LM head."""
+        anchors = Anchors.everywhere(batch, self.levels)
+        context = self.inject_texts(batch)
         roots = anchors.tokens_at(batch, -1)
-        parts, done = [], 0
-        for spans in anchors.spans.split(PART):
-            parts.append(self.read_blocks(batch, frozen, context, spans, roots[done : done + len(spans.rows)]))
-            done += len(spans.rows)
-        width = self.shape.hidden_size
-        states = torch.cat(parts) if parts else self.fc.weight.new_empty(0, self.levels, width)
+        # some anchors at a time, as every one has a whole block
+        chunks = []
+        done = 0
+        for spans in anchors.spans.split(ANCHORS_AT_ONCE):
+            end = done + len(spans.rows)
+            chunks.append(self.read_blocks(batch, frozen, context, spans, roots[done:end]))
+            done = end
+        states = torch.cat(chunks) if chunks else self.fc.weight.new_empty(0, self.levels, self.shape.hidden_size)
+        level_states = self.read_levels(batch, anchors, states, frozen)
         head = self.lm_head(frozen)
-        return [(state, head.logits) for state in self.read_levels(batch, anchors, states, frozen).unbind(1)[:levels]]
+        return [(state, head.logits) for state in level_states.unbind(1)[:levels]]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> InjectedState:
-        """The state for several texts drafted together."""
+        """Return the state for several sequences drafted in a batch."""
         return InjectedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """None, as the first forward makes all levels, but what levels read that depend on tokens."""
+        """Return no rows, as the first forward makes all levels; those of each level if levels read tokens."""
         return level_rows(budget.within(self.levels)) if self.reads_tokens else ()
 
     def unread(self, accepted: int, depth: int) -> int:
-        """The accepted tokens and the root, whose features become keys and values, and a block."""
+        """Return the accepted tokens and the root, whose features become keys and values, and a block."""
         return accepted + 1 + int(self.settings.slots)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Keys and values of every block, those of the slots behind the text too."""
+        """Return the bytes of keys and values of every block, those of the slots after the sequence too."""
         return text_bytes(self.layers, tokens + int(self.settings.slots))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
-        """Keys and values of what is more than a block, and a block behind so much text, with its logits.
+        """Return a function to time: a block after `context` tokens, with its logits.
 
-        All rows are scored of a level that reads tokens, which has no forward of blocks.
+        It also makes keys and values of the rows that are more than a block. Where all rows are scored of a head whose
+        levels read tokens, it is a level without a forward of blocks.
         """
-        if self.reads_tokens and scored == rows:
-            return self.probe_level(rows)
+        seeds = [Seed(0, 0, Budget())]
         weight = self.fc.weight
-        state, new = InjectedState(self), max(rows - self.settings.slots, 1)
-        features = weight.new_zeros(context + new, len(self.taps), self.shape.hidden_size)
+        if self.reads_tokens and scored == rows:
+            return self._probe_level(rows, seeds)
+        state = InjectedState(self)
         state.admit(0)
-        slots = state.take_rows([0])
+        cache_rows = state.take_rows([0])
+        new = max(rows - self.settings.slots, 1)
+        features = weight.new_zeros(context + new, len(self.taps), self.shape.hidden_size)
         root = torch.zeros(1, dtype=torch.long, device=weight.device)
         with torch.inference_mode():
-            state.inject(slots, [features[:context]])
+            state.inject(cache_rows, [features[:context]])
 
         @torch.inference_mode()
         def run() -> Any:
+            # each call writes over the rows of the one before
             state.cache.lengths[0] = context
-            state.inject(slots, [features[context:]])
-            return self.open_levels(self, [Seed(0, 0, Budget())], state.read_blocks(slots, root))
+            state.inject(cache_rows, [features[context:]])
+            return self.open_levels(self, seeds, state.read_blocks(cache_rows, root))
 
         return run
 
-    def probe_level(self, rows: int) -> Callable[[], Any]:
-        """A function to time: the codes of so many nodes of a level, with their logits."""
+    def _probe_level(self, rows: int, seeds: list[Seed]) -> Callable[[], Any]:
+        """Return a function to time: the codes of `rows` nodes of a level, with their logits."""
         states = self.fc.weight.new_zeros(1, self.levels, self.shape.hidden_size)
-        before = torch.zeros(1, rows, dtype=torch.long, device=states.device)
-        depth, seen = min(1, self.levels - 1), torch.ones_like(before, dtype=torch.bool)
+        tokens = torch.zeros(1, rows, dtype=torch.long, device=states.device)
+        tree_mask = torch.ones_like(tokens, dtype=torch.bool)
+        # any level but the first, whose parents are nodes
+        depth = min(1, self.levels - 1)
         with torch.inference_mode():
-            levels = self.open_levels(self, [Seed(0, 0, Budget())], states)
+            levels = self.open_levels(self, seeds, states)
 
         @torch.inference_mode()
         def run() -> Any:
-            return levels(depth, [0], before, before, seen)
+            return levels(depth, [0], tokens, parents=tokens, tree_mask=tree_mask)
 
         return run

@@ -1,6 +1,6 @@
-"""The texts that a head drafts blocks for: keys and values of their fused features, and one forward for all levels."""
+"""The sequences that a head drafts blocks for: keys and values of fused features, and one forward for all levels."""
 
-# B rows of text, T new tokens, S slots of a block, K levels, R nodes of one level, L taps, H width
+# B sequences, T new tokens, K levels, L taps, H hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -19,97 +19,135 @@ from eagle.drafters.parts.decoder_block import rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask
 from eagle.drafters.parts.operations import rotate_heads
 from eagle.drafters.parts.scoring import Seed
-from eagle.drafters.parts.text_state import TextState, pad_rows, slot_positions, split_ragged
+from eagle.drafters.parts.text_state import (
+    TextState,
+    pad_rows,
+    slot_positions,
+    split_ragged,
+)
 
 
 class InjectedState(TextState):
-    """Keys and values of many texts, in a slot for each; what a block computes is forgotten with its draft."""
+    """Keys and values of many sequences, in a cache row for each; what a block computes is forgotten with its draft."""
 
     def __init__(self, head: Any) -> None:
         super().__init__(head)
         self.head: Any = head
 
     @torch.inference_mode()
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Trees of the levels that one forward gives, once the features of the committed tokens are injected."""
+    def propose(
+        self,
+        updates: Mapping[int, Committed],
+        budgets: Mapping[int, Budget],
+    ) -> dict[int, DraftTree]:
+        """Return trees of the levels that one forward gives, once the features of committed tokens are injected."""
         self.take_rows(list(updates))
+        # rows of very different numbers of tokens are not padded to one another
         for group in split_ragged({row: len(update.tokens) for row, update in updates.items()}):
             features = [updates[row].features for row in group]
-            self.inject(self.take_rows(group), [part for part in features if part is not None])
+            self.inject(self.take_rows(group), [tensor for tensor in features if tensor is not None])
         trees = {row: DraftTree.chain([update.root]) for row, update in updates.items()}
+        # an empty budget leaves the root alone, and needs no block
         rows = sorted((row for row in updates if not budgets[row].is_empty), key=self.rows.index)
         if rows:
-            slots = self.take_rows(rows)
+            cache_rows = self.take_rows(rows)
             roots = torch.tensor([updates[row].root for row in rows])
+            states = self.read_blocks(cache_rows, upload(roots, self.device))
             seeds = [
-                Seed(updates[row].root, self.text_length(slot) + 1, budgets[row], self.noises[row])
-                for row, slot in zip(rows, slots, strict=True)
+                Seed(
+                    updates[row].root,
+                    self.text_length(cache_row) + 1,
+                    budgets[row],
+                    self.noises[row],
+                )
+                for row, cache_row in zip(rows, cache_rows, strict=True)
             ]
-            states = self.read_blocks(slots, upload(roots, self.device))
             trees |= zip(rows, grow_slots(self.head, seeds, states, self.head.open_levels), strict=True)
         return trees
 
     def take_rows(self, rows: Sequence[int]) -> list[int]:
-        """The slots of these rows; a new one for each that is asked for the first time."""
+        """Return the cache rows of these rows; a new one for each that is asked for the first time."""
         self._take_slots([row for row in rows if row not in self.rows])
         return [self.rows.index(row) for row in rows]
 
-    def inject(self, slots: Sequence[int], features: Sequence[Tensor]) -> None:
-        """Write keys and values of features [T, L, H] behind the texts of these slots, and count them as read."""
-        head, cache = self.head, self.cache
-        counts, starts = [len(part) for part in features], [cache.lengths[slot] for slot in slots]
+    def inject(self, cache_rows: Sequence[int], features: Sequence[Tensor]) -> None:
+        """Write keys and values of features [T, L, H] after the sequences of these cache rows; count them as read."""
+        head = self.head
+        cache = self.cache
+        counts = [len(rows) for rows in features]
+        starts = [cache.lengths[cache_row] for cache_row in cache_rows]
         fused = head.fuse_taps(torch.cat(list(features)).to(self.device, self.dtype))
-        padded = pad_rows(fused.split(counts) if len(counts) > 1 else [fused])
+        padded = pad_rows(fused.split(counts) if len(counts) > 1 else [fused])  # [B, T, H]
         tables = rotary_tables(head.rotary, padded, slot_positions(starts, counts, self.device))
-        cache.aim(slots, starts)
-        for block, held in zip(head.layers, self.blocks, strict=True):
+        cache.aim(cache_rows, starts)
+        for block, block_cache in zip(head.layers, self.blocks, strict=True):
+            # no block reads the fused features but through its keys and values
             attention = block.self_attn
-            key, value = (
-                project(padded).unflatten(-1, (-1, attention.width)).transpose(1, 2)
-                for project in (attention.k_proj, attention.v_proj)
-            )
-            held.extend(rotate_heads(key if attention.k_norm is None else attention.k_norm(key), tables), value)
-        for slot, count in zip(slots, counts, strict=True):
-            cache.lengths[slot] += count
+            key = attention.k_proj(padded).unflatten(-1, (-1, attention.width)).transpose(1, 2)
+            value = attention.v_proj(padded).unflatten(-1, (-1, attention.width)).transpose(1, 2)
+            if attention.k_norm is not None:
+                key = attention.k_norm(key)
+            block_cache.extend(rotate_heads(key, tables), value)
+        for cache_row, count in zip(cache_rows, counts, strict=True):
+            cache.lengths[cache_row] += count
 
-    def read_blocks(self, slots: Sequence[int], roots: Tensor) -> Tensor:
-        """[B, K, H], the normed states of blocks behind the texts of these slots and their roots [B]."""
-        head, cache, size = self.head, self.cache, int(self.head.settings.slots)
-        lengths = [cache.lengths[slot] for slot in slots]
-        state, start = head.embed_slots(roots, head.frozen[0]), max(lengths)
-        tables = rotary_tables(head.rotary, state, slot_positions(lengths, [size] * len(slots), self.device))
-        columns = torch.arange(start, device=self.device)
+    def read_blocks(self, cache_rows: Sequence[int], roots: Tensor) -> Tensor:
+        """Return [B, K, H], the normed states of blocks after the sequences of these cache rows and roots [B]."""
+        head = self.head
+        cache = self.cache
+        size = int(head.settings.slots)
+        lengths = [cache.lengths[cache_row] for cache_row in cache_rows]
+        start = max(lengths)
+        state = head.embed_slots(roots, head.frozen[0])
+        tables = rotary_tables(head.rotary, state, slot_positions(lengths, [size] * len(cache_rows), self.device))
+
+        # columns between the end of a shorter sequence and the blocks are hidden
         committed = torch.zeros(1, start, dtype=self.dtype, device=self.device)
         if min(lengths) < start:
             ends = upload(torch.tensor(lengths)[:, None], self.device)
-            lowest = torch.finfo(self.dtype).min
-            committed = committed.masked_fill(columns >= ends, lowest)
-        seen = torch.ones(len(slots), size, size, dtype=torch.bool, device=self.device)
-        mask = level_mask(committed, seen.tril() if head.settings.causal else seen, head.query_groups)
-        cache.aim(slots, [start] * len(slots))
-        for block, held in zip(head.layers, self.blocks, strict=True):
-            state = block(state, tables, mask, held)
+            is_after = torch.arange(start, device=self.device) >= ends
+            committed = committed.masked_fill(is_after, torch.finfo(self.dtype).min)
+        block_mask = torch.ones(len(cache_rows), size, size, dtype=torch.bool, device=self.device)
+        if head.settings.causal:
+            block_mask = block_mask.tril()
+        mask = level_mask(committed, block_mask, head.query_groups)
+
+        cache.aim(cache_rows, [start] * len(cache_rows))
+        for block, block_cache in zip(head.layers, self.blocks, strict=True):
+            state = block(state, tables, mask, block_cache)
         states: Tensor = head.norm(state[:, head.first_slot :])
         return states
 
 
 class SlotLevels:
-    """The logits of all levels of all trees, the same behind all nodes of a level."""
+    """The logits of all levels of all trees, the same after all nodes of a level."""
 
     def __init__(self, head: Any, seeds: Sequence[Seed], states: Tensor) -> None:
         self.logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
         self.first = self.logits[:, 0]
 
-    def __call__(self, depth: int, rows: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        """[B, 1, V], the logits behind the nodes of one level."""
+    def __call__(
+        self,
+        depth: int,
+        rows: list[int],
+        tokens: Tensor,
+        parents: Tensor,
+        tree_mask: Tensor,
+    ) -> Tensor:
+        """Return [B, 1, V], the logits after the nodes of one level."""
         return pick_rows(self.logits[:, depth : depth + 1], rows)
 
 
 def grow_slots(
-    head: Any, seeds: Sequence[Seed], states: Tensor, open_levels: Callable[..., Any] = SlotLevels
+    head: Any,
+    seeds: Sequence[Seed],
+    states: Tensor,
+    open_levels: Callable[..., Any] = SlotLevels,
 ) -> list[DraftTree]:
-    """The tree of each seed from the states [B, K, H] of its levels."""
+    """Return the tree of each seed from the states [B, K, H] of its levels."""
     seeds = [replace(seed, budget=seed.budget.within(head.levels)) for seed in seeds]
-    levels = open_levels(head, seeds, states[:, : max(1, *(seed.budget.depth for seed in seeds))])
+    # logits of deeper levels than any tree has are not computed
+    max_depth = max(1, *(seed.budget.depth for seed in seeds))
+    levels = open_levels(head, seeds, states[:, :max_depth])
     confidence = levels.confidence if head.rates_nodes else None
-    return grow_rows(seeds, levels.first, levels, head.drafts, head.sharpness, confidence)
+    return grow_rows(seeds, levels.first, levels, head.drafts, sharpness=head.sharpness, confidence=confidence)

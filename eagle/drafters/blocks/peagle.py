@@ -1,13 +1,13 @@
 """P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network over masks, with all levels in one forward."""
 
-# S supervised slots, A anchors, n of them with as many masks m, E masks of all, K levels, L taps, B rows of text
-# T tokens of a text, H width, h heads of width w
+# S supervised slots, E masks after them in all, n slots of one group with m masks each, K levels, L taps, H hidden
+# B sequences, T tokens of one, h heads of width w
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,12 @@ from eagle.core.drafter import Committed, HeadShape, Parts, TargetHead
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree
 from eagle.device import upload
-from eagle.drafters.blocks.block_spans import ATTEND, add_blocks, attend_block, read_texts
+from eagle.drafters.blocks.block_spans import (
+    ATTEND,
+    add_blocks,
+    attend_block,
+    read_texts,
+)
 from eagle.drafters.blocks.injected_state import grow_slots
 from eagle.drafters.parts.divisors import Divisor, level_shares, sum_divisors
 from eagle.drafters.parts.objectives import Objective, OwnHead, distillation_loss
@@ -70,7 +75,7 @@ class Peagle(FusedHead):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FusedHead:
-        """A new head, with its mask token resolved."""
+        """Return a new head, with its mask token resolved."""
         count = target_config.vocab_size
         token = count - 1 if settings.mask_token is None else settings.mask_token
         if not 0 <= token < count:
@@ -80,14 +85,20 @@ class Peagle(FusedHead):
 
     @classmethod
     def sizes(cls, settings: PeagleSettings) -> dict[str, int]:
-        """The shape's sizes: the number of blocks."""
+        """Return the shape's sizes: the number of blocks."""
         return {**super().sizes(settings), "num_hidden_layers": settings.blocks}
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: its taps, the place of its norms, and its mask token."""
-        named = ("taps", "norm_before_residual", "blocks", "mask_token")
-        return {"network": "peagle", **{name: getattr(self.settings, name) for name in named}}
+        """The network: its taps, where it has norms, and its mask token."""
+        settings = self.settings
+        return {
+            "network": "peagle",
+            "taps": settings.taps,
+            "norm_before_residual": settings.norm_before_residual,
+            "blocks": settings.blocks,
+            "mask_token": settings.mask_token,
+        }
 
     @property
     def parts(self) -> Parts:
@@ -101,213 +112,303 @@ class Peagle(FusedHead):
         return int(self.settings.depths)
 
     def mask_state(self) -> Tensor:
-        """[1, H], the learned state that a mask reads."""
+        """Return [1, H], the learned state that a mask reads."""
         return self.fuse_taps(self.mask_hidden.view(1, len(self.taps), -1))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss at the supervised slots and the masks drawn after them."""
-        settings, device = self.settings, batch.tokens.device
-        masks = MaskRows.of(draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least), device)
-        places, first, masked = self.read_masks(batch, frozen, masks)
-        weights = self.row_weights(batch, masks, len(first))
+        """Return the distillation loss at the supervised slots and the masks sampled after them."""
+        settings = self.settings
+        counts = draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least)
+        masks = MaskRows.of(counts, batch.tokens.device)
+        places, slot_states, mask_states = self.read_masks(batch, frozen, masks)
+        weights = self.row_weights(batch, masks, len(slot_states))
         if self.drafts is not None:
             weights = weights * self.t2d[batch.tokens.index_select(0, places + 2)]
-        true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
-        student = self.norm(torch.cat([first, masked]))[None]
-        heads = OwnHead(self.lm_head.weight), self.narrow_to_draft_vocab(frozen)
-        objective, dtype = Objective(settings.loss), frozen.weight.dtype
-        return {"total": distillation_loss(student, true, weights[None], heads, objective, dtype)[0]}
+        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+        # slots and masks are rows of one step: L = sum_r w_r D(p_r, q_r)
+        total, _ = distillation_loss(
+            self.norm(torch.cat([slot_states, mask_states]))[None],
+            target_hidden,
+            weights[None],
+            (OwnHead(self.lm_head.weight), self.narrow_to_draft_vocab(frozen)),
+            objective=Objective(settings.loss),
+            dtype=frozen.weight.dtype,
+        )
+        return {"total": total}
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
-        """The divisor of all levels, or of each, by the masks that are drawn after the slots of these texts."""
-        settings, depths, reached = self.settings, torch.arange(self.levels), list[Tensor]()
+        """Return the divisor of all levels, or of each, by the masks sampled after the slots of these sequences."""
+        settings = self.settings
+        depths = torch.arange(self.levels)
+        reached = []
         for mask, seed in zip(masks, seeds, strict=True):
-            counts = draw_text_masks(mask[2:], seed, self.levels - 1, settings.keep, settings.keep_least)
+            # the sample is that of `forward`, as the seed decides it
+            counts = draw_text_masks(mask[2:], seed, self.levels - 1, settings.keep, least=settings.keep_least)
             reached.append(counts[mask[2:], None] >= depths)
         divisor: Divisor = "slots" if settings.divisor == "texts" else settings.divisor
         return sum_divisors(divisor, torch.cat(reached), [1.0] * self.levels)
 
     def row_weights(self, batch: Batch, masks: MaskRows, slots: int) -> Tensor:
-        """[S + E], what supervised slots and masks count."""
+        """Return [S + E], the weights of supervised slots and masks."""
         divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
-        dtype, device = self.fc.weight.dtype, batch.tokens.device
+        dtype = self.fc.weight.dtype
+        device = batch.tokens.device
         if self.settings.divisor == "texts":
             return upload((weigh_texts(batch, masks) / max(*divisors, 1)).to(dtype), device)
         shares = level_shares([1.0] * self.levels, divisors, dtype, device)
-        return shares.index_select(0, F.pad(masks.depths, (slots, 0)))
+        depths = F.pad(masks.depths, (slots, 0))  # 0 at the slots themselves
+        return shares.index_select(0, depths)
 
-    def read_masks(self, batch: Batch, frozen: TargetHead, masks: MaskRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Places [S + E] of supervised slots and masks among all tokens, and their states [S, H] and [E, H]."""
+    def read_masks(
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        masks: MaskRows,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what supervised slots and the masks after them become.
+
+        Returns:
+            The indices [S + E] of slots and masks among all tokens, and their states [S, H] and [E, H].
+        """
         slots, positions, spans = text_slots(batch, batch.tokens.device)
-        features = batch.select_taps(self.taps)[slots].to(self.layers[0].mlp.up_proj.weight.dtype)
+        dtype = self.layers[0].mlp.up_proj.weight.dtype
+        features = batch.select_taps(self.taps)[slots].to(dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + self.levels)
-        tokens = self.project_tokens(frozen.embed(batch.tokens.index_select(0, slots + 1)).to(features.dtype))
+        tokens = self.project_tokens(frozen.embed(batch.tokens.index_select(0, slots + 1)).to(dtype))
         inputs = self.block_inputs(tokens, self.fuse_taps(features))
-        context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, self._run)
-        inputs = tuple(part.index_select(0, spans.rows) for part in inputs)
+        context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, run=self._run)
+
+        # the last block's output at the supervised slots
+        inputs = tuple(tensor.index_select(0, spans.rows) for tensor in inputs)
         tables = tables_at(positions.index_select(0, spans.rows))
-        first = read_rows(self.layers[-1], inputs, tables, context[-1], spans, (), self._run)
+        slot_states = read_rows(self.layers[-1], inputs, tables, context[-1], spans=spans, run=self._run)
+        # a mask stands as far after its slot as its depth says
         tables = tables_at(positions.index_select(0, masks.spans.rows) + masks.depths)
-        places = torch.cat([spans.rows, masks.spans.rows])
-        places = slots.index_select(0, places) + F.pad(masks.depths, (len(spans.rows), 0))
-        return places, first, self._read_blocks(frozen, masks, tables, context)
+        mask_states = self._read_blocks(frozen, masks, tables, context)
+        rows = torch.cat([spans.rows, masks.spans.rows])
+        places = slots.index_select(0, rows) + F.pad(masks.depths, (len(spans.rows), 0))
+        return places, slot_states, mask_states
 
     def _read_blocks(
-        self, frozen: TargetHead, masks: MaskRows, tables: tuple[Tensor, Tensor], context: Sequence[Pair]
+        self,
+        frozen: TargetHead,
+        masks: MaskRows,
+        tables: tuple[Tensor, Tensor],
+        context: Sequence[Pair],
     ) -> Tensor:
-        """[E, H], the states of masks, which differ only by position."""
+        """Return [E, H], the states of masks, which differ only by position."""
         token = upload(torch.tensor([self.settings.mask_token]), masks.depths.device)
-        hidden = self.mask_state()
-        inputs = self.block_inputs(self.project_tokens(frozen.embed(token).to(hidden.dtype)), hidden)
-        inputs = tuple(part.expand(len(masks.depths), -1) for part in inputs)
-        state = hidden
-        for number, block in enumerate(self.layers):
-            inputs = block.inputs(state) if number else inputs
+        state = self.mask_state()
+        inputs = self.block_inputs(self.project_tokens(frozen.embed(token).to(state.dtype)), state)
+        inputs = tuple(tensor.expand(len(masks.depths), -1) for tensor in inputs)
+        for layer_index, block in enumerate(self.layers):
+            if layer_index:
+                inputs = block.inputs(state)
+            # a mask sees the masks before it by their keys and values in the same block
             mask_pair = self._run(key_value, block, inputs, tables)
             query, residual = self._run(query_and_residual, block, inputs, tables)
-            state = self._run(add_rows, block, masks.attend(query, context[number], mask_pair), residual)
+            attended = masks.attend(query, context[layer_index], mask_pair)
+            state = self._run(add_rows, block, attended, residual)
         return state
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
     def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
-        """Each level's states [S, H] at all supervised slots, with the masks that the levels need after each."""
+        """Return each level's states [S, H] at all supervised slots, with the masks that the levels need after each."""
         count = min(levels, self.levels) - 1
-        masks = MaskRows.of([count * slots for slots in supervised_slots(batch)], batch.tokens.device)
-        _, first, masked = self.read_masks(batch, frozen, masks)
-        return [first, *masked.unflatten(0, (len(first), count)).unbind(1)]
+        # without sampling: every supervised slot has a mask for each level
+        masks = MaskRows.of([count * supervised for supervised in supervised_slots(batch)], batch.tokens.device)
+        _, slot_states, mask_states = self.read_masks(batch, frozen, masks)
+        by_level = mask_states.unflatten(0, (len(slot_states), count)).unbind(1)
+        return [slot_states, *by_level]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def open(self) -> MaskedState:
-        """The state for several texts drafted together."""
+        """Return the state for several sequences drafted in a batch."""
         return MaskedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """No rows: the first forward gives all levels."""
+        """Return no rows: the first forward gives all levels."""
         return ()
 
     def unread(self, accepted: int, depth: int) -> int:
-        """The accepted tokens, the root, and a mask for each level after the first."""
+        """Return the accepted tokens, the root, and a mask for each level after the first."""
         return accepted + max(min(depth, self.levels), 1)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """A function to time: the forward of `rows` rows after `context` tokens, with logits for the levels."""
+        """Return a function to time: the forward of `rows` rows after `context` tokens, with logits for the levels."""
         return super().probe(context, rows, max(scored, min(rows, self.levels)))
 
 
 class MaskedState(TextState):
-    """Keys and values of many texts; those of the masks are written over by the tokens that are committed next."""
+    """Keys and values of many sequences; those of masks are overwritten by the tokens that are committed next."""
 
     head: Any
 
     @torch.inference_mode()
     def __init__(self, head: Any) -> None:
         super().__init__(head)
-        masks = head.levels - 1
-        self.masks = torch.full((masks,), head.settings.mask_token), head.mask_state().expand(masks, -1)
+        count = head.levels - 1
+        mask_tokens = torch.full((count,), head.settings.mask_token)
+        self.masks = mask_tokens, head.mask_state().expand(count, -1)
         self.levels = 1  # of the deepest draft that is asked for
 
     @torch.inference_mode()
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Trees whose levels are the states behind the root and the masks."""
+    def propose(
+        self,
+        updates: Mapping[int, Committed],
+        budgets: Mapping[int, Budget],
+    ) -> dict[int, DraftTree]:
+        """Return trees whose levels are the states after the root and the masks."""
         budgets = {row: budget.within(self.head.levels) for row, budget in budgets.items()}
-        self.levels = max(1, *(0 if budgets[row].is_empty else budgets[row].depth for row in updates))
+        depths = [budgets[row].depth for row in updates if not budgets[row].is_empty]
+        self.levels = max([1, *depths])
         rows, seeds, hidden = self.read_updates(updates, budgets)
         return dict(zip(rows, grow_slots(self.head, seeds, hidden), strict=True))
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """[B, K, H], the states of the levels behind each row's text."""
+        """Return [B, K, H], the states of the levels after each row's sequence."""
         tokens, states = self.masks
-        return self._read_ahead(updates, (tokens[: self.levels - 1], states[: self.levels - 1]))
+        count = self.levels - 1
+        return self._read_ahead(updates, (tokens[:count], states[:count]))
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRows:
-    """Masks in groups of anchors that have equally many, those of an anchor one after the other."""
+    """Masks in groups of slots that have equally many, those of a slot one after the other."""
 
-    groups: list[tuple[Spans, int]]  # the anchors among all slots, and how many masks each has
-    spans: Spans  # [E], the anchor of each mask
+    groups: list[tuple[Spans, int]]  # the slots among all, and how many masks each of them has
+    spans: Spans  # [E], the slot of each mask
     depths: Tensor  # [E], from 1 on
-    texts: list[tuple[int, int]]  # which text the next so many masks are of
+    texts: list[tuple[int, int]]  # which sequence the next so many masks are of
 
     @classmethod
     def of(cls, masks: Sequence[Tensor], device: torch.device) -> MaskRows:
-        """The masks behind each text's slots, by their number [T - 2] behind each."""
-        groups, texts, lengths = [], list[tuple[int, int]](), [len(counts) for counts in masks]
-        depths, runs, rows = [torch.empty(0, dtype=torch.long)], list[tuple[int, int, int]](), list[list[int]]()
-        for size in range(1, max((int(counts.max()) for counts in masks if len(counts)), default=0) + 1):
-            places = [(counts == size).nonzero()[:, 0] for counts in masks]
-            if any(map(len, places)):
-                groups.append((Spans.at(places, lengths, device), size))
-            for text, (slots, begin) in enumerate(zip(places, accumulate(lengths, initial=0), strict=False)):
-                if len(slots):
-                    rows.append((begin + slots).repeat_interleave(size).tolist())
-                    runs.append((begin, rows[-1][0], rows[-1][-1] + 1))
-                    depths.append(torch.arange(1, size + 1).repeat(len(slots)))
-                    texts.append((text, size * len(slots)))
-        every = torch.tensor([row for run in rows for row in run], dtype=torch.long)
-        spans = Spans(upload(every, device), runs, sum(lengths), scattered=tuple(rows))
+        """Return the masks after each sequence's slots, by how many [T - 2] come after each."""
+        groups = []
+        runs = []
+        rows = []  # by run
+        depths = [torch.empty(0, dtype=torch.long)]
+        texts = []
+        lengths = [len(counts) for counts in masks]
+        begins = list(accumulate(lengths, initial=0))
+        max_count = max((int(counts.max()) for counts in masks if len(counts)), default=0)
+        for size in range(1, max_count + 1):
+            slots = [(counts == size).nonzero()[:, 0] for counts in masks]
+            if any(map(len, slots)):
+                groups.append((Spans.at(slots, lengths, device), size))
+            for text, members in enumerate(slots):
+                if not len(members):
+                    continue
+                # masks attend from the row of their slot, so that row stands there once for each
+                run = (begins[text] + members).repeat_interleave(size).tolist()
+                rows.append(run)
+                runs.append((begins[text], run[0], run[-1] + 1))
+                depths.append(torch.arange(1, size + 1).repeat(len(members)))
+                texts.append((text, len(run)))
+        all_rows = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.long)
+        spans = Spans(upload(all_rows, device), runs, sum(lengths), scattered=tuple(rows))
         return cls(groups, spans, upload(torch.cat(depths), device), texts)
 
     def attend(self, query: Tensor, context: Pair, mask_pair: Pair, kernel: Any = None) -> Tensor:
-        """[h, E, w] from query [h, E, w], the keys and values of all slots, and the masks' own."""
-        seen, done, fused = list[Tensor](), 0, list[Tensor]()
+        """Return [h, E, w], what masks see of their sequences and of the masks before them.
+
+        Args:
+            query: [h, E, w].
+            context: keys and values of all slots.
+            mask_pair: keys and values of the masks.
+            kernel: fused attention in place of the device's own.
+        """
         if not self.groups:
             return query
-        if kernel or query.device.type not in ATTEND:  # one kernel for all: each number of masks would make another
-            output, weight = read_texts(query, *context, self.spans, kernel)
-            fused = [output, weight[..., None]]
+        texts: Pair | None = None
+        if kernel or query.device.type not in ATTEND:
+            # one kernel call for all masks, as each size of a group would compile another
+            output, log_sum = read_texts(query, *context, self.spans, kernel)
+            texts = output, log_sum[..., None]
+        attended = []
+        done = 0
         for spans, size in self.groups:
             rows = slice(done, done + len(spans.rows) * size)
-            mask_query, key, value, *read = (
-                part[:, rows].unflatten(1, (-1, size)) for part in (query, *mask_pair, *fused)
-            )
-            if fused:
-                seen.append(add_blocks(read[0], read[1], mask_query, (key, value), causal=True))
-            else:
-                seen.append(attend_block(mask_query, *context, spans, (key, value), causal=True))
             done = rows.stop
-        return torch.cat([part.flatten(1, 2) for part in seen], dim=1)
+            mask_query = _by_slot(query, rows, size)
+            key, value = (_by_slot(tensor, rows, size) for tensor in mask_pair)
+            if texts is None:
+                seen = attend_block(mask_query, *context, spans, (key, value), causal=True)
+            else:
+                output, log_sum = (_by_slot(tensor, rows, size) for tensor in texts)
+                seen = add_blocks(output, log_sum, mask_query, (key, value), causal=True)
+            attended.append(seen.flatten(1, 2))
+        return torch.cat(attended, dim=1)
+
+
+def _by_slot(tensor: Tensor, rows: slice, size: int) -> Tensor:
+    """Return [h, n, m, ..], the rows of a group's masks, by their slots."""
+    return tensor[:, rows].unflatten(1, (-1, size))
 
 
 def supervised_slots(batch: Batch) -> list[Tensor]:
-    """[T - 2] of each text, whether the token that a slot names is supervised."""
+    """Return [T - 2] for each sequence, whether the token that a slot predicts is supervised."""
     return [mask[2:] for mask in batch.masks]
 
 
-def draw_masks(batch: Batch, most: int, keep: float, least: float) -> list[Tensor]:
-    """[T - 2] of each text, how many masks stand behind each slot."""
-    texts = zip(supervised_slots(batch), batch.seeds, strict=True)
-    return [draw_text_masks(supervised, seed, most, keep, least) for supervised, seed in texts]
+def draw_masks(batch: Batch, max_masks: int, keep: float, least: float) -> list[Tensor]:
+    """Return [T - 2] for each sequence, how many masks come after each slot."""
+    counts = []
+    for supervised, seed in zip(supervised_slots(batch), batch.seeds, strict=True):
+        counts.append(draw_text_masks(supervised, seed, max_masks, keep, least=least))
+    return counts
 
 
-def draw_text_masks(supervised: Tensor, seed: int, most: int, keep: float, least: float) -> Tensor:
-    """[T - 2], how many masks stand behind each slot of a text: fewer by depth, as its seed decides.
+def draw_text_masks(
+    supervised: Tensor,
+    seed: int,
+    max_masks: int,
+    keep: float,
+    *,
+    least: float,
+) -> Tensor:
+    """Return [T - 2], how many masks come after each slot of a sequence (COD: conditional drop of tokens).
 
-    Of n supervised slots n - d would have d masks behind them in one answer; max(keep^d, least) of so many do, drawn
-    from those that have d - 1 and whose answer goes on. (COD: conditional drop of tokens.)
+    Of n supervised slots of one answer, n - d could have d masks. A share max(keep^d, least) of them has, sampled from
+    those that have d - 1 and whose answer continues.
+
+    Args:
+        supervised: [T - 2], the supervised slots.
+        seed: decides the sample.
+        max_masks: the largest number of masks after a slot.
+        keep: the share of slots with d masks that get one more.
+        least: the lowest share of all slots, at every depth.
     """
-    draw, inside = torch.Generator().manual_seed(seed), F.pad(supervised, (0, most))
-    drawn = supervised.nonzero()[:, 0]
-    count, slots = torch.zeros_like(supervised, dtype=torch.long), len(drawn)
-    for depth in range(1, most + 1):
-        candidates = drawn[inside[drawn + depth]]
+    generator = torch.Generator().manual_seed(seed)
+    padded = F.pad(supervised, (0, max_masks))
+    sampled = supervised.nonzero()[:, 0]
+    slots = len(sampled)
+    counts = torch.zeros_like(supervised, dtype=torch.long)
+    for depth in range(1, max_masks + 1):
+        # COD: d masks after a slot only if d - 1 are there, and its answer continues for d tokens
+        candidates = sampled[padded[sampled + depth]]
         wanted = max(int((slots - depth) * max(keep**depth, least)), 0)
-        order = torch.empty_like(candidates).random_(generator=draw).argsort()
-        drawn = candidates[order[:wanted]]
-        count[drawn] = depth
-    return count
+        order = torch.empty_like(candidates).random_(generator=generator).argsort()
+        sampled = candidates[order[:wanted]]
+        counts[sampled] = depth
+    return counts
 
 
 def weigh_texts(batch: Batch, masks: MaskRows) -> Tensor:
-    """[S + E], what supervised slots and masks weigh: a text as many as it has slots, each of its rows the same."""
-    slots = [int(part.sum()) for part in supervised_slots(batch)]
+    """Return [S + E], the weights of supervised slots and masks: each row of a sequence weighs the same.
+
+    A sequence weighs as much as it has supervised slots, however many masks they have.
+    """
+    slots = [int(supervised.sum()) for supervised in supervised_slots(batch)]
     rows = list(slots)
     for text, count in masks.texts:
         rows[text] += count
-    shares = [count / max(total, 1) for count, total in zip(slots, rows, strict=True)]
-    parts = [*enumerate(slots), *masks.texts]
-    return torch.cat([torch.full((count,), shares[text], dtype=torch.float64) for text, count in parts])
+    weights = []
+    for text, count in [*enumerate(slots), *masks.texts]:
+        share = slots[text] / max(rows[text], 1)
+        weights.append(torch.full((count,), share, dtype=torch.float64))
+    return torch.cat(weights)
