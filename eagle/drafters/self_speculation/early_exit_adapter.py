@@ -1,6 +1,6 @@
 """A trained early exit: a small network between the target's first layers and its LM head, see `early_exit`."""
 
-# S supervised slots, H width
+# S supervised slots, H hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from eagle.core.examples import Batch
 from eagle.core.tree import Paths
 from eagle.device import upload
 from eagle.drafters.parts.decoder_block import Norm, head_shape
-from eagle.drafters.parts.objectives import Kind, Objective, distillation_loss, step_weights
+from eagle.drafters.parts.objectives import (
+    Kind,
+    Objective,
+    distillation_loss,
+    step_weights,
+)
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.self_speculation.exit_state import ExitDrafter, exit_layer
 from eagle.recipe import Section
@@ -35,7 +40,7 @@ class EarlyExitAdapterSettings(Section):
 
 
 class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
-    """norm(state + network(state)); at first the network is zero and the norm is the target's."""
+    """norm(x + rms(x) network(x / rms(x))) of a state x; at first the network is zero and the norm the target's."""
 
     reads = Reads(view=True, texts=True, weights=True)
     Settings = EarlyExitAdapterSettings
@@ -44,8 +49,10 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     def __init__(self, settings: EarlyExitAdapterSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         assert settings.layers is not None  # for_target decides
-        width, self.layers = shape.hidden_size, settings.layers
+        width = shape.hidden_size
+        self.layers = settings.layers
         self.teacher_taps = (settings.layers, -1)
+        # a change of zero: the new head drafts as the target's layers do
         linear = nn.Linear(width, width, bias=False)
         nn.init.zeros_(linear.weight)
         inner = [nn.Linear(width, width, bias=False), nn.SiLU()] if settings.adapter == "mlp" else []
@@ -54,7 +61,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     @classmethod
     def taps_for(cls, settings: EarlyExitAdapterSettings, target_config: Any) -> tuple[int, ...]:
-        """The output of the layers that draft, read in training; drafting computes it with the target's cache."""
+        """Return the output of the layers that draft, read in training; drafting computes it itself."""
         layers = exit_layer(settings.layers, target_config.num_hidden_layers)
         if layers == target_config.num_hidden_layers:
             raise ValueError(f"drafter.layers is {layers}, expected fewer: these are all layers of this target")
@@ -62,7 +69,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     @classmethod
     def context_taps(cls, settings: EarlyExitAdapterSettings, target_config: Any) -> tuple[int, ...]:
-        """None: the adapter reads one state at a time."""
+        """Return none: the adapter reads one state at a time."""
         return ()
 
     @classmethod
@@ -74,9 +81,10 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         supervised: Iterable[Tensor] | None = None,
         weights: Callable[[str], Tensor] | None = None,
     ) -> EarlyExitAdapter:
-        """A new adapter; with the target's weights it predicts at first what `early_exit` predicts."""
+        """Return a new adapter; with the target's weights it predicts at first what `early_exit` predicts."""
         (layers,) = cls.taps_for(settings, target_config)
         head = cls(settings.model_copy(update={"layers": layers}), head_shape(target_config))
+        # some families store a norm's weight less one
         if weights is not None:
             head.norm.weight.data.copy_(weights(FINAL_NORM) + (target_config.model_type in ONE_MORE))
         return head
@@ -84,12 +92,17 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     @property
     def network(self) -> dict[str, Any]:
         """The network: the layer it follows and its kind."""
-        return {"network": "early_exit_adapter", "layers": self.layers, "adapter": self.settings.adapter}
+        return {
+            "network": "early_exit_adapter",
+            "layers": self.layers,
+            "adapter": self.settings.adapter,
+        }
 
     def adapt(self, state: Tensor) -> Tensor:
-        """[.., H], the LM head's input, from the last layer's output [.., H]."""
+        """Return [.., H], the LM head's input, from the last layer's output [.., H]."""
         state = state.to(self.norm.weight.dtype)
         if self.change is not None:
+            # states differ in size by token and layer; the network sees them at size 1
             size = state.float().square().mean(-1, keepdim=True).sqrt().to(state.dtype)
             state = state + size * self.change(state / size)
         normed: Tensor = self.norm(state)
@@ -98,38 +111,57 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def exit_states(self, batch: Batch, levels: int) -> tuple[Tensor, list[Tensor]]:
-        """The supervised slots [S], and for each level the LM head's input there [S, H].
+        """Return the supervised slots [S], and for each level the LM head's input there [S, H].
 
         Level d of slot i reads the layers' output at token i + 1 + d, as a draft does, and predicts token i + 2 + d.
         """
         places = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
         states = batch.select_taps(self.teacher_taps[:1])[:, 0]
-        ahead = [batch.places_behind(places, 1 + level) for level in range(levels)]
-        return places, [self.adapt(states.index_select(0, rows)) for rows in ahead]
+        level_states = []
+        for level in range(levels):
+            # every level reads the target's own states: a draft runs its first layers too
+            following = batch.places_behind(places, 1 + level)
+            level_states.append(self.adapt(states.index_select(0, following)))
+        return places, level_states
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """The distillation loss of one level; all levels are alike, because each reads true states of early layers."""
+        """Return the distillation loss of one level; all are alike, as each reads the target's own early states."""
         places, (student,) = self.exit_states(batch, 1)
-        true = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
-        objective, weights = Objective(self.settings.loss), step_weights(places, 1)
-        total, _ = distillation_loss(student[None], true, weights, (frozen, frozen), objective, frozen.weight.dtype)
+        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+        total, _ = distillation_loss(
+            student[None],
+            target_hidden,
+            step_weights(places, 1),
+            (frozen, frozen),
+            objective=Objective(self.settings.loss),
+            dtype=frozen.weight.dtype,
+        )
         return {"total": total, "draft_probs/0": total.detach()}
 
     @torch.no_grad()
-    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
+    def validate(
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        trees: dict[str, Paths],
+    ) -> dict[str, Tensor]:
+        """Return sums: tokens that each tree would have kept, and agreement with the target's probs."""
         levels = max(len(path) for paths in trees.values() for path in paths)
         _, states = self.exit_states(batch, levels)
         return validate_batch(batch, states, ([frozen.logits] * levels, frozen.logits), trees)
 
     def draft_levels(
-        self, batch: Batch, frozen: TargetHead, levels: int
+        self,
+        batch: Batch,
+        frozen: TargetHead,
+        levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Each level's states [S, H], and the target's LM head."""
-        return [(state, frozen.logits) for state in self.exit_states(batch, levels)[1]]
+        """Return each level's states [S, H], and the target's LM head."""
+        _, states = self.exit_states(batch, levels)
+        return [(state, frozen.logits) for state in states]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def exit_logits(self, hidden: Tensor, view: Any) -> Tensor:
-        """[.., V], by adapter and LM head."""
+        """Return [.., V], by adapter and LM head."""
         return self.frozen[0].logits(self.adapt(hidden))

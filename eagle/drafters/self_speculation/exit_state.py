@@ -1,6 +1,6 @@
-"""Drafting with a target's first layers, on the target's own keys and values of the texts."""
+"""Drafting with a target's first layers, on the target's own keys and values of the sequences."""
 
-# B rows of text, K nodes of one level, R of all levels with the root, D target width, V vocabulary
+# B sequences, K nodes of one level, R of all levels with the root, H hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.scoring import Seed
 
 
-def exit_layer(layers: int | None, most: int) -> int:
-    """The number of layers that draft, at most `most`; by default a third of the target's."""
-    chosen = max(most // 3, 1) if layers is None else layers
-    if not 1 <= chosen <= most:
-        raise ValueError(f"layers is {layers}, expected 1 to {most}: so many of this target's layers can draft")
-    return chosen
+def exit_layer(layers: int | None, max_layers: int) -> int:
+    """Return the number of layers that draft, of `max_layers`; by default a third of them."""
+    exit_after = max(max_layers // 3, 1) if layers is None else layers
+    if not 1 <= exit_after <= max_layers:
+        raise ValueError(f"layers is {layers}, expected 1 to {max_layers}: so many of this target's layers can draft")
+    return exit_after
 
 
 class ExitDrafter(Drafter):
@@ -37,7 +37,7 @@ class ExitDrafter(Drafter):
     view: Any = None
 
     def exit_logits(self, hidden: Tensor, view: Any) -> Tensor:
-        """[.., V], from what the last of these layers left [.., D]: the target's final norm and LM head."""
+        """Return [.., V], from the last of these layers' output [.., H]: the target's final norm and LM head."""
         logits: Tensor = view.logits(hidden)
         return logits
 
@@ -47,51 +47,62 @@ class ExitDrafter(Drafter):
         self.view = view
 
     def open_with(self, texts: Any) -> ExitState:
-        """The state for several texts drafted together."""
+        """Return the state for several sequences drafted in a batch."""
         view = texts.view
         return ExitState(texts, exit_layer(self.layers, len(view)), lambda hidden: self.exit_logits(hidden, view))
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """The rows of each level of the tree after the first."""
+        """Return the rows of each level of the tree after the first."""
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """The root alone."""
+        """Return the root alone."""
         return 1
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """The layers over so many rows behind so much text, in a cache of its own."""
-        view, cache = self.view, self.view.new_cache()
+        """Return a function to time: the layers over `rows` rows after `context` tokens, in a cache of its own."""
+        view = self.view
+        cache = view.new_cache()
         hidden = view.embed(torch.ones(1, context + rows, dtype=torch.long))
-        positions, layers = torch.arange(context + rows)[None], exit_layer(self.layers, len(view))
+        positions = torch.arange(context + rows)[None]
+        layers = exit_layer(self.layers, len(view))
+
+        def read(rows: slice) -> Tensor:
+            states: Tensor = view.read(hidden[:, rows], positions[:, rows], None, cache, 0, layers)
+            return states
+
+        # the context is written once, and every call reads its rows after it
         if context:
             cache.aim([0], commits=True)
-            view.read(hidden[:, :context], positions[:, :context], None, cache, 0, layers)
+            read(slice(0, context))
         cache.length = context
 
         @torch.inference_mode()
         def run() -> Tensor:
             cache.aim([0])
-            states = view.read(hidden[:, context:], positions[:, context:], None, cache, 0, layers)
+            states = read(slice(context, None))
             return self.exit_logits(states[0, -scored:], view)
 
         return run
 
 
 class ExitState:
-    """The noise of each text; everything else is in the target's state."""
+    """The noise of each sequence; everything else is in the target's state."""
 
     def __init__(self, texts: Any, layers: int, logits: Callable[[Tensor], Tensor]) -> None:
-        self.texts, self.layers, self.logits = texts, layers, logits
+        self.texts = texts
+        self.layers = layers
+        self.logits = logits
         self.noises: dict[int, Noise | None] = {}
         self.confirmed: dict[int, int] = {}  # tokens, the root not counted
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row."""
-        self.noises[row], self.confirmed[row] = noise, 0
+        self.noises[row] = noise
+        self.confirmed[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Nothing to copy: the rows are the target's."""
+        """Refuse: the rows are the target's."""
         raise ValueError("drafts over the target's own rows cannot follow a text that goes on in two ways")
 
     def release(self, row: int) -> None:
@@ -99,37 +110,50 @@ class ExitState:
         del self.noises[row], self.confirmed[row]
 
     @torch.inference_mode()
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Trees grown from what the layers make of the roots."""
+    def propose(
+        self,
+        updates: Mapping[int, Committed],
+        budgets: Mapping[int, Budget],
+    ) -> dict[int, DraftTree]:
+        """Return trees grown from what the layers make of the roots."""
         trees: dict[int, DraftTree] = {}
         for rows in self.texts.groups(list(updates)):
             seeds = []
             for row in rows:
                 self.confirmed[row] += len(updates[row].tokens)
+                # drafted rows lie after the sequence in the target's own cache
                 budget = _fit_columns(budgets[row], self.texts.room(row))
                 seeds.append(Seed(updates[row].root, self.confirmed[row] + 1, budget, self.noises[row]))
             trees |= dict(zip(rows, self._grow(rows, seeds), strict=True))
         return trees
 
     def _grow(self, rows: list[int], seeds: list[Seed]) -> list[DraftTree]:
-        """The trees of rows that may share a forward."""
-        depths = [0]  # of the root, which every draft reads first, and of the nodes read behind it
+        """Return the trees of rows that may share a forward."""
+        depths = [0]  # of the root, which every draft reads first, and of the nodes read after it
 
-        def read(rows_read: list[int], tokens: Tensor, seen: Tensor | None) -> Tensor:
-            return self.logits(self.texts.ahead(rows_read, tokens, depths, seen, self.layers))
+        def read(read_rows: list[int], tokens: Tensor, mask: Tensor | None) -> Tensor:
+            return self.logits(self.texts.ahead(read_rows, tokens, depths, mask, self.layers))
 
-        def level(depth: int, numbers: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-            if depth == 1:  # trees of another budget grow behind the same roots
+        def level(
+            depth: int,
+            row_indices: list[int],
+            tokens: Tensor,
+            parents: Tensor,
+            tree_mask: Tensor,
+        ) -> Tensor:
+            if depth == 1:
+                # trees of another budget grow after the same roots
                 del depths[1:]
             depths.extend([depth] * tokens.shape[1])
-            return read([rows[number] for number in numbers], tokens, F.pad(seen, (1, 0), value=True))
+            with_root = F.pad(tree_mask, (1, 0), value=True)  # [B, K, R]
+            return read([rows[i] for i in row_indices], tokens, with_root)
 
-        first = read(rows, torch.tensor([[seed.root] for seed in seeds]), None)
-        return grow_rows(seeds, first[:, 0], level)
+        roots = torch.tensor([[seed.root] for seed in seeds])
+        return grow_rows(seeds, read(rows, roots, None)[:, 0], level)
 
 
 def _fit_columns(budget: Budget, room: float) -> Budget:
-    """The budget, as deep as the rows of its draft fit in so many columns."""
+    """Return the budget, as deep as the rows of its draft and the root fit in so many columns."""
     while not budget.is_empty and 1 + sum(level_rows(budget)) > room:
         budget = budget.within(budget.depth - 1)
     return budget

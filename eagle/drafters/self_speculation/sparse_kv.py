@@ -1,7 +1,7 @@
-"""The target drafts for itself behind a sparse cache (MagicDec, Sadhukhan et al. 2024, arXiv 2408.11049)."""
+"""The target drafts for itself after a sparse cache (MagicDec, Sadhukhan et al. 2024, arXiv 2408.11049)."""
 
-# B rows of text, T tokens, N observed tokens, K nodes of one level, R of all levels, S held columns, M copied columns
-# X heads of keys, H of queries, D width, V vocabulary
+# B sequences, T tokens, N observed tokens, K nodes of one level, R of all levels, S sparse columns, M copied columns
+# X key heads, H query heads, D head width, V vocabulary
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ Select = Literal["recent", "snap"]
 
 
 class SparseKv(Drafter):
-    """All layers of the target behind `budget` columns of its keys and values.
+    """All layers of the target after `budget` columns of its keys and values.
 
-    "recent" holds the first `sinks` tokens and the latest (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453); "snap"
-    what the prompt's last tokens attend to, and all that follows the prompt (SnapKV, Li et al. 2024, arXiv 2404.14469).
+    "recent" keeps the first `sinks` tokens and the latest (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453). "snap"
+    keeps what the prompt's last tokens attend to, and all that follows the prompt (SnapKV, Li et al. 2024, arXiv
+    2404.14469).
     """
 
     reads = Reads(view=True, texts=True)
@@ -40,7 +41,9 @@ class SparseKv(Drafter):
             raise ValueError(f"budget and sinks are {budget} and {sinks}, expected 0 <= sinks < budget")
         if select == "snap" and budget <= OBSERVED:
             raise ValueError(f"budget is {budget}, expected more than {OBSERVED}, the last tokens, which are all held")
-        self.columns, self.sinks, self.select = budget, sinks, select
+        self.columns = budget
+        self.sinks = sinks
+        self.select = select
         self.views: tuple[Any, ...] = ()  # in a tuple, as heads keep what they borrow
 
     def bind_target(self, view: Any) -> None:
@@ -58,85 +61,99 @@ class SparseKv(Drafter):
         self.views = (view,)
 
     def open_with(self, texts: Any) -> SparseState:
-        """The state for several texts, with a separate cache."""
+        """Return the state for several sequences, with a separate cache."""
         if self.select == "snap":
             return SnapState(texts, self.columns)
         return SparseState(texts, self.columns, self.sinks)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """The rows of each level of the tree after the first."""
+        """Return the rows of each level of the tree after the first."""
         return level_rows(budget)
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Only the root: accepted columns are copied from the target's cache."""
+        """Return only the root: accepted columns are copied from the target's cache."""
         return 1
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """The target's columns that are held, the root's and a draft's; "snap" holds all that follow the prompt."""
+        """Return the bytes of the copied columns, the root's and a draft's; "snap" keeps all that follow the prompt."""
         drafted = 1 + sum(self.forwards(self.budget or Budget()))
-        held = tokens if self.select == "snap" else min(tokens, self.columns + drafted)
-        return with_room(held) * column.cached
+        columns = tokens if self.select == "snap" else min(tokens, self.columns + drafted)
+        return with_room(columns) * column.cached
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor] | None:
-        """A function to time: the target's forward of `rows` rows after the kept columns; None before it is bound."""
+        """Return a function to time: the target's forward of `rows` rows after a sparse cache; None before binding."""
         if not self.views:
             return None
         (view,) = self.views
-        cache, held = view.new_cache(), min(context, self.columns)
-        tokens, positions = torch.ones(1, held + rows, dtype=torch.long), torch.arange(held + rows)[None]
-        view.next_logits(tokens[:, :held], positions[:, :held], None, cache, scored=1)
-        cache.length = held
+        cache = view.new_cache()
+        # the cost of a draft does not grow with its sequence
+        start = min(context, self.columns)
+        tokens = torch.ones(1, start + rows, dtype=torch.long)
+        positions = torch.arange(start + rows)[None]
+        view.next_logits(tokens[:, :start], positions[:, :start], None, cache, scored=1)
+        cache.length = start
 
         def run() -> Tensor:
-            return view.next_logits(tokens[:, held:], positions[:, held:], None, cache, scored=scored)
+            return view.next_logits(tokens[:, start:], positions[:, start:], None, cache, scored=scored)
 
         return run
 
 
-OBSERVED = 32  # last tokens of a prompt, whose attention chooses
+OBSERVED = 32  # last tokens of a prompt, whose attention selects
 POOLED = 5  # neighbours whose attention is averaged
 
 
 class SparseState:
-    """Rows of text in a cache of the drafter's own: the first `sinks` tokens and the latest others, `budget` in all.
+    """Sequences in a cache of the drafter's own: the first `sinks` tokens and the latest others, `budget` in all.
 
-    What the target commits is copied from its cache, the latest over the oldest; a draft lies behind and is dropped.
+    What the target commits is copied from its cache, the latest over the oldest; a draft lies after it and is dropped.
     """
 
     def __init__(self, texts: TargetTexts, budget: int, sinks: int) -> None:
-        self.texts, self.view, self.budget, self.sinks = texts, texts.view, budget, sinks
+        self.texts = texts
+        self.view = texts.view
+        self.budget = budget
+        self.sinks = sinks
         self.ring = budget - sinks
         self.cache = self.view.new_cache()
-        self.rows: list[int] = []  # by slot: those that were asked for
+        self.rows: list[int] = []  # by cache row: those that were asked for
         self.noises: dict[int, Noise | None] = {}
         self.lengths: dict[int, int] = {}  # committed tokens
         self.copied: dict[int, int] = {}  # of them, those that were copied or passed over
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """A text begins; its keys and values are copied when it is first asked for."""
-        self.noises[row], self.lengths[row], self.copied[row] = noise, 0, 0
+        """Begin a row; its keys and values are copied when it is first asked for."""
+        self.noises[row] = noise
+        self.lengths[row] = 0
+        self.copied[row] = 0
 
     def fork(self, row: int, other: int) -> None:
-        """Nothing to copy: the rows are the target's."""
+        """Refuse: the rows are the target's."""
         raise ValueError("drafts over the target's own rows cannot follow a text that goes on in two ways")
 
     def release(self, row: int) -> None:
-        """A text has ended: the last slot's text takes its place."""
+        """Release a row; the sequence of the last cache row moves to its own."""
         del self.noises[row], self.lengths[row], self.copied[row]
         if row in self.rows:
-            slot, last = self.rows.index(row), len(self.rows) - 1
-            self.cache.clear(slot)
-            self.cache.swap(slot, last)
-            self.rows[slot] = self.rows[last]
+            cache_row = self.rows.index(row)
+            last = len(self.rows) - 1
+            self.cache.clear(cache_row)
+            self.cache.swap(cache_row, last)
+            self.rows[cache_row] = self.rows[last]
             self.rows.pop()
 
     @torch.inference_mode()
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """Trees grown from the target's own logits behind the columns that are held."""
+    def propose(
+        self,
+        updates: Mapping[int, Committed],
+        budgets: Mapping[int, Budget],
+    ) -> dict[int, DraftTree]:
+        """Return trees grown from the target's own logits after the copied columns."""
         for row, update in updates.items():
             self.lengths[row] += len(update.tokens)
             if row not in self.rows:
                 self.rows.append(row)
+        # the drafts of the last cycle are overwritten by what the target made of the accepted tokens
         self._copy_committed([row for row in self.rows if row in updates])
         trees: dict[int, DraftTree] = {}
         for group in self.texts.groups([*updates]):
@@ -146,77 +163,107 @@ class SparseState:
         return trees
 
     def _grow(self, rows: list[int], seeds: list[Seed]) -> list[DraftTree]:
-        """The trees of rows that share forwards; each root is read behind its text and held until the next draft."""
-        held = self._held_positions(rows) if self.view.has_windows else None
+        """Return the trees of rows that share forwards; each root is read first and stays until the next draft."""
+        # sliding windows go by positions, which the columns of a ring do not have in order
+        column_positions = self._held_positions(rows) if self.view.has_windows else None
         roots = torch.tensor([[seed.root] for seed in seeds])
-        logits = self._read(rows, roots, [0], None, held)[:, 0]
+        logits = self._read(rows, roots, depths=[0], tree_mask=None, column_positions=column_positions)[:, 0]
         for row in rows:
             self.cache.lengths[self.rows.index(row)] += 1
-        depths = list[int]()
+        depths: list[int] = []
 
-        def level(depth: int, numbers: list[int], tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
+        def level(
+            depth: int,
+            row_indices: list[int],
+            tokens: Tensor,
+            parents: Tensor,
+            tree_mask: Tensor,
+        ) -> Tensor:
             if depth == 1:
                 depths.clear()
             depths.extend([depth] * tokens.shape[1])
-            asked = None if held is None else held[numbers]
-            return self._read([rows[number] for number in numbers], tokens, depths, seen, asked)
+            return self._read(
+                [rows[i] for i in row_indices],
+                tokens,
+                depths=depths,
+                tree_mask=tree_mask,
+                column_positions=None if column_positions is None else column_positions[row_indices],
+            )
 
         return grow_rows(seeds, logits, level)
 
     def _read(
-        self, rows: list[int], tokens: Tensor, depths: list[int], seen: Tensor | None, held: Tensor | None
+        self,
+        rows: list[int],
+        tokens: Tensor,
+        *,
+        depths: list[int],
+        tree_mask: Tensor | None,
+        column_positions: Tensor | None,
     ) -> Tensor:
-        """[B, K, V], the logits after the last K tokens [B, K] of drafts, at so many positions behind the text."""
-        slots = [self.rows.index(row) for row in rows]
-        unread = len(depths) - tokens.shape[1]
-        self.cache.aim(slots, [self.cache.lengths[slot] + unread for slot in slots])
-        positions = torch.tensor([self.lengths[row] for row in rows])[:, None] + torch.tensor(depths)
-        return self.view.next_logits(tokens, positions, seen, self.cache, held)
+        """Return [B, K, V], the logits after the last K tokens [B, K] of drafts.
 
-    # -- what is held -------------------------------------------------------------------------------------------------
+        Args:
+            depths: how far after the sequence each token of the drafts stands, those read before included.
+            tree_mask: what they see of the drafts, [B, K, R].
+            column_positions: the positions of the columns, [B, S + 1], where windows go by them.
+        """
+        # drafted tokens lie after the copied columns, level after level
+        cache_rows = [self.rows.index(row) for row in rows]
+        drafted = len(depths) - tokens.shape[1]
+        self.cache.aim(cache_rows, [self.cache.lengths[cache_row] + drafted for cache_row in cache_rows])
+        positions = torch.tensor([self.lengths[row] for row in rows])[:, None] + torch.tensor(depths)
+        return self.view.next_logits(tokens, positions, tree_mask, self.cache, column_positions)
+
+    # -- which columns are copied -------------------------------------------------------------------------------------
 
     def _copy_committed(self, rows: Sequence[int]) -> None:
         """Bring the cache to what is committed of these rows, all in one copy per layer."""
         moves = {}
-        self.cache.lengths = (self.cache.lengths + [0] * len(self.rows))[: len(self.rows)]
+        # a length for each row in use
+        lengths = self.cache.lengths + [0] * len(self.rows)
+        self.cache.lengths = lengths[: len(self.rows)]
         for row in rows:
-            slot = self.rows.index(row)
+            cache_row = self.rows.index(row)
             if not self.copied[row]:
-                self._begin(row, slot)
-            if len(positions := self._new_positions(row)):
-                moves[row] = slot, positions, self._columns(row, positions)
+                self._begin(row, cache_row)
+            positions = self._new_positions(row)
+            if len(positions):
+                moves[row] = cache_row, positions, self._columns(row, positions)
             self.copied[row] = self.lengths[row]
-            self.cache.lengths[slot] = self._held(row)
+            self.cache.lengths[cache_row] = self._held(row)
         self.texts.copy_columns(self.cache, moves)
 
-    def _begin(self, row: int, slot: int) -> None:
-        """Choose the prompt columns to keep permanently; none here."""
+    def _begin(self, row: int, cache_row: int) -> None:
+        """Select the prompt columns to keep permanently; none here."""
 
     def _held(self, row: int) -> int:
-        """The number of columns held for a row."""
+        """Return the number of columns in use for a row."""
         return min(self.lengths[row], self.budget)
 
     def _new_positions(self, row: int) -> Tensor:
-        """[M], the positions that still have to be copied."""
-        start, end = self.copied[row], self.lengths[row]
-        first, latest = range(start, min(end, self.sinks)), range(max(start, self.sinks, end - self.ring), end)
-        return torch.tensor([*first, *latest], dtype=torch.long)
+        """Return [M], the positions that still have to be copied."""
+        start = self.copied[row]
+        end = self.lengths[row]
+        sinks = range(start, min(end, self.sinks))
+        latest = range(max(start, self.sinks, end - self.ring), end)
+        return torch.tensor([*sinks, *latest], dtype=torch.long)
 
     def _columns(self, row: int, positions: Tensor) -> Tensor:
-        """[M], where positions lie: the sinks in order, the others in a ring behind them."""
+        """Return [M], the columns of positions: the sinks in order, the others in a ring after them."""
         ring = self.sinks + (positions - self.sinks) % self.ring
         return torch.where(positions < self.sinks, positions, ring)
 
     def _held_positions(self, rows: Sequence[int]) -> Tensor:
-        """[B, S + 1], the position that each row's columns hold, the root's behind them."""
-        most = max(map(self._held, rows)) + 1
-        held = torch.arange(most).repeat(len(rows), 1)
-        for row, places in zip(rows, held, strict=True):
+        """Return [B, S + 1], the position in each of a row's columns, the root's after them."""
+        count = max(map(self._held, rows)) + 1
+        column_positions = torch.arange(count).repeat(len(rows), 1)
+        for row, positions in zip(rows, column_positions, strict=True):
             end = self.lengths[row]
             latest = torch.arange(max(end - self.ring, min(self.sinks, end)), end)  # none while the sinks fill
-            places[self._columns(row, latest)] = latest
-            places[self._held(row)] = end
-        return held
+            positions[self._columns(row, latest)] = latest
+            positions[self._held(row)] = end
+        return column_positions
 
 
 class SnapState(SparseState):
@@ -224,28 +271,30 @@ class SnapState(SparseState):
 
     def __init__(self, texts: TargetTexts, budget: int) -> None:
         super().__init__(texts, budget, 0)
-        self.skipped: dict[int, int] = {}  # tokens of a prompt that are not held, as many in every head
+        self.skipped: dict[int, int] = {}  # tokens of a prompt that are not copied, as many in every head
 
     def release(self, row: int) -> None:
         """Release a row."""
         super().release(row)
         self.skipped.pop(row, None)
 
-    def _begin(self, row: int, slot: int) -> None:
+    def _begin(self, row: int, cache_row: int) -> None:
         """Copy `budget` columns of a longer prompt, the last of them and the highest scores, each head its own."""
         length = self.lengths[row]
         self.skipped[row] = max(length - self.budget, 0)
         if not self.skipped[row]:
             return
         latest = upload(torch.arange(length - OBSERVED, length), self.view.device)
-        self.cache.aim([slot], [0])
+        self.cache.aim([cache_row], [0])
 
         def copy(layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
-            chosen = score_columns(queries[0], keys[0], scale).topk(self.budget - OBSERVED).indices
-            columns = torch.cat([chosen, latest.to(chosen.device).expand(len(chosen), -1)], 1)[:, :, None]
-            held = self.texts.keys_values(row, layer)
+            # the last tokens stay, and of those before them the likeliest to be attended to
+            selected = score_columns(queries[0], keys[0], scale).topk(self.budget - OBSERVED).indices
+            last = latest.to(selected.device).expand(len(selected), -1)
+            columns = torch.cat([selected, last], 1)[:, :, None]  # [X, budget, 1]
+            stored = self.texts.keys_values(row, layer)
             layers: Any = self.cache.layers
-            layers[layer].update(*(part.take_along_dim(columns, 1)[None] for part in held))
+            layers[layer].update(*(tensor.take_along_dim(columns, 1)[None] for tensor in stored))
 
         self.texts.observe_attention(row, OBSERVED, copy)
         self.copied[row] = length
@@ -261,14 +310,21 @@ class SnapState(SparseState):
 
 
 def score_columns(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """[X, T - N], how much the last N tokens attend to each before them: queries [H, N, D], keys [X, T, D].
+    """Return [X, T - N], how much the last N tokens attend to each token before them.
 
-    Probs summed over queries and the heads that share keys, and averaged over five neighbours; beyond the ends is 0.
+    Probs are summed over queries and the heads that share keys, then averaged over five neighbours, 0 beyond the ends.
+
+    Args:
+        queries: of the last tokens, [H, N, D].
+        keys: [X, T, D].
+        scale: of their product.
     """
-    heads, (count, width) = len(keys), queries.shape[1:]
+    heads = len(keys)
+    _, count, width = queries.shape
+    # A = softmax(Q K^T / sqrt(D)); the score of a key is the sum of its column
     scores = (queries.reshape(heads, -1, width) * scale) @ keys.transpose(1, 2)
-    scores = scores.view(heads, -1, count, keys.shape[1])
-    ahead = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
-    scores[..., -count:].masked_fill_(ahead, -torch.inf)
+    scores = scores.view(heads, -1, count, keys.shape[1])  # [X, H / X, N, T]
+    is_later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+    scores[..., -count:].masked_fill_(is_later, -torch.inf)
     attended = scores.softmax(-1, dtype=torch.float32)[..., :-count].sum((1, 2))
     return F.avg_pool1d(attended, POOLED, stride=1, padding=POOLED // 2)
