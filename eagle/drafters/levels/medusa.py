@@ -1,10 +1,10 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): independent heads on one state of the target."""
 
-# H width
+# H hidden, D = H what an LM head reads
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from eagle.core.drafter import HeadShape, TargetHead
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
-from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
 
 FALLING = 0.8  # what a level weighs relative to the one before in the published recipes of joint training
@@ -48,47 +47,38 @@ class Medusa(LevelHeads):
     Settings = MedusaSettings
     settings: MedusaSettings
     reads_tokens = False
+    network_keys = ("levels", "layers", "lm_head")
     blocks: Any
     heads: Any
 
     def __init__(self, settings: MedusaSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
-        width, levels = shape.hidden_size, range(settings.levels)
-        self.blocks = nn.ModuleList([nn.Sequential(*(Residual(width) for _ in range(settings.layers))) for _ in levels])
-        own = levels if settings.lm_head == "own" else ()
-        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size, bias=False) for _ in own])
+        width = shape.hidden_size
+        self.blocks = nn.ModuleList()
+        for _ in range(settings.levels):
+            self.blocks.append(nn.Sequential(*(Residual(width) for _ in range(settings.layers))))
+        # an LM head by level is most of the weights; the target's costs none
+        lm_heads = settings.levels if settings.lm_head == "own" else 0
+        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size, bias=False) for _ in range(lm_heads)])
 
-    @classmethod
-    def for_target(
-        cls,
-        settings: MedusaSettings,
-        target_config: Any,
-        frozen: TargetHead | None = None,
-        supervised: Iterable[Tensor] | None = None,
-    ) -> Medusa:
-        """New heads; at first all predict the target's next token."""
-        head = cls(settings, head_shape(target_config))
+    def start(self, frozen: TargetHead | None) -> None:
+        """Let all levels predict the target's next token at first."""
         if frozen is not None:
-            for part in head.heads:
-                part.weight.data.copy_(frozen.start_matrix())
-        return head
-
-    @property
-    def network(self) -> dict[str, Any]:
-        """The network: its levels, its blocks, and whose LM head they use."""
-        named = ("levels", "layers", "lm_head")
-        return {"network": "medusa", **{name: getattr(self.settings, name) for name in named}}
+            for lm_head in self.heads:
+                lm_head.weight.data.copy_(frozen.start_matrix())
 
     @property
     def level_weights(self) -> Sequence[float]:
-        """Weights of the levels in the loss: equal, or falling."""
-        return [FALLING ** (level + 1) if self.settings.weights == "falling" else 1.0 for level in range(self.levels)]
+        """The weights of the levels in the loss: equal, or falling."""
+        if self.settings.weights == "equal":
+            return [1.0] * self.levels
+        return [FALLING ** (level + 1) for level in range(self.levels)]
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """[.., D], the output of the level's residual blocks."""
+        """Return [.., H], the output of the level's residual blocks."""
         hidden: Tensor = self.blocks[level](state)
         return hidden
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
-        """Each level's own LM head, or the target's for all levels."""
-        return [OwnHead(part.weight) for part in self.heads] or [frozen]
+        """Return each level's own LM head, or the target's for all levels."""
+        return [OwnHead(lm_head.weight) for lm_head in self.heads] or [frozen]

@@ -1,11 +1,11 @@
 """MLP speculator (Wertheimer et al. 2024, arXiv 2404.19124): each stage reads the previous state and one token."""
 
-# H the target's width, D that of a stage
+# H hidden of the target, D of a stage
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from eagle.core.budget import MOST_LEVELS
 from eagle.core.drafter import HeadShape, TargetHead
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
-from eagle.drafters.parts.decoder_block import Norm, head_shape
+from eagle.drafters.parts.decoder_block import Norm
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
 
 EPS = 1e-6  # of all its norms, whatever the target's
@@ -40,7 +40,7 @@ class ShiftedNorm(Norm):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., D]."""
+        """Return [.., D]."""
         return super().forward(x) + self.bias
 
 
@@ -53,6 +53,7 @@ class MlpSpeculator(LevelHeads):
 
     Settings = MlpSpeculatorSettings
     settings: MlpSpeculatorSettings
+    network_keys = ("levels", "tie_weights", "scale_input")
     emb: Any
     proj: Any
     ln: Any
@@ -60,48 +61,37 @@ class MlpSpeculator(LevelHeads):
 
     def __init__(self, settings: MlpSpeculatorSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
-        width, inner = shape.hidden_size, settings.inner_dim or shape.hidden_size
-        stages, projections = range(settings.levels), range(settings.levels)
-        if settings.tie_weights:
-            stages, projections = stages[:1], projections[:2]
-        self.emb = nn.ModuleList([nn.Embedding(shape.vocab_size, inner) for _ in stages])
-        self.proj = nn.ModuleList([nn.Linear(inner if stage else width, inner, bias=False) for stage in projections])
-        self.ln = nn.ModuleList([ShiftedNorm(inner) for _ in stages])
-        self.head = nn.ModuleList([nn.Linear(inner, shape.vocab_size, bias=False) for _ in stages])
-        kept = 0.5 ** (0.5 / settings.levels)
-        self.token_ratio = math.sqrt((1 - kept**2) * inner / 2) / kept
+        inner = settings.inner_dim or shape.hidden_size
+        stages = 1 if settings.tie_weights else settings.levels
+        # tied stages differ in what they project: the first reads the target's width
+        projections = min(settings.levels, 2) if settings.tie_weights else settings.levels
+        widths = [shape.hidden_size] + [inner] * (projections - 1)
+        self.emb = nn.ModuleList([nn.Embedding(shape.vocab_size, inner) for _ in range(stages)])
+        self.proj = nn.ModuleList([nn.Linear(width, inner, bias=False) for width in widths])
+        self.ln = nn.ModuleList([ShiftedNorm(inner) for _ in range(stages)])
+        self.head = nn.ModuleList([nn.Linear(inner, shape.vocab_size, bias=False) for _ in range(stages)])
+        # r = sqrt((1 - w^2) D / 2) / w with w^2 = 0.5^(1 / levels)
+        state_weight = 0.5 ** (0.5 / settings.levels)
+        self.token_ratio = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
-    @classmethod
-    def for_target(
-        cls,
-        settings: MlpSpeculatorSettings,
-        target_config: Any,
-        frozen: TargetHead | None = None,
-        supervised: Iterable[Tensor] | None = None,
-    ) -> MlpSpeculator:
-        """A new head, with all matrices initialised alike."""
-        head = cls(settings, head_shape(target_config))
-        for part in (*head.emb, *head.proj, *head.head):
-            nn.init.normal_(part.weight, std=head.emb[0].embedding_dim ** -0.5)
-        return head
-
-    @property
-    def network(self) -> dict[str, Any]:
-        """The network: its stages, what they share, and what the first one reads."""
-        named = ("levels", "tie_weights", "scale_input")
-        return {"network": "mlp_speculator", **{name: getattr(self.settings, name) for name in named}}
+    def start(self, frozen: TargetHead | None) -> None:
+        """Initialise all matrices alike: N(0, 1 / D)."""
+        # the variance that `token_ratio` is made for
+        for module in (*self.emb, *self.proj, *self.head):
+            nn.init.normal_(module.weight, std=self.emb[0].embedding_dim ** -0.5)
 
     def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
-        """[.., D], a stage's state, from that of the stage before, or the target's [.., H], and the tokens [..]."""
+        """Return [.., D], a stage's state, from that of the stage before, or the target's [.., H], and tokens [..]."""
         if level == 0 and self.settings.scale_input:
             state = F.rms_norm(state, state.shape[-1:], eps=EPS) / math.sqrt(2)
-        emb, proj, ln = (parts[min(level, len(parts) - 1)] for parts in (self.emb, self.proj, self.ln))
+        # s = gelu(ln(P s' + r E x)); a shared module serves all further levels
+        emb, proj, ln = (modules[min(level, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln))
         return F.gelu(ln(proj(state) + self.token_ratio * emb(tokens)))
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """The state itself."""
+        """Return the state itself."""
         return state
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
-        """One LM head for each stage, or one for all."""
-        return [OwnHead(part.weight) for part in self.head]
+        """Return one LM head for each stage, or one for all."""
+        return [OwnHead(lm_head.weight) for lm_head in self.head]

@@ -101,8 +101,12 @@ def reads_the_next_state(head: Any) -> None:
 
 def learns_the_next_label(head: Any) -> None:
     """All levels learn what stands one place further."""
-    last = lambda batch, places: (places + 1).clamp(max=len(batch.tokens) - 3)  # noqa: E731
-    head.teacher = lambda batch, places, frozen: type(head).teacher(head, batch, last(batch, places), frozen)
+    honest = level_heads.choose_teacher
+
+    def planted(loss: Any, batch: Batch, places: Tensor, frozen: Any) -> Any:
+        return honest(loss, batch, (places + 1).clamp(max=len(batch.tokens) - 3), frozen)
+
+    head.planted.setattr(level_heads, "choose_teacher", planted)
 
 
 def level_behind(head: Any) -> None:
