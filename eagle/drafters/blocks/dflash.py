@@ -11,7 +11,6 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch
-from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.injected_head import InjectedHead, InjectedSettings
 from eagle.drafters.parts.objectives import ROWS, Loss, Objective, distillation_loss
 
@@ -47,10 +46,7 @@ class DFlash(InjectedHead):
             count: return what the loss is divided by, as "divisor", in place of the loss.
         """
         settings = self.settings
-        anchors = Anchors.drawn(batch, self.levels, settings.anchors)
-        context = self.inject_texts(batch)
-        roots = anchors.tokens_at(batch, -1)
-        states = self.read_blocks(batch, frozen, context, anchors.spans, roots=roots)  # [A, K, H]
+        anchors, states = self.read_anchors(batch, frozen)
         tokens = anchors.tokens_of(batch)
         # L = sum_ak w_k * CE(q_ak) / divisor, with w_k = e^(-k / decay), or D-PACE's weights
         weights = anchors.reached * self.level_shares(batch)

@@ -305,10 +305,7 @@ class DSpark(InjectedHead):
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Return the loss of all levels and of their confidence, at blocks after anchors sampled from each sequence."""
-        anchors = Anchors.drawn(batch, self.levels, self.settings.anchors)
-        context = self.inject_texts(batch)
-        roots = anchors.tokens_at(batch, -1)
-        states = self.read_blocks(batch, frozen, context, anchors.spans, roots=roots)  # [A, K, H]
+        anchors, states = self.read_anchors(batch, frozen)
         hidden = self.read_levels(batch, anchors, states, frozen)
         weights = anchors.reached * self.level_shares(batch)
         total, overlaps = self.compare(batch, anchors, hidden, weights, heads=(self.lm_head(frozen), frozen))
@@ -319,7 +316,8 @@ class DSpark(InjectedHead):
         losses = {"total": total, "draft_probs": total.detach()}
         if self.confidence_head is not None:
             # a level is accepted with probability sum min(p, q), its overlap with the target
-            previous = torch.cat([roots[:, None], anchors.tokens_of(batch)[:, :-1]], dim=1)
+            roots = anchors.tokens_at(batch, -1)[:, None]
+            previous = torch.cat([roots, anchors.tokens_of(batch)[:, :-1]], dim=1)
             rated = self.rate(states, previous).to(overlaps.dtype)
             losses["confidence"] = F.binary_cross_entropy_with_logits(rated, overlaps, weights, reduction="sum")
             losses["total"] = total + losses["confidence"]

@@ -85,7 +85,6 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     """
 
     teacher_taps = (-1,)
-    capture = drafts = None  # drafts are not captured; all tokens can be drafted
     reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
     sharpness = 1.0
     open_levels: type[Any] = SlotLevels  # what makes logits of the states of a block, level by level
@@ -216,6 +215,13 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         """Return [K], the weight of each level at each anchor whose block reaches it."""
         divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
         return level_shares(self.level_weights, divisors, self.dtype, batch.tokens.device)
+
+    def read_anchors(self, batch: Batch, frozen: TargetHead) -> tuple[Anchors, Tensor]:
+        """Return anchors sampled from each sequence, and the states [A, K, H] of the blocks after them."""
+        anchors = Anchors.drawn(batch, self.levels, self.settings.anchors)
+        context = self.inject_texts(batch)
+        roots = anchors.tokens_at(batch, -1)
+        return anchors, self.read_blocks(batch, frozen, context, anchors.spans, roots=roots)
 
     def inject_texts(self, batch: Batch) -> list[Pair]:
         """Return every block's keys and values [k, N, w] of the features of all slots of the sequences."""

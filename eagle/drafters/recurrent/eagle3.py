@@ -45,8 +45,7 @@ class Eagle3(FusedHead):
         """The network: its taps and where it has norms."""
         return {
             "network": "fused",
-            **self.further_blocks,
-            **self.further_masks,
+            **self.stack,
             "taps": self.settings.taps,
             "norm_output": self.settings.norm_output,
             "norm_before_residual": self.settings.norm_before_residual,

@@ -82,7 +82,7 @@ class FeatureHead(UnrolledDrafter):
     @property
     def network(self) -> dict[str, Any]:
         """One network for all heads that continue the target's last features, however trained."""
-        return {"network": "features", **self.further_blocks, **self.further_masks}
+        return {"network": "features", **self.stack}
 
     # -- one level ----------------------------------------------------------------------------------------------------
 

@@ -58,14 +58,14 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
     capture: Capture | None = None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
 
     @property
-    def further_blocks(self) -> dict[str, Any]:
-        """The number of blocks if it is more than one, which makes another network; else nothing."""
-        return {"blocks": len(self.layers)} if len(self.layers) > 1 else {}
-
-    @property
-    def further_masks(self) -> dict[str, Any]:
-        """The window as plain values; nothing for a head that sees its whole sequence."""
-        return {} if self.window is None else {"window": asdict(self.window)}
+    def stack(self) -> dict[str, Any]:
+        """What makes another network of the same blocks: their number and their window, where a head has these."""
+        stack: dict[str, Any] = {}
+        if len(self.layers) > 1:
+            stack["blocks"] = len(self.layers)
+        if self.window is not None:
+            stack["window"] = asdict(self.window)
+        return stack
 
     @property
     def window(self) -> Window | None:

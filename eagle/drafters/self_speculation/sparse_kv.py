@@ -321,7 +321,7 @@ def score_columns(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """
     heads = len(keys)
     _, count, width = queries.shape
-    # A = softmax(Q K^T / sqrt(D)); the score of a key is the sum of its column
+    # A = softmax(scale Q K^T); the score of a key is the sum of its column
     scores = (queries.reshape(heads, -1, width) * scale) @ keys.transpose(1, 2)
     scores = scores.view(heads, -1, count, keys.shape[1])  # [X, H / X, N, T]
     is_later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)

@@ -215,9 +215,9 @@ class Spire(TrainableDrafter):
             tables = tables_at(positions + step)
             following = batch.places_behind(places, step)
             states = [frozen.embed(batch.tokens.index_select(0, following)).to(features.dtype)]
-            for block, pair, memories in zip(self.layers, context, memory_pairs, strict=True):
+            for block, pair, drafted in zip(self.layers, context, memory_pairs, strict=True):
                 inputs = block.inputs(states[-1])
-                states.append(read_rows(block, inputs, tables, pair, spans=spans, own=memories))
+                states.append(read_rows(block, inputs, tables, pair, spans=spans, own=drafted))
             pass_states.append(self.norm(states[-1]))
             if step == steps:
                 break

@@ -23,8 +23,9 @@ from eagle.core.examples import Batch
 from eagle.core.tree import chain_paths
 from eagle.drafters.parts import spans
 from eagle.drafters.parts.decoder_block import Block
-from eagle.drafters.recurrent import falcon, unroll
-from eagle.drafters.recurrent.falcon import BlockState, Falcon, SlotBlocks
+from eagle.drafters.recurrent import block_state, falcon, unroll
+from eagle.drafters.recurrent.block_state import BlockState
+from eagle.drafters.recurrent.falcon import Falcon, SlotBlocks
 from tests.drafters.parts.test_judge import counted_by_drafting
 from tests.drafters.test_many_texts import BUDGETS, play
 from tests.naive_unroll import Network, attended, output_of, projected
@@ -382,7 +383,7 @@ def test_drafts_with_a_cache_are_those_of_a_loop_without(k: int, levels: int) ->
 
 def test_other_drafts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: slots that do not see their whole block, see other paths, stand elsewhere, or swap levels."""
-    levels, forward, mask = falcon._BlockLevels, Block.forward, falcon.level_mask
+    levels, forward, mask = block_state._BlockLevels, Block.forward, block_state.level_mask
     read, block = BlockState._read_group, levels._read_block
 
     def shifted(self: Any, depth: int) -> None:
@@ -391,7 +392,7 @@ def test_other_drafts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for home, name, fault in (
         (Block, "forward", lambda self, x, tables, mask, cache: forward(self, x, tables, None, cache)),
-        (falcon, "level_mask", lambda committed, seen, groups: mask(committed, torch.ones_like(seen), groups)),
+        (block_state, "level_mask", lambda committed, seen, groups: mask(committed, torch.ones_like(seen), groups)),
         (levels, "_read_block", shifted),
         (BlockState, "_read_group", lambda state, updates: read(state, updates).flip(1)),
     ):
