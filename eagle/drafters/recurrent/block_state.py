@@ -124,10 +124,8 @@ class _BlockLevels(Levels):
         count = len(self.cache_rows)
         device = self.root_states.device
         self.rows = list(range(count))
-        self.states, self.logits = (
-            self.root_states,
-            self.root_logits,
-        )  # of the last blocks, [B, F, k, H or V]
+        self.states = self.root_states  # of the last blocks, [B, F, k, H]
+        self.logits = self.root_logits  # [B, F, k, V]
         self.block_index = torch.zeros(count, 1, dtype=torch.long, device=device)  # [B, K], which one a node follows
         self.path: list[Tensor] = []  # the tokens [B, K] after it, level by level
         self.block_mask = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)  # [B, F, R], blocks of its path
@@ -172,6 +170,7 @@ class _BlockLevels(Levels):
 
         hidden = self.states.take_along_dim(block_index[..., None], 1).flatten(1, 2)  # [B, K * k, H]
         tokens = torch.stack(self.path, dim=2).flatten(1)  # [B, K * k]
+        # k positions, the same for all blocks
         (cosine, sine), committed = self._inputs_at(slice(depth - size, depth))
         tables = cosine.repeat(1, count, 1), sine.repeat(1, count, 1)
 
