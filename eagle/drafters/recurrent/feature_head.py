@@ -134,13 +134,7 @@ class FeatureHead(UnrolledDrafter):
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
         student = align_steps(unrolled.states)  # [K, S, H]
         weights = step_weights(unrolled.places, steps)
-        loss, step_losses = distillation_loss(
-            student,
-            target_hidden,
-            weights,
-            (frozen, frozen),
-            objective=objective,
-        )
+        loss, step_losses = distillation_loss(student, target_hidden, weights, (frozen, frozen), objective)
         regression = feature_regression(student, target_hidden, weights)
         return regression, loss, step_losses
 
