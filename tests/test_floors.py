@@ -40,7 +40,7 @@ DOORS = {
         "data_prep.tokens",
         *("eagle.drafters.parts.decoder_block", "eagle.drafters.draft_model"),
         # what `model.generate` calls with its own processors, criteria and outputs
-        *("eagle.transformers.beams", "eagle.transformers.calling_frame", "eagle.transformers.node_processors"),
+        "eagle.transformers.node_processors",
         *("eagle.transformers.request", "eagle.transformers.with_drafter"),
         "eagle.conformance.own_answers",  # the untouched model, by which methods are checked
     },

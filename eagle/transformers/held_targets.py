@@ -30,24 +30,27 @@ class Held:
         return Held, ()
 
     def target_of(self, model: Any) -> Target:
-        """The target over the model's weights; made anew, with all drafters, where the model was rebuilt."""
+        """Return the target over the model's weights; made again, with all drafters, where the model was rebuilt."""
+        # a model that was moved, cast, or given an adapter needs another target
         weights = list(model.parameters())
         attention = getattr(model.config, "_attn_implementation", None)
         built = (model.device, model.dtype, attention, [id(weight) for weight in weights])
         with self.lock:  # first calls of several threads make one target
             if self.target is None or self.built != built:
                 self.drafters.clear()
-                wanted = [weight.requires_grad for weight in weights]
+                # a target freezes its model, which here is the caller's, who may go on training it
+                trained = [weight for weight in weights if weight.requires_grad]
                 try:
-                    self.target, self.built = Target(model), built
+                    self.target = Target(model)
+                    self.built = built
                 finally:
-                    for weight, wants in zip(weights, wanted, strict=True):
-                        weight.requires_grad_(wants)
+                    for weight in trained:
+                        weight.requires_grad_(True)
             return self.target
 
 
 def held_by(model: Any) -> Held:
-    """What is held by a model."""
+    """Return what is held by a model."""
     held = vars(model).setdefault(ATTRIBUTE, Held())
     assert isinstance(held, Held)
     return held
@@ -65,13 +68,13 @@ def count_from_zero(target: Target) -> None:
 
 
 def last_traces(model: Any) -> list[Trace]:
-    """The traces of a model's last call of `generate` with a drafter, one for each text; none after beams."""
+    """Return the traces of a model's last call of `generate` with a drafter, one for each row; none after beams."""
     return held_by(model).traces
 
 
 @contextmanager
 def in_evaluation(model: Any) -> Iterator[None]:
-    """A context in which the model evaluates; the modules that were in training are so again afterwards."""
+    """Return a context in which the model evaluates; modules that were in training are so again afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -19,12 +19,24 @@ from eagle.transformers.node_processors import processors_of_row
 
 CACHES = ("past_key_values", "cache_params", "cache")  # the last since transformers 5.24
 # arguments of the model's forward that `generate` prepares, and that follow from the tokens and their mask
-PREPARED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHES}
+PREPARED = {
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+    *CACHES,
+}
 PREPARED |= {"mm_encoder_outputs"}  # of images, which the target encodes by itself
 STATES = ("output_attentions", "output_hidden_states")
 TYPES = "token_type_ids"
 CHECKPOINTS = "transformers_modules"  # the package of code that came with a checkpoint
-ALONE = {"tokenizer", "assistant_tokenizer", "synced_gpus", "assistant_model"}  # no inputs of the model
+ALONE = {
+    "tokenizer",
+    "assistant_tokenizer",
+    "synced_gpus",
+    "assistant_model",
+}  # no inputs of the model
 # other modes, and what asks for them
 OTHER_MODES = {
     "beam_sample": "num_beams with do_sample",
@@ -65,16 +77,19 @@ class Request:
     @property
     def stop_tokens(self) -> list[int]:
         """The tokens that end a text."""
-        ends = [criterion.eos_token_id for criterion in self.criteria if type(criterion) is EosTokenCriteria]
-        return sorted({token for tokens in ends for token in tokens.flatten().tolist()})
+        tokens: set[int] = set()
+        for criterion in self.criteria:
+            if type(criterion) is EosTokenCriteria:
+                tokens.update(criterion.eos_token_id.flatten().tolist())
+        return sorted(tokens)
 
     def processors_of(self, row: int) -> list[Any]:
-        """The processors as they are called for one row."""
-        rows, padding = len(self.input_ids), len(self.paddings[row])
-        if self.is_beams:  # of which all have one prompt's number
-            row, rows = row // self.expansion, rows // self.expansion
-        prompts = rows if self.is_beams else rows // self.expansion
-        return processors_of_row(self.processors, row, prompts, rows, padding)
+        """Return the processors as they are called for one row."""
+        padding = len(self.paddings[row])
+        prompt = row // self.expansion
+        # beams share the index of their prompt, answers of one prompt have their own
+        index = prompt if self.is_beams else row
+        return processors_of_row(self.processors, index, prompt, padding)
 
 
 def read_request(
@@ -86,10 +101,18 @@ def read_request(
     kwargs: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> Request:
-    """The request of a call; ValueError for what cannot be served, by its name.
+    """Return the request of a call; ValueError for what cannot be served, by its name.
 
-    `kwargs` are the inputs that `generate` has prepared for the model's forward, `given` those of the call itself.
+    Args:
+        model: A model of transformers.
+        input_ids: [R, T].
+        processors: transformers' logits processors.
+        criteria: Its stopping criteria.
+        config: Its generation config.
+        kwargs: The inputs that `generate` has prepared for the model's forward.
+        given: Those of the call itself.
     """
+    # an answer that is not the model's own must be refused, and nothing else: each check names what it found
     _check_mode(model, config, kwargs, given)
     _check_outputs(config)
     _check_preparation(model, input_ids, kwargs)
@@ -101,12 +124,25 @@ def read_request(
     media = find_media(model, given)
     _check_inputs(model, kwargs, media)
     if media:
-        prompts = [_show(prompts, paddings, media)]
-    has_positions = kwargs.get("position_ids") is not None
-    return Request(input_ids, prompts, paddings, expansion, processors, criteria, config, has_positions)
+        prompts = [_join_media(prompts, paddings, media)]
+    return Request(
+        input_ids=input_ids,
+        prompts=prompts,
+        paddings=paddings,
+        expansion=expansion,
+        processors=processors,
+        criteria=criteria,
+        config=config,
+        has_positions=kwargs.get("position_ids") is not None,
+    )
 
 
-def _check_mode(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _check_mode(
+    model: Any,
+    config: GenerationConfig,
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> None:
     """Refuse models and ways of decoding that no drafts can be verified for."""
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -127,11 +163,12 @@ def _check_mode(model: Any, config: GenerationConfig, kwargs: Mapping[str, Any],
         )
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds has no tokens that a drafter could read: pass input_ids")
-    if caches := [name for name in CACHES if given.get(name) is not None]:
-        raise ValueError(
-            f"{caches[0]} was passed, and a decoder with drafts keeps its own cache: leave it out; a prompt that goes "
-            "on from the last call's only text is not read again"
-        )
+    for name in CACHES:
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name} was passed, and a decoder with drafts keeps its own cache: leave it out; a prompt that goes "
+                "on from the last call's only text is not read again"
+            )
     if config.cache_implementation == "quantized":
         raise ValueError(
             "cache_implementation is 'quantized', which changes logits: drafts are read with a plain cache"
@@ -145,30 +182,34 @@ def _check_outputs(config: GenerationConfig) -> None:
     for name in STATES:
         if getattr(config, name):
             raise ValueError(f"{name} is True, and forwards over drafts keep none: leave it out, or the drafter")
-    for name in ("output_scores", "output_logits") if (config.num_beams or 1) > 1 else ():
+    if (config.num_beams or 1) == 1:
+        return
+    for name in ("output_scores", "output_logits"):
         if getattr(config, name):
             raise ValueError(f"{name} is not kept of beams: leave it out, or call eagle.beam_search for the scores")
 
 
 def _split_padding(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
-    """The texts of the rows and their padding, which may lie on either side of a text."""
+    """Return the texts of the rows and their padding, which may lie on either side of a text."""
     rows = input_ids.tolist()
     if mask is None:
         return rows, [[] for _ in rows]
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask is {list(mask.shape)}, expected {list(input_ids.shape)} as input_ids")
     prompts, paddings = [], []
-    for number, (row, marks) in enumerate(zip(rows, mask.bool().tolist(), strict=True)):
+    for i, (tokens, marks) in enumerate(zip(rows, mask.bool().tolist(), strict=True)):
         if True not in marks:
-            raise ValueError(f"attention_mask hides all of row {number}: expected at least one token to answer")
-        start, end = marks.index(True), len(marks) - marks[::-1].index(True)
+            raise ValueError(f"attention_mask hides all of row {i}: expected at least one token to answer")
+        start = marks.index(True)
+        end = len(marks) - marks[::-1].index(True)
         if False in marks[start:end]:
+            # transformers guesses a mask from padding tokens, which a prompt may hold as text
             raise ValueError(
-                f"attention_mask hides tokens within row {number}, expected padding on the sides of a text alone: "
+                f"attention_mask hides tokens within row {i}, expected padding on the sides of a text alone: "
                 "where no mask was given, transformers hides every pad_token_id, so pass a mask of ones"
             )
-        prompts.append(row[start:end])
-        paddings.append(row[:start] + row[end:])
+        prompts.append(tokens[start:end])
+        paddings.append(tokens[:start] + tokens[end:])
     return prompts, paddings
 
 
@@ -178,7 +219,9 @@ def _check_positions(positions: Tensor | None, mask: Tensor | None, input_ids: T
         return
     marks = input_ids.new_ones(input_ids.shape) if mask is None else mask.long()
     expected = marks.cumsum(-1) - 1
-    if positions.shape != expected.shape or bool(((positions != expected) & marks.bool()).any()):
+    # positions of padding do not matter
+    is_wrong = positions.shape != expected.shape or bool(((positions != expected) & marks.bool()).any())
+    if is_wrong:
         raise ValueError("position_ids differ from those of the tokens in their order, expected none: leave them out")
 
 
@@ -206,10 +249,15 @@ def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any])
             "call: expected that of transformers. Leave the drafter out, or call eagle.generate(Target(model), "
             "drafter, prompt), which reads by the model's forward alone"
         )
+    # a cache is copied, as the code may write to it
     caches = {key: copy.deepcopy(kwargs[key]) for key in CACHES if kwargs.get(key) is not None}
     made = prepare(input_ids, **{**kwargs, **caches}, is_first_iteration=True)
-    expected = {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask")}
-    wrong = [key for key, value in expected.items() if _differs(made.get(key), value)]
+    mask = kwargs.get("attention_mask")
+    wrong = []
+    if _differs(made.get("input_ids"), input_ids):
+        wrong.append("input_ids")
+    if _differs(made.get("attention_mask"), mask):
+        wrong.append("attention_mask")
     added = made.keys() - kwargs.keys() - PREPARED - {"input_ids"}
     wrong += sorted(key for key in added if made[key] is not None)
     if wrong:
@@ -217,7 +265,7 @@ def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any])
             f"the code of {name}'s checkpoint gives other {', '.join(wrong)} to its forward than those of the prompt, "
             "and a decoder with drafts reads tokens alone: leave the drafter out"
         )
-    _check_positions(made.get("position_ids"), kwargs.get("attention_mask"), input_ids)
+    _check_positions(made.get("position_ids"), mask, input_ids)
 
 
 def _check_switch(model: Any, input_ids: Tensor, longest: int) -> None:
@@ -225,11 +273,15 @@ def _check_switch(model: Any, input_ids: Tensor, longest: int) -> None:
 
     Phi-4 multimodal does so where its rotary frequencies may change. Phi-3 then reads the whole text anew.
     """
+    # whether it does shows in the code alone: it names the length, and does not set how much is read next
     length = getattr(model.config, ORIGINAL_LENGTH, None)
     code = getattr(inspect.unwrap(model.prepare_inputs_for_generation), "__code__", None)
     if length is None or code is None or ORIGINAL_LENGTH not in code.co_names:
         return
-    if "next_sequence_length" in code.co_consts or not input_ids.shape[1] <= length < longest - 1:
+    if "next_sequence_length" in code.co_consts:
+        return
+    crosses = input_ids.shape[1] <= length < longest - 1
+    if not crosses:
         return
     raise ValueError(
         f"{type(model).__name__} drops its cache behind {length} tokens and reads on from the last one alone: got "
@@ -239,47 +291,55 @@ def _check_switch(model: Any, input_ids: Tensor, longest: int) -> None:
 
 
 def _differs(made: Any, expected: Tensor | None) -> bool:
-    """Whether a tensor of two dimensions is another one; masks in more follow from those."""
+    """Return whether a tensor of two dimensions is another one; masks in more follow from those."""
     if not isinstance(made, Tensor) or made.ndim != 2 or expected is None:
         return False
     return made.shape != expected.shape or bool((made != expected).any())
 
 
 def find_media(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a processor gave beside the tokens, and settings of the image encoder, where images are among it."""
+    """Return what a processor gave beside the tokens, and settings of the image encoder, if images are among it."""
     encoded = _encoder_inputs(model)
-    media = {
-        name: value
-        for name, value in given.items()
-        if value is not None and (IMAGES.search(name) or name.endswith(TYPES) or name in encoded)
-    }
+    media = {}
+    for name, value in given.items():
+        belongs = IMAGES.search(name) or name.endswith(TYPES) or name in encoded
+        if value is not None and belongs:
+            media[name] = value
     return media if any(IMAGES.search(name) for name in media) else {}
 
 
 def _encoder_inputs(model: Any) -> set[str]:
-    """The names of what a model encodes of images and videos.
+    """Return the names of what a model encodes of images and videos.
 
     `generate` encodes them before it calls a decoder and hands none of these on, as LFM2-VL's `spatial_shapes`.
     """
-    encoders = [getattr(model.base_model, f"get_{kind}_features", None) for kind in ("image", "video")]
-    names = {name for encode in encoders if encode is not None for name in inspect.signature(encode).parameters}
+    names: set[str] = set()
+    for kind in ("image", "video"):
+        encode = getattr(model.base_model, f"get_{kind}_features", None)
+        if encode is not None:
+            names.update(inspect.signature(encode).parameters)
     return names - {"kwargs"}
 
 
 def _check_inputs(model: Any, kwargs: Mapping[str, Any], media: Mapping[str, Any]) -> None:
     """Refuse inputs of the model's forward that are neither tokens nor images."""
+    # whatever is not known to follow from the tokens may change what the model makes of them
     unknown = kwargs.keys() - PREPARED - ALONE - media.keys() - {*STATES}
-    passed = [name for name in sorted(unknown) if kwargs[name] is not None]
-    left = [name for name in passed if not (name.endswith(TYPES) and _is_default_type(model, kwargs[name]))]
-    if left:
+    wrong = []
+    for name in sorted(unknown):
+        value = kwargs[name]
+        is_harmless = value is None or (name.endswith(TYPES) and _is_default_type(model, value))
+        if not is_harmless:
+            wrong.append(name)
+    if wrong:
         raise ValueError(
-            f"{', '.join(left)} is passed to the model's forward, and a decoder with drafts reads tokens and images "
+            f"{', '.join(wrong)} is passed to the model's forward, and a decoder with drafts reads tokens and images "
             "alone: leave it out, or the drafter"
         )
 
 
 def _is_default_type(model: Any, types: Tensor) -> bool:
-    """Whether token types say what the model takes for granted: that all tokens are text, or of the first type.
+    """Return whether token types say what the model takes for granted: that all tokens are text or of the first type.
 
     Models such as GPT-2 embed any type as a token, so there nothing is as good as no types.
     """
@@ -288,8 +348,8 @@ def _is_default_type(model: Any, types: Tensor) -> bool:
     return (sees or has_types) and not bool(types.any())
 
 
-def _show(prompts: list[list[int]], paddings: list[list[int]], media: Mapping[str, Any]) -> list[int]:
-    """The only prompt of a call, with its images."""
+def _join_media(prompts: list[list[int]], paddings: list[list[int]], media: Mapping[str, Any]) -> list[int]:
+    """Return the only prompt of a call, with its images."""
     if len(prompts) > 1 or paddings[0]:
         raise ValueError(
             f"{', '.join(sorted(media))} belongs to {len(prompts)} rows with {sum(map(len, paddings))} tokens of "

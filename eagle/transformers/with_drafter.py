@@ -1,34 +1,49 @@
 """`generate_with`: what `model.generate(custom_generate=...)` calls to decode with a drafter."""
 
-# R rows, T tokens
+# B prompts, R rows, T tokens
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList, StopStringCriteria
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import (
+    EosTokenCriteria,
+    GenerationMixin,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from eagle.core.arguments import check_call, check_policy
 from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Drafter, TrainableDrafter
-from eagle.core.sampling import whole
+from eagle.core.sampling import Sampling, whole
 from eagle.core.trace import Trace
+from eagle.decoding.beam import beam_search
 from eagle.decoding.loop import Decoding
+from eagle.decoding.stops import Stops
 from eagle.device import in_dtype
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
-from eagle.transformers.beams import search_beams
-from eagle.transformers.calling_frame import arguments_of_generate
 from eagle.transformers.held_targets import count_from_zero, held_by, in_evaluation
 from eagle.transformers.node_processors import NodeProcessors, check_processors, sampling_of
 from eagle.transformers.request import Request, read_request
 from eagle.transformers.stepwise import RowLogits, Stepwise
+
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+OPTIONS = (
+    "seed",
+    "budget",
+    "stateless",
+)  # of `generate_with`, which a call of a folder may name, too
+BEAM_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 def generate_with(
@@ -39,12 +54,16 @@ def generate_with(
     stateless: Sequence[type] = (),
     **options: Any,
 ) -> WithDrafter:
-    """The callable for `model.generate(..., custom_generate=...)`: the same tokens, several a forward.
+    """Return the callable for `model.generate(..., custom_generate=...)`: the same tokens, several a forward.
 
-    `drafter` is a head's folder or hub id, a method such as "ngram", or a drafter; further options are those of
-    `load_drafter`. With `do_sample` the model's distribution is kept, and its noise comes from `seed`, else from
-    torch's generator. `stateless` are classes of logits processors of your own whose scores depend on nothing but what
-    they are called with.
+    Args:
+        drafter: A head's folder or hub id, a method such as "ngram", or a drafter.
+        seed: Of the noise with `do_sample`, which keeps the model's distribution; by default torch's generator gives
+            one.
+        budget: What is drafted, or a policy that decides.
+        stateless: Classes of logits processors of your own whose scores depend on nothing but what they are called
+            with.
+        options: Further ones of `load_drafter`.
     """
     return WithDrafter(drafter, seed=seed, budget=budget, stateless=stateless, **options)
 
@@ -70,7 +89,8 @@ class WithDrafter:
             raise ValueError(
                 f"{', '.join(options)} is for drafters that are loaded by name, got one that is made already"
             )
-        self.drafter, self.options = drafter, options
+        self.drafter = drafter
+        self.options = options
         self.set_options(seed=seed, budget=budget, stateless=stateless)
         self.traces: list[Trace] = []  # of the last call, one for each row; none after beams
 
@@ -78,19 +98,27 @@ class WithDrafter:
         return f"generate_with({self.drafter!r})"
 
     def set_options(
-        self, *, seed: int | None = None, budget: Budget | Policy | None = None, stateless: Sequence[type] = ()
+        self,
+        *,
+        seed: int | None = None,
+        budget: Budget | Policy | None = None,
+        stateless: Sequence[type] = (),
     ) -> None:
         """Decode by these options of `generate_with` from now on."""
-        if wrong := [item for item in stateless if not isinstance(item, type)]:
-            raise ValueError(f"stateless holds {wrong[0]!r:.60}, expected classes of logits processors")
+        for item in stateless:
+            if not isinstance(item, type):
+                raise ValueError(f"stateless holds {item!r:.60}, expected classes of logits processors")
         self.seed = None if seed is None else whole("seed", seed)
-        self.budget, self.stateless = budget, tuple(stateless)
+        self.budget = budget
+        self.stateless = tuple(stateless)
 
     @property
     def acceptance_length(self) -> float:
         """Tokens committed per target forward in the last call, over all its rows."""
         cycles = [cycle for trace in self.traces for cycle in trace.cycles]
-        return sum(cycle.committed for cycle in cycles) / len(cycles) if cycles else 0.0
+        if not cycles:
+            return 0.0
+        return sum(cycle.committed for cycle in cycles) / len(cycles)
 
     def __call__(
         self,
@@ -102,12 +130,22 @@ class WithDrafter:
         streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """What `model.generate` gives without a drafter: tokens [R, T + new], or an output that holds them."""
+        """Return what `model.generate` gives without a drafter: tokens [R, T + new], or an output that holds them."""
+        # transformers hands some arguments to no callable: they are looked up in the frame that called
         caller = arguments_of_generate()
-        streamer = caller.get("streamer") if streamer is None else streamer
-        kwargs = {**{name: caller.get(name) for name in ("assistant_model", "synced_gpus")}, **kwargs}
-        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-        request = read_request(model, *prepared, kwargs, caller.get("kwargs", {}))
+        if streamer is None:
+            streamer = caller.get("streamer")
+        for name in ("assistant_model", "synced_gpus"):
+            kwargs.setdefault(name, caller.get(name))
+        request = read_request(
+            model,
+            input_ids,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            config=generation_config,
+            kwargs=kwargs,
+            given=caller.get("kwargs", {}),
+        )
         check_processors(request.processors, self.stateless)
         if request.is_beams and streamer is not None:
             raise ValueError("a streamer cannot follow beams, which are chosen at the end: leave it or num_beams out")
@@ -115,31 +153,40 @@ class WithDrafter:
             target, drafter = self._prepare(model)
             if request.has_positions:
                 count_from_zero(target)
-            self.traces = held_by(model).traces = []
+            self.traces = []
+            held_by(model).traces = self.traces
             if request.is_beams:
-                return search_beams(target, drafter, request, self.budget)
-            return self._write(target, drafter, request, streamer)
+                return _search_beams(target, drafter, request, self.budget)
+            return self._decode(target, drafter, request, streamer)
 
     def generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """`model.generate(*args, **kwargs)` with the drafter; `stop_strings` are served here with their `tokenizer`."""
-        config, tokenizer = kwargs.get("generation_config"), kwargs.pop("tokenizer", None)
-        strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+        """Call `model.generate(*args, **kwargs)` with the drafter; `stop_strings` are served here."""
+        config = kwargs.get("generation_config")
+        tokenizer = kwargs.pop("tokenizer", None)
         default = getattr(model.generation_config, "stop_strings", None)
-        strings = strings or default
+        strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None) or default
         if strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings are given without their tokenizer: pass tokenizer=...")
-            criterion = StopStringCriteria(tokenizer, strings)
-            kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
+            # transformers hands a callable no tokenizer: a criterion of the call's own takes the strings' place
+            criteria = [
+                *(kwargs.get("stopping_criteria") or []),
+                StopStringCriteria(tokenizer, strings),
+            ]
+            kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
             if config is not None:
-                kwargs["generation_config"] = config = copy.deepcopy(config)
+                config = copy.deepcopy(config)
                 config.stop_strings = None
+                kwargs["generation_config"] = config
             if default is not None:  # else it would take the place of what is not given
                 kwargs["stop_strings"] = None
         return model.generate(*args, **kwargs, custom_generate=self)
 
     def _prepare(self, model: Any) -> tuple[Target, Drafter]:
-        """The target over the model and the drafter for it, those of the last call where the model is the same."""
+        """Return the target over the model and the drafter for it, those of the last call where the model is the same.
+
+        Both are held by the model: see `held_targets`.
+        """
         held = held_by(model)
         target = held.target_of(model)
         if self not in held.drafters:
@@ -147,63 +194,197 @@ class WithDrafter:
         return target, held.drafters[self]
 
     def _load(self, target: Target) -> Drafter:
-        """The drafter, bound to the target."""
+        """Return the drafter, bound to the target."""
         drafter = self.drafter
         if not isinstance(drafter, Drafter):
             return load_drafter(drafter, target, **self.options)
         if isinstance(drafter, TrainableDrafter) and not drafter.frozen:
-            # a copy is bound, over the same weights where they fit: the head stays as it was, free for other models
-            place, weights = {(target.device, target.model.dtype)}, list(drafter.parameters())
-            fits = {(weight.device, weight.dtype) for weight in weights} <= place
-            head = copy.deepcopy(drafter, {id(weight): weight for weight in weights} if fits else {})
-            head = head if fits else in_dtype(head.to(target.device), target.model.dtype)
-            drafter = head.bind(target.head)
+            drafter = _copy_head(drafter, target).bind(target.head)
         if drafter.reads.view:
             drafter.bind_target(target.view())
         return drafter
 
-    def _write(self, target: Target, drafter: Drafter, request: Request, streamer: Any) -> Any:
+    def _decode(self, target: Target, drafter: Drafter, request: Request, streamer: Any) -> Any:
         """Decode greedily or by sampling."""
-        rows = range(len(request.prompts))
-        config, seed = request.config, self._draw_seed(request)
-        wants = config.return_dict_in_generate
-        raw, processed = (bool(wants and kept) for kept in (config.output_logits, config.output_scores))
-        traces, logits = [Trace() for _ in rows], [RowLogits(raw=raw, processed=processed) for _ in rows]
-        decoding = Decoding(target, drafter, budget=self.budget, batch_size=len(rows))
+        config = request.config
+        seed = self._find_seed(request)
+        returns_dict = config.return_dict_in_generate
+        keeps_raw = bool(returns_dict and config.output_logits)
+        keeps_processed = bool(returns_dict and config.output_scores)
+        stop = _valid_stops(target, request)
+        traces = []
+        logits = []
+        samplings: list[Sampling] = []
+        decoding = Decoding(target, drafter, budget=self.budget, batch_size=len(request.prompts))
         try:
-            samplings = []
-            for row in rows:
-                bound = request.processors_of(row)
-                padding = len(request.paddings[row])
+            for row, prompt in enumerate(request.prompts):
+                padding = request.paddings[row]
+                processors = request.processors_of(row)
                 sampling, is_whole = sampling_of(
-                    bound, do_sample=bool(config.do_sample), padding=padding, seed=seed, request=row
+                    processors,
+                    do_sample=bool(config.do_sample),
+                    padding=len(padding),
+                    seed=seed,
+                    request=row,
                 )
                 check_call(target, drafter, sampling, self.budget)
-                process = NodeProcessors(bound, request.paddings[row], request.input_ids.device)
+                # processors that a sampling has are faster without transformers' own
+                process = None
+                if not is_whole:
+                    process = NodeProcessors(processors, padding, request.input_ids.device)
+                trace = Trace()
+                row_logits = RowLogits(raw=keeps_raw, processed=keeps_processed)
                 decoding.add(
                     row,
-                    request.prompts[row],
-                    sampling,
-                    request.limit,
-                    traces[row],
-                    stop=[token for token in request.stop_tokens if 0 <= token < target.vocab_size],
-                    process=None if is_whole else process,
-                    observe=logits[row].observe if raw or processed else None,
+                    prompt,
+                    sampling=sampling,
+                    limit=request.limit,
+                    trace=trace,
+                    stop=stop,
+                    process=process,
+                    observe=row_logits.observe if keeps_raw or keeps_processed else None,
                 )
                 samplings.append(sampling)
-            check_policy(decoding.budget, samplings, len(rows))
+                traces.append(trace)
+                logits.append(row_logits)
+            check_policy(decoding.budget, samplings, len(request.prompts))
             self.traces[:] = traces
             stepwise = Stepwise(decoding, request, traces, logits)
             tokens = stepwise.run(streamer)
         finally:
             decoding.close()
-        if not wants:
+        if not returns_dict:
             return tokens
         output: Any = GenerateDecoderOnlyOutput
         return output(sequences=tokens, scores=stepwise.scores, logits=stepwise.raw)
 
-    def _draw_seed(self, request: Request) -> int:
-        """The seed of a call's noise: the one that was given, else one from torch's generator where it is sampled."""
-        if self.seed is not None or not request.config.do_sample:
-            return self.seed or 0
+    def _find_seed(self, request: Request) -> int:
+        """Return the seed of a call's noise: the one that was given, else one from torch's generator."""
+        if self.seed is not None:
+            return self.seed
+        if not request.config.do_sample:
+            return 0
         return int(torch.randint(2**63 - 1, ()))
+
+
+def _copy_head(head: TrainableDrafter, target: Target) -> TrainableDrafter:
+    """Return a copy of a head to bind, over the same weights where they fit: the head stays free for other models."""
+    weights = list(head.parameters())
+    expected = (target.device, target.model.dtype)
+    if all((weight.device, weight.dtype) == expected for weight in weights):
+        # what a memo holds already is not copied
+        return copy.deepcopy(head, {id(weight): weight for weight in weights})
+    return in_dtype(copy.deepcopy(head).to(target.device), target.model.dtype)
+
+
+def _valid_stops(target: Target, request: Request) -> list[int]:
+    """Return the stop tokens that the target's vocabulary has."""
+    return [token for token in request.stop_tokens if 0 <= token < target.vocab_size]
+
+
+def generate_from_folder(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `model.generate` with the head in the folder, or of the hub id, that `custom_generate` names.
+
+    The `custom_generate/generate.py` beside a head calls this.
+    """
+    folder = arguments_of_generate().get("custom_generate")
+    if not isinstance(folder, str):
+        raise ValueError(
+            f"custom_generate is {folder!r}, expected the folder or the hub id of a head: call "
+            "model.generate(.., custom_generate=FOLDER, trust_remote_code=True)"
+        )
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    revision = kwargs.pop("revision", None)
+    times = [path.stat().st_mtime_ns for path in sorted(Path(folder).glob("*")) if path.is_file()]
+    key = (folder, revision, tuple(times))
+    callables = held_by(model).callables
+    if key not in callables:  # another head, or one that was written again
+        callables.clear()
+        # whoever trusts this file trusts the method's beside it
+        callables[key] = WithDrafter(folder, revision=revision, trust_code=True)
+    callables[key].set_options(**options)
+    return callables[key].generate(model, *args, **kwargs)
+
+
+def arguments_of_generate() -> dict[str, Any]:
+    """Return the variables of the nearest `model.generate` that called this, by name; none if nothing did.
+
+    transformers hands a callable neither its streamer nor its assistant, and the file of a folder not the folder's
+    name: without a look at its frame a streamer would wait for ever.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    return {} if frame is None else dict(frame.f_locals)
+
+
+class _StringStops(Stops):
+    """The stop tokens of a call, and its criteria for stop strings, which see the whole text of a beam."""
+
+    def __init__(self, tokens: list[int], criteria: list[Any], start: list[int], vocab_size: int) -> None:
+        super().__init__(tokens, None, vocab_size)
+        self.criteria = criteria
+        self.start = start
+
+    def first_end(self, before: list[int], new: list[int]) -> tuple[int | None, str | None]:
+        """Return how many of the new tokens belong to the answer; None if it goes on."""
+        for count in range(1, len(new) + 1):
+            text = torch.tensor([[*self.start, *before, *new[:count]]])
+            if new[count - 1] in self.tokens or any(bool(stops(text, None).any()) for stops in self.criteria):
+                return count, None
+        return None, None
+
+
+def _search_beams(target: Target, drafter: Drafter, request: Request, budget: Any) -> Any:
+    """Return what `model.generate` gives for beams: tokens [B * returned, T + new], or an output that holds them."""
+    config = request.config
+    wrong = [type(criterion).__name__ for criterion in request.criteria if type(criterion) not in BEAM_CRITERIA]
+    if wrong:
+        raise ValueError(
+            f"the stopping criteria {', '.join(wrong)} cannot be followed by beams with drafts: expected max_length, "
+            "stop tokens and stop strings"
+        )
+    string_criteria = [criterion for criterion in request.criteria if type(criterion) is StopStringCriteria]
+    stop = _valid_stops(target, request)
+    returned = config.num_return_sequences or 1
+    prompts: list[Tensor] = []
+    answers: list[list[int]] = []
+    # each prompt stands in as many rows as it has beams
+    for row in range(0, len(request.prompts), request.expansion):
+        processors = request.processors_of(row)
+        padding = request.paddings[row]
+        prompt = request.prompts[row]
+        node_processors = NodeProcessors(processors, padding, target.device)
+        result = beam_search(
+            target,
+            drafter,
+            prompt,
+            beams=config.num_beams,
+            length_penalty=config.length_penalty,
+            early_stopping=config.early_stopping,
+            num_return_sequences=returned,
+            max_new_tokens=request.limit,
+            stop=_StringStops(stop, string_criteria, [*padding, *prompt], target.vocab_size),
+            processors=[node_processors.after_beams] if processors else [],
+            budget=budget,
+        )
+        prompts += [request.input_ids[row]] * returned
+        answers += result.tokens
+    # answers end where they end: shorter ones are filled as transformers fills them
+    new = torch.full((len(answers), max(map(len, answers))), _filling(config))
+    for i, answer in enumerate(answers):
+        new[i, : len(answer)] = torch.tensor(answer, dtype=torch.long)
+    tokens = torch.cat([torch.stack(prompts), new.to(request.input_ids.device)], dim=1)
+    output: Any = GenerateBeamDecoderOnlyOutput
+    return output(sequences=tokens) if config.return_dict_in_generate else tokens
+
+
+def _filling(config: Any) -> int:
+    """Return what transformers' own search fills shorter answers with: a padding token of 0 counts as none there."""
+    ends = getattr(config, "_eos_token_tensor", None)
+    if ends is None:
+        return -1
+    padding = getattr(config, "_pad_token_tensor", None)
+    if padding is not None and int(padding):
+        return int(padding)
+    return int(ends.flatten()[0])
