@@ -1,6 +1,10 @@
-"""Beam search with the results of transformers' own; one forward reads the drafts of all beams."""
+"""Beam search with the results of transformers' own; one forward reads the drafts of all beams.
 
-# W beams, N nodes of a forward, R columns behind the shared text, C candidates of a node, V vocabulary
+The sequence that all beams share is one row of the target's state. The beams after it, and their drafts, are a trie:
+a forward reads its new nodes, each of which attends to its ancestors.
+"""
+
+# W beams, N nodes of a forward, R nodes after the shared sequence, C candidates of a node, T tokens, V vocabulary
 
 from __future__ import annotations
 
@@ -21,15 +25,14 @@ from eagle.core.tree import DraftTree
 from eagle.core.verify import Sampling
 from eagle.decoding.beam_state import BeamState, EarlyStopping
 from eagle.decoding.stops import stops_for
-from eagle.decoding.trie import Trie
 from eagle.device import pick_rows, to_host, upload
 from eagle.target.target import Target
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Tokens [W, T] and log-probs [W, V] -> log-probs, as a LogitsProcessor of transformers."""
 
-MOST_LOG = 80.0  # of a power of a length, by which scores in fp32 are divided
-ROW = 0  # of the target's state: the text that all beams share
+MAX_LOG = 80.0  # of a power of a length, by which scores in fp32 are divided
+ROW = 0  # of the target's state: the sequence that all beams share
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +65,66 @@ def beam_search(
     processors: Iterable[Processor] = (),
     budget: Budget | None = None,
 ) -> BeamResult:
-    """Beam search with the answers of transformers' `generate(num_beams=...)`, in fewer forwards.
+    """Search with the answers of transformers' `generate(num_beams=...)`, in fewer forwards.
 
-    `budget` is for all beams of one forward: its nodes are spread evenly over its levels. `processors`
-    change log-probs as transformers' LogitsProcessor objects do. `stop` is as in `generate`.
+    Args:
+        target: The model whose answers these are.
+        drafter: Any drafter that does without the target's cache.
+        prompt: As one of `generate`, as are `max_new_tokens` and `stop`.
+        beams: transformers' `num_beams`; `length_penalty` to `num_return_sequences` are named as there.
+        processors: Change log-probs as transformers' LogitsProcessor objects do.
+        budget: For all beams of one forward: its nodes are spread evenly over its levels.
     """
-    tokens, limit = token_ids(prompt), positive_int("max_new_tokens", max_new_tokens)
+    # everything is checked before a forward runs
+    tokens = token_ids(prompt)
+    limit = positive_int("max_new_tokens", max_new_tokens)
     beams = positive_int("beams", beams)
-    budget = Budget(12 * beams, 3, 2 * beams, sharpness=1.0) if budget is None else budget
+    if budget is None:
+        budget = Budget(12 * beams, 3, 2 * beams, sharpness=1.0)
     check_call(target, drafter, Sampling(), budget)
-    _check_options(drafter, beams, early_stopping, positive_int("num_return_sequences", num_return_sequences), budget)
+    num_return_sequences = positive_int("num_return_sequences", num_return_sequences)
+    if num_return_sequences > beams:
+        raise ValueError(
+            f"num_return_sequences is {num_return_sequences}, expected at most {beams} as beams: raise beams"
+        )
+    _check_options(drafter, early_stopping, budget)
     target.check_prompt(tokens)
-    if limit > (room := target.room(tokens)):
+    room = target.room(tokens)
+    if limit > room:
         raise ValueError(
             f"{len(tokens)} prompt tokens and {limit} new ones exceed what the model reads in one text: lower "
             f"max_new_tokens to {room} or shorten the prompt"
         )
-    state = BeamState(beams, stops_for(target, stop), limit, check_penalty(length_penalty, limit), early_stopping)
-    search = _Search(target, drafter, tokens, state, check_processors(processors), budget)
+    state = BeamState(
+        beams,
+        stops_for(target, stop),
+        limit=limit,
+        length_penalty=_check_penalty(length_penalty, limit),
+        early_stopping=early_stopping,
+    )
+    search = _Search(
+        target,
+        drafter,
+        prompt=tokens,
+        beams=state,
+        processors=_check_processors(processors),
+        budget=budget,
+    )
     try:
         search.run()
     finally:
         target.close(search.texts)
-    answers, scores = state.answers[:num_return_sequences], state.answer_scores[:num_return_sequences].tolist()
-    return BeamResult(answers, scores, state.steps, search.forwards, state.near_ties)
+    return BeamResult(
+        tokens=state.answers[:num_return_sequences],
+        scores=state.answer_scores[:num_return_sequences].tolist(),
+        steps=state.steps,
+        forwards=search.forwards,
+        near_ties=state.near_ties,
+    )
 
 
-def _check_options(drafter: Drafter, beams: int, early_stopping: Any, returned: int, budget: Any) -> None:
+def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
     """Refuse options with which no search is possible."""
-    if returned > beams:
-        raise ValueError(f"num_return_sequences is {returned}, expected at most {beams} as beams: raise beams")
     if not isinstance(early_stopping, bool) and early_stopping not in get_args(get_args(EarlyStopping)[1]):
         raise ValueError(f"early_stopping is {early_stopping!r}, expected True, False or 'never'")
     if not isinstance(budget, Budget):
@@ -105,29 +138,33 @@ def _check_options(drafter: Drafter, beams: int, early_stopping: Any, returned: 
         )
 
 
-def check_penalty(value: Any, limit: int) -> float:
-    """The length penalty as a float, if scores of `limit` tokens can be divided by it."""
+def _check_penalty(value: Any, limit: int) -> float:
+    """Return the length penalty as a float, if scores of `limit` tokens can be divided by it."""
+    # a power that overflows float32 would make all scores equal
     penalty = number("length_penalty", value)
-    if abs(penalty) * math.log(limit) > MOST_LOG:
+    if abs(penalty) * math.log(limit) > MAX_LOG:
         raise ValueError(
             f"length_penalty is {penalty:g}, and {limit} tokens to that power are no float32: expected at most "
-            f"{MOST_LOG / math.log(limit):.1f} either way"
+            f"{MAX_LOG / math.log(limit):.1f} either way"
         )
     return penalty
 
 
-def check_processors(processors: Any) -> tuple[Processor, ...]:
-    """The processors as a tuple; ValueError for what cannot be called."""
+def _check_processors(processors: Any) -> tuple[Processor, ...]:
+    """Return the processors as a tuple; ValueError for what cannot be called."""
     if isinstance(processors, str) or not isinstance(processors, Iterable):
         raise ValueError(f"processors is {processors!r}, expected a list of functions of tokens and log-probs")
     listed = tuple(processors)
-    if wrong := [processor for processor in listed if not callable(processor)]:
-        raise ValueError(f"processors holds {wrong[0]!r}, expected functions of tokens [W, T] and log-probs [W, V]")
+    for processor in listed:
+        if not callable(processor):
+            raise ValueError(
+                f"processors holds {processor!r}, expected functions of tokens [W, T] and log-probs [W, V]"
+            )
     return listed
 
 
 class _Search:
-    """The search of one prompt: the shared text is one row of the target's state, the beams are a trie after it."""
+    """The search of one prompt: the shared sequence is one row of the target's state, the beams are a trie after it."""
 
     def __init__(
         self,
@@ -138,8 +175,12 @@ class _Search:
         processors: tuple[Processor, ...],
         budget: Budget,
     ) -> None:
-        self.target, self.prompt, self.beams, self.processors = target, prompt, beams, processors
-        self.budget, self.width = budget, max(budget.nodes // max(budget.depth, 1), 1)
+        self.target = target
+        self.prompt = prompt
+        self.beams = beams
+        self.processors = processors
+        self.budget = budget
+        self.width = max(budget.nodes // max(budget.depth, 1), 1)  # nodes of each level, of all beams
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.texts = target.open(drafter.taps)
@@ -159,130 +200,222 @@ class _Search:
     @torch.inference_mode()
     def run(self) -> None:
         """Step until the search is over."""
-        limit, drafted = self.beams.limit, self.budget.nodes + len(self.leaves)
-        self.texts.admit(ROW, self.prompt, limit + drafted)
+        drafted = self.budget.nodes + len(self.leaves)
+        self.texts.admit(ROW, self.prompt, self.beams.limit + drafted)
         outputs = self.texts.finish_prompts()
         self.drafts.admit(0)
-        self._tell_prompt()
+        self._read_prompt()
+        # every leaf is -1: the prompt's only row of logits serves all beams
         self._step(outputs[ROW].output.logits, self.leaves, -1)
         while not self.beams.is_done:
             self._read_drafts()
         for row in dict.fromkeys(self.rows):
             self.drafts.release(row)
 
-    def _tell_prompt(self) -> None:
-        """Let the drafter read the shared text once, before the beams split."""
+    def _read_prompt(self) -> None:
+        """Let the drafter read the shared sequence once, before the beams split."""
         if len(self.rows) > 1 and len(self.prompt) > 1 and not self.budget.is_empty:
             self.read_tokens = len(self.prompt) - 1
             features = self.texts.features_at(ROW, range(self.read_tokens))
             update = Committed(torch.tensor(self.prompt[:-1]), features, self.prompt[-1])
+            # a drafter reads where it drafts: the one token that it proposes is dropped
             self.drafts.propose({0: update}, {0: Budget(1, 1, 1)})
 
     def _read_drafts(self) -> None:
         """Run one forward over each beam's last token and its draft, then all beam-search steps that it allows."""
-        trie, first = self.trie, len(self.trie)
+        trie = self.trie
+        first = len(trie)
         trees = self._draft()
+        # the beams' own last tokens come first; beams of equal texts share a node
         nodes = [trie.add(leaf, text[-1]) for leaf, text in zip(self.leaves, self.beams.texts, strict=True)]
-        self._plant(nodes, trees)
+        self._add_drafts(nodes, trees)
         tokens = torch.tensor([trie.tokens[first:]])
-        logits = self.texts.ahead([ROW], tokens, trie.depths, trie.seen(first)[None])[0]
+        mask = trie.ancestors(first)[None]
+        logits = self.texts.ahead([ROW], tokens, trie.depths, mask)[0]
         self.forwards += 1
         self._step(logits, nodes, first)
 
     def _draft(self) -> list[DraftTree]:
-        """A draft tree for each beam; none if the next token is the last."""
+        """Return a draft tree for each beam; none if the next token is the last."""
         texts = self.beams.texts
         budget = self.budget.within(self.beams.limit - len(texts[0]) - 1)
         if budget.is_empty:
             return []
-        shared, updates = self.texts.length(ROW), {}
+        shared = self.texts.length(ROW)
+        updates = {}
         for row, text, leaf in zip(self.rows, texts, self.leaves, strict=True):
-            columns = [*range(shared), *(shared + node for node in self.trie.path(leaf))][self.read_tokens :]
-            features = self.texts.features_at(ROW, columns)
+            # where the beam's states are kept: the shared sequence, then its nodes
+            positions = list(range(shared)) + [shared + node for node in self.trie.path(leaf)]
+            features = self.texts.features_at(ROW, positions[self.read_tokens :])
             tokens = torch.tensor([*self.prompt, *text][self.read_tokens : -1])
             updates[row] = Committed(tokens, features, text[-1])
+        # beams are of one length, so every row has read as much
         self.read_tokens = len(self.prompt) + len(texts[0]) - 1
         trees = self.drafts.propose(updates, dict.fromkeys(updates, budget))
         return [trees[row] for row in self.rows]
 
-    def _plant(self, nodes: list[int], trees: list[DraftTree]) -> None:
-        """Add the likeliest drafts of each level to the trie, ranked by the scores of beam and path together."""
-        ends, likelihoods = self.beams.stops.tokens, list[list[float]]()
+    def _add_drafts(self, nodes: list[int], trees: list[DraftTree]) -> None:
+        """Add the likeliest drafts of each level to the trie, ranked by the scores of beam and path together.
+
+        Args:
+            nodes: Of the trie, under which the beams' drafts grow.
+            trees: The draft of each beam.
+        """
+        tokens = [tree.tokens.tolist() for tree in trees]
+        children = [tree.children() for tree in trees]
+        likelihoods = []
         for tree, score in zip(trees, self.beams.scores.tolist(), strict=False):
-            likely = [0.0] * len(tree) if tree.likelihoods is None else tree.likelihoods.tolist()
-            likelihoods.append([score + value for value in likely])
-        tokens, children = [tree.tokens.tolist() for tree in trees], [tree.children() for tree in trees]
-        level = [(number, 0, nodes[number]) for number in range(len(trees))]
+            of_paths = [0.0] * len(tree) if tree.likelihoods is None else tree.likelihoods.tolist()
+            likelihoods.append([score + of_path for of_path in of_paths])
+        # beam, node of its tree, node of the trie
+        level = [(beam, 0, nodes[beam]) for beam in range(len(trees))]
         while level:
-            grown = [
-                (likelihoods[number][child], number, child, above)
-                for number, node, above in level
-                for child in children[number][node]
-                if tokens[number][child] not in ends  # which no beam goes on from
-            ]
-            best = nlargest(self.width, grown)
-            level = [(number, child, self.trie.add(above, tokens[number][child])) for _, number, child, above in best]
+            # what is not among the best of its level does not grow further
+            candidates = []
+            for beam, node, trie_node in level:
+                for child in children[beam][node]:
+                    if tokens[beam][child] not in self.beams.stops.tokens:  # which no beam goes on from
+                        candidates.append((likelihoods[beam][child], beam, child, trie_node))
+            level = []
+            for _, beam, child, trie_node in nlargest(self.width, candidates):
+                level.append((beam, child, self.trie.add(trie_node, tokens[beam][child])))
 
     def _step(self, logits: Tensor, nodes: list[int], first: int) -> None:
         """Step from these nodes while the target's forward covers all beams; `logits[0]` belongs to node `first`."""
-        beams, log_probs = self.beams, logits.float().log_softmax(-1)
+        beams = self.beams
+        log_probs = logits.float().log_softmax(-1)
+        # what processors change depends on the beams, in their order: only then is each step ranked by itself
         ranked = None if self.processors else self._rank(log_probs)
-        origins, following = list(range(len(nodes))), list[int | None](nodes)
-        while None not in following:
-            nodes = [node for node in following if node is not None]
+        origins = list(range(len(nodes)))
+        is_covered = True
+        while is_covered:
             rows = [node - first for node in nodes]
-            if ranked is None:  # what is changed depends on the beams, in their order
+            if ranked is None:
                 values, tokens = self._rank(self._process(pick_rows(log_probs, rows)))
             else:
-                values, tokens = (part[rows] for part in ranked)
+                values = ranked[0][rows]
+                tokens = ranked[1][rows]
             parents = beams.step(values, tokens)
-            origins, self.leaves = [origins[beam] for beam in parents], [nodes[beam] for beam in parents]
-            ends = zip(self.leaves, beams.texts, strict=True)
-            following = [None if beams.is_done else self.trie.children.get((leaf, text[-1])) for leaf, text in ends]
-        self._part(origins)
+            origins = [origins[parent] for parent in parents]
+            self.leaves = [nodes[parent] for parent in parents]
+            # the next step needs the target's output after the new token of every beam
+            nodes = []
+            for leaf, text in zip(self.leaves, beams.texts, strict=True):
+                node = self.trie.children.get((leaf, text[-1]))
+                if node is not None:
+                    nodes.append(node)
+            is_covered = not beams.is_done and len(nodes) == len(self.leaves)
+        self._fork(origins)
         self._drop()
 
     def _process(self, log_probs: Tensor) -> Tensor:
-        """Log-probs [W, V] after the running beams, with the processors applied."""
-        texts = upload(torch.tensor([[*self.prompt, *text] for text in self.beams.texts]), log_probs.device)
+        """Return log-probs [W, V] after the running beams, with the processors applied."""
+        texts = upload(
+            torch.tensor([[*self.prompt, *text] for text in self.beams.texts]),
+            log_probs.device,
+        )
         for process in self.processors:
-            before, log_probs = log_probs.shape, process(texts, log_probs)
-            if not isinstance(log_probs, Tensor) or log_probs.shape != before:
-                got = f"shape {list(log_probs.shape)}" if isinstance(log_probs, Tensor) else type(log_probs).__name__
+            shape = log_probs.shape
+            log_probs = process(texts, log_probs)
+            is_tensor = isinstance(log_probs, Tensor)
+            if not is_tensor or log_probs.shape != shape:
+                got = f"shape {list(log_probs.shape)}" if is_tensor else type(log_probs).__name__
                 raise ValueError(
                     f"the processor {getattr(process, '__name__', type(process).__name__)} gave {got}, expected "
-                    f"log-probs {list(before)}"
+                    f"log-probs {list(shape)}"
                 )
         return log_probs
 
     def _rank(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-probs [N, C] of the likeliest tokens, and these tokens [N, C], on the host after one transfer."""
+        """Return the log-probs [N, C] of the likeliest tokens, and these tokens [N, C], on the host."""
         best = log_probs.topk(min(self.beams.count, log_probs.shape[-1]))
-        (packed,) = to_host([torch.stack([best.indices, best.values.view(torch.int32).long()])])
+        # one transfer for both: the bits of the fp32 values travel as integers
+        bits = best.values.view(torch.int32).long()
+        (packed,) = to_host([torch.stack([best.indices, bits])])
         values = packed[1].int().view(torch.float32)
         if values.isnan().any():
             raise ValueError("log-probs are nan: the target's logits are, or a processor made them so")
         return values, packed[0]
 
-    def _part(self, origins: list[int]) -> None:
+    def _fork(self, origins: list[int]) -> None:
         """Update the drafter's rows for beams that continue from `origins`; rows fork if several beams do."""
         rows = [self.rows[beam] for beam in origins]
         for row in dict.fromkeys(self.rows):
             if row not in rows:
                 self.drafts.release(row)
+        # the first beam of a row keeps it, the others get copies
         self.rows = []
         for row in rows:
             if row in self.rows:
                 self.drafts.fork(row, self.unused)
-                self.rows.append(self.unused)
+                row = self.unused
                 self.unused += 1
-            else:
-                self.rows.append(row)
+            self.rows.append(row)
 
     def _drop(self) -> None:
-        """Commit the text that all beams share, and keep the nodes that at least one beam needs."""
+        """Commit the sequence that all beams share, and keep the nodes that at least one beam needs."""
         trie = self.trie
-        shared, kept = trie.split(self.leaves)
-        self.texts.keep_columns({ROW: [*shared, *kept]}, {ROW: [trie.tokens[node] for node in shared]})
-        numbers = {node: number for number, node in enumerate(kept)}
-        self.trie, self.leaves = trie.keep(kept), [numbers.get(leaf, -1) for leaf in self.leaves]
+        shared, needed = trie.split(self.leaves)
+        self.texts.keep_columns({ROW: [*shared, *needed]}, {ROW: [trie.tokens[node] for node in shared]})
+        numbers = {node: i for i, node in enumerate(needed)}
+        self.trie = trie.keep(needed)
+        self.leaves = [numbers.get(leaf, -1) for leaf in self.leaves]
+
+
+class Trie:
+    """Nodes in the order in which they were added, parents first; -1 is the parent of the first nodes."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.children: dict[tuple[int, int], int] = {}  # parent and token -> node
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int) -> int:
+        """Return the parent's child with this token, added if it is missing."""
+        edge = (parent, token)
+        if edge not in self.children:
+            self.children[edge] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+        return self.children[edge]
+
+    def path(self, node: int) -> list[int]:
+        """Return the nodes from the first to this one."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def ancestors(self, first: int) -> Tensor:
+        """Return each node's ancestors and itself, [N, R] bool, for the nodes from `first` on."""
+        rows = []
+        columns = []
+        for node in range(first, len(self)):
+            path = self.path(node)
+            rows += [node - first] * len(path)
+            columns += path
+        mask = torch.zeros(len(self) - first, len(self), dtype=torch.bool)
+        mask[rows, columns] = True
+        return mask
+
+    def split(self, leaves: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Return the nodes on the paths to all of these leaves, and the other nodes on the path to at least one."""
+        paths = [set(self.path(leaf)) for leaf in set(leaves)]
+        shared = set.intersection(*paths)
+        return sorted(shared), sorted(set.union(*paths) - shared)
+
+    def keep(self, nodes: list[int]) -> Trie:
+        """Keep only these nodes and renumber them; those without a parent among them come first."""
+        trie = Trie()
+        numbers: dict[int, int] = {}
+        # a parent precedes its children, so it has its new number before they ask for it
+        for node in nodes:
+            parent = numbers.get(self.parents[node], -1)
+            numbers[node] = trie.add(parent, self.tokens[node])
+        return trie

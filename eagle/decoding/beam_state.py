@@ -20,7 +20,8 @@ NEAR_TIE = 1e-5  # scores that lie no further apart may change places by roundin
 class BeamState:
     """The running beams, best first, and the best finished answers; `step` extends them by one token.
 
-    It depends only on the log-probs after the running beams, not on the forward that computed them.
+    It depends only on the log-probs after the running beams, not on the forward that computed them. All arithmetic is
+    transformers' own, in its order, so that scores are equal to the last bit.
     """
 
     def __init__(
@@ -31,68 +32,89 @@ class BeamState:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
     ) -> None:
-        self.stops, self.limit = stops, limit
-        self.length_penalty, self.early_stopping = length_penalty, early_stopping
+        self.stops = stops
+        self.limit = limit
+        self.length_penalty = length_penalty
+        self.early_stopping = early_stopping
         # so many candidates that the beams go on even if each of the best ends at each of the stop tokens
         self.count = max(2, 1 + len(stops.tokens)) * beams
         self.texts: list[list[int]] = [[] for _ in range(beams)]  # without the prompt
+        # all begin alike: one is alive
         self.scores = torch.full((beams,), FAR)
-        self.scores[0] = 0  # all begin alike: one is alive
+        self.scores[0] = 0
         self.answers: list[list[int]] = [[] for _ in range(beams)]
         self.answer_scores = torch.full((beams,), FAR)
         self.is_finished = torch.zeros(beams, dtype=torch.bool)  # answers that are any
         self.is_done = False
-        self.steps = self.near_ties = 0
+        self.steps = 0
+        self.near_ties = 0
 
     def step(self, log_probs: Tensor, tokens: Tensor) -> list[int]:
-        """Extend the beams by candidate tokens [W, C]; returns the beam that each new beam continues."""
-        beams, length = len(self.texts), len(self.texts[0]) + 1
-        scores, picked = (log_probs + self.scores[:, None]).flatten().topk(self.count)
-        parents, new = (picked // tokens.shape[1]).tolist(), tokens.flatten()[picked].tolist()
-        texts = [[*self.texts[parent], token] for parent, token in zip(parents, new, strict=True)]
-        ended = torch.tensor([length == self.limit or self._ends(text) for text in texts])
-        near = [_is_near(scores, beams) and bool(ended[beams - 1] != ended[beams])]
-        near.append(self._choose_answers(texts, scores / length**self.length_penalty, ended))
-        running, order = (scores + ended * FAR).sort(descending=True)
-        near.append(_is_near(running, beams) and not bool(ended.all()))
+        """Extend the beams by candidate tokens [W, C] with these log-probs [W, C].
+
+        Returns:
+            The beam that each new beam continues.
+        """
+        beams = len(self.texts)
+        length = len(self.texts[0]) + 1
+        # the best candidates of all beams together
+        scores, indices = (log_probs + self.scores[:, None]).flatten().topk(self.count)
+        parents = (indices // tokens.shape[1]).tolist()
+        candidates = tokens.flatten()[indices].tolist()
+        texts = [[*self.texts[parent], token] for parent, token in zip(parents, candidates, strict=True)]
+        is_ended = torch.tensor([length == self.limit or self._ends(text) for text in texts])
+        # rounding matters where it could exchange what ends for what runs on
+        is_near = _is_near(scores, beams) and bool(is_ended[beams - 1] != is_ended[beams])
+
+        is_near |= self._choose_answers(texts, scores / length**self.length_penalty, is_ended)
+        # what has ended does not run on
+        running, order = (scores + is_ended * FAR).sort(descending=True)
+        is_near |= _is_near(running, beams) and not bool(is_ended.all())
         chosen = order[:beams].tolist()
-        self.scores, self.texts = running[:beams], [texts[candidate] for candidate in chosen]
-        near.append(self._check_end(length, ended))
+        self.scores = running[:beams]
+        self.texts = [texts[candidate] for candidate in chosen]
+        is_near |= self._check_end(length, is_ended)
         self.steps += 1
-        self.near_ties += any(near)
+        self.near_ties += is_near
         return [parents[candidate] for candidate in chosen]
 
     def _ends(self, text: list[int]) -> bool:
-        """Whether an answer ends with its last token."""
-        return self.stops.first_end(text[:-1], text[-1:])[0] is not None
+        """Return whether an answer ends with its last token."""
+        end, _ = self.stops.first_end(text[:-1], text[-1:])
+        return end is not None
 
-    def _choose_answers(self, texts: list[list[int]], scores: Tensor, ended: Tensor) -> bool:
-        """Add the best finished candidates to the answers; returns whether that was a near tie."""
+    def _choose_answers(self, texts: list[list[int]], scores: Tensor, is_ended: Tensor) -> bool:
+        """Add the best finished candidates to the answers, and return whether that was a near tie."""
         beams = len(self.texts)
-        is_new = ended & (torch.arange(len(texts)) < beams)
-        merged, order = torch.cat([self.answer_scores, scores + ~is_new * FAR]).sort(descending=True, stable=True)
+        # only what ends among the best candidates may be an answer
+        is_new = is_ended & (torch.arange(len(texts)) < beams)
+        merged = torch.cat([self.answer_scores, scores + ~is_new * FAR])
+        merged, order = merged.sort(descending=True, stable=True)
         chosen = order[:beams]
-        texts = [*self.answers, *texts]
-        self.answer_scores, self.answers = merged[:beams], [texts[candidate] for candidate in chosen.tolist()]
+        all_texts = [*self.answers, *texts]
+        self.answers = [all_texts[candidate] for candidate in chosen.tolist()]
+        self.answer_scores = merged[:beams]
         self.is_finished = torch.cat([self.is_finished, is_new])[chosen]
         return _is_near(merged, beams) and bool(is_new.any())
 
-    def _check_end(self, length: int, ended: Tensor) -> bool:
-        """Check whether the search is over; returns whether that was a near tie.
+    def _check_end(self, length: int, is_ended: Tensor) -> bool:
+        """Check whether the search is over, and return whether that was a near tie.
 
         The best score that a running beam can still reach is its present one at its present length, or with "never" at
         the maximum length.
         """
-        is_hopeful = self.early_stopping == "never" and self.length_penalty > 0
-        reachable = self.scores[0] / (self.limit if is_hopeful else length) ** self.length_penalty
+        if self.early_stopping == "never" and self.length_penalty > 0:
+            length = self.limit
+        reachable = self.scores[0] / length**self.length_penalty
+        # an answer that is none yet is worse than any beam
         worst = torch.where(self.is_finished, self.answer_scores.min(), FAR)
         is_full = bool(self.is_finished.all())
         stops_full = self.early_stopping is True and is_full
-        self.is_done = stops_full or bool(ended.all()) or not bool((reachable > worst).any())
+        self.is_done = stops_full or bool(is_ended.all()) or not bool((reachable > worst).any())
         return is_full and not stops_full and bool((reachable - worst[0]).abs() < NEAR_TIE)
 
 
 def _is_near(scores: Tensor, count: int) -> bool:
-    """Whether the `count`-th best score is a near tie with the one after it."""
+    """Return whether the `count`-th best score is a near tie with the one after it."""
     last, following = scores[count - 1 : count + 1].tolist()
     return last > DEAD and last - following < NEAR_TIE
