@@ -19,9 +19,8 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.tree import best_tree
 from eagle.core.verify import Sampling
-from eagle.decoding.cycle_costs import PENDING
 from eagle.decoding.cycle_times import measure_costs
-from eagle.decoding.forward_costs import Costs
+from eagle.decoding.forward_costs import PENDING, Costs
 from eagle.device import ThreadsOfLongWork
 from eagle.formats.checkpoint import load_drafter, write_budget
 from eagle.log import progress, script

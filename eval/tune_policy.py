@@ -8,8 +8,7 @@ from typing import Any
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.trace import Cycle
-from eagle.decoding.cycle_costs import CycleCosts
-from eagle.decoding.forward_costs import Costs
+from eagle.decoding.forward_costs import Costs, CycleCosts
 from eagle.decoding.goodput import Goodput
 from eagle.target.target import Target
 from eval.costs import model_seconds

@@ -23,26 +23,46 @@ from eagle.decoding.loop import Decoding
 from eagle.target.target import Target
 
 CONTEXTS = (128, 512, 1024)
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 26, 41, 61)  # small ones are not smooth: 3 rows may cost more than 4
-UNREAD = 64  # tokens of a text that a drafter reads at once, to be timed
+SIZES = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    11,
+    13,
+    17,
+    26,
+    41,
+    61,
+)  # small ones are not smooth: 3 rows may cost more than 4
+UNREAD = 64  # tokens of a prompt that a drafter reads at once, to be timed
 ROUNDS = 6  # of all numbers of levels, in every batch
-SINGLE_ROUNDS = 20  # of one text, whose cycles are short
-NEW_TOKENS = 256  # of each text, unless the options say otherwise
+SINGLE_ROUNDS = 20  # of one sequence, whose cycles are short
+NEW_TOKENS = 256  # of each sequence, unless the options say otherwise
 Clock = Callable[[], float]
+Probe = Callable[[], Any]
 
 
 class TimedCycle(NamedTuple):
-    """One cycle of all texts of a batch, which asked all of them for as many levels."""
+    """One cycle of all rows of a batch, which asked all of them for as many levels."""
 
     levels: int
-    rows: tuple[int, ...] | None  # of each text in the draft's forwards; None where they have no costs
+    rows: tuple[int, ...] | None  # of each sequence in the draft's forwards; None where they have no costs
     nodes: int  # of the largest tree
-    context: int  # of the longest text
+    context: int  # of the longest sequence
     seconds: dict[str, float]
 
 
 def clock_of(device: torch.device) -> Clock:
-    """A clock of CPU seconds, which other processes do not affect; of wall seconds for several threads or a device."""
+    """Return a clock of CPU seconds, which other processes do not affect.
+
+    For several threads or a device it tells wall seconds.
+    """
 
     def synchronized() -> float:
         torch.accelerator.synchronize(device)
@@ -61,45 +81,72 @@ def measure_costs(
     options: Mapping[str, Any],
     **tables: Any,
 ) -> tuple[Costs, dict[int, list[TimedCycle]]]:
-    """The costs of forwards and of what a cycle takes beside them, and the cycles that show it, by number of texts.
+    """Measure forwards, and what a cycle takes beside them.
 
-    `options` are those of `time_cycles`, `tables` those of `bare_costs`.
+    Args:
+        target: The target.
+        drafter: Any drafter.
+        prompts: That take turns in short generations.
+        budget: The deepest draft.
+        options: Of `time_cycles`.
+        tables: Options of `bare_costs`.
+
+    Returns:
+        The costs, and by batch size the cycles that show what is outside the forwards.
     """
     costs = bare_costs(target, drafter, **tables)
-    cycles, measured = {}, []
-    for each in (costs, *costs.batches):
-        rows = [prompts[number % len(prompts)] for number in range(each.texts)]
-        cycles[each.texts] = time_cycles(costs, target, drafter, rows, budget, clock=tables.get("clock"), **options)
-        measured.append(replace(each, outside=_time_outside(costs, each.texts, cycles[each.texts])))
+    cycles = {}
+    measured = []
+    for batch in costs.by_texts:
+        rows = [prompts[i % len(prompts)] for i in range(batch.texts)]
+        timed = time_cycles(
+            costs,
+            target,
+            drafter,
+            prompts=rows,
+            budget=budget,
+            clock=tables.get("clock"),
+            **options,
+        )
+        cycles[batch.texts] = timed
+        measured.append(replace(batch, outside=_time_outside(costs, batch.texts, timed)))
     return replace(measured[0], batches=tuple(measured[1:])), cycles
 
 
 def draft_levels(cycles: Sequence[TimedCycle], depth: int, limit: int = NEW_TOKENS) -> list[float]:
-    """Seconds of a draft of 0 to `depth` levels over those of a cycle without one."""
-    seconds = [[cycle.seconds["draft"] for cycle in cycles if cycle.levels == level] for level in range(depth + 1)]
-    if not all(seconds):
-        raise ValueError(
-            f"{len(cycles)} cycles are too few to measure 0 to {depth} levels: raise max_new_tokens, which is {limit}"
-        )
-    idle, *drafts = map(mean_of_most, seconds)
-    return [0.0, *(max(draft - idle, 0.0) for draft in drafts)]
+    """Return the seconds of a draft of 0 to `depth` levels over those of a cycle without one."""
+    means = []
+    for level in range(depth + 1):
+        seconds = [cycle.seconds["draft"] for cycle in cycles if cycle.levels == level]
+        if not seconds:
+            raise ValueError(
+                f"{len(cycles)} cycles are too few to measure 0 to {depth} levels: raise max_new_tokens, "
+                f"which is {limit}"
+            )
+        means.append(mean_of_most(seconds))
+    # a cycle without a draft spends time in this part of the loop, too
+    idle = means[0]
+    return [0.0, *(max(draft - idle, 0.0) for draft in means[1:])]
 
 
 def mean_of_most(seconds: Sequence[float]) -> float:
-    """The mean without the slowest twentieth: not the median, as of several drafters in turn one may be far cheaper."""
+    """Return the mean without the slowest twentieth.
+
+    Not the median: of several drafters in turn one may be far cheaper.
+    """
     return mean(sorted(seconds)[: ceil(0.95 * len(seconds))])
 
 
 def _time_outside(costs: Costs, texts: int, cycles: Sequence[TimedCycle]) -> tuple[float, float]:
-    """Median seconds beside the forwards, of a cycle and of each forward of a draft."""
+    """Return median seconds beside the forwards, of a cycle and of each forward of a draft."""
     rest = [cycle.seconds["verify"] + cycle.seconds["other"] for cycle in cycles]
     idle = [cycle.seconds["draft"] for cycle in cycles if not cycle.levels]
-    drafts = [
-        (cycle.seconds["draft"] - costs.draft(cycle.rows, cycle.context, texts)) / len(cycle.rows)
-        for cycle in cycles
-        if cycle.rows
-    ]
-    return median(rest or [0.0]) + median(idle or [0.0]), median(drafts or [0.0])
+    beside_forwards = []
+    for cycle in cycles:
+        if cycle.rows:
+            beside = cycle.seconds["draft"] - costs.draft(cycle.rows, cycle.context, texts)
+            beside_forwards.append(beside / len(cycle.rows))
+    return median(rest or [0.0]) + median(idle or [0.0]), median(beside_forwards or [0.0])
 
 
 def bare_costs(
@@ -112,80 +159,135 @@ def bare_costs(
     batch_tokens: Sequence[int] | None = None,
     clock: Clock | None = None,
 ) -> Costs:
-    """Median costs; all forwards take turns in every round, so all see the same caches and the same machine.
+    """Return median costs of forwards; all take turns in every round, so all see the same caches and machine.
 
-    Of batches of more than one text the target's forwards alone, of `batch_tokens` tokens a text (by default `sizes`),
-    at the shortest and the longest context.
+    Args:
+        target: The target.
+        drafter: Whose forwards are timed, too.
+        contexts: Tokens before the forwards.
+        sizes: Tokens that a forward reads.
+        rounds: Of which the medians are.
+        batch_sizes: For more than one sequence the target's forwards alone, at the shortest and longest context.
+        batch_tokens: Tokens of each sequence of a batch, by default `sizes`.
+        clock: By default that of `clock_of`.
     """
-    drafter, clock = drafter or Drafter(), clock or clock_of(target.device)
+    drafter = drafter or Drafter()
+    clock = clock or clock_of(target.device)
     if drafter.reads.view:
         drafter.bind_target(target.view())
-    sizes = tuple(size for size in sorted(set(sizes)) if size < (target.max_positions or inf))
+    # what is read must fit the model's positions
+    max_positions = target.max_positions or inf
+    sizes = tuple(size for size in sorted(set(sizes)) if size < max_positions)
     longest = (target.max_positions or max(contexts) + sizes[-1]) - sizes[-1]
     contexts = tuple(sorted({min(context, longest) for context in contexts}))
-    tables = [_at(target, drafter, context, sizes, rounds, clock) for context in contexts]
-    ends, tokens = tuple(sorted({contexts[0], contexts[-1]})), tuple(sorted(set(batch_tokens or sizes)))
+
+    by_context = []
+    for context in contexts:
+        by_context.append(_time_forwards(target, drafter, context, sizes, rounds=rounds, clock=clock))
+    # from medians of each context to a table of each kind of forward: target, first, later
+    tables = zip(*by_context, strict=True)
+    ends = tuple(sorted({contexts[0], contexts[-1]}))
+    tokens = tuple(sorted(set(batch_tokens or sizes)))
     batches = []
+    # a drafter's forward in a batch costs as one of all rows: of batches the target's are measured alone
     for texts in sorted(set(batch_sizes) - {1}):
-        table = tuple(_at(target, Drafter(), context, tokens, rounds, clock, texts)[0] for context in ends)
-        batches.append(Costs(ends, tokens, table, texts=texts))
-    costs = Costs(contexts, sizes, *(tuple(column) for column in zip(*tables, strict=True)))
-    rows = min(UNREAD, (target.max_positions or inf) - contexts[0])
-    return replace(costs, batches=tuple(batches), catch_up=_time_row(drafter, contexts[0], int(rows), rounds, clock))
+        table = []
+        for context in ends:
+            medians = _time_forwards(target, Drafter(), context, tokens, rounds=rounds, clock=clock, texts=texts)
+            table.append(medians[0])
+        batches.append(Costs(ends, tokens, tuple(table), texts=texts))
+    unread = int(min(UNREAD, max_positions - contexts[0]))
+    return Costs(
+        contexts,
+        sizes,
+        *tables,
+        batches=tuple(batches),
+        catch_up=_time_token(drafter, contexts[0], unread, rounds=rounds, clock=clock),
+    )
 
 
-def _time_row(drafter: Drafter, context: int, rows: int, rounds: int, clock: Clock) -> float:
-    """Median seconds of each of many rows of a drafter's first forward; none for a drafter that reads the target's."""
+def _time_token(drafter: Drafter, context: int, rows: int, rounds: int, clock: Clock) -> float:
+    """Return median seconds of each of many rows of a drafter's first forward; 0 for one that reads the target's."""
     probe = None if drafter.reads.texts else drafter.probe(context, rows, 1)
     if probe is None:
         return 0.0
+    probe()  # warms up
     seconds = []
-    for _ in range(rounds + 1):  # the first warms up
+    for _ in range(rounds):
         start = clock()
         probe()
         seconds.append(clock() - start)
-    return median(seconds[1:]) / rows
+    return median(seconds) / rows
 
 
-def _at(
-    target: Target, drafter: Drafter, context: int, sizes: Sequence[int], rounds: int, clock: Clock, texts: int = 1
+def _time_forwards(
+    target: Target,
+    drafter: Drafter,
+    context: int,
+    sizes: Sequence[int],
+    rounds: int,
+    clock: Clock,
+    *,
+    texts: int = 1,
 ) -> list[tuple[float, ...]]:
-    """At one context: the target's medians by size, then those of the drafter's first and later forwards, if any."""
+    """Return the target's medians by size, then those of the drafter's first and later forwards, if any."""
+    # what the sequences say does not matter, only how long they are
     state = target.open()
     for row in range(texts):
         state.admit(row, [1] * context, room=sizes[-1])
     while state.prompts:
         state.read_prompts()
-    chains = [dict.fromkeys(range(texts), DraftTree.chain([1] * size)) for size in sizes]
-    kinds: list[list[Callable[[], Any]]] = [[partial(state.read, trees) for trees in chains]]
-    for every in (False, True):  # the first forward makes the last row into logits, the later ones all
-        probes = [drafter.probe(context, size, size if every else 1) for size in sizes]
-        kinds += [[probe for probe in probes if probe is not None]] if probes[0] is not None else []
+    reads: list[Probe] = []
+    for size in sizes:
+        tree = DraftTree.chain([1] * size)
+        reads.append(partial(state.read, dict.fromkeys(range(texts), tree)))
+    kinds = [reads]
+    for scores_all in (
+        False,
+        True,
+    ):  # the first forward makes the last row into logits, the later ones all
+        probes = []
+        for size in sizes:
+            probe = drafter.probe(context, size, size if scores_all else 1)
+            if probe is not None:
+                probes.append(probe)
+        if probes:
+            kinds.append(probes)
+
+    # turns: a machine that slows down for a while slows all forwards
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for number in range(rounds + 1):  # the first warms up
-        for place, forwards in enumerate(zip(*kinds, strict=True)):
-            for kind, forward in enumerate(forwards):
+    for i in range(rounds + 1):  # the first warms up
+        for j in range(len(sizes)):
+            for kind, probes in enumerate(kinds):
                 start = clock()
-                forward()
-                if number:
-                    times[kind, place].append(clock() - start)
-    return [tuple(median(times[kind, place]) for place in range(len(sizes))) for kind in range(len(kinds))]
+                probes[j]()
+                seconds = clock() - start
+                if i:
+                    times[kind, j].append(seconds)
+    medians = []
+    for kind in range(len(kinds)):
+        medians.append(tuple(median(times[kind, j]) for j in range(len(sizes))))
+    return medians
 
 
 class _AllLevels:
-    """A policy that asks for every draft depth in turn, the same for all texts."""
+    """A policy that asks for every draft depth in turn, the same for all rows."""
 
     def __init__(self, budget: Budget) -> None:
-        self.budget, self.nodes, self.draw = budget, budget.nodes, budget.draw
+        self.budget = budget
+        self.nodes = budget.nodes
+        self.draw = budget.draw
         self.asked: list[Budget] = []  # of each cycle
 
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
-        """Budgets of the next depth in turn."""
-        self.asked.append(self.within(min(-len(self.asked) % (self.budget.depth + 1), *levels.values())))
-        return dict.fromkeys(levels, self.asked[-1])
+        """Return budgets of the next depth in turn, deepest first."""
+        depth = -len(self.asked) % (self.budget.depth + 1)
+        budget = self.within(min(depth, *levels.values()))
+        self.asked.append(budget)
+        return dict.fromkeys(levels, budget)
 
     def within(self, levels: int) -> Budget:
-        """The budget, at most so deep."""
+        """Return the budget, at most so deep."""
         return self.budget.within(levels)
 
 
@@ -202,40 +304,61 @@ def time_cycles(
     clock: Clock | None = None,
     **room: Any,
 ) -> list[TimedCycle]:
-    """Cycles of all these prompts side by side in a short generation that alternates between all draft depths.
+    """Return the cycles of a short generation, in one batch, that takes all draft depths in turn.
 
     `costs` tell whether the drafter's forwards have any.
     """
-    turns, traces = _AllLevels(budget), [Trace([]) for _ in prompts]
+    turns = _AllLevels(budget)
+    policy: Any = turns  # learns nothing
+    # as many cycles of each depth as a mean needs
     needed = max(ROUNDS, SINGLE_ROUNDS // len(prompts)) * (budget.depth + 1)
     clock = clock or clock_of(target.device)
-    policy: Any = turns  # learns nothing
     decoding = Decoding(target, drafter, budget=policy, batch_size=len(prompts), timing=clock, **room)
+    traces = [Trace([]) for _ in prompts]
     try:
-        for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
-            decoding.add(number, prompt, sampling or Sampling(), max_new_tokens, trace, stop=stop)
+        for row, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
+            decoding.add(
+                row,
+                prompt,
+                sampling=sampling or Sampling(),
+                limit=max_new_tokens,
+                trace=trace,
+                stop=stop,
+            )
         while not decoding.is_done and len(turns.asked) <= needed:
             decoding.step()
     finally:
         decoding.close()
     for trace in traces:
         trace.checked()
-    return _join_texts(costs, drafter, turns.asked, traces)
+    return _join_rows(costs, drafter, turns.asked, traces)
 
 
-def _join_texts(costs: Costs, drafter: Drafter, asked: Sequence[Budget], traces: Sequence[Trace]) -> list[TimedCycle]:
-    """The cycles that all texts were in."""
-    shared: dict[int, list[tuple[Cycle, tuple[int, ...] | None]]] = defaultdict(list)
+def _join_rows(costs: Costs, drafter: Drafter, asked: Sequence[Budget], traces: Sequence[Trace]) -> list[TimedCycle]:
+    """Return the cycles that all rows were in."""
+    # by the number of a cycle: what each row did in it, and the rows of its draft's forwards
+    cycles_by_number: dict[int, list[Cycle]] = defaultdict(list)
+    forwards_by_number: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for trace in traces:
         budgets = [asked[cycle.number] for cycle in trace.cycles]
         outcomes = [(cycle.accepted, cycle.depth) for cycle in trace.cycles]
-        for cycle, rows in zip(trace.cycles, costs.rows_along(drafter, budgets, outcomes), strict=True):
-            shared[cycle.number].append((cycle, rows))
+        forwards = costs.rows_along(drafter, budgets, outcomes)
+        for cycle, rows in zip(trace.cycles, forwards, strict=True):
+            cycles_by_number[cycle.number].append(cycle)
+            if rows is not None:
+                forwards_by_number[cycle.number].append(rows)
+    # a cycle after one row has ended is one of a smaller batch
     timed = []
-    for number, texts in shared.items():
-        seconds, forwards = texts[0][0].seconds or {}, [rows for _, rows in texts if rows is not None]
-        if len(texts) == len(traces):
-            nodes, context = (max(getattr(cycle, name) for cycle, _ in texts) for name in ("nodes", "context"))
-            rows = max(forwards, default=None)  # padded to the most that is pending
-            timed.append(TimedCycle(asked[number].depth, rows, nodes, context, seconds))
+    for number, cycles in cycles_by_number.items():
+        if len(cycles) < len(traces):
+            continue
+        timed.append(
+            TimedCycle(
+                levels=asked[number].depth,
+                rows=max(forwards_by_number[number], default=None),  # padded to the most that is pending
+                nodes=max(cycle.nodes for cycle in cycles),
+                context=max(cycle.context for cycle in cycles),
+                seconds=cycles[0].seconds or {},
+            )
+        )
     return timed

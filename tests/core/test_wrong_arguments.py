@@ -159,7 +159,6 @@ SETTINGS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, Callable[[Any
             "budget": lambda v: v is None,
             "share": lambda v: v == 0,
             "memory": lambda v: v == 10**30,
-            "max_nodes": lambda v: v is None or v in (0, 10**30),
             "costs": lambda v: v is None,
         },
     ),

@@ -15,11 +15,9 @@ from eagle.core.drafter import Committed, DraftState
 from eagle.core.trace import Cycle, Trace
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.decoding import loop
-from eagle.decoding.acceptance import Forecast
-from eagle.decoding.allocate import Batch
-from eagle.decoding.cycle_costs import CycleCosts
 from eagle.decoding.cycle_times import UNREAD, bare_costs, measure_costs
-from eagle.decoding.forward_costs import Costs
+from eagle.decoding.draft_depths import Batch, Forecast
+from eagle.decoding.forward_costs import Costs, CycleCosts
 from eagle.decoding.loop import Decoding
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.recurrent.eagle1 import Eagle1

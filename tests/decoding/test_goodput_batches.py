@@ -13,10 +13,9 @@ import pytest
 from eagle import Budget, Sampling, Target, generate
 from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree, chain_paths
-from eagle.decoding.acceptance import Forecast
-from eagle.decoding.allocate import Batch
-from eagle.decoding.cycle_costs import CostTable, CycleCosts
-from eagle.decoding.goodput import Goodput, goodput_budget
+from eagle.decoding.draft_depths import Batch, Forecast
+from eagle.decoding.forward_costs import CostTable, CycleCosts
+from eagle.decoding.goodput import Goodput
 from eagle.drafters.lookup.ngram import NgramDrafter
 from tests.families import build, own_answer, random_tokens
 
@@ -216,26 +215,11 @@ def test_another_text_of_the_same_number_is_another_text() -> None:
     assert policy.acceptance.rows.keys() == {0}
 
 
-@pytest.mark.quick("0", "5")
-@pytest.mark.parametrize("most", [0, 5, 16])
-def test_one_verification_budget_for_all(most: int) -> None:
-    """Never more draft nodes than may be, exploring included; and no slower than the best common length within it."""
-    policy = Goodput.of_costs(COSTS, CHAIN, max_nodes=most, share=0.02)
-    rows = {row: (GOOD, GOOD, FAIR, BAD)[row] for row in range(4)}
-    speed, asked = simulate(policy, rows, 800)
-    assert max(sum(levels.values()) for levels in asked) <= most
-    lengths = [level for level in range(LEVELS + 1) if 4 * level <= most]
-    assert speed > 0.98 * max(expected_speed(list(rows.values()), [level] * 4) for level in lengths)
-    assert sum(sum(levels.values()) for levels in asked) > 0.7 * most * len(asked) or most == 0
-
-
 def test_a_batch_of_which_nothing_is_known_is_refused() -> None:
     """Costs of one text say nothing of four side by side."""
     policy = Goodput([0.0, 0.1], [1.0, 1.1])
     with pytest.raises(ValueError, match=r"what 1 text at a time costs, got 4 side by side: measure more"):
         policy.share(dict.fromkeys(range(4), 1), dict.fromkeys(range(4), 1))
-    with pytest.raises(ValueError, match="max_nodes is -1"):
-        Goodput([0.0, 0.1], [1.0, 1.1], max_nodes=-1)
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:
@@ -255,12 +239,12 @@ def test_measured_costs_are_those_of_whole_cycles() -> None:
     target = Target(build("llama"))
     prompts = [random_tokens(9 + number, seed=number) for number in range(3)]
     budget = Budget.fixed(chain_paths(2))
-    policy = goodput_budget(target, NgramDrafter(), prompts, budget, (1, 2, 4), max_new_tokens=60)
+    policy = Goodput.measure(target, NgramDrafter(), prompts, budget, (1, 2, 4), (9, 69), max_new_tokens=60)
     assert policy.costs.batch_sizes == (1, 2, 4) and policy.costs.contexts == (9, 69)
     assert min(min(row) for grid in policy.costs.read for row in grid) > 0
     assert len(policy.draft) == 3
     with pytest.raises(ValueError, match="raise max_new_tokens, which is 2"):
-        goodput_budget(target, NgramDrafter(), prompts, budget, (2,), max_new_tokens=2)
+        Goodput.measure(target, NgramDrafter(), prompts, budget, (2,), max_new_tokens=2)
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 from eagle import Budget
 from eagle.core.trace import Cycle
 from eagle.core.tree import DraftTree, chain_paths
-from eagle.decoding import acceptance
-from eagle.decoding.cycle_costs import CycleCosts
+from eagle.decoding import draft_depths
+from eagle.decoding.forward_costs import CycleCosts
 from eagle.decoding.goodput import Goodput
 
 LEVELS, PROMPT, TEXTS = 6, 80, (1, 4, 16)
@@ -116,7 +116,7 @@ def test_a_bad_drafter_loses_no_more_than_its_trials(tokens: int, least: float) 
 @pytest.mark.slow
 def test_an_unknown_drafter_that_is_believed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: a policy that takes a new drafter for a good one loses far more."""
-    monkeypatch.setattr(acceptance, "GUESS", 1.0)
+    monkeypatch.setattr(draft_depths, "GUESS", 1.0)
     ratios = [speeds(world, 0.0, 1, 48)[0] for world in WORLDS.values()]
     assert max(ratios) < 0.96 and min(ratios) < 0.9
 
