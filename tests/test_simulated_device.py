@@ -19,13 +19,13 @@ import pytest
 ONCE = ("reader.", "borrowed.", "ladder.")  # when a target is first used: does it read trees?
 FORWARD = "reader.read_texts"  # transformers looks for packed texts, once in a plain forward
 STORED = "features._copy_to_host"  # features on their way to the disk; CUDA copies them while it computes
-CYCLE = {"walks.read_walks", "verify.__call__", "verify.verify_rows"}  # what the target chose, with trees of the device
+CYCLE = {"grown.read_walks", "verify.__call__", "verify.verify_rows"}  # what the target chose, with trees of the device
 EARLY = "grown.read_trees"  # the trees, where something on the host needs them before the target has read them
 NEED_TREES = ("drawn", "lenient", "typical", "hybrid")
 RANKED = "beam._rank"  # the likeliest tokens behind all that beams may come to
 DRAFTED = "draft_model._drafted"  # the levels of a draft model's last draft
 CHOICES = "lookahead.propose"  # the target's choices at all nodes of the last trees
-TYPICAL = "typical.walk_typically"  # what is likely enough; the choice behind it is one more
+TYPICAL = "verify.walk_typically"  # what is likely enough; the choice behind it is one more
 DRAWN = {f"verify.{name}" for name in ("sample_tree", "sample_block", "walk_leniently", "pick")}
 pytestmark = pytest.mark.slow
 FAST = [

@@ -21,8 +21,8 @@ from eagle.command.answering import (
 )
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
+from eagle.core.sampling import PUBLISHED_TYPICAL
 from eagle.core.trace import Trace
-from eagle.core.typical import PUBLISHED
 from eagle.core.verify import Sampling
 from eagle.decoding.beam import beam_search
 from eagle.decoding.decode import generate
@@ -77,7 +77,7 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = read_prompt(target, args)
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
-    sampling = Sampling(args.temperature, typical=PUBLISHED if args.typical else None)
+    sampling = Sampling(args.temperature, typical=PUBLISHED_TYPICAL if args.typical else None)
     decoding: dict[str, Any] = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
     if args.compare:  # warm both up
         for drafts in (drafter, none):

@@ -21,6 +21,7 @@ ONE_PROMPT = "one prompt at a time"
 
 def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     """Refuse a target, drafter, sampling or budget of a wrong type; the message says how to make one."""
+    # by attributes: core imports no target
     if isinstance(target, Drafter) and hasattr(drafter, "reader"):
         raise ValueError("the drafter stands where the target belongs: call generate(target, drafter, prompt)")
     if not hasattr(target, "reader") or isinstance(target, type):
@@ -37,24 +38,24 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     is_policy = hasattr(budget, "within") and hasattr(budget, "nodes")
     if budget is not None and not isinstance(budget, Budget) and not is_policy:
         raise ValueError(f"budget is {_describe(budget)}, expected a Budget or a policy: as Budget(nodes=8, depth=4)")
-    check_rule(sampling, drafter.budget or Budget() if budget is None else budget, drafter)
+    if budget is None:
+        budget = drafter.budget or Budget()
+    _check_rule(sampling, budget, drafter)
     if drafter.taps:
         target.check_taps(drafter.taps)
-    bound = [head.weight.shape for head in drafter.frozen]
-    if bound and bound[0] != target.head.weight.shape:
-        raise ValueError(
-            f"the head is bound to a target of {bound[0][0]} tokens and width {bound[0][1]}, this one has "
-            f"{target.head.weight.shape[0]} and {target.head.weight.shape[1]}: load_drafter(folder, target) binds it"
-        )
+    for head in drafter.frozen[:1]:
+        bound = head.weight.shape
+        expected = target.head.weight.shape
+        if bound != expected:
+            raise ValueError(
+                f"the head is bound to a target of {bound[0]} tokens and width {bound[1]}, this one has "
+                f"{expected[0]} and {expected[1]}: load_drafter(folder, target) binds it"
+            )
 
 
-def check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
+def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
     """Refuse a rule of verification that these drafts cannot be verified by."""
-    if (confidence := getattr(budget, "confidence", None)) is not None and not drafter.rates_nodes:
-        raise ValueError(
-            f"Budget.confidence is {confidence}, and {type(drafter).__name__} cannot tell how likely a node is kept: "
-            "leave it out, or draft with a head that learned to tell"
-        )
+    check_confidence(getattr(budget, "confidence", None), drafter)
     if getattr(budget, "draw", None) != "sampled":
         return
     if sampling.typical is not None:
@@ -64,27 +65,37 @@ def check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
         raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")
 
 
+def check_confidence(confidence: float | None, drafter: Drafter) -> None:
+    """Refuse a budget's confidence threshold if the drafter gives no confidence."""
+    if confidence is not None and not drafter.rates_nodes:
+        raise ValueError(
+            f"Budget.confidence is {confidence}, and {type(drafter).__name__} cannot tell how likely a node is kept: "
+            "leave it out, or draft with a head that learned to tell"
+        )
+
+
 def refuse_options(unknown: Iterable[str], options: Iterable[str]) -> None:
     """Refuse unknown options, naming their place in Sampling or Budget, else the nearest known option."""
+    # a field of Sampling or Budget is what most unknown options are
     options = sorted(options)
     for name in unknown:
         owners: tuple[tuple[Any, str], ...] = ((Sampling, "sampling"), (Budget, "budget"))
-        for owner, place in owners:
+        for owner, option in owners:
             if name in {field.name for field in fields(owner)}:
-                raise ValueError(f"generate has no option {name}: pass {place}={owner.__name__}({name}=...)")
+                raise ValueError(f"generate has no option {name}: pass {option}={owner.__name__}({name}=...)")
         raise ValueError(
             f"generate has no option {name}{nearest(name, options)}: expected some of {', '.join(options)}"
         )
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A question such as "did you mean x?" with the most similar known name; "" if none is similar."""
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return a question such as "did you mean x?" with the most similar known name; "" if none is similar."""
+    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def list_values(name: str, value: Any, count: int) -> list[Any]:
-    """A list of `count` values, from one value for all prompts or a list with one for each."""
+    """Return a list of `count` values, from one value for all prompts or a list with one for each."""
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
@@ -93,14 +104,15 @@ def list_values(name: str, value: Any, count: int) -> list[Any]:
 
 
 def list_traces(traces: Any, count: int) -> list[Trace]:
-    """A list of `count` traces: the caller's, one for each prompt, or new ones."""
+    """Return a list of `count` traces: the caller's, one for each prompt, or new ones."""
     if traces is None:
         return [Trace([]) for _ in range(count)]
     if not isinstance(traces, (list, tuple)) or len(traces) != count:
         got = f"holds {len(traces)}" if isinstance(traces, (list, tuple)) else f"is {_describe(traces)}"
         raise ValueError(f"trace {got}, expected a list of {count}, one for each prompt")
-    if wrong := [trace for trace in traces if not isinstance(trace, Trace)]:
-        raise ValueError(f"trace is {_describe(wrong[0])}, expected a new Trace() for each prompt")
+    for trace in traces:
+        if not isinstance(trace, Trace):
+            raise ValueError(f"trace is {_describe(trace)}, expected a new Trace() for each prompt")
     if len({id(trace) for trace in traces}) < count:
         raise ValueError("one trace is given for several prompts, expected one for each: [Trace() for _ in prompts]")
     for trace in traces:
@@ -115,20 +127,21 @@ def check_unused(trace: Trace) -> None:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """The value; ValueError if it is neither True nor False."""
+    """Return the value; ValueError if it is neither True nor False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {_describe(value)}, expected True or False")
     return value
 
 
 def check_policy(policy: Any, samplings: Sequence[Sampling], texts: int) -> None:
-    """Refuse a policy that cannot decide for these samplings, or for so many texts at a time."""
-    if (check := getattr(policy, "check_request", None)) is not None:
+    """Refuse a policy that cannot decide for these samplings, or for so many sequences at a time."""
+    check = getattr(policy, "check_request", None)
+    if check is not None:
         check(samplings, texts)
 
 
 def positive_int(name: str, value: Any) -> int:
-    """The value as an int; ValueError below 1."""
+    """Return the value as an int; ValueError below 1."""
     number = whole(name, value)
     if number < 1:
         raise ValueError(f"{name} is {number}, expected 1 or more")
@@ -136,51 +149,65 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def positive_ints(name: str, values: Any) -> tuple[int, ...]:
-    """Several values as ints; ValueError for none, or below 1."""
+    """Return several values as ints; ValueError for none, or below 1."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise ValueError(f"{name} is {_describe(values)}, expected whole numbers in a list, as (1, 4)")
-    if not (numbers := tuple(positive_int(name, value) for value in values)):
+    numbers = tuple(positive_int(name, value) for value in values)
+    if not numbers:
         raise ValueError(f"{name} is empty, expected whole numbers, as (1, 4)")
     return numbers
 
 
 def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] | None:
-    """Several prompts (or any with a `batch_size`) as lists of ints; None for a single prompt.
+    """Return several prompts (or any with a `batch_size`) as lists of ints; None for a single prompt.
 
-    Several prompts are a list of what `token_ids` takes, a tensor or array [B, T], or a tokenizer's output. Padding is
-    removed.
+    Args:
+        prompt: Several prompts are a list of what `token_ids` takes, a tensor or array [B, T], or a tokenizer's
+            output. Padding is removed.
+        batch_size: Of the call; None where it names none.
     """
-    mask = prompt.get("attention_mask") if isinstance(prompt, Mapping) else None
-    rows = _list_rows(prompt.get("input_ids") if isinstance(prompt, Mapping) else prompt)
+    is_output = isinstance(prompt, Mapping)
+    rows = _list_rows(prompt.get("input_ids") if is_output else prompt)
     if batch_size is None and (rows is None or len(rows) <= 1):
         return None
     if rows is None:
         raise ValueError(f"batch_size is {batch_size}, expected several prompts beside it: pass a list of them")
-    if len(rows) > 1 and isinstance(prompt, Mapping) and _media_in(prompt):
+    if len(rows) > 1 and is_output and _media_in(prompt):
         raise ValueError(
             f"{len(rows)} prompts with images are one output of the processor, expected a list of outputs, one for each"
         )
     prompts = [token_ids(row) for row in rows]
+    mask = prompt.get("attention_mask") if is_output else None
+    # the mask of a prompt with images goes to the processor's own model inputs
     if mask is None or any(media_of(tokens) for tokens in prompts):
         return prompts
+
     masks = [token_ids(row) for row in _list_rows(mask) or []]
-    if (marked := [len(row) for row in masks]) != (counts := [len(row) for row in prompts]):
+    marked = [len(marks) for marks in masks]
+    counts = [len(tokens) for tokens in prompts]
+    if marked != counts:
         raise ValueError(f"attention_mask has rows of {marked} tokens, expected {counts} as input_ids")
-    return [
-        [token for token, real in zip(row, marks, strict=True) if real]
-        for row, marks in zip(prompts, masks, strict=True)
-    ]
+    unpadded = []
+    for tokens, marks in zip(prompts, masks, strict=True):
+        unpadded.append([token for token, mark in zip(tokens, marks, strict=True) if mark])
+    return unpadded
 
 
 def _list_rows(value: Any) -> list[Any] | None:
-    """The rows of a value that holds several prompts, else None."""
+    """Return the rows of a value that holds several prompts, else None."""
+    # a tensor or an array, whatever library it is of
     if hasattr(value, "tolist"):
         return list(value) if len(value.shape) == 2 else None
     if not isinstance(value, (list, tuple)):
         return None
-    nested = value and (isinstance(value[0], (list, tuple)) or getattr(value[0], "ndim", 0) > 0)
-    nested = nested or (value and isinstance(value[0], Mapping) and "input_ids" in value[0])
-    return list(value) if nested or not value else None
+    if not value or _is_row(value[0]) or (isinstance(value[0], Mapping) and "input_ids" in value[0]):
+        return list(value)
+    return None
+
+
+def _is_row(item: Any) -> bool:
+    """Return whether an item of a list is itself a list, tensor or array of tokens."""
+    return isinstance(item, (list, tuple)) or getattr(item, "ndim", 0) > 0
 
 
 class PromptTokens(list[int]):
@@ -192,36 +219,40 @@ class PromptTokens(list[int]):
 
 
 def media_of(prompt: Sequence[int]) -> dict[str, Any]:
-    """What a prompt has beside its tokens; nothing where it is text alone."""
+    """Return what a prompt has beside its tokens; nothing where it is text alone."""
     return prompt.media if isinstance(prompt, PromptTokens) else {}
 
 
 def is_setting(name: str, value: Any) -> bool:
-    """Whether an input beside the tokens is a setting of an encoder, as a layer's index or several, and no tensor."""
+    """Return whether an input beside the tokens is a setting of an encoder, as a layer's index, and no tensor."""
     if isinstance(value, (list, tuple)):
         return not IMAGES.search(name) and all(type(item) is int for item in value)
     return isinstance(value, (bool, int, float, str))
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """The prompt as a list of ints, from a list, tensor or array [T] or [1, T], or a tokenizer's output.
+    """Return the prompt as a list of ints.
 
-    A processor's output with images gives `PromptTokens`.
+    Args:
+        prompt: A list, tensor or array [T] or [1, T], or a tokenizer's output. A processor's output with images gives
+            `PromptTokens`.
     """
     if isinstance(prompt, PromptTokens):
         return prompt
+    # what can be iterated, and is no list of tokens, is refused by name
     if isinstance(prompt, (str, bytes)):
         raise ValueError("the prompt is text, expected token ids: use target.chat(text) or target.tokenizer.encode")
     if isinstance(prompt, Mapping):
         return _input_ids(prompt)
     if hasattr(prompt, "tolist"):
-        if (shape := tuple(prompt.shape))[:-1] not in ((), (1,)) or shape == ():
+        shape = tuple(prompt.shape)
+        if shape == () or shape[:-1] not in ((), (1,)):
             raise ValueError(f"{ONE_PROMPT}: got a tensor of shape {shape}, expected [T] or [1, T]")
         prompt = prompt.reshape(-1).tolist()
     if not isinstance(prompt, Iterable) or isinstance(prompt, (set, frozenset)):  # which has no order
         raise ValueError(f"the prompt is {_describe(prompt)}, expected token ids in a list or a tensor [T] or [1, T]")
     items = list(prompt)
-    if items and (isinstance(items[0], (list, tuple)) or getattr(items[0], "ndim", 0) > 0):
+    if items and _is_row(items[0]):
         if len(items) > 1:
             raise ValueError(f"{ONE_PROMPT}: got {len(items)} rows, expected token ids [T] or [1, T]")
         return token_ids(items[0])
@@ -229,7 +260,7 @@ def token_ids(prompt: Any) -> list[int]:
 
 
 def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
-    """The token ids of a tokenizer's output, which may hold no padding."""
+    """Return the token ids of a tokenizer's output, which may hold no padding."""
     if "input_ids" not in prompt:
         raise ValueError(
             f"the prompt holds {', '.join(map(str, prompt))}, expected input_ids as a tokenizer returns them; of a "
@@ -238,18 +269,20 @@ def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
     mask = prompt.get("attention_mask")
     if mask is not None and not all(token_ids(mask)):
         raise ValueError("the prompt's attention_mask hides padding: pass input_ids without padding, one prompt")
-    tokens, media = token_ids(prompt["input_ids"]), _media_in(prompt)
+    tokens = token_ids(prompt["input_ids"])
+    media = _media_in(prompt)
     return PromptTokens(tokens, media) if media else tokens
 
 
 def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """What a processor gave beside tokens, where images are among it."""
+    """Return what a processor gave beside tokens, where images are among it."""
+    # token types and the like belong to images where there are any, else they are nothing
     media = {name: value for name, value in prompt.items() if name not in TEXT_INPUTS and value is not None}
     return media if any(IMAGES.search(name) for name in media) else {}
 
 
 def _token_id(item: Any) -> int:
-    """One token id as an int."""
+    """Return one token id as an int."""
     if isinstance(item, Mapping) and {"role", "content"} & set(item):
         raise ValueError("the prompt is a list of messages, expected token ids: use target.chat(messages)")
     token = to_int(item)
@@ -262,7 +295,7 @@ def _token_id(item: Any) -> int:
 
 
 def _describe(value: Any) -> str:
-    """A value for an error message: short, or by its type."""
+    """Return a value for an error message: short, or by its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, (str, int, float)):

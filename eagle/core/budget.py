@@ -29,12 +29,12 @@ class Budget:
     confidence: float | None = None  # no children of nodes whose children are kept less likely, as the drafter says
 
     def __post_init__(self) -> None:
+        # a frozen dataclass sets its own fields by way of object
         for name in ("nodes", "depth", "top_k"):
-            object.__setattr__(self, name, whole(f"Budget.{name}", getattr(self, name)))
-            if getattr(self, name) < 0:
-                raise ValueError(f"Budget.{name} is {getattr(self, name)}, expected 0 or more")
-        if self.paths is not None:
-            object.__setattr__(self, "paths", _as_paths(self.paths))
+            value = whole(f"Budget.{name}", getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value < 0:
+                raise ValueError(f"Budget.{name} is {value}, expected 0 or more")
         for name in ("sharpness", "confidence"):
             if getattr(self, name) is not None:
                 number(f"Budget.{name}", getattr(self, name))
@@ -44,33 +44,46 @@ class Budget:
             raise ValueError(f"Budget.confidence is {self.confidence!r}, expected a probability, or None for all nodes")
         if self.draw not in get_args(Draw):
             raise ValueError(f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}")
-        if self.draw == "sampled" and self.paths is None:
+        if self.paths is not None:
+            object.__setattr__(self, "paths", _as_paths(self.paths))
+            self._check_paths()
+        elif self.draw == "sampled":
             raise ValueError(
                 "Budget.draw is 'sampled', which needs a fixed shape: children kept for being likely do not follow the "
                 "probs that they were drawn from; use Budget.fixed(paths, 'sampled'), for a chain with chain_paths"
             )
-        prefixes = {(), *(self.paths or ())}
-        for path in prefixes - {()}:
-            if path[:-1] not in prefixes or path[-1] not in range(self.top_k):
+
+    def _check_paths(self) -> None:
+        """Refuse paths that form no tree within the other limits."""
+        paths = {path for path in self.paths or () if path}
+        for path in paths:
+            parent = path[:-1]
+            rank = path[-1]
+            if (parent and parent not in paths) or rank not in range(self.top_k):
                 raise ValueError(
-                    f"Budget.paths holds {path}, expected {path[:-1]} too and ranks below top_k = {self.top_k}: "
+                    f"Budget.paths holds {path}, expected {parent} too and ranks below top_k = {self.top_k}: "
                     "name every node by the ranks on its way; Budget.fixed(paths) sets the rest"
                 )
-            if self.draw == "sampled" and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in prefixes:
+            # verification of sampled siblings needs the order in which they were sampled
+            if self.draw == "sampled" and rank > 0 and (*parent, rank - 1) not in paths:
                 raise ValueError(
                     f"Budget.paths holds {path}, expected all siblings drawn before it: give them ranks 0, 1, 2, ..."
                 )
-        if len(prefixes) - 1 > self.nodes:
-            raise ValueError(
-                f"Budget.paths holds {len(prefixes) - 1} nodes, expected {self.nodes}: use Budget.fixed(paths)"
-            )
+        if len(paths) > self.nodes:
+            raise ValueError(f"Budget.paths holds {len(paths)} nodes, expected {self.nodes}: use Budget.fixed(paths)")
 
     @classmethod
     def fixed(cls, paths: Paths, draw: Draw = "noise", confidence: float | None = None) -> Budget:
-        """A budget with a fixed tree shape, such as EAGLE-1's (`eagle.core.tree.PUBLISHED_TREE`)."""
+        """Return a budget with a fixed tree shape, such as EAGLE-1's (`eagle.core.tree.PUBLISHED_TREE`)."""
         paths = _as_paths(paths)
-        top_k = 1 + max((rank for path in paths for rank in path), default=-1)
-        return cls(len(set(paths)), max(map(len, paths), default=0), top_k, paths, draw, confidence=confidence)
+        return cls(
+            nodes=len(set(paths)),
+            depth=max(map(len, paths), default=0),
+            top_k=1 + max((max(path, default=-1) for path in paths), default=-1),
+            paths=paths,
+            draw=draw,
+            confidence=confidence,
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -78,14 +91,16 @@ class Budget:
         return min(self.nodes, self.depth, self.top_k) == 0
 
     def within(self, levels: int) -> Budget:
-        """This budget, at most `levels` deep."""
-        return self if self.depth <= levels else replace(self, depth=max(levels, 0))
+        """Return this budget with its depth clamped to `levels`."""
+        if self.depth <= levels:
+            return self
+        return replace(self, depth=max(levels, 0))
 
 
 def _as_paths(paths: Any) -> Paths:
-    """Paths from any nested sequence of ranks."""
+    """Return paths from any nested sequence of ranks."""
     try:
-        if isinstance(paths, (str, bytes)):
+        if isinstance(paths, (str, bytes)):  # whose items are no ranks
             raise TypeError
         return tuple(tuple(map(operator.index, path)) for path in paths)
     except TypeError:
@@ -105,7 +120,7 @@ class Policy(Protocol):
     # its `draw`, where it has one, is that of all its budgets: one that draws by lot must say so before it begins
 
     def within(self, levels: int) -> Budget:
-        """The next cycle's budget, at most `levels` deep; an empty one if drafting does not pay."""
+        """Return the next cycle's budget, at most `levels` deep; an empty one if drafting does not pay."""
         ...
 
     def learn(self, cycle: Any) -> None:

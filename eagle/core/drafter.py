@@ -46,7 +46,7 @@ class HeadShape(Protocol):
     model_type: Any
 
     def to_dict(self) -> dict[str, Any]:
-        """All keys of the config."""
+        """Return all keys of the config."""
 
 
 class Noise(Protocol):
@@ -57,13 +57,13 @@ class Noise(Protocol):
         """Above 0."""
 
     def __call__(self, positions: list[int]) -> Tensor:
-        """[P, V], what the target adds to its logits when it chooses the tokens standing there."""
+        """Return what the target adds to its logits [P, V] when it chooses the tokens at these positions."""
 
     def own(self, rows: int) -> Tensor:
-        """[rows, V], noise of the same kind that the target never sees, and new in every call."""
+        """Return noise [rows, V] of the same kind that the target never sees, new in every call."""
 
     def filter_logits(self, logits: Tensor) -> Tensor:
-        """[K, V], the logits, far lower where a target with these logits would not sample: nothing is left."""
+        """Return the logits [K, V], far lower for tokens that a target with these logits would not sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +97,20 @@ class Committed:
 
     @classmethod
     def join(cls, updates: Sequence[Committed]) -> Committed:
-        """One update from several in a row, for a drafter that was not asked in between."""
+        """Return one update from several in a row, for a drafter that was not asked in between."""
+        last = updates[-1]
         if len(updates) == 1:
-            return updates[0]
-        features = [update.features for update in updates if update.features is not None]
+            return last
         tokens = torch.cat([update.tokens for update in updates])
-        return replace(updates[-1], tokens=tokens, features=torch.cat(features) if features else None)
+        features = [update.features for update in updates if update.features is not None]
+        return replace(last, tokens=tokens, features=torch.cat(features) if features else None)
 
 
 class DraftText(Protocol):
     """A drafter's state for one text."""
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """A tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
+        """Return a tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
 
 
 class DraftState(Protocol):
@@ -119,7 +120,7 @@ class DraftState(Protocol):
         """Begin a text in a row; `noise` is the target's sampling noise (None if it is greedy)."""
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """A tree for each row, rooted at its update's root, with at most its budget's nodes."""
+        """Return a tree for each row, rooted at its update's root, with at most its budget's nodes."""
 
     def fork(self, row: int, other: int) -> None:
         """Copy the state of `row` to a new row `other`."""
@@ -143,18 +144,19 @@ class Drafter:
     frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
 
     def begin(self, noise: Noise | None = None) -> DraftText:
-        """The state for a new text; `noise` is the target's sampling noise (None if it is greedy)."""
+        """Return the state for a new sequence; `noise` is the target's sampling noise (None if it is greedy)."""
+        # each of begin and open is made of the other: a class that defines neither would call itself for ever
         if type(self).open is Drafter.open:
             missing = "without the target's texts: call open_with" if self.reads.texts else ": write begin or open"
             raise NotImplementedError(f"{type(self).__name__} cannot draft {missing}")
         return _OnlyText(self.open(), noise)
 
     def open(self) -> DraftState:
-        """The state for several texts decoded side by side."""
+        """Return the state for several sequences decoded in a batch."""
         return EachText(self)
 
     def open_with(self, texts: Any) -> DraftState:
-        """The state for several texts, with access to the target's cache rows (`eagle.target.view.TargetTexts`)."""
+        """Return the state for several sequences, with the target's cache rows (`eagle.target.view.TargetTexts`)."""
         raise NotImplementedError(f"{type(self).__name__} reads the target's texts: write open_with(texts)")
 
     def bind_target(self, view: Any) -> None:
@@ -162,25 +164,30 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__} reads a view of the target: write bind_target(view)")
 
     def forwards(self, budget: Budget) -> tuple[int, ...] | None:
-        """Number of rows in each of a draft's forwards after the first, which reads the newly committed tokens.
+        """Return the number of rows in each of a draft's forwards after the first.
 
-        None if it does not always run a network; its measured seconds are its cost then.
+        The first reads the newly committed tokens. None if it does not always run a network: then the measured seconds
+        of drafts are their cost.
         """
         return None
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Rows read by the next draft's first forward, after `accepted` tokens of a tree of `depth` levels."""
+        """Return the rows of the next draft's first forward, after `accepted` tokens of a tree of `depth` levels."""
         return accepted + 1
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Bytes that its state comes to keep of a text of so many tokens, a draft's included; `column` is the target's.
+        """Return the bytes that its state comes to keep of so many tokens, a draft's included.
 
-        It tells of tensors with columns for a text, not of weights or of what a draft computes and forgets.
+        Tensors with columns for a sequence count, not weights or what a draft computes and forgets.
+
+        Args:
+            tokens: Of the sequence.
+            column: What a token takes in the target.
         """
         return 0
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any] | None:
-        """A function to time: one forward of `rows` rows after `context` tokens, the last `scored` with logits."""
+        """Return a function to time: a forward of `rows` rows after `context` tokens, the last `scored` with logits."""
         return None
 
 
@@ -192,7 +199,7 @@ class _OnlyText:
         state.admit(0, noise)
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
-        """The tree of the single row."""
+        """Return the tree of the single row."""
         return self.state.propose({0: update}, {0: budget})[0]
 
 
@@ -201,6 +208,7 @@ class EachText:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        # by row
         self.texts: dict[int, DraftText] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
@@ -208,13 +216,19 @@ class EachText:
         self.texts[row] = self.drafter.begin(noise)
 
     def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
-        """A tree for each row, one after the other; `RowErrors` if only some rows fail."""
-        return run_rows(updates, lambda row: self.texts[row].propose(updates[row], budgets[row]))
+        """Return a tree for each row, one after the other; `RowErrors` if only some rows fail."""
+
+        def propose_row(row: int) -> DraftTree:
+            return self.texts[row].propose(updates[row], budgets[row])
+
+        return run_rows(updates, propose_row)
 
     def fork(self, row: int, other: int) -> None:
         """Copy the row's text to `other`; the drafter itself is shared."""
+        # what a memo holds already is not copied
         shared = [self.drafter, *vars(self.drafter).values()]
-        self.texts[other] = copy.deepcopy(self.texts[row], {id(part): part for part in shared})
+        memo = {id(value): value for value in shared}
+        self.texts[other] = copy.deepcopy(self.texts[row], memo)
 
     def release(self, row: int) -> None:
         """Forget the row."""
@@ -233,18 +247,19 @@ class TrainableDrafter(nn.Module, Drafter):
 
     def __init__(self, settings: Any, shape: HeadShape) -> None:
         """Make a head from its settings and a transformers config with its sizes, as a checkpoint does."""
+        # a method's own __init__ makes the modules
         super().__init__()
         self.shape = shape
         self.settings: Any = settings  # each method names the class of its own
 
     @classmethod
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """The target's layer inputs that a head with these settings reads when it drafts."""
+        """Return the target's layer inputs that a head with these settings reads when it drafts."""
         return cls.taps
 
     @classmethod
     def context_taps(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """The taps that training reads at every slot of a text, not only where a supervised token is predicted."""
+        """Return the taps that training reads at every position, not only where a supervised token is predicted."""
         return cls.taps_for(settings, target_config)
 
     @property
@@ -273,7 +288,13 @@ class TrainableDrafter(nn.Module, Drafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> TrainableDrafter:
-        """A new head with the target's sizes; it may use the target's embedding and the supervised tokens of each text.
+        """Return a new head with the target's sizes.
+
+        Args:
+            settings: Of the recipe.
+            target_config: The target's, of transformers.
+            frozen: Its embedding and LM head, which a head may use.
+            supervised: The supervised tokens of each text, of which a head may choose its vocabulary.
 
         A class that `reads` the target's weights takes one more argument, `weights`: name -> tensor.
         """
@@ -289,21 +310,21 @@ class TrainableDrafter(nn.Module, Drafter):
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
-        """The divisors of `forward`, summed over texts; None if it is a mean over their supervised slots."""
+        """Return the divisors of `forward`, summed over texts; None if it is a mean over their supervised slots."""
         return None
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Loss terms: "total" is minimised, the rest is logged."""
+        """Return loss terms: "total" is minimised, the rest is logged."""
         raise NotImplementedError(f"{type(self).__name__} does not define its loss: write forward(batch, frozen)")
 
     def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
-        """Validation sums, added up over batches and processes; drafters/parts/validation.py makes figures of them."""
+        """Return sums, added up over batches and processes, of which drafters/parts/validation.py makes figures."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
         )
 
     def draft_levels(self, batch: Batch, frozen: TargetHead, levels: int) -> Iterable[tuple[Tensor, Any]]:
-        """For each level of a chain, the states [S, ..] at all supervised slots and the head that gives logits."""
+        """Yield for each level of a chain the states [S, ..] at all supervised slots and the head that gives logits."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot be examined: write draft_levels, see recurrent/unroll.py"
         )

@@ -34,20 +34,26 @@ class Drafts:
 
     @classmethod
     def join(cls, parts: Sequence[Drafts | None], lengths: Sequence[int]) -> Drafts | None:
-        """The drafts of several texts of these lengths, one behind the other; None where no text has any."""
+        """Return the drafts of several concatenated texts of these lengths; None where no text has any."""
         starts = accumulate(lengths, initial=0)
-        moved = [replace(part, slots=part.slots + start) for part, start in zip(parts, starts, strict=False) if part]
+        moved = []
+        for drafts, start in zip(parts, starts, strict=False):
+            if drafts is not None:
+                moved.append(replace(drafts, slots=drafts.slots + start))
         if not moved:
             return None
-        slots, accepted, drafted, tokens, states = (
-            torch.cat([getattr(part, name) for part in moved])
-            for name in ("slots", "accepted", "drafted", "tokens", "states")
+        return cls(
+            slots=torch.cat([drafts.slots for drafts in moved]),
+            accepted=torch.cat([drafts.accepted for drafts in moved]),
+            drafted=torch.cat([drafts.drafted for drafts in moved]),
+            tokens=torch.cat([drafts.tokens for drafts in moved]),
+            states=torch.cat([drafts.states for drafts in moved]),
         )
-        return cls(slots, accepted, drafted, tokens, states)
 
     def to(self, device: torch.device) -> Drafts:
-        """A copy with tokens and states on another device."""
-        tokens, states = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.states))
+        """Return a copy with tokens and states on another device."""
+        tokens = self.tokens.to(device, non_blocking=True)
+        states = self.states.to(device, non_blocking=True)
         return replace(self, tokens=tokens, states=states)
 
 
@@ -97,28 +103,35 @@ class Batch:
         return self.loss_mask.split(self.lengths)
 
     def select_taps(self, taps: tuple[int, ...]) -> Tensor:
-        """[N, len(taps), D], the features of these taps."""
+        """Return the features [N, len(taps), D] of these taps."""
         if taps == self.taps:
             return self.features
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
     def places_behind(self, places: Tensor, steps: Tensor | int) -> Tensor:
-        """The places of the tokens that a draft from these slots reads after so many steps, at least one.
+        """Return the indices of the tokens that a draft from these slots reads after so many steps, at least one.
 
         What lies beyond the text counts for nothing.
         """
         plain = (places + steps).clamp(max=len(self.tokens) - 1)
         if self.branches is None:
             return plain
+        # the first step reads what the target chose, later ones read the draft
         last = self.branches.shape[1] - 1
-        if isinstance(steps, int):  # the first reads what the target chose
-            return plain if steps < 2 else self.branches[places, min(steps - 2, last)]
-        return torch.where(steps < 2, plain, self.branches[places, (steps - 2).clamp(0, last)])
+        if not isinstance(steps, int):
+            drafted = self.branches[places, (steps - 2).clamp(0, last)]
+            return torch.where(steps < 2, plain, drafted)
+        if steps < 2:
+            return plain
+        return self.branches[places, min(steps - 2, last)]
 
     def on_drafts(self) -> Batch:
-        """The texts with the slots of the drafts alone supervised, from which levels read the drafted tokens."""
+        """Return the texts with only the slots of drafts supervised, from which levels read the drafted tokens."""
         assert self.drafts is not None
-        slots, tokens, states = self.drafts.slots, self.drafts.tokens, self.drafts.states
+        slots = self.drafts.slots
+        tokens = self.drafts.tokens
+        states = self.drafts.states
+        # a slot reads the token behind it and predicts the one after that
         mask = torch.zeros_like(self.loss_mask)
         mask[slots + 2] = True
         places = len(self.tokens) + torch.arange(tokens.numel()).view(tokens.shape)
@@ -134,62 +147,78 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """A copy in pinned host memory, from which an accelerator copies while computing; pinned tensors are kept."""
-        tokens, features = (
-            tensor.pin_memory() if tensor.device.type == "cpu" else tensor for tensor in (self.tokens, self.features)
-        )
-        return replace(self, tokens=tokens, features=features)
+        """Return a copy in pinned host memory, from which an accelerator copies while it computes."""
+        return replace(self, tokens=_pin(self.tokens), features=_pin(self.features))
 
     def to(self, device: torch.device) -> Batch:
-        """A copy with tokens and features on another device; the host does not wait for it."""
-        tokens, features = (tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.features))
+        """Return a copy with tokens and features on another device; the host does not wait for it."""
+        tokens = self.tokens.to(device, non_blocking=True)
+        features = self.features.to(device, non_blocking=True)
         drafts = None if self.drafts is None else self.drafts.to(device)
         return replace(self, tokens=tokens, features=features, drafts=drafts)
 
 
+def _pin(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+
 def lengths_of(examples: Sequence[Example]) -> list[int]:
-    """The number of tokens of each example; examples on disk know it without being read."""
-    known = getattr(examples, "lengths", None)
-    return [len(example.tokens) for example in examples] if known is None else [int(length) for length in known]
+    """Return the number of tokens of each example; examples on disk know it without being read."""
+    stored = getattr(examples, "lengths", None)
+    if stored is not None:
+        return [int(length) for length in stored]
+    return [len(example.tokens) for example in examples]
 
 
-def count_shared(one: Tensor, other: Tensor) -> int:
-    """The number of tokens that two texts [T] share from their beginning."""
-    length = min(len(one), len(other))
-    differing = (one[:length] != other[:length]).nonzero()
+def count_shared(first: Tensor, second: Tensor) -> int:
+    """Return the number of tokens that two texts [T] share from their beginning."""
+    length = min(len(first), len(second))
+    differing = (first[:length] != second[:length]).nonzero()
     return int(differing[0]) if len(differing) else length
 
 
 def trim_mask(loss_mask: Tensor) -> Tensor:
-    """The loss mask up to its last supervised token, without the first two tokens, which no drafter predicts."""
+    """Return the loss mask up to its last supervised token, without the first two, which no drafter predicts."""
+    # the first draft is made from the state after one token, for the token after the next
     mask = loss_mask.clone()
     mask[:2] = False
     indices = mask.nonzero()
-    return mask[: int(indices[-1]) + 1] if len(indices) else mask[:0]
+    if not len(indices):
+        return mask[:0]
+    return mask[: int(indices[-1]) + 1]
 
 
 def gate_mask(mask: Tensor, gate: str) -> Tensor:
-    """The loss mask; shifted by two with "read", as published: a slot counts if the token that it reads does."""
-    return torch.cat([mask.new_zeros(2), mask[:-2]])[: len(mask)] if gate == "read" else mask
+    """Return the loss mask; with "read" shifted by two, as published: a slot counts if the token it reads does."""
+    if gate != "read":
+        return mask
+    shifted = torch.cat([mask.new_zeros(2), mask[:-2]])
+    return shifted[: len(mask)]  # of a text shorter than two tokens
 
 
 def collate(examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[int] | None = None) -> Batch:
-    """One batch of examples with features, each cut after its last supervised token."""
+    """Return one batch of examples with features, each cut after its last supervised token."""
     masks = [trim_mask(example.loss_mask) for example in examples]
     lengths = tuple(len(mask) for mask in masks)
+    tokens = []
+    features = []
+    for example, length in zip(examples, lengths, strict=True):
+        tokens.append(example.tokens[:length])
+        features.append(example.features[:length])  # type: ignore[index]
     return Batch(
-        torch.cat([example.tokens[:length] for example, length in zip(examples, lengths, strict=True)]),
-        torch.cat(masks),
-        torch.cat([example.features[:length] for example, length in zip(examples, lengths, strict=True)]),  # type: ignore[index]
-        lengths,
-        taps,
-        tuple(seeds or range(len(examples))),
+        tokens=torch.cat(tokens),
+        loss_mask=torch.cat(masks),
+        features=torch.cat(features),
+        lengths=lengths,
+        taps=taps,
+        seeds=tuple(seeds or range(len(examples))),
         drafts=Drafts.join([example.drafts for example in examples], lengths),
     )
 
 
 def token_counts(texts: Iterable[Tensor], vocab_size: int) -> Tensor:
-    """[V], how often each token occurs in these texts."""
+    """Return how often [V] each token occurs in these texts."""
+    # text by text, so that no more than one is in memory
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for tokens in texts:
         text_counts = torch.bincount(tokens, minlength=vocab_size)
@@ -203,7 +232,7 @@ def token_counts(texts: Iterable[Tensor], vocab_size: int) -> Tensor:
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """[D], the `size` most frequent tokens in ascending order; ties go to the lower token."""
+    """Return the `size` most frequent tokens [D] in ascending order; ties go to the lower token."""
     if not 0 < size <= len(counts):
         raise ValueError(f"a draft vocabulary of {size} was asked for, expected 1 to {len(counts)}, the target's own")
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
@@ -220,20 +249,21 @@ class Features(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """The examples at these indices, with their features."""
+        """Return the examples at these indices, with their features."""
         ...
 
     def mask(self, index: int) -> Tensor:
-        """[T], the loss mask of an example."""
+        """Return the loss mask [T] of an example."""
         ...
 
     def text(self, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens and loss mask of an example."""
+        """Return the tokens and the loss mask of an example."""
         ...
 
 
 def run_ahead(jobs: Iterable[Callable[[], Result]]) -> Generator[Result]:
     """Yield the jobs' results in order; a thread runs them ahead of the caller."""
+    # one thread, so that jobs run in their order
     pending: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(1) as thread:
         for job in jobs:

@@ -15,14 +15,17 @@ class RowErrors(Exception):
     """Raised by a drafter's state for several texts if only some of them failed: the other texts' trees are kept."""
 
     def __init__(self, trees: Mapping[int, Any], errors: Mapping[int, Exception]) -> None:
-        self.trees, self.errors = dict(trees), dict(errors)
-        named = "; ".join(f"row {row}: {error!r:.200}" for row, error in self.errors.items())
-        super().__init__(f"{len(self.errors)} of {len(self.trees) + len(self.errors)} drafts failed: {named}")
+        self.trees = dict(trees)
+        self.errors = dict(errors)
+        details = "; ".join(f"row {row}: {error!r:.200}" for row, error in self.errors.items())
+        total = len(self.trees) + len(self.errors)
+        super().__init__(f"{len(self.errors)} of {total} drafts failed: {details}")
 
 
 def run_rows(rows: Iterable[int], run: Callable[[int], Result]) -> dict[int, Result]:
-    """The results of `run` by row; `RowErrors` if some rows fail, the error itself if there is one row."""
-    results, errors = dict[int, Result](), dict[int, Exception]()
+    """Return the results of `run` by row; `RowErrors` if some rows fail, the error itself if there is one row."""
+    results: dict[int, Result] = {}
+    errors: dict[int, Exception] = {}
     for row in rows:
         try:
             results[row] = run(row)
@@ -30,6 +33,7 @@ def run_rows(rows: Iterable[int], run: Callable[[int], Result]) -> dict[int, Res
             raise
         except Exception as error:
             errors[row] = error
+    # a caller with one row needs no wrapper around its error
     if len(errors) == 1 and not results:
         raise next(iter(errors.values()))
     if errors:

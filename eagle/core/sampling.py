@@ -14,29 +14,89 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from eagle.core.typical import check_typical
 from eagle.device import upload
+
+PUBLISHED_TYPICAL = (0.09, 0.3)  # epsilon and delta of Medusa's released code
 
 # Fields of a generation config that `default_sampling` follows; fields in none of these sets are refused by name.
 WARPED = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 # fields of which transformers makes processors, which `Sampling.from_processors` refuses
 PROCESSED = {
-    *("no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
-    *("sequence_bias", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "watermarking_config"),
+    *(
+        "no_repeat_ngram_size",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+    ),
+    *(
+        "sequence_bias",
+        "guidance_scale",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "top_h",
+        "watermarking_config",
+    ),
     *("renormalize_logits", "remove_invalid_values"),
 }
 # fields without effect on token probabilities; `generate` is told where an answer ends
 WITHOUT_EFFECT = {
-    *("max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
-    *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile"),
-    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
-    *("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups", "low_memory"),  # of beams alone
-    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
-    *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "continuous_batching_config"),
+    *(
+        "max_length",
+        "max_new_tokens",
+        "eos_token_id",
+        "pad_token_id",
+        "bos_token_id",
+        "decoder_start_token_id",
+    ),
+    *(
+        "use_cache",
+        "cache_config",
+        "max_cache_len",
+        "prefill_chunk_size",
+        "compile_config",
+        "disable_compile",
+    ),
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+    ),
+    *(
+        "early_stopping",
+        "length_penalty",
+        "diversity_penalty",
+        "num_beam_groups",
+        "low_memory",
+    ),  # of beams alone
+    *(
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+    ),
+    *(
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "continuous_batching_config",
+    ),
     *("transformers_version", "_from_model_config", "_commit_hash"),
 }
-OFF: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "min_length": 0, "min_new_tokens": 0}
-OFF |= {"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "penalty_alpha": 0}
+OFF: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+}
+OFF |= {
+    "encoder_repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0,
+    "penalty_alpha": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +120,48 @@ class Sampling:
     typical: tuple[float, float] | None = None  # LOSSY: typical acceptance, by its epsilon and delta
 
     def __post_init__(self) -> None:
+        # numpy's whole numbers become ints, so that equal samplings are equal
         for name in ("top_k", "seed", "request"):
             object.__setattr__(self, name, whole(f"Sampling.{name}", getattr(self, name)))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "lenience"):
-            if isinstance(value := getattr(self, name), bool) or not isinstance(value, Real):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise ValueError(f"Sampling.{name} is {value!r}, expected a number")
-        for name, holds, expected in (
+        # comparisons are False for nan, too
+        conditions = (
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
+            (
+                "repetition_penalty",
+                0 < self.repetition_penalty < math.inf,
+                "above 0; 1 is off",
+            ),
             ("rule", self.rule in ("token", "block"), "'token' or 'block'"),
             ("lenience", 0 < self.lenience <= 1, "above 0, at most 1 (lossless)"),
-        ):
+        )
+        for name, holds, expected in conditions:
             if not holds:
                 raise ValueError(f"Sampling.{name} is {getattr(self, name)!r}, expected {expected}")
         if self.lenience < 1 and self.rule == "block":
             raise ValueError("lenience is defined for the token rule alone; use rule='token'")
         if self.typical is not None:
-            alone = self.rule == "token" and self.lenience == 1
-            check_typical(self.typical, alone=alone, temperature=self.temperature)
+            self._check_typical()
+
+    def _check_typical(self) -> None:
+        """Refuse invalid bounds, and typical acceptance with a greedy target or another acceptance rule."""
+        bounds = self.typical if isinstance(self.typical, tuple) else ()
+        are_valid = all(isinstance(bound, float | int) and 0 < bound <= 1 for bound in bounds)
+        if len(bounds) != 2 or not are_valid:
+            raise ValueError(
+                f"Sampling.typical is {self.typical!r}, expected None (lossless), or epsilon and delta, each above 0, "
+                f"at most 1: as {PUBLISHED_TYPICAL}"
+            )
+        if self.temperature == 0:
+            raise ValueError("typical acceptance needs a temperature above 0: at 0 a single token is possible")
+        if self.rule == "block" or self.lenience < 1:
+            raise ValueError("typical acceptance is a rule of its own: leave out Sampling.rule='block' and lenience")
 
     @property
     def is_lossless(self) -> bool:
@@ -89,10 +170,19 @@ class Sampling:
 
     @classmethod
     def from_processors(cls, processors: Iterable[Any], **fields: Any) -> Sampling:
-        """The sampling that equals a list of transformers' logits processors; ValueError for unsupported ones."""
+        """Return the sampling that equals a list of transformers' logits processors.
+
+        Args:
+            processors: Each at most once, in transformers' order.
+            fields: Further fields, as the seed.
+
+        Raises:
+            ValueError: For processors or options of theirs that no sampling has.
+        """
         if isinstance(processors, (str, bytes)) or not isinstance(processors, Iterable):
             raise ValueError(f"processors is {processors!r}, expected a list of transformers' logits processors")
         processors = list(processors)
+        # class -> field of a sampling, and the processor's attribute that holds its value
         supported = {
             "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
             "TemperatureLogitsWarper": ("temperature", "temperature"),
@@ -100,9 +190,11 @@ class Sampling:
             "TopPLogitsWarper": ("top_p", "top_p"),
             "MinPLogitsWarper": ("min_p", "min_p"),
         }
+        # another order or another processor would give other logits, so nothing is guessed
         order = list(supported)
         names = [type(processor).__name__ for processor in processors]
-        if unknown := [name for name in names if name not in supported]:
+        unknown = [name for name in names if name not in supported]
+        if unknown:
             raise ValueError(f"logits processors {unknown} cannot be verified; supported are {order}: remove them")
         if names != sorted(set(names), key=order.index):
             raise ValueError(f"logits processors come in the order {names}, expected each at most once, as in {order}")
@@ -115,71 +207,96 @@ class Sampling:
 
 def _refuse_options(name: str, processor: Any) -> None:
     """Refuse a known processor with an option that changes its result."""
-    for option, default in (("min_tokens_to_keep", 1), ("filter_value", -math.inf), ("prompt_ignore_length", None)):
+    defaults = {
+        "min_tokens_to_keep": 1,
+        "filter_value": -math.inf,
+        "prompt_ignore_length": None,
+    }
+    if name == "TopKLogitsWarper":
+        del defaults["min_tokens_to_keep"]  # its top_k is at least that
+    for option, default in defaults.items():
         value = getattr(processor, option, default)
-        is_in_top_k = name == "TopKLogitsWarper" and option == "min_tokens_to_keep"
-        if value != default and not is_in_top_k:
+        if value != default:
             raise ValueError(f"{name}.{option} is {value!r}, which cannot be verified: expected {default!r}")
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[N, V] warped logits for sampling by softmax; penalties are applied before, and the temperature is above 0."""
+    """Return warped logits [N, V] for sampling by softmax.
+
+    Penalties are applied before, and the temperature is above 0.
+    """
+    # N nodes: each filter looks at what the one before it has left
     scores = logits / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         threshold = scores.topk(sampling.top_k).values[:, -1:]
         scores = scores.masked_fill(scores < threshold, -math.inf)
     if sampling.top_p < 1:
         ascending, order = scores.sort()
-        outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        outside[:, -1] = False
-        scores = scores.masked_fill(outside.scatter(1, order, outside), -math.inf)
+        is_outside = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        is_outside[:, -1] = False  # the likeliest token stays
+        scores = scores.masked_fill(is_outside.scatter(1, order, is_outside), -math.inf)
     if sampling.min_p > 0:
         probs = scores.softmax(-1)
-        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -math.inf)
+        threshold = sampling.min_p * probs.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probs < threshold, -math.inf)
     return scores
 
 
 def in_fp32(logits: Tensor) -> Tensor:
-    """Logits in fp32, or in fp64 if they come so."""
+    """Return logits in fp32, or in fp64 if they come so."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
-    """Logits [V] with a repetition penalty on all tokens of `text`."""
-    seen = upload(torch.tensor(sorted(set(text))), row.device)
-    scores = row[seen]
-    return row.index_copy(0, seen, torch.where(scores < 0, scores * penalty, scores / penalty))
+    """Return logits [V] with a repetition penalty on all tokens of `text`."""
+    repeated = upload(torch.tensor(sorted(set(text))), row.device)
+    return row.index_copy(0, repeated, _lower(row[repeated], penalty))
 
 
 def penalise_nodes(logits: Tensor, text: Sequence[int], tokens: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [N, V] with a repetition penalty on the tokens of `text` and of each node's path.
+    """Return logits [N, V] with a repetition penalty on the tokens of `text` and of each node's path.
 
-    `seen` [N, N] marks the nodes of these tokens [N] on the path of each; all lie on one device.
+    Args:
+        logits: [N, V], after each node of a tree.
+        text: All tokens before the root.
+        tokens: [N], of the nodes, on the device of the logits.
+        seen: [N, N] bool, the nodes on the path of each node.
+        penalty: transformers' repetition penalty.
     """
-    paths = torch.where(seen, tokens, tokens[:1]).clamp(0, logits.shape[-1] - 1)  # the root is on every path
-    repeated = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(1, paths, 1)
+    # a node off the path is replaced by the root, which is on every path
+    path_tokens = torch.where(seen, tokens, tokens[:1]).clamp(0, logits.shape[-1] - 1)
+    is_repeated = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    is_repeated.scatter_(1, path_tokens, 1)
     if text:
-        repeated[:, upload(torch.tensor(sorted(set(text))), logits.device)] = True
-    return torch.where(repeated, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        is_repeated[:, upload(torch.tensor(sorted(set(text))), logits.device)] = True
+    return torch.where(is_repeated, _lower(logits, penalty), logits)
+
+
+def _lower(logits: Tensor, penalty: float) -> Tensor:
+    """Return logits after a repetition penalty (CTRL, Keskar et al. 2019)."""
+    return torch.where(logits < 0, logits * penalty, logits / penalty)
 
 
 def to_int(value: Any) -> int | None:
-    """The value as an int (numpy's included); None if it is not a whole number."""
+    """Return the value as an int (numpy's included); None if it is not a whole number."""
+    if isinstance(value, bool):
+        return None
     try:
-        return None if isinstance(value, bool) else operator.index(value)
+        return operator.index(value)
     except (TypeError, ValueError):
         return None
 
 
 def whole(name: str, value: Any) -> int:
-    """The value as an int (numpy's included); ValueError if it is not a whole number."""
-    if (number := to_int(value)) is None:
+    """Return the value as an int (numpy's included); ValueError if it is not a whole number."""
+    number = to_int(value)
+    if number is None:
         raise ValueError(f"{name} is {value!r}, expected a whole number")
     return number
 
 
 def number(name: str, value: Any) -> float:
-    """The value, if it is a finite number; ValueError for others."""
+    """Return the value, if it is a finite number; ValueError for others."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r:.60}, expected a finite number")
     return float(value)
@@ -187,16 +304,26 @@ def number(name: str, value: Any) -> float:
 
 def refuse_fields(config: Any) -> None:
     """Refuse a generation config with fields that `model.generate` follows and verification cannot."""
+    # a field that a newer transformers adds is in no set, and is refused until someone has looked at it
     fields = vars(type(config)()).keys() - WARPED - PROCESSED - WITHOUT_EFFECT
-    exact_caches = ("static", "dynamic", "hybrid", "offloaded", "offloaded_static", "sliding_window")
+    exact_caches = (
+        "static",
+        "dynamic",
+        "hybrid",
+        "offloaded",
+        "offloaded_static",
+        "sliding_window",
+    )
     for name in sorted(fields):
         value = getattr(config, name)
         if value is None or value is False or value == OFF.get(name):
             continue
         if name == "cache_implementation" and value in exact_caches:
             continue
-        instead = ": pass them to generate as stop=[...]" if name == "stop_strings" else ""
+        instead = ", or pass a Sampling of your own"
+        if name == "stop_strings":
+            instead = ": pass them to generate as stop=[...]"
         raise ValueError(
             f"the model's generation_config.{name} is {value!r}, which drafted tokens cannot be verified under, so "
-            f"the answer would not be model.generate's: set it to None{instead or ', or pass a Sampling of your own'}"
+            f"the answer would not be model.generate's: set it to None{instead}"
         )

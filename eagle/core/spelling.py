@@ -28,16 +28,19 @@ class Spelling:
             self.in_bytes = True
         elif self.in_bytes:  # tokens that print nothing do not end a run
             self.in_bytes = not self.tokenizer.decode([token], skip_special_tokens=True)
+        # an incomplete character is decoded as U+FFFD
         new = self.rest()
         if not new or new.endswith("\ufffd") or self.in_bytes:
             return ""
-        self.begin, self.end = self.end, len(self.tokens)
+        self.begin = self.end
+        self.end = len(self.tokens)
         return new
 
     def rest(self) -> str:
-        """The text of the tokens still held back."""
-        context, text = (
-            self.tokenizer.decode(self.tokens[self.begin : end], skip_special_tokens=True)
-            for end in (self.end, len(self.tokens))
-        )
+        """Return the text of the tokens still held back."""
+        context = self._decode(self.begin, self.end)
+        text = self._decode(self.begin, len(self.tokens))
         return text[len(context) :]
+
+    def _decode(self, begin: int, end: int) -> str:
+        return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True)

@@ -32,27 +32,31 @@ class TargetHead:
     @property
     def scale(self) -> float:
         """The factor on the rows of the embedding matrix, including the module's own (Gemma)."""
+        # in the weights' precision, as the module rounds it
         factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
         return self.embed_scale * factor.to(self.embedding.get_parameter("weight").dtype).item()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings as the target's first layer sees them, without learned positions."""
+        """Return token embeddings as the target's first layer sees them, without learned positions."""
         embedded = self.embedding(tokens)
         if self.width not in (None, embedded.shape[-1]):
             raise ValueError(
                 f"the target embeds tokens in width {embedded.shape[-1]} and its layers have width {self.width}: got a "
                 "method that reads both as one, expected one without embeddings, as draft_model, ngram or suffix"
             )
-        return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
+        if self.embed_scale == 1.0:
+            return embedded
+        return embedded * self.embed_scale
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The target's logits from the LM head's input, in the weights' dtype; `out` is memory to write them to."""
+        """Return the logits of the LM head's input, in the weights' dtype; `out` is memory to write them to."""
         hidden = hidden.to(self.weight.dtype)
         if out is None:
             logits = self.output(hidden)
         else:
             logits = torch.matmul(hidden, self.weight.T, out=out)
-            if (bias := getattr(self.output, "bias", None)) is not None:
+            bias = getattr(self.output, "bias", None)
+            if bias is not None:
                 logits += bias
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -61,18 +65,29 @@ class TargetHead:
         return logits
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """[.., V], the derivative of the logits by the values before the softcap; None without a softcap."""
-        return None if self.softcap is None else 1 - (logits / self.softcap) ** 2
+        """Return the derivative [.., V] of the logits by the values before the softcap; None without a softcap."""
+        if self.softcap is None:
+            return None
+        # d/dx c tanh(x / c) = 1 - tanh(x / c)^2
+        return 1 - (logits / self.softcap) ** 2
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """[.., D], the gradient at the hidden states from that at the logits, which is overwritten (softcap undone)."""
-        gradient = gradient if slope is None else gradient.mul_(slope)
+        """Return the gradient [.., D] at the hidden states from that at the logits, which is overwritten.
+
+        The chain rule by hand: d logits / d hidden = slope of the softcap * logit scale * matrix.
+        """
+        if slope is not None:
+            gradient = gradient.mul_(slope)
         hidden = gradient.to(self.weight.dtype) @ self.weight
-        return hidden if self.logit_scale == 1.0 else hidden * self.logit_scale
+        if self.logit_scale == 1.0:
+            return hidden
+        return hidden * self.logit_scale
 
     def narrow(self, tokens: Tensor | slice) -> TargetHead:
-        """A head for a subset of the vocabulary; a slice of the matrix is not copied."""
-        bias, rows = getattr(self.output, "bias", None), self.weight[tokens]
+        """Return a head for a subset of the vocabulary; a slice of the matrix is not copied."""
+        bias = getattr(self.output, "bias", None)
+        rows = self.weight[tokens]
+        # on the meta device, so that no matrix is made and thrown away
         output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
         output.weight = nn.Parameter(rows, requires_grad=False)
         if bias is not None:
@@ -80,10 +95,11 @@ class TargetHead:
         return replace(self, output=output)
 
     def cast(self, dtype: torch.dtype) -> TargetHead:
-        """This head in another precision: itself if it has it, else a copy."""
+        """Return this head in another precision: itself if it has it, else a copy."""
         if self.weight.dtype == dtype:
             return self
-        embedding, output = (in_dtype(copy.deepcopy(module), dtype) for module in (self.embedding, self.output))
+        embedding = in_dtype(copy.deepcopy(self.embedding), dtype)
+        output = in_dtype(copy.deepcopy(self.output), dtype)
         return replace(self, embedding=embedding, output=output)
 
     @property
@@ -92,7 +108,7 @@ class TargetHead:
         return self.softcap is None
 
     def start_matrix(self) -> Tensor:
-        """[V, D], from which a head's own LM head may start: the matrix with the scale of its logits."""
+        """Return the matrix [V, D] with the scale of its logits, from which a head's own LM head may start."""
         return self.weight * self.logit_scale
 
     @property

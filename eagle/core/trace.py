@@ -46,16 +46,23 @@ class Cycle:
     def path(self) -> list[int]:
         """The rank of each accepted token among its siblings."""
         children = self.tree.children()
-        return [children[parent].index(node) for parent, node in pairwise((0, *self.kept))]
+        edges = pairwise((0, *self.kept))
+        return [children[parent].index(node) for parent, node in edges]
 
     @property
     def confidence(self) -> list[tuple[float, bool]]:
         """(drafter's probability, whether it was accepted) of each drafted token whose parent was accepted."""
         if self.tree.likelihoods is None:
             return []
-        scores, children = self.tree.likelihoods.tolist(), self.tree.children()
-        edges = [(parent, child) for parent in (0, *self.kept) for child in children[parent]]
-        return [(min(exp(scores[child] - scores[parent]), 1.0), child in self.kept) for parent, child in edges]
+        # path log-probabilities: the difference along an edge is the child's own
+        scores = self.tree.likelihoods.tolist()
+        children = self.tree.children()
+        outcomes = []
+        for parent in (0, *self.kept):
+            for child in children[parent]:
+                prob = min(exp(scores[child] - scores[parent]), 1.0)
+                outcomes.append((prob, child in self.kept))
+        return outcomes
 
 
 @dataclass(slots=True, repr=False)
@@ -71,42 +78,54 @@ class Trace:
     error: Exception | None = field(default=None, compare=False)  # that ended this text alone, among several
 
     def __repr__(self) -> str:
-        parts = [f"{len(self.prompt)} prompt tokens", f"{len(self.tokens)} tokens", f"{len(self.cycles)} cycles"]
-        parts += [f"τ = {self.acceptance_length:.2f}"] if self.cycles else []
-        parts.append(self.finish if self.error is None else f"error {self.error!r:.60}")
+        facts = [
+            f"{len(self.prompt)} prompt tokens",
+            f"{len(self.tokens)} tokens",
+            f"{len(self.cycles)} cycles",
+        ]
+        if self.cycles:
+            facts.append(f"τ = {self.acceptance_length:.2f}")
+        facts.append(self.finish if self.error is None else f"error {self.error!r:.60}")
         if self.tokenizer is not None and self.tokens:
-            parts.append(repr(shorten(self.text, 60, placeholder=" …")))
-        return f"Trace({', '.join(parts)})"
+            facts.append(repr(shorten(self.text, 60, placeholder=" …")))
+        return f"Trace({', '.join(facts)})"
 
     def checked(self) -> Trace:
-        """This trace; raises the error that ended it, if there is one."""
+        """Return this trace, or raise the error that ended it, if there is one."""
         if self.error is not None:
             raise self.error
         return self
 
     def cut(self, count: int) -> None:
         """End the answer after its first `count` tokens; what is beyond them counts as cut off in its cycles."""
-        cut_off = len(self.tokens) - count
+        excess = len(self.tokens) - count
         del self.tokens[count:]
-        for place in reversed(range(len(self.cycles))):
-            kept = max(self.cycles[place].committed - cut_off, 0)
-            cut_off -= self.cycles[place].committed - kept
-            self.cycles[place] = replace(self.cycles[place], committed=kept)
+        # what is cut off belongs to the last cycles
+        for index in reversed(range(len(self.cycles))):
+            cycle = self.cycles[index]
+            committed = max(cycle.committed - excess, 0)
+            excess -= cycle.committed - committed
+            self.cycles[index] = replace(cycle, committed=committed)
         self.finish = "stop"
 
     @property
     def acceptance_length(self) -> float:
         """Tokens committed per target forward, bonus tokens included, prefill and tokens cut off excluded."""
-        return sum(cycle.committed for cycle in self.cycles) / len(self.cycles) if self.cycles else 0.0
+        if not self.cycles:
+            return 0.0
+        return sum(cycle.committed for cycle in self.cycles) / len(self.cycles)
 
     @property
     def text(self) -> str:
         """The answer as text, up to a stop string."""
+        # decoded as a whole: tokens may be parts of a character
         text = self.need_tokenizer().decode(self.tokens, skip_special_tokens=True)
-        return text.partition(self.stop_string)[0] if self.stop_string else text
+        if self.stop_string:
+            text = text.partition(self.stop_string)[0]
+        return text
 
     def need_tokenizer(self) -> Any:
-        """The target's tokenizer; ValueError if it has none."""
+        """Return the target's tokenizer; ValueError if it has none."""
         if self.tokenizer is None:
             raise ValueError("this target has no tokenizer, so the trace has no text: read trace.tokens")
         return self.tokenizer
@@ -114,17 +133,20 @@ class Trace:
     @property
     def drafted(self) -> list[bool]:
         """For each token, whether it was drafted; the target chose the others itself."""
-        marks = [False] * min(len(self.tokens), 1)  # the token after the prompt
+        # the token after the prompt is the target's own
+        marks = [False] * min(len(self.tokens), 1)
         for cycle in self.cycles:
-            kept = min(cycle.accepted, cycle.committed)
-            marks += [True] * kept + [False] * (cycle.committed - kept)
+            drafted = min(cycle.accepted, cycle.committed)
+            marks += [True] * drafted
+            marks += [False] * (cycle.committed - drafted)
         return marks
 
     def _repr_html_(self) -> str:
-        """The answer for a notebook: accepted drafts in green, the target's own tokens in the colour of text."""
-        has_text = self.tokenizer is not None
-        numbers = zip([f"{token} " for token in self.tokens], self.drafted, strict=True)
-        pieces = self.pieces() if has_text else numbers
+        """Return the answer for a notebook: accepted drafts in green, the target's own tokens in the colour of text."""
+        if self.tokenizer is not None:
+            pieces = self.pieces()
+        else:
+            pieces = list(zip([f"{token} " for token in self.tokens], self.drafted, strict=True))
         spans = [tag("span", text, style=f"color:{GREEN}" if drafted else None) for text, drafted in pieces]
         facts = (
             f"{len(self.tokens)} tokens, {sum(self.drafted)} of them accepted drafts (green); "
@@ -134,13 +156,18 @@ class Trace:
         return Html(tag("div", answer, tag("small", facts)))
 
     def pieces(self) -> list[tuple[str, bool]]:
-        """The text in pieces, each with a flag whether its last token was drafted."""
-        spell, marks, remaining = Spelling(self.tokenizer), self.drafted, len(self.text)
+        """Return the text in pieces, each with a flag whether its last token was drafted."""
+        spell = Spelling(self.tokenizer)
+        marks = self.drafted
         decoded = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
-        decoded += [(spell.rest(), mark) for mark in marks[-1:]]
+        if marks:
+            decoded.append((spell.rest(), marks[-1]))
+        # the text ends before a stop string, which the tokens include
+        remaining = len(self.text)
         pieces = []
         for text, mark in decoded:
-            if text := text[:remaining]:  # without the stop string
-                pieces.append((text, mark))
+            text = text[:remaining]
             remaining -= len(text)
+            if text:
+                pieces.append((text, mark))
         return pieces

@@ -1,6 +1,11 @@
-"""Verification: which drafted tokens are accepted, decided by the target's probabilities alone."""
+"""Verification: which drafted tokens are accepted, decided by the target's probabilities alone.
 
-# N nodes, V vocabulary, P positions
+Lossless rules keep the law of plain decoding. Greedy decoding and position-keyed noise choose the same token whatever
+was drafted, so a draft can only be right or wrong (`walk`). Sampled drafts are accepted by chance (`sample_tree`,
+`sample_block`), such that accepted and replaced tokens together follow the target's distribution.
+"""
+
+# N nodes, K nodes asked about, V vocabulary
 
 from __future__ import annotations
 
@@ -13,30 +18,34 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from eagle.core.noise import Noise, mix64
-from eagle.core.offer import Offer
+from eagle.core.noise import DrafterNoise, Noise, mix64
 from eagle.core.row_errors import run_rows
 from eagle.core.sampling import Sampling, in_fp32, penalise, penalise_nodes, warp
 from eagle.core.tree import DraftTree, TargetOutput
-from eagle.core.typical import walk_typically
 from eagle.device import must_wait, pick_rows, to_host, upload
 
 Coin = Callable[[float], bool]
 Pick = Callable[[Tensor], int]
-Probs = Callable[[int], Tensor]  # node -> [V], the target's probs of the token after it
-Process = Callable[[TargetOutput, Sequence[int]], Tensor]  # output and nodes -> [len(nodes), V], changed logits
+Probs = Callable[[int], Tensor]
+"""Node -> [V], the target's probabilities of the token after it."""
+Process = Callable[[TargetOutput, Sequence[int]], Tensor]
+"""Output and nodes -> [K, V], changed logits after these nodes."""
+
 NAN = -(2**40)  # in place of a token chosen by logits that are nan
 COUNTING = Lock()  # of uses: two threads that counted alike would toss the same coins
+ENTROPY_SHIFT = 1e-5  # added to a probability before its logarithm, as in Medusa's code
 
 
 class Choose:
     """The target's choice after a node, from its logits and noise that does not depend on drafts.
 
-    With `drawn` (sampled drafts), drafters and policies may remember tokens that depend on the noise of earlier
-    requests, so every request gets new noise and coins.
-
-    `process` takes the place of the sampling's penalty, temperature and filters, which then only tell drafters what
-    it does.
+    Args:
+        sampling: How the target samples.
+        uses: How often each (seed, request) was used; shared by all requests to a target.
+        drawn: Whether drafts are sampled. Drafters and policies may remember tokens that depend on the noise of
+            earlier requests, so every such request gets new noise and coins.
+        process: Takes the place of the sampling's penalty, temperature and filters, which then only tell drafters
+            what it does.
     """
 
     def __init__(
@@ -47,7 +56,8 @@ class Choose:
         drawn: bool = False,
         process: Process | None = None,
     ) -> None:
-        self.sampling, self.process = sampling, process
+        self.sampling = sampling
+        self.process = process
         self.uses = Counter() if uses is None else uses
         self.noise: Noise | None = None
         if sampling.temperature > 0:
@@ -56,11 +66,13 @@ class Choose:
 
     @cached_property
     def private_seed(self) -> int:
-        """A seed that differs at each use of the same seed and request (counted in `uses`), so that no coin repeats."""
-        seed, request = self.sampling.seed, self.sampling.request
+        """A seed that differs at each use of the same seed and request, so that no coin repeats."""
+        # the first use has the plain seed, so that a request in a new process repeats the answer
+        seed = self.sampling.seed
+        key = (seed, self.sampling.request)
         with COUNTING:
-            self.uses[seed, request] += 1
-            use = self.uses[seed, request]
+            self.uses[key] += 1
+            use = self.uses[key]
         return seed if use == 1 else mix64(mix64(seed) + use)
 
     @cached_property
@@ -69,62 +81,74 @@ class Choose:
         return random.Random(mix64(mix64(self.private_seed) ^ self.sampling.request))
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
-        """The tokens chosen after `nodes`; `NAN` where the target's logits are nan."""
+        """Return the tokens chosen after `nodes`; `NAN` where the target's logits are nan."""
         return to_host([self.pick_tokens(output, nodes)])[0].tolist()
 
     def pick_tokens(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes)], the tokens chosen after `nodes`, on the device of the logits; `NAN` where these are nan."""
-        return self._best(self._scores(output, nodes))
+        """Return the tokens [K] chosen after `nodes`, on the device of the logits; `NAN` where these are nan."""
+        return _pick_best(self._score(output, nodes))
 
     def pick_where_it_lies(self, output: TargetOutput, tokens: Tensor, seen: Tensor, depths: Tensor) -> Tensor:
-        """[N], the tokens chosen after all nodes of a tree on the device, by their tokens, ancestors and depths."""
-        logits, sampling = in_fp32(output.logits), self.sampling
-        if sampling.repetition_penalty != 1:
-            logits = penalise_nodes(logits, output.text, tokens, seen, sampling.repetition_penalty)
-        if self.noise is None:
-            return self._best(logits)
-        after = range(output.start + 1, output.start + 2 + output.tree.levels)
-        noise = self.noise(after, logits.shape[-1], logits.device)
-        return self._best(warp(logits, sampling) + noise.index_select(0, depths))
+        """Return the tokens [N] chosen after all nodes of a tree on the device, without a transfer.
 
-    def _best(self, scores: Tensor) -> Tensor:
-        """[K], the token of the highest of scores [K, V]; `NAN` where they are nan."""
-        tokens = scores.argmax(-1, keepdim=True)  # a nan, where there is one
-        return tokens.masked_fill_(scores.gather(-1, tokens).isnan(), NAN)[:, 0]
+        Args:
+            output: The target's output on the tree.
+            tokens: [N], the tree's tokens.
+            seen: [N, N] bool, each node's ancestors and itself.
+            depths: [N].
+        """
+        logits = in_fp32(output.logits)
+        penalty = self.sampling.repetition_penalty
+        if penalty != 1:
+            logits = penalise_nodes(logits, output.text, tokens, seen, penalty)
+        if self.noise is None:
+            return _pick_best(logits)
+        # one row of noise per level; all nodes of a level choose for the same position
+        first = output.start + 1
+        noise = self.noise(range(first, first + output.tree.levels + 1), logits.shape[-1], logits.device)
+        return _pick_best(warp(logits, self.sampling) + noise.index_select(0, depths))
 
     def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
-        """[N, count], the target's best tokens after every node, its choice first."""
-        scores = self._scores(output, range(len(output.tree)))
+        """Return the target's best tokens [N, count] after every node, its choice first."""
+        scores = self._score(output, range(len(output.tree)))
         return scores.topk(min(count, scores.shape[-1])).indices
 
-    def _scores(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes), V], scores whose maximum is the target's choice."""
+    def _score(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
+        """Return scores [K, V] whose maximum is the target's choice.
+
+        Gumbel-max: argmax(log p + Gumbel noise) is a sample of p. The noise is a function of the position, so the
+        choice is the same however the node came to be drafted.
+        """
         logits = self.logits_after(output, nodes)
         if self.noise is None:
             return logits
-        positions = [output.positions[node] for node in nodes]
+        all_positions = output.positions
+        positions = [all_positions[node] for node in nodes]
         return logits + self.noise(positions, logits.shape[-1], logits.device)
 
     def logits_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes), V], the logits whose softmax the target samples from, or whose maximum it takes."""
-        logits = self._penalised_logits(output, nodes)
-        return logits if self.process is not None or self.noise is None else warp(logits, self.sampling)
+        """Return the logits [K, V] whose softmax the target samples from, or whose maximum it takes."""
+        logits = self._penalise(output, nodes)
+        if self.process is not None or self.noise is None:
+            return logits
+        return warp(logits, self.sampling)
 
-    def offer(self, vocab_size: int, device: torch.device) -> Offer | None:
-        """The noise and filters for the drafter; None for a greedy target."""
-        return None if self.noise is None else Offer(self, vocab_size, device)
+    def offer(self, vocab_size: int, device: torch.device) -> DrafterNoise | None:
+        """Return the noise and filters for the drafter; None for a greedy target."""
+        return None if self.noise is None else DrafterNoise(self, vocab_size, device)
 
     def probs(self, output: TargetOutput, node: int) -> Tensor:
-        """[V], the target's probs of the token after `node`."""
+        """Return the target's probabilities [V] of the token after `node`."""
         if self.sampling.temperature > 0:
             return self.probs_after(output, [node])[0]
-        logits = self._penalised_logits(output, [node])
+        logits = self._penalise(output, [node])[0]
         if self.sampling.lenience < 1:
-            return logits[0].softmax(-1)
-        return torch.zeros_like(logits[0]).index_fill_(0, logits[0].argmax(), 1)
+            return logits.softmax(-1)
+        # greedy decoding is the law that gives one token all probability
+        return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1)
 
     def probs_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes), V], the target's probs after these nodes when it samples."""
+        """Return the target's probabilities [K, V] after these nodes when it samples."""
         return self.logits_after(output, nodes).softmax(-1)
 
     def coin(self, probability: float) -> bool:
@@ -132,57 +156,97 @@ class Choose:
         return self.dice.random() < probability
 
     def pick(self, probs: Tensor) -> int:
-        """Sample a token from probs [V]; `NAN` if they are nan."""
+        """Sample a token from probabilities [V]; `NAN` if they are nan."""
+        # inversion: the first token whose cumulative probability exceeds a uniform number, with no transfer before
         cumulative = probs.cumsum(-1)
-        token = torch.searchsorted(cumulative, self.dice.random() * cumulative[-1:], right=True)
+        total = cumulative[-1:]
+        token = torch.searchsorted(cumulative, self.dice.random() * total, right=True)
+        # rounding may put the number behind the last token that has a probability
         last = len(probs) - 1 - (probs.flip(0) > 0).int().argmax()
-        return int(to_host([torch.minimum(token, last).masked_fill_(cumulative[-1:].isnan(), NAN)])[0])
+        token = torch.minimum(token, last).masked_fill_(total.isnan(), NAN)
+        return int(to_host([token])[0])
 
-    def _penalised_logits(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """[len(nodes), V], logits after the repetition penalty, or as `process` makes them, in fp32 or fp64."""
+    def _penalise(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
+        """Return logits [K, V] after the repetition penalty, or as `process` makes them, in fp32 or fp64."""
         if self.process is not None:
             return self.process(output, nodes)
         logits = in_fp32(pick_rows(output.logits, nodes))
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits
-        rows = [penalise(row, output.prefix(node), penalty) for row, node in zip(logits, nodes, strict=True)]
+        # each node has a path, and so repeated tokens, of its own
+        rows = []
+        for row, node in zip(logits, nodes, strict=True):
+            rows.append(penalise(row, output.prefix(node), penalty))
         return torch.stack(rows)
 
 
-def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
-    """The accepted nodes: from the root, step to the child that equals the target's choice."""
-    edges = zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True)
-    children = {edge: node for node, edge in enumerate(edges, start=1)}
-    path = [0]
-    while (child := children.get((path[-1], choices[path[-1]]))) is not None:
-        path.append(child)
-    return path
+def _pick_best(scores: Tensor) -> Tensor:
+    """Return the token [K] of the highest of scores [K, V]; `NAN` where they are nan."""
+    tokens = scores.argmax(-1, keepdim=True)  # a nan, where there is one
+    is_nan = scores.gather(-1, tokens).isnan()
+    return tokens.masked_fill_(is_nan, NAN)[:, 0]
+
+
+def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
+    """Verify several sequences; their choices are copied from the device all at once.
+
+    Raises:
+        RowErrors: By index, if only some of them fail.
+    """
+    # one transfer for all rows, where a choice depends on no outcome of a coin; a single row makes its own
+    choices_by_row: dict[int, list[int]] = {}
+    if len(rows) > 1:
+        at_once = [row for row, pair in enumerate(rows) if _is_walked(*pair) and not _is_lazy(pair[0])]
+        tokens = []
+        for row in at_once:
+            output, choose = rows[row]
+            tokens.append(choose.pick_tokens(output, range(len(output.tree))))
+        for row, choices in zip(at_once, to_host(tokens), strict=True):
+            choices_by_row[row] = choices.tolist()
+
+    def verify_row(row: int) -> tuple[list[int], int]:
+        output, choose = rows[row]
+        return verify(output, choose, choices_by_row.get(row))
+
+    return [*run_rows(range(len(rows)), verify_row).values()]
 
 
 def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None) -> tuple[list[int], int]:
-    """The accepted path and the target's token after it; `choices` are the target's after all nodes, if known."""
+    """Return the accepted path and the target's token after it.
+
+    Args:
+        output: The target's output on a draft tree.
+        choose: How the target chooses.
+        choices: The target's choice after every node, if it is known.
+    """
+    # the noise of committed positions is not needed again
     if choose.noise is not None:
         choose.noise.forget(output.start + 1)
-    path, root = _apply_rule(output, choose, choices)
-    check_choice(root, output, len(path))
-    return path, root
+    path, following = _apply_rule(output, choose, choices)
+    check_choice(following, output, len(path))
+    return path, following
 
 
-def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None) -> tuple[list[int], int]:
-    """`verify` by the rule that the tree and the sampling ask for."""
-    tree, sampling = output.tree, choose.sampling
+def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | None) -> tuple[list[int], int]:
+    """Verify by the rule that the tree and the sampling ask for."""
+    tree = output.tree
+    sampling = choose.sampling
     if sampling.typical is not None:
         path = walk_typically(tree, partial(choose.probs_after, output), sampling.typical)
         return path, choose(output, path[-1:])[0]
+
+    # the law of sampled drafts depends on their probabilities; all others are right or wrong
+    target_probs = partial(choose.probs, output)
     if tree.draft_probs is not None:
-        rule = sample_block if sampling.rule == "block" else sample_tree
-        options = {"lenience": sampling.lenience} if sampling.lenience < 1 else {}
-        return rule(tree, lambda node: choose.probs(output, node), choose.coin, choose.pick, **options)
+        if sampling.rule == "block":
+            return sample_block(tree, target_probs, choose.coin, choose.pick)
+        return sample_tree(tree, target_probs, choose.coin, choose.pick, lenience=sampling.lenience)
     if sampling.lenience < 1:
         if sampling.temperature > 0:
             raise ValueError("lenience at temperature > 0 needs sampled drafts (Budget.draw); use lenience=1")
-        return walk_leniently(tree, lambda node: choose.probs(output, node), sampling.lenience)
+        return walk_leniently(tree, target_probs, sampling.lenience)
+
     chosen = _Choices(output, choose) if choices is None else choices
     path = walk(tree, chosen)
     return path, chosen[path[-1]]
@@ -191,32 +255,20 @@ def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | N
 def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
     """Refuse a token that was chosen by logits that are nan, after a path of so many nodes."""
     if token == NAN:
+        dtype = str(output.logits.dtype).removeprefix("torch.")
         raise ValueError(
             f"the target's logits are nan after {output.start + accepted} tokens: its states overflow in "
-            f"{str(output.logits.dtype).removeprefix('torch.')}, or its weights are damaged; load it in float32 to see"
+            f"{dtype}, or its weights are damaged; load it in float32 to see"
         )
 
 
-def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
-    """`verify` for several texts; their choices are copied from the device all at once.
-
-    `RowErrors`, by place, if only some of them fail.
-    """
-    choices_by_row: dict[int, list[int]] = {}
-    if len(rows) > 1:
-        at_once = {place: pair for place, pair in enumerate(rows) if _is_walked(*pair) and not _is_lazy(pair[0])}
-        tokens = [choose.pick_tokens(output, range(len(output.tree))) for output, choose in at_once.values()]
-        choices_by_row = {place: chosen.tolist() for place, chosen in zip(at_once, to_host(tokens), strict=True)}
-    return [*run_rows(range(len(rows)), lambda place: verify(*rows[place], choices_by_row.get(place))).values()]
-
-
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
-    """Whether acceptance depends only on the target's choices."""
+    """Return whether acceptance depends only on the target's choices."""
     return output.tree.draft_probs is None and choose.sampling.is_lossless
 
 
 def _is_lazy(output: TargetOutput) -> bool:
-    """Whether to make choices one by one: on a CPU, noise and argmax over the vocabulary are slow."""
+    """Return whether to make choices one by one: on a CPU, noise and argmax over the vocabulary are slow."""
     return not must_wait(output.logits.device)
 
 
@@ -229,90 +281,192 @@ class _Choices(dict[int, int]):
         self.choose = choose
 
     def __missing__(self, node: int) -> int:
+        # a walk asks for the nodes on its way, most often few of the tree
         nodes = [node] if _is_lazy(self.output) else list(range(len(self.output.tree)))
         self.update(zip(nodes, self.choose(self.output, nodes), strict=True))
         return self[node]
 
 
+def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
+    """Return the accepted nodes: from the root, step to the child that equals the target's choice."""
+    parents = tree.parents.tolist()
+    tokens = tree.tokens.tolist()
+    children = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
+    path = [0]
+    while True:
+        child = children.get((path[-1], choices[path[-1]]))
+        if child is None:
+            return path
+        path.append(child)
+
+
 def sample_tree(
     tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick, lenience: float = 1.0
 ) -> tuple[list[int], int]:
-    """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023) of siblings sampled without replacement."""
+    """Verify siblings that were sampled without replacement, by speculative sampling.
+
+    Leviathan et al. 2023 and Chen et al. 2023 for one child, SpecInfer (Miao et al. 2023) for several. With target p
+    and draft q, child x is accepted with probability min(1, p(x) / q(x)). If it is rejected, the token must come from
+    max(p - q, 0), normalised, which takes the place of p for the next sibling. In sum x is emitted with probability
+    min(p, q) + (p - min(p, q)) = p.
+    """
     assert tree.draft_probs is not None
-    tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
+    tokens = tree.tokens.tolist()
+    children = tree.children()
+    path = [0]
     while True:
-        residual, accepted = target_probs(path[-1]), None
+        residual = target_probs(path[-1])
+        accepted = None
         rejected: list[int] = []
         for child in children[path[-1]]:
+            token = tokens[child]
             draft_probs = _remove_tokens(tree.draft_probs[child].to(residual), rejected)
             remainder = (residual - lenience * draft_probs).clamp_(min=0)
             mass = remainder.sum()
-            numbers = torch.stack([residual[tokens[child]], draft_probs[tokens[child]], mass])
-            target_prob, draft_prob, remains = to_host([numbers])[0].unbind()
+            values = torch.stack([residual[token], draft_probs[token], mass])
+            target_prob, draft_prob, remains = to_host([values])[0].unbind()
             if target_prob.isnan():
                 return path, NAN
             if not draft_prob > 0:
-                break  # the draft's probs have underflowed, for this sibling and for later ones
+                break  # the draft's probabilities have underflowed, for this sibling and for later ones
+            # accepted with min(1, p / q); lenience multiplies the odds, which is lossy.
             # nothing remains only if both distributions are equal and rounding alone kept the odds below one
             if coin(min(1.0, float(target_prob / (lenience * draft_prob)))) or not remains > 0:
                 accepted = child
                 break
             residual = remainder / mass
-            rejected.append(tokens[child])
+            rejected.append(token)
         if accepted is None:
+            # every child was rejected: the token comes from what they left
             return path, pick(residual)
         path.append(accepted)
 
 
 def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
-    """The probs [V] without these tokens, renormalised."""
+    """Return the probabilities [V] without these tokens, renormalised."""
     if not tokens:
         return probs
+    # without replacement: the k-th sibling was sampled from q without the ones before it
     rest = probs.index_fill(0, upload(torch.tensor(tokens), probs.device), 0)
     return rest / rest.sum()
 
 
 def sample_block(tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick) -> tuple[list[int], int]:
-    """Block verification of a sampled chain (Sun et al. 2024): exact, and on average it accepts at least as many."""
+    """Verify a sampled chain as one block: exact, and on average it accepts at least as many as `sample_tree`.
+
+    Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2), with target p, draft q and drafted tokens
+    x_1 .. x_n:
+
+        w_0 = 1,  w_i = min(1, w_(i-1) p(x_i) / q(x_i))          the weight of the first i tokens
+        r_i(x) = max(0, w_i p(x | x_1 .. x_i) - q(x | x_1 .. x_i))   what the target wants beyond the next draft
+        h_n = w_n,  h_i = |r_i| / (|r_i| + 1 - w_i)              the chance to keep i tokens, asked from n down
+
+    The longest prefix whose coin says yes is kept. The next token comes from r_i, normalised, or from p after all n.
+    """
     assert tree.draft_probs is not None
-    last = len(tree) - 1
-    if tree.parents.tolist() != list(range(-1, last)):
+    if not tree.is_chain:
         raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")
+    last = len(tree) - 1
     tokens = tree.tokens.tolist()
     target = [target_probs(node) for node in range(last + 1)]
+    # row i + 1 holds what x_(i+1) was drawn from, q(. | x_1 .. x_i)
     draft = tree.draft_probs.to(target[0])
-    weights, remainders = [torch.ones_like(target[0][0])], []
+    weights = [torch.ones_like(target[0][0])]
+    remainders = []
     for node in range(1, last + 1):
-        remainders.append((weights[-1] * target[node - 1] - draft[node]).clamp_(min=0))
+        weighted = weights[-1] * target[node - 1]
+        remainders.append((weighted - draft[node]).clamp_(min=0))
         token = tokens[node]
-        weights.append((weights[-1] * target[node - 1][token] / draft[node][token]).clamp(max=1))
+        weights.append((weighted[token] / draft[node][token]).clamp(max=1))
     masses = [remainder.sum() for remainder in remainders]
-    mass, weight = to_host([torch.stack([*masses, *weights])])[0].split([last, last + 1])
+
+    # one transfer for all that coins depend on
+    values = to_host([torch.stack([*masses, *weights])])[0]
+    mass = values[:last]
+    weight = values[last:]
     if mass.isnan().any():
         return [0], NAN
-    for node in range(last, 0, -1):
-        if node == last:
+    length = _toss_block(mass, weight, coin)
+    path = list(range(length + 1))
+    if length < last and mass[length] > 0:
+        return path, pick(remainders[length] / masses[length])
+    # a remainder of nothing: draft and target are equal there, up to rounding
+    return path, pick(target[length])
+
+
+def _toss_block(mass: Tensor, weight: Tensor, coin: Coin) -> int:
+    """Return how many tokens of a chain are kept, from |r_i| [n] and w_i [n + 1] of `sample_block`."""
+    # from the longest prefix down, one coin each
+    last = len(mass)
+    for length in range(last, 0, -1):
+        if length == last:
             odds = weight[last]
+        elif mass[length] > 0:
+            odds = mass[length] / (mass[length] + 1 - weight[length])
         else:
-            odds = mass[node] / (mass[node] + 1 - weight[node]) if mass[node] > 0 else mass[node]
+            odds = mass[length]
         if coin(float(odds)):
-            break
-    else:
-        node = 0
-    if node == last:
-        return list(range(node + 1)), pick(target[last])
-    return list(range(node + 1)), pick(remainders[node] / masses[node] if mass[node] > 0 else target[node])
+            return length
+    return 0
 
 
 def walk_leniently(tree: DraftTree, target_probs: Probs, lenience: float) -> tuple[list[int], int]:
-    """Greedy with lenience (lossy): step to the likeliest child of at least `lenience` times the top probability."""
-    tokens, children, path = tree.tokens.tolist(), tree.children(), [0]
+    """Verify greedily with lenience (lossy): step to the likeliest child of at least `lenience` times the best."""
+    tokens = tree.tokens.tolist()
+    children = tree.children()
+    path = [0]
     while True:
-        probs, nodes = target_probs(path[-1]), children[path[-1]]
-        drafted = upload(torch.tensor([tokens[node] for node in nodes], dtype=torch.long), probs.device)
-        best, *drafted_probs = to_host([torch.cat([probs.amax(0, keepdim=True), probs[drafted]])])[0].tolist()
-        if best != best:
+        probs = target_probs(path[-1])
+        nodes = children[path[-1]]
+        child_tokens = torch.tensor([tokens[node] for node in nodes], dtype=torch.long)
+        child_probs = probs[upload(child_tokens, probs.device)]
+        # the best probability comes with those of the children, in one transfer
+        values = to_host([torch.cat([probs.amax(0, keepdim=True), child_probs])])[0].tolist()
+        best = values[0]
+        drafted = values[1:]
+        if best != best:  # nan
             return path, NAN
-        if not nodes or max(drafted_probs) < lenience * best:
+        if not nodes or max(drafted) < lenience * best:
             return path, int(to_host([probs.argmax()])[0])
-        path.append(nodes[drafted_probs.index(max(drafted_probs))])
+        path.append(nodes[drafted.index(max(drafted))])
+
+
+def walk_typically(
+    tree: DraftTree,
+    target_probs: Callable[[Sequence[int]], Tensor],
+    bounds: tuple[float, float],
+) -> list[int]:
+    """Verify by typical acceptance (Cai et al. 2024, arXiv 2401.10774), which is lossy.
+
+    Args:
+        tree: The draft.
+        target_probs: Nodes -> [K, V], the target's probabilities after them.
+        bounds: Epsilon and delta of `typical_floors`.
+
+    Returns:
+        The longest path of tokens above the threshold, the likeliest one of equal length.
+    """
+    if tree.draft_probs is not None:
+        raise ValueError("typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')")
+    if len(tree) == 1:
+        return [0]
+    # probabilities are made once for each node with children, whose rows its children share
+    inner, rows = tree.parents[1:].unique(return_inverse=True)
+    probs = target_probs(inner.tolist())
+    rows, tokens = upload(torch.stack([rows, tree.tokens[1:]]), probs.device)
+    values = torch.stack([probs[rows, tokens], typical_floors(probs, *bounds)[rows]])
+    child_probs, child_floors = to_host([values])[0].tolist()
+
+    ranks = {0: (0, 1.0)}  # accepted node -> length and probability of its path
+    for node, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        prob = child_probs[node - 1]
+        if parent in ranks and prob > child_floors[node - 1]:
+            length, likelihood = ranks[parent]
+            ranks[node] = (length + 1, likelihood * prob)
+    return tree.path(max(ranks, key=ranks.__getitem__))
+
+
+def typical_floors(probs: Tensor, epsilon: float, delta: float) -> Tensor:
+    """Return the least probability [K] of an accepted token: min(epsilon, delta * e^-entropy), for probs [K, V]."""
+    entropy = -(probs * (probs + ENTROPY_SHIFT).log()).sum(-1)
+    return (delta * (-entropy).exp()).clamp(max=epsilon)

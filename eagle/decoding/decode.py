@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -22,67 +22,25 @@ from eagle.core.arguments import (
 )
 from eagle.core.budget import Budget, Policy
 from eagle.core.drafter import Drafter
+from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
 from eagle.core.verify import Sampling
 from eagle.decoding.loop import Decoding
-from eagle.decoding.new_tokens import NewTokens, SpokenText
 from eagle.decoding.stops import stop_strings
 from eagle.target.target import Target
 
 Stop = int | str | Sequence[int | str] | Tensor | None
-TOGETHER = 16  # prompts that are written side by side, where the call does not say how many
-OPTIONS = ("sampling", "max_new_tokens", "stop", "budget", "timing", "trace", "batch_size", "max_tokens_in_cache")
-
-
-@overload
-def generate(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    *,
-    sampling: Sampling | None = None,
-    max_new_tokens: int = 128,
-    stop: Stop = None,
-    budget: Budget | Policy | None = None,
-    timing: bool = False,
-    trace: Trace | None = None,
-    batch_size: None = None,
-    max_tokens_in_cache: int | None = None,
-) -> Trace: ...
-
-
-@overload
-def generate(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[Sequence[int]] | Sequence[Tensor],
-    *,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    stop: Stop = None,
-    budget: Budget | Policy | None = None,
-    timing: bool = False,
-    trace: Sequence[Trace] | None = None,
-    batch_size: int | None = None,
-    max_tokens_in_cache: int | None = None,
-) -> list[Trace]: ...
-
-
-@overload
-def generate(
-    target: Target,
-    drafter: Drafter,
-    prompt: Any,
-    *,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    stop: Stop = None,
-    budget: Budget | Policy | None = None,
-    timing: bool = False,
-    trace: Trace | Sequence[Trace] | None = None,
-    batch_size: int | None = None,
-    max_tokens_in_cache: int | None = None,
-) -> Any: ...
+TOGETHER = 16  # prompts in a batch, where the call does not say how many
+OPTIONS = (
+    "sampling",
+    "max_new_tokens",
+    "stop",
+    "budget",
+    "timing",
+    "trace",
+    "batch_size",
+    "max_tokens_in_cache",
+)
 
 
 def generate(
@@ -100,16 +58,36 @@ def generate(
     max_tokens_in_cache: int | None = None,
     **unknown: Any,
 ) -> Any:
-    """The target's answer to a prompt as a `Trace`, accelerated by `drafter`; the options are those of `stream`.
+    """Return the target's answer to a prompt, accelerated by `drafter`.
 
-    Several prompts, or any list with a `batch_size`, give a list of traces in the prompts' order. An error that ends
-    one of several texts stays on its trace, `trace.error`; a warning counts them. If all texts end so, or the only one,
-    the error is raised.
+    Args:
+        target: The model whose answers these are.
+        drafter: Any drafter; the answer does not depend on it.
+        prompt: Token ids in a list, tensor or array, or a tokenizer's output; or several of these.
+        sampling: How the target samples; one for all prompts or one for each. With one for all, each prompt gets the
+            next request number, so that each has its own noise.
+        max_new_tokens: For all prompts or for each.
+        stop: A token id, a string, or several; None means the target's stop tokens, an empty list none.
+        budget: What is drafted, or a policy that decides; by default the drafter's.
+        timing: Whether traces keep the seconds of cycles.
+        trace: An empty `Trace` to write to, or one for each prompt.
+        batch_size: The most prompts at once; a prompt begins when an earlier one has ended.
+        max_tokens_in_cache: The most tokens of prompts, answers and drafts at once, padded to the longest.
+
+    Returns:
+        A `Trace`; for several prompts, or any list with a `batch_size`, a list of traces in the prompts' order.
+
+    Raises:
+        Exception: An error that ends the only answer, or every answer. One that ends some of several stays on its
+            trace, `trace.error`, and a warning counts them.
     """
     refuse_options(unknown, OPTIONS)
     rows = prompt_rows(prompt, batch_size)
-    traces = list_traces([trace] if rows is None and trace is not None else trace, 1 if rows is None else len(rows))
-    pieces: Any = stream(
+    traces = _find_traces(trace, rows)
+    if batch_size is None and rows is not None:
+        batch_size = TOGETHER
+    # the answers are in the traces: what is yielded on the way is dropped
+    pieces = stream(
         target,
         drafter,
         prompt if rows is None else rows,
@@ -119,63 +97,12 @@ def generate(
         budget=budget,
         timing=timing,
         trace=traces[0] if rows is None else traces,
-        batch_size=TOGETHER if batch_size is None and rows is not None else batch_size,
+        batch_size=batch_size,
         max_tokens_in_cache=max_tokens_in_cache,
     )
     for _ in pieces:
         pass
     return traces[0] if rows is None else traces
-
-
-@overload
-def stream(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    *,
-    sampling: Sampling | None = None,
-    max_new_tokens: int = 128,
-    stop: Stop = None,
-    budget: Budget | Policy | None = None,
-    timing: bool = False,
-    trace: Trace | None = None,
-    batch_size: None = None,
-    max_tokens_in_cache: int | None = None,
-) -> Iterator[NewTokens]: ...
-
-
-@overload
-def stream(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[Sequence[int]] | Sequence[Tensor],
-    *,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    stop: Stop = None,
-    budget: Budget | Policy | None = None,
-    timing: bool = False,
-    trace: Sequence[Trace] | None = None,
-    batch_size: int | None = None,
-    max_tokens_in_cache: int | None = None,
-) -> Iterator[tuple[int, NewTokens]]: ...
-
-
-@overload
-def stream(
-    target: Target,
-    drafter: Drafter,
-    prompt: Any,
-    *,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
-    stop: Stop = None,
-    budget: Budget | Policy | None = None,
-    timing: bool = False,
-    trace: Trace | Sequence[Trace] | None = None,
-    batch_size: int | None = None,
-    max_tokens_in_cache: int | None = None,
-) -> Iterator[Any]: ...
 
 
 def stream(
@@ -193,66 +120,156 @@ def stream(
     max_tokens_in_cache: int | None = None,
     **unknown: Any,
 ) -> Iterator[Any]:
-    """Yield new tokens as they are committed, a list with a `text`; with several prompts, pairs (number, new tokens).
+    """Yield new tokens as they are committed, as lists with a `text` (`NewTokens`).
 
-    The prompt is token ids in a list, tensor or array, or a tokenizer's output. `stop` is a token id, a string, or
-    several; None means the target's stop tokens, an empty list none.
-
-    Up to `batch_size` prompts are decoded side by side, as far as their texts and drafts fit in
-    `max_tokens_in_cache`, padded to the longest; a prompt begins when an earlier one has ended. `sampling` and
-    `max_new_tokens` are one value for all prompts or one for each. With one sampling for all, each prompt gets the next
-    request number, so that each has its own noise. `trace` is an empty `Trace` to write to, or one for each prompt.
+    The arguments are those of `generate`. With several prompts, or a `batch_size`, items are pairs (index of the
+    prompt, new tokens).
     """
     refuse_options(unknown, OPTIONS)
     rows = prompt_rows(prompt, batch_size)
     prompts = [token_ids(prompt)] if rows is None else rows
-    samplings = list_values("sampling", Sampling() if sampling is None else sampling, len(prompts))
-    limits = list_values("max_new_tokens", max_new_tokens, len(prompts))
+    count = len(prompts)
+    # all arguments are checked now, not when the first token is asked for
+    samplings = list_values("sampling", Sampling() if sampling is None else sampling, count)
+    limits = list_values("max_new_tokens", max_new_tokens, count)
     for row_sampling in samplings or [Sampling()]:
         check_call(target, drafter, row_sampling, budget)
     timing = boolean("timing", timing)
     if not isinstance(sampling, (list, tuple)):
-        samplings = [replace(shared, request=shared.request + number) for number, shared in enumerate(samplings)]
-    traces = list_traces([trace] if rows is None and trace is not None else trace, len(prompts))
-    most = None if max_tokens_in_cache is None else positive_int("max_tokens_in_cache", max_tokens_in_cache)
-    size = 1 if rows is None else positive_int("batch_size", TOGETHER if batch_size is None else batch_size)
-    check_policy(budget, samplings, 1 if most is not None else min(size, len(prompts)))
-    decoding = Decoding(target, drafter, budget=budget, batch_size=size, max_tokens_in_cache=most, timing=timing)
+        # prompts that share a sampling have noise of their own
+        samplings = [replace(shared, request=shared.request + i) for i, shared in enumerate(samplings)]
+    traces = _find_traces(trace, rows)
+
+    if max_tokens_in_cache is not None:
+        max_tokens_in_cache = positive_int("max_tokens_in_cache", max_tokens_in_cache)
+    if batch_size is None:
+        batch_size = 1 if rows is None else TOGETHER
+    batch_size = positive_int("batch_size", batch_size)
+    # a limit on the cache can leave a single row in it
+    check_policy(budget, samplings, 1 if max_tokens_in_cache is not None else min(batch_size, count))
+    decoding = Decoding(
+        target,
+        drafter,
+        budget=budget,
+        batch_size=batch_size,
+        max_tokens_in_cache=max_tokens_in_cache,
+        timing=timing,
+    )
     try:
-        for number, (row, row_sampling, limit, written) in enumerate(
-            zip(prompts, samplings, limits, traces, strict=True)
-        ):
-            decoding.add(number, row, row_sampling, positive_int("max_new_tokens", limit), written, stop=stop)
+        for i, tokens in enumerate(prompts):
+            limit = positive_int("max_new_tokens", limits[i])
+            decoding.add(
+                i,
+                tokens,
+                sampling=samplings[i],
+                limit=limit,
+                trace=traces[i],
+                stop=stop,
+            )
     except ValueError:
         decoding.close()
         raise
     return _write(decoding, traces, stop_strings(stop), alone=rows is None)
 
 
+def _find_traces(trace: Any, rows: list[list[int]] | None) -> list[Trace]:
+    """Return the caller's traces, or new ones; `rows` are None for a single prompt."""
+    if rows is not None:
+        return list_traces(trace, len(rows))
+    return list_traces(None if trace is None else [trace], 1)
+
+
 def _write(decoding: Decoding, traces: list[Trace], strings: list[str], *, alone: bool) -> Iterator[Any]:
-    """Yield the tokens of each step, with their prompt's number if there are several.
+    """Yield the tokens of each step, with their prompt's index if there are several.
 
     A single prompt's error is raised. Of several prompts, errors stay on their traces and are counted in a warning; the
     first is raised if every prompt has one.
     """
-    spoken = [SpokenText(trace, strings) for trace in traces]
+    texts = [_AnswerText(trace, strings) for trace in traces]
     try:
         while not decoding.is_done:
-            for number, tokens in decoding.step():
+            for i, tokens in decoding.step():
                 if alone:
                     traces[0].checked()
                 if tokens:
-                    new = spoken[number].add(tokens)
-                    yield new if alone else (number, new)
+                    new = texts[i].add(tokens)
+                    yield new if alone else (i, new)
     finally:
         decoding.close()
-    failed = [number for number, trace in enumerate(traces) if trace.error is not None]
-    if failed and len(failed) == len(traces):
+    # a caller of many prompts wants the answers that there are
+    failed = [i for i, trace in enumerate(traces) if trace.error is not None]
+    if not failed:
+        return
+    if len(failed) == len(traces):
         traces[0].checked()
-    if failed:
-        error = traces[failed[0]].error
-        warnings.warn(
-            f"{len(failed)} of {len(traces)} texts ended with an error, see trace.error; prompt {failed[0]}: {error!r}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    error = traces[failed[0]].error
+    warnings.warn(
+        f"{len(failed)} of {len(traces)} texts ended with an error, see trace.error; prompt {failed[0]}: {error!r}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+class NewTokens(list[int]):
+    """New tokens of an answer, as a list of ids; `text` is what they add to its text."""
+
+    def __init__(self, tokens: Iterable[int], answer: _AnswerText, index: int) -> None:
+        super().__init__(tokens)
+        self._answer = answer
+        self._index = index
+
+    @property
+    def text(self) -> str:
+        """The text that these tokens complete; those of a whole answer together are `Trace.text`.
+
+        Characters wait for their last token, and what may become a stop string until it is none.
+        """
+        return self._answer.piece(self._index)
+
+
+class _AnswerText:
+    """An answer's text in pieces, each decoded when it is first asked for."""
+
+    def __init__(self, trace: Trace, strings: Sequence[str]) -> None:
+        self.trace = trace
+        self.stop_strings = strings
+        self.pieces: list[tuple[list[int], bool]] = []  # tokens, and whether the answer ends with them
+        self.texts: list[str] = []  # of the first pieces
+        self.spelling: Spelling | None = None
+        self.pending = ""  # may be the beginning of a stop string
+        self.emitted = 0  # characters
+
+    def add(self, tokens: list[int]) -> NewTokens:
+        """Return the next tokens of the answer."""
+        self.pieces.append((tokens, self.trace.finish != "running"))
+        return NewTokens(tokens, self, len(self.pieces) - 1)
+
+    def piece(self, index: int) -> str:
+        """Return the text of a piece, after all before it."""
+        while len(self.texts) <= index:
+            tokens, is_last = self.pieces[len(self.texts)]
+            text = self._decode(tokens, is_last)
+            self.texts.append(text)
+            self.emitted += len(text)
+        return self.texts[index]
+
+    def _decode(self, tokens: list[int], is_last: bool) -> str:
+        """Return the text that these tokens complete."""
+        if is_last:
+            # decoded as a whole: whatever was held back is in it
+            return self.trace.text[self.emitted :]
+        if self.spelling is None:
+            self.spelling = Spelling(self.trace.need_tokenizer())
+        text = self.pending + "".join(map(self.spelling, tokens))
+        end = self._find_stop(text)
+        self.pending = text[end:]
+        return text[:end]
+
+    def _find_stop(self, text: str) -> int:
+        """Return where the longest end of the text starts that begins a stop string."""
+        # leftmost first, so that the longest end is found
+        longest = max(map(len, self.stop_strings), default=0)
+        for start in range(max(len(text) - longest, 0), len(text)):
+            if any(string.startswith(text[start:]) for string in self.stop_strings):
+                return start
+        return len(text)

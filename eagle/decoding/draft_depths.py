@@ -183,7 +183,9 @@ class Batch:
         for _ in range(PRICE_ROUNDS):
             # Dinkelbach: the price is the best ratio so far, and grows until nothing changes
             counts = ranked._count_rows(ranked.speed(levels), deepest)
-            chosen = [sum(count > rank for count in counts) for rank in range(len(order))]
+            chosen = []
+            for rank in range(len(order)):
+                chosen.append(sum(count > rank for count in counts))
             if chosen == levels:
                 break
             levels = chosen

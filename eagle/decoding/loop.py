@@ -1,44 +1,52 @@
-"""The decoding loop, for any number of texts: draft a tree for each, read them, verify, commit the accepted paths."""
+"""The decoding loop, for any number of requests: draft trees, read them, verify, commit the accepted paths."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from eagle.core.arguments import check_confidence
 from eagle.core.budget import Budget, Policy
-from eagle.core.drafter import Committed, Drafter
-from eagle.core.grown import lies_on_device
+from eagle.core.drafter import Committed, Drafter, DraftState
+from eagle.core.grown import lies_on_device, read_walks, walk_outputs
+from eagle.core.row_errors import FATAL, RowErrors
 from eagle.core.trace import Cycle, Trace
 from eagle.core.tree import DraftTree, TargetOutput, check_draft
-from eagle.core.verify import Choose, Process, Sampling
-from eagle.decoding.accept import accept
-from eagle.decoding.decoding_row import (
+from eagle.core.verify import Choose, Process, Sampling, check_choice, verify_rows
+from eagle.decoding.rows import (
     Observe,
     Row,
-    check_confidence,
+    RowDrafts,
     check_draw,
     check_length,
     check_trace,
     find_budget,
 )
-from eagle.decoding.row_drafts import RowDrafts
 from eagle.decoding.stops import stops_for
 from eagle.target.target import Target
 
-PROMPT_TOKENS = 256  # read in one forward while other texts wait for their next tokens
+PROMPT_TOKENS = 256  # read in one forward while other rows wait for their next tokens
 
 
 class Decoding:
-    """Texts decoded side by side, up to `batch_size` at once: `add` prompts, then `step` until `is_done`.
+    """Requests decoded in a batch, up to `batch_size` at once: `add` prompts, then `step` until `is_done`.
 
-    An error that only one text causes ends that text: its trace's `finish` is "error", and its `error` says which.
-    `timing` keeps the seconds of cycles, by the wall's clock or by one that is given.
+    An error that only one request causes ends that request: its trace's `finish` is "error", and its `error` says
+    which.
+
+    Args:
+        target: The target.
+        drafter: Any drafter.
+        budget: A budget or a policy; by default the drafter's.
+        batch_size: The most requests at once.
+        max_tokens_in_cache: The most tokens in the target's cache, padding included.
+        timing: Whether to keep the seconds of cycles, by the wall's clock or by one that is given.
     """
 
     def __init__(
@@ -51,7 +59,9 @@ class Decoding:
         max_tokens_in_cache: int | None = None,
         timing: bool | Callable[[], float] = False,
     ) -> None:
-        self.target, self.drafter, self.batch_size = target, drafter, batch_size
+        self.target = target
+        self.drafter = drafter
+        self.batch_size = batch_size
         self.budget: Budget | Policy = budget or drafter.budget or Budget()
         self.clock = _Clock(target.device, timing)
         self.waiting: deque[Row] = deque()
@@ -60,19 +70,26 @@ class Decoding:
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.state = target.open(drafter.taps, max_tokens_in_cache)
-        reads_texts = drafter.reads.texts
-        self.drafts = RowDrafts(
-            (lambda: drafter.open_with(self.state.lend())) if reads_texts else drafter.open, self._whole_update
-        )
+        self.drafts = RowDrafts(self._open_draft_state, self._read_whole)
+
+    def _open_draft_state(self) -> DraftState:
+        if self.drafter.reads.texts:
+            return self.drafter.open_with(self.state.lend())
+        return self.drafter.open()
+
+    def _read_whole(self, row_id: int, update: Committed) -> Committed:
+        """Return a row's update for a drafter that has read nothing of it."""
+        features = self.state.features_at(row_id, range(self.state.length(row_id)))
+        return replace(update, tokens=torch.tensor(self.state.text(row_id)), features=features)
 
     @property
     def is_done(self) -> bool:
-        """Whether every text has ended."""
+        """Whether every request has ended."""
         return not self.waiting and not self.rows
 
     def add(
         self,
-        number: int,
+        row_id: int,
         prompt: list[int],
         sampling: Sampling,
         limit: int,
@@ -82,225 +99,379 @@ class Decoding:
         process: Process | None = None,
         observe: Observe | None = None,
     ) -> None:
-        """Add a prompt that begins when there is room; ValueError if there never will be.
+        """Add a request that begins when there is room; ValueError if there never will be.
 
-        The answer begins with the token `first`, if given. `process` changes the target's logits (`Choose`).
+        Args:
+            row_id: Its number, which no other request has.
+            prompt: Its tokens.
+            sampling: How the target samples.
+            limit: The most new tokens.
+            trace: Where the answer is written.
+            stop: As in `generate`.
+            first: The token that the answer begins with, if it is known.
+            process: Changes the target's logits, see `Choose`.
+            observe: Told of each forward.
         """
+        # whatever is wrong with a request is refused here, before it shares a forward with others
         target = self.target
         target.check_prompt(prompt)
         check_length(target, len(prompt), limit)
         check_trace(trace, [row.trace for row in (*self.waiting, *self.rows.values())])
-        self.state.check_room(self._columns(prompt, limit))
+        self.state.check_room(len(prompt) + self._room(limit))
         stops = stops_for(target, stop)
-        trace.prompt, trace.tokenizer = prompt, target.tokenizer
+        trace.prompt = prompt
+        trace.tokenizer = target.tokenizer
+        # a policy that samples drafts must say so now: its noise must not be that of earlier requests
         draw = getattr(self.budget, "draw", None)
         choose = Choose(sampling, target.draws, drawn=draw == "sampled", process=process)
-        self.waiting.append(Row(number, trace, sampling, stops, limit, choose, first, draw, observe))
+        self.waiting.append(
+            Row(
+                row_id=row_id,
+                trace=trace,
+                stops=stops,
+                limit=limit,
+                choose=choose,
+                first=first,
+                draw=draw,
+                observe=observe,
+            )
+        )
+
+    def _room(self, limit: int) -> int:
+        """Return the cache positions of an answer and a draft: the tree is in the cache before it is cut."""
+        return limit + self.budget.nodes + 1
 
     def step(self) -> list[tuple[int, list[int]]]:
-        """Run one step; returns new tokens by prompt: the first one of prompts read now, else a cycle's tokens.
+        """Run one step: admit prompts, read on in prompts, and run one cycle of the rows whose prompts are read.
 
-        A text that an error has ended comes with no tokens.
+        Returns:
+            The new tokens by row: the first one of prompts read now, else those of a cycle. A row that an error has
+            ended comes with no tokens.
         """
         self._admit()
+        # a row writes from the cycle after its prompt is read
         writing = [row for row in self.rows.values() if row.is_running and (row.pending or row.trace.cycles)]
-        new = self._read_prompts(PROMPT_TOKENS if writing else None) if self.state.prompts else []
+        new = []
+        if self.state.prompts:
+            new += self._read_prompts(PROMPT_TOKENS if writing else None)
         if writing:
-            new += self._cycle(writing)
-        listed = {number for number, _ in new}
-        ended = [row for row in self.rows.values() if not row.is_running]
-        for row in ended:
-            self._release(row)
-        return new + [(row.number, []) for row in ended if row.number not in listed]
+            new += self._run_cycle(writing)
+        returned = {row_id for row_id, _ in new}
+        for row in list(self.rows.values()):
+            if not row.is_running:
+                self._release(row)
+                if row.row_id not in returned:
+                    new.append((row.row_id, []))
+        return new
 
-    def end(self, number: int, count: int) -> None:
-        """End an admitted text after the first `count` tokens of its answer, which `trace` then holds alone."""
-        row = self.rows[number]
+    def end(self, row_id: int, count: int) -> None:
+        """End an admitted request after the first `count` tokens of its answer, which `trace` then holds alone."""
+        row = self.rows[row_id]
         row.trace.cut(count)
         self._release(row)
 
     def close(self) -> None:
-        """Return the target's state, and release texts that are not finished."""
-        for row in [*self.rows.values()]:
+        """Return the target's state, and release requests that are not finished."""
+        for row in list(self.rows.values()):
             self._release(row)
         self.target.close(self.state)
 
-    def _columns(self, prompt: list[int], limit: int) -> int:
-        return len(prompt) + limit + self.budget.nodes + 1
-
     def _release(self, row: Row) -> None:
         """Release an admitted row."""
-        del self.rows[row.number]
+        del self.rows[row.row_id]
         failed = row.trace.error is not None
-        self.state.release(row.number, wipe=failed)
+        self.state.release(row.row_id, wipe=failed)
         with row.fail_alone():
-            self.drafts.release(row.number, failed=failed)
-
-    def _whole_update(self, number: int, update: Committed) -> Committed:
-        """A row's update for a drafter that has read nothing of its text."""
-        features = self.state.features_at(number, range(self.state.length(number)))
-        return replace(update, tokens=torch.tensor(self.state.text(number)), features=features)
+            self.drafts.release(row.row_id, failed=failed)
 
     def _admit(self) -> None:
         """Admit waiting prompts while there is room."""
         while self.waiting and len(self.rows) < self.batch_size:
             row = self.waiting[0]
-            prompt, target = row.trace.prompt, self.target
-            if not self.state.fits(self._columns(prompt, row.limit)):
+            prompt = row.trace.prompt
+            room = self._room(row.limit)
+            # in the order of requests: a short one does not overtake a long one that waits for room
+            if not self.state.fits(len(prompt) + room):
                 return
-            self.state.admit(row.number, prompt, row.limit + self.budget.nodes + 1)
-            self.rows[row.number] = self.waiting.popleft()
+            self.state.admit(row.row_id, prompt, room)
+            self.rows[row.row_id] = self.waiting.popleft()
             with row.fail_alone():
-                self.drafts.admit(row.number, row.choose.offer(target.vocab_size, target.device))
+                noise = row.choose.offer(self.target.vocab_size, self.target.device)
+                self.drafts.admit(row.row_id, noise)
 
     def _read_prompts(self, max_tokens: int | None) -> list[tuple[int, list[int]]]:
-        """Read further in the prompts of the latest rows; returns the first token of each prompt read to its end."""
+        """Read on in the prompts of the latest rows, and return the first token of each prompt read to its end."""
         new = []
-        for number, output in self.state.read_prompts(max_tokens).items():
-            row = self.rows[number]
+        for row_id, output in self.state.read_prompts(max_tokens).items():
+            row = self.rows[row_id]
             with row.fail_alone():
                 update = output.commit(row.choose)
                 if row.observe is not None:
                     row.observe(output.output, [0], row.choose)
-                row.pending = [update if row.first is None else replace(update, root=row.first)]
-                new.append((number, row.commit([row.pending[0].root])))
+                # a caller that goes on from an answer knows the token after the prompt
+                if row.first is not None:
+                    update = replace(update, root=row.first)
+                row.pending = [update]
+                new.append((row_id, row.commit([update.root])))
         return new
 
-    def _cycle(self, rows: list[Row]) -> list[tuple[int, list[int]]]:
-        """Run one cycle of these rows; returns the tokens that each of them commits."""
-        clock, state = self.clock, self.state
+    def _run_cycle(self, rows: list[Row]) -> list[tuple[int, list[int]]]:
+        """Run one cycle of these rows: draft, one forward of the target, verify, commit.
+
+        Returns:
+            The tokens that each row commits.
+        """
+        # B rows, N nodes of a tree each
+        clock = self.clock
         clock.start()
         trees = self._propose(rows)
         clock.lap("draft")
         if not trees:
             return []
-        outputs = state.read(trees)
+        outputs = self.state.read(trees)
         clock.lap("target")
-        rows = [row for row in rows if row.number in trees]
-        accepted = accept(state, rows, outputs)
+        # rows without a tree have failed
+        rows = [row for row in rows if row.row_id in trees]
+        accepted = accept(self.state, rows, outputs)
         clock.lap("verify")
-        new: list[tuple[int, list[int]]] = []
-        for number, part in accepted.items():
-            with (row := self.rows[number]).fail_alone():
-                if row.observe is not None:
-                    row.observe(outputs[number], part.path, row.choose)
-                new.append((number, self._commit(row, outputs[number], part.update)))
+        new = self._commit(outputs, accepted)
         clock.lap("other")
+
         cycles = {}
-        for number, tokens in new:
-            shape, kept = replace(trees[number], draft_probs=None), tuple(accepted[number].path[1:])
-            context = outputs[number].start
-            cycles[number] = Cycle(shape, kept, len(tokens), context, clock.seconds, self.cycles, len(trees))
-            self.rows[number].trace.cycles.append(cycles[number])
+        for row_id, tokens in new:
+            # a trace keeps the tree without its [N, V] probabilities
+            cycle = Cycle(
+                tree=replace(trees[row_id], draft_probs=None),
+                kept=tuple(accepted[row_id].path[1:]),
+                committed=len(tokens),
+                context=outputs[row_id].start,
+                seconds=clock.seconds,
+                number=self.cycles,
+                rows=len(trees),
+            )
+            cycles[row_id] = cycle
+            self.rows[row_id].trace.cycles.append(cycle)
         self.cycles += 1
         if cycles:
             self._learn(cycles)
         return new
 
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
-        """A tree for each row whose drafts do not fail; the root alone if nothing is to be drafted."""
-        budgets = self._budgets({row.number: self.state.levels(row.number, row.left) for row in rows})
+        """Return a tree for each row whose drafts do not fail; the root alone if nothing is to be drafted."""
+        levels = {row.row_id: self.state.levels(row.row_id, row.left) for row in rows}
+        budgets = self._find_budgets(levels)
         drafting = self._find_drafting(rows, budgets)
-        trees = {row.number: DraftTree.chain([row.pending[-1].root]) for row in rows if row.is_running}
-        for row in drafting:
-            del trees[row.number]
+        drafting_ids = {row.row_id for row in drafting}
+        trees = {}
+        for row in rows:
+            if row.is_running and row.row_id not in drafting_ids:
+                trees[row.row_id] = DraftTree.chain([row.pending[-1].root])
         trees |= self._draft(drafting, budgets, stays=self._stays_on_device(rows))
-        for number, tree in trees.items():
-            with self.rows[number].fail_alone():
-                self.state.check_tree(number, tree)
-        return {number: tree for number, tree in trees.items() if self.rows[number].is_running}
+
+        # some targets read no tree, or chains alone
+        for row_id, tree in trees.items():
+            with self.rows[row_id].fail_alone():
+                self.state.check_tree(row_id, tree)
+        return {row_id: tree for row_id, tree in trees.items() if self.rows[row_id].is_running}
+
+    def _find_budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
+        """Return the budget of each row, limited to its number of levels."""
+        share = getattr(self.budget, "share", None)
+        if callable(share):  # a policy for several rows
+            contexts = {row_id: self.state.length(row_id) for row_id in levels}
+            return share(levels, contexts)
+        budgets: dict[int, Budget] = {}
+        for row_id, max_depth in levels.items():
+            with self.rows[row_id].fail_alone():
+                budgets[row_id] = self.budget.within(max_depth)
+        return budgets
 
     def _find_drafting(self, rows: list[Row], budgets: dict[int, Budget]) -> list[Row]:
-        """The rows whose budgets allow drafts."""
+        """Return the rows whose budgets allow drafts."""
         drafting = []
         for row in rows:
             with row.fail_alone():
-                budget = find_budget(budgets, row.number)
+                budget = find_budget(budgets, row.row_id)
                 row.draw = check_draw(row.draw, budget.draw)
-                check_confidence(budget, self.drafter)
+                check_confidence(budget.confidence, self.drafter)
                 if not budget.is_empty:
                     drafting.append(row)
         return drafting
 
     def _draft(self, rows: list[Row], budgets: dict[int, Budget], *, stays: bool) -> dict[int, DraftTree]:
-        """The drafter's trees for these rows, checked; those that stay on the device are checked once they are read."""
+        """Return the drafter's trees for these rows, checked.
+
+        Trees that stay on the device (`stays`) are checked once the host has read them.
+        """
         if not rows:
             return {}
-        updates = {row.number: Committed.join(row.pending) for row in rows}
-        proposed, errors = self.drafts.propose(updates, {row.number: budgets[row.number] for row in rows})
-        positions = self.target.max_positions or sys.maxsize
+        # a row that did not draft in some cycles tells the drafter of all of them now
+        updates = {row.row_id: Committed.join(row.pending) for row in rows}
+        proposed, errors = self.drafts.propose(updates, {row.row_id: budgets[row.row_id] for row in rows})
+        max_positions = self.target.max_positions or sys.maxsize
         trees = {}
         for row in rows:
+            row_id = row.row_id
             row.pending = []
             with row.fail_alone():
-                if row.number in errors:
-                    raise errors[row.number]
-                tree: Any = proposed.get(row.number)
-                max_depth = positions - self.state.length(row.number) - 1
+                if row_id in errors:
+                    raise errors[row_id]
+                tree: Any = proposed.get(row_id)
+                # deeper nodes would stand beyond the model's last position
+                max_depth = max_positions - self.state.length(row_id) - 1
                 if not (stays and lies_on_device(tree) and tree.levels <= max_depth):
-                    tree = check_draft(tree, updates[row.number].root, max_depth, self.target.vocab_size)
-                trees[row.number] = tree
+                    tree = check_draft(tree, updates[row_id].root, max_depth, self.target.vocab_size)
+                trees[row_id] = tree
         return trees
 
     def _stays_on_device(self, rows: list[Row]) -> bool:
-        """Whether nothing on the host needs a tree before the target has read it."""
-        is_walked = all(row.choose.sampling.is_lossless and row.draw != "sampled" for row in rows)
-        is_walked = is_walked and all(row.choose.process is None and row.observe is None for row in rows)
+        """Return whether nothing on the host needs a tree before the target has read it."""
+        for row in rows:
+            is_walked = row.choose.sampling.is_lossless and row.draw != "sampled"
+            if not is_walked or row.choose.process is not None or row.observe is not None:
+                return False
         reads = self.drafter.reads
-        return is_walked and not reads.choices and not reads.states and self.target.reader.reads_on_device
+        return not reads.choices and not reads.states and self.target.reader.reads_on_device
 
-    def _budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
-        """The budget of each row, limited to its number of levels."""
-        share = getattr(self.budget, "share", None)
-        if callable(share):
-            return share(levels, {number: self.state.length(number) for number in levels})
-        budgets = dict[int, Budget]()
-        for number, depth in levels.items():
-            with self.rows[number].fail_alone():
-                budgets[number] = self.budget.within(depth)
-        return budgets
+    def _commit(self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]) -> list[tuple[int, list[int]]]:
+        """Note what the drafter is told next, and return the new tokens of each answer."""
+        reads = self.drafter.reads
+        new: list[tuple[int, list[int]]] = []
+        for row_id, result in accepted.items():
+            row = self.rows[row_id]
+            output = outputs[row_id]
+            update = result.update
+            with row.fail_alone():
+                if row.observe is not None:
+                    row.observe(output, result.path, row.choose)
+                if reads.choices:
+                    # drafts beside sampled ones must not know of noise: it would decide which rule verifies them
+                    if row.draw == "sampled":
+                        ranked = output.likeliest(reads.choices)
+                    else:
+                        ranked = row.choose.rank_tokens(output, reads.choices)
+                    update = replace(update, tree=output.tree, choices=ranked)
+                if reads.states:
+                    update = replace(update, tree=output.tree, states=output.features)
+                row.pending.append(update)
+                # the root is committed already; what the target chose last is new
+                new.append((row_id, row.commit([*update.tokens.tolist()[1:], update.root])))
+        return new
 
     def _learn(self, cycles: dict[int, Cycle]) -> None:
         """Pass the outcomes of the cycles to a policy."""
-        if (learn_rows := getattr(self.budget, "learn_rows", None)) is not None:
+        learn_rows = getattr(self.budget, "learn_rows", None)
+        learn = getattr(self.budget, "learn", None)
+        if learn_rows is not None:
             learn_rows(cycles)
-        elif (learn := getattr(self.budget, "learn", None)) is not None:
-            for number, cycle in cycles.items():
-                with self.rows[number].fail_alone():
+        elif learn is not None:
+            for row_id, cycle in cycles.items():
+                with self.rows[row_id].fail_alone():
                     learn(cycle)
 
-    def _commit(self, row: Row, output: TargetOutput, update: Committed) -> list[int]:
-        """Prepare the drafter's next update; returns the new tokens of the answer."""
-        if choices := self.drafter.reads.choices:
-            # drafts beside drawn ones must not know of noise: it would decide which rule verifies them
-            drawn = row.draw == "sampled"
-            ranked = output.likeliest(choices) if drawn else row.choose.rank_tokens(output, choices)
-            update = replace(update, tree=output.tree, choices=ranked)
-        if self.drafter.reads.states:
-            update = replace(update, tree=output.tree, states=output.features)
-        row.pending.append(update)
-        return row.commit([*update.tokens.tolist()[1:], update.root])
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a cycle commits of one row."""
+
+    path: list[int]  # the accepted nodes of its tree, the root first
+    update: Committed
+
+
+def accept(state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]) -> dict[int, Accepted]:
+    """Return what the target accepts of each row's tree, and keep it in the cache; rows fail alone.
+
+    Args:
+        state: The target's (`eagle.target.state.TargetState`).
+        rows: Those that were read.
+        outputs: Of the target, by row.
+    """
+    # trees of one cycle are read together: one on the device takes the others there
+    on_device = any(lies_on_device(outputs[row.row_id].tree) for row in rows)
+    accept_rows = _accept_on_device if on_device else _accept_on_host
+    try:
+        return accept_rows(state, rows, outputs)
+    except FATAL:
+        raise
+    except Exception as error:
+        if len(rows) > 1:  # it may be any row's
+            raise
+        rows[0].fail(error)
+        return {}
+
+
+def _accept_on_host(state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]) -> dict[int, Accepted]:
+    """Accept nodes of trees on the host."""
+    pairs = [(outputs[row.row_id], row.choose) for row in rows]
+    try:
+        results = dict(enumerate(verify_rows(pairs)))
+    except RowErrors as failed:
+        results = failed.trees
+        for index, error in failed.errors.items():
+            rows[index].fail(error)
+    verified = {rows[index].row_id: result for index, result in results.items()}
+    # the cache keeps what is accepted, and drops the rest of each tree
+    state.keep({row_id: path for row_id, (path, _) in verified.items()})
+    accepted = {}
+    for row_id, (path, following) in verified.items():
+        output = outputs[row_id]
+        update = Committed(output.tree.tokens[path], output.features_at(path), following)
+        accepted[row_id] = Accepted(path, update)
+    return accepted
+
+
+@torch.inference_mode()
+def _accept_on_device(state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]) -> dict[int, Accepted]:
+    """Accept nodes of trees on the device: all that follows is under way there before the host waits."""
+    pairs = [(outputs[row.row_id], row.choose) for row in rows]
+    # all of this is queued on the device, with fixed shapes
+    walks = walk_outputs(pairs)
+    state.cache.move([state.rows.index(row.row_id) for row in rows], walks.paths)
+    features = []
+    for (output, _), path in zip(pairs, walks.paths, strict=True):
+        features.append(output.features_at(path))
+    # the only wait of a cycle
+    results = read_walks(pairs, walks)
+    accepted: dict[int, Accepted] = {}
+    for row, row_features, (path, following) in zip(rows, features, results, strict=True):
+        with row.fail_alone():
+            # what was not checked before the target read the tree is checked now that the host has it
+            output = outputs[row.row_id]
+            check_choice(following, output, len(path))
+            tree = output.tree
+            check_draft(tree, int(tree.tokens[0]), tree.levels, state.target.vocab_size)
+            tokens = tree.tokens[path]
+            state.commit(row.row_id, tokens.tolist())
+            if row_features is not None:
+                row_features = row_features[: len(path)]  # without padding
+            accepted[row.row_id] = Accepted(path, Committed(tokens, row_features, following))
+    return accepted
 
 
 class _Clock:
     """Records the seconds of each part of a cycle, if `on`, which may be a clock to read."""
 
     def __init__(self, device: torch.device, on: bool | Callable[[], float]) -> None:
-        self.device, self.on, self.last = device, on, 0.0
+        self.device = device
+        self.on = on
+        self.last = 0.0
         self.seconds: dict[str, float] | None = None
 
     def start(self) -> None:
         """Begin a cycle."""
         if self.on:
-            self.seconds, self.last = {}, self._now()
+            self.seconds = {}
+            self.last = self._now()
 
-    def lap(self, part: str) -> None:
+    def lap(self, name: str) -> None:
         """Record the time since the last call as spent on this part."""
         if self.seconds is not None:
             now = self._now()
-            self.seconds[part], self.last = now - self.last, now
+            self.seconds[name] = now - self.last
+            self.last = now
 
     def _now(self) -> float:
+        # a device works on after a call returns: wait, so that its time counts where it belongs
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return self.on() if callable(self.on) else perf_counter()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from eagle.core.sampling import to_int
+
+SILENT_TOKENS = 16  # that print nothing and may stand among those of a stop string
 
 
 class Stops:
@@ -15,17 +16,34 @@ class Stops:
         items = [_stop_item(item, vocab_size) for item in _as_items(stop)]
         self.tokens = {item for item in items if isinstance(item, int)}
         self.strings = [item for item in items if isinstance(item, str)]
-        # tokens that a stop string can span, some of which print nothing
-        self.reach = max((len(string.encode()) for string in self.strings), default=0) + 16
+        # tokens that a stop string can span: a token that prints anything has a byte at least
+        longest = max((len(string.encode()) for string in self.strings), default=0)
+        self.reach = longest + SILENT_TOKENS
         self.tokenizer = tokenizer
         if self.strings and tokenizer is None:
             raise ValueError(f"stop strings {self.strings} need a tokenizer: load the target with one, or pass ids")
 
     def first_end(self, before: list[int], new: list[int]) -> tuple[int | None, str | None]:
-        """How many of the new tokens belong to the answer (None: it goes on), and the stop string that ends it."""
-        end = next((count for count, token in enumerate(new, start=1) if token in self.tokens), None)
-        for count in range(1, len(new[:end]) + 1) if self.strings else ():
-            text = self.tokenizer.decode((before + new[:count])[-self.reach :], skip_special_tokens=False)
+        """Find where an answer ends.
+
+        Args:
+            before: The answer so far.
+            new: Tokens that follow it.
+
+        Returns:
+            How many of the new tokens belong to the answer (None: it goes on), and the stop string that ends it.
+        """
+        end = None
+        for count, token in enumerate(new, start=1):
+            if token in self.tokens:
+                end = count
+                break
+        if not self.strings:
+            return end, None
+        # token by token, so that nothing after the string's last token is kept
+        for count in range(1, len(new[:end]) + 1):
+            last_tokens = (before + new[:count])[-self.reach :]
+            text = self.tokenizer.decode(last_tokens, skip_special_tokens=False)
             complete = [string for string in self.strings if string in text]
             if complete:
                 return count, min(complete, key=text.find)  # the one that begins first
@@ -33,7 +51,7 @@ class Stops:
 
 
 def stops_for(target: Any, stop: Any) -> Stops:
-    """The stops of a request to a target; None means the target's stop tokens."""
+    """Return the stops of a request to a target; None means the target's stop tokens."""
     if isinstance(stop, Stops):
         return stop
     if stop is None:
@@ -42,13 +60,17 @@ def stops_for(target: Any, stop: Any) -> Stops:
 
 
 def stop_strings(stop: Any) -> list[str]:
-    """The stop strings among stops of any kind."""
-    return [] if stop is None else [item for item in _as_items(stop) if isinstance(item, str)]
+    """Return the stop strings among stops of any kind."""
+    if stop is None:
+        return []
+    return [item for item in _as_items(stop) if isinstance(item, str)]
 
 
-def _as_items(stop: Any) -> Iterable[Any]:
-    """The items of a list, tensor or array; a string or number is one item."""
-    if isinstance(stop, str) or (hasattr(type(stop), "__index__") and getattr(stop, "ndim", 0) == 0):
+def _as_items(stop: Any) -> list[Any]:
+    """Return the items of a list, tensor or array; a string or number is one item."""
+    # numpy's and torch's numbers have an index, as their arrays of one element do
+    is_number = hasattr(type(stop), "__index__") and getattr(stop, "ndim", 0) == 0
+    if isinstance(stop, str) or is_number:
         return [stop]
     try:
         return list(stop)
@@ -57,7 +79,7 @@ def _as_items(stop: Any) -> Iterable[Any]:
 
 
 def _stop_item(item: Any, vocab_size: int) -> int | str:
-    """A stop token as an int, or a stop string."""
+    """Return a stop token as an int, or a stop string."""
     if isinstance(item, str):
         if not item:
             raise ValueError("stop holds an empty string, which every text ends with: leave it out")

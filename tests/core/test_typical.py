@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from eagle import Budget, DraftTree, Sampling, Target, generate
-from eagle.core import typical
-from eagle.core.typical import PUBLISHED, walk_typically
-from eagle.core.verify import Choose, verify
+from eagle.core import verify as verification
+from eagle.core.sampling import PUBLISHED_TYPICAL
+from eagle.core.verify import Choose, verify, walk_typically
 from tests.batches import Bench, new_head
 from tests.core.test_verify_law import PLAIN, random_tree, read
 from tests.enumerate_law import distance, futures, laws_of, random_logits
@@ -54,7 +54,7 @@ def disagreements() -> int:
     for seed in range(60):
         tree = random_tree(seed, 14, VOCAB)
         probs = random_probs(seed, len(tree))
-        bounds = PUBLISHED if seed % 2 else (0.3, 0.6)
+        bounds = PUBLISHED_TYPICAL if seed % 2 else (0.3, 0.6)
         wrong += walk_typically(tree, lambda nodes, p=probs: p[nodes], bounds) != accepted_by_force(
             tree, probs, *bounds
         )
@@ -64,7 +64,7 @@ def disagreements() -> int:
 def test_the_walk_is_that_of_brute_force() -> None:
     """The same path on every tree; none of one node."""
     assert disagreements() == 0
-    assert walk_typically(DraftTree.chain([3]), lambda nodes: random_probs(0, len(nodes)), PUBLISHED) == [0]
+    assert walk_typically(DraftTree.chain([3]), lambda nodes: random_probs(0, len(nodes)), PUBLISHED_TYPICAL) == [0]
 
 
 FAULTS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
@@ -73,19 +73,19 @@ FAULTS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "certainty for entropy": lambda probs, epsilon, delta: (delta * probs.amax(-1)).clamp(max=epsilon),
     "a fixed bound": lambda probs, epsilon, delta: probs.new_full((len(probs),), epsilon),
 }
-FLOORS = typical.floors
+FLOORS = verification.typical_floors
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_floor_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail."""
-    monkeypatch.setattr(typical, "floors", FAULTS[fault])
+    monkeypatch.setattr(verification, "typical_floors", FAULTS[fault])
     assert disagreements() > 0
 
 
 def test_the_output_is_not_the_targets_law() -> None:
     """A drafted token that is likely enough comes as certain; one that is not leaves the law as it is."""
-    losses, bounds = [], Sampling(temperature=1.0, typical=PUBLISHED)
+    losses, bounds = [], Sampling(temperature=1.0, typical=PUBLISHED_TYPICAL)
     for seed in range(20):
         logits = random_logits(seed, 4, 2, torch.float64)
         target, tree = laws_of(logits, PLAIN), DraftTree.chain([0, 1])
@@ -105,7 +105,7 @@ def test_the_token_behind_the_path_is_the_targets_own_choice() -> None:
     for seed in range(20):
         logits, tree = random_logits(seed, 4, 4, torch.float32), DraftTree.from_paths(0, [[1, 2], [3, 0]])
         output = read(tree, logits)
-        path, token = verify(output, Choose(Sampling(temperature=1.0, seed=seed, typical=PUBLISHED)))
+        path, token = verify(output, Choose(Sampling(temperature=1.0, seed=seed, typical=PUBLISHED_TYPICAL)))
         assert token == Choose(Sampling(temperature=1.0, seed=seed))(output, path[-1:])[0]
 
 
@@ -138,7 +138,7 @@ def test_texts_in_a_batch_answer_as_alone_and_more_is_accepted(bench: Bench) -> 
 
 def test_sampled_drafts_are_refused(bench: Bench) -> None:
     """The rule does not look at what they were drawn from."""
-    budget, sampling = Budget.fixed(((0,), (0, 0)), "sampled"), Sampling(temperature=1.0, typical=PUBLISHED)
+    budget, sampling = Budget.fixed(((0,), (0, 0)), "sampled"), Sampling(temperature=1.0, typical=PUBLISHED_TYPICAL)
     with pytest.raises(ValueError, match=r"got sampled drafts, use Budget\(draw='likeliest'\)"):
         answers(bench.target, budget, sampling=sampling, max_new_tokens=4)
 
@@ -157,11 +157,11 @@ def test_sampled_drafts_are_refused(bench: Bench) -> None:
 def test_what_it_is_not_defined_for_is_refused(fields: dict[str, Any], message: str) -> None:
     """At temperature 0, beside other rules, and with bounds that are none."""
     with pytest.raises(ValueError, match=message):
-        Sampling(**{"temperature": 1.0, "typical": PUBLISHED, **fields})
+        Sampling(**{"temperature": 1.0, "typical": PUBLISHED_TYPICAL, **fields})
 
 
 def test_it_is_never_a_default() -> None:
     """Whoever has not asked for it gets the target's own output."""
     assert Sampling().is_lossless and Sampling(temperature=1.0).is_lossless
-    assert not Sampling(temperature=1.0, typical=PUBLISHED).is_lossless
+    assert not Sampling(temperature=1.0, typical=PUBLISHED_TYPICAL).is_lossless
     assert not Sampling(lenience=0.5).is_lossless

@@ -20,7 +20,7 @@ from torch import Tensor
 from eagle import Budget, DraftTree, Sampling
 from eagle.core.noise import mix64
 from eagle.core.tree import Paths, TargetOutput, best_tree, chain_paths
-from eagle.core.verify import Choose, Offer, verify, warp
+from eagle.core.verify import Choose, DrafterNoise, verify, warp
 from eagle.drafters.parts.growth import grow
 from tests.core.test_verify_law import verify_by
 from tests.enumerate_law import (
@@ -81,7 +81,7 @@ def draw_tree(logits: Laws, paths: Paths, noise: Any, text: Text = ()) -> DraftT
 # -- by enumeration ---------------------------------------------------------------------------------------------------
 
 
-class Scripted(Offer):
+class Scripted(DrafterNoise):
     """An offer whose own noise is enumerated: it puts children in every order that draws may have, by their odds."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, chance: Chance, width: int) -> None:
@@ -194,7 +194,7 @@ def test_filtered_logits_leave_the_law_that_the_target_would_make_of_them(sampli
     assert filtered.topk(5).indices.equal(logits.topk(5).indices)
 
 
-class CoinSharing(Offer):
+class CoinSharing(DrafterNoise):
     """A planted fault: the draft's noise is made of the very numbers that its verification tosses."""
 
     def own(self, rows: int) -> Tensor:
@@ -205,7 +205,7 @@ class CoinSharing(Offer):
         return -(-torch.tensor(uniform).log()).log() * self.temperature
 
 
-class Positional(Offer):
+class Positional(DrafterNoise):
     """A planted fault for rules that look ahead: a place that is drafted again is drawn with what it was before."""
 
 
@@ -215,10 +215,10 @@ def generate_tokens(
     """The first tokens of a generation whose target and head are tables of logits by text."""
     choose = Choose(sampling)
     text: Text = ()
-    noise = (offer or Offer)(choose, target[0].shape[-1], CPU)
+    noise = (offer or DrafterNoise)(choose, target[0].shape[-1], CPU)
     while len(text) < length:
         if isinstance(noise, Positional):
-            noise.drawn = 3 + len(text)
+            noise.used_rows = 3 + len(text)
         tree = draw_tree(head, paths, noise, text)
         texts = [(*text, *path) for path in texts_of(tree)]
         logits = torch.stack([target[len(text)][text] for text in texts])

@@ -14,7 +14,7 @@ from eagle import Budget, Sampling, Target, generate
 from eagle.core import verify
 from eagle.core.tree import chain_paths
 from eagle.core.verify import Choose
-from eagle.decoding import accept
+from eagle.decoding import loop
 from eagle.drafters.lookup.bigram import BigramDrafter
 from eagle.drafters.lookup.counts import Tables
 from eagle.drafters.lookup.suffix import SuffixDrafter
@@ -153,7 +153,7 @@ def swap_laws(patch: pytest.MonkeyPatch) -> None:
             swapped.append((output, choose))
         return honest(swapped)
 
-    patch.setattr(accept, "verify_rows", wrong)
+    patch.setattr(loop, "verify_rows", wrong)
 
 
 def pick_by_used_coins(patch: pytest.MonkeyPatch) -> None:

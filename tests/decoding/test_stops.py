@@ -14,7 +14,7 @@ import eagle
 from eagle import Target, generate, load_drafter, stream
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
-from eagle.decoding.new_tokens import NewTokens
+from eagle.decoding.decode import NewTokens
 from tests.families import PlantedTrees, build, own_answer, random_tokens
 
 PUBLISHED = Path(__file__).parents[3] / "shared/data/tokenizers"

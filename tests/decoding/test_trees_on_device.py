@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle import Budget, Sampling, Target, Trace, generate
-from eagle.core import verify, walks
-from eagle.core.grown import GrownTree, GrownTrees, find_shape, hand_over, lies_on_device, place_trees
+from eagle.core import grown, verify
+from eagle.core.grown import GrownTree, GrownTrees, find_shape, hand_over, lies_on_device, place_trees, walk_trees
 from eagle.core.sampling import penalise, penalise_nodes
 from eagle.core.tree import PUBLISHED_TREE, DraftTree, chain_paths
 from eagle.core.verify import walk
-from eagle.core.walks import walk_trees
-from eagle.decoding.cycle_costs import CycleCosts
+from eagle.decoding.forward_costs import CycleCosts
 from eagle.decoding.goodput import Goodput
 from eagle.drafters.parts import growth
 from eagle.drafters.recurrent import head_state
@@ -80,13 +79,13 @@ def check_alike(make: Callable[[], tuple[Any, dict[str, Any]]], target: Target) 
     with pytest.MonkeyPatch.context() as patch:
         must_wait(patch)
         seen: list[int] = []
-        read = walks.read_walks
+        read = grown.read_walks
 
         def count(rows: Any, *rest: Any) -> Any:
             seen.extend(1 for output, _ in rows if lies_on_device(output.tree))
             return read(rows, *rest)
 
-        patch.setattr("eagle.decoding.accept.read_walks", count)
+        patch.setattr("eagle.decoding.loop.read_walks", count)
         drafter, options = make()
         assert decode(target, drafter, **options) == expected
     return len(seen)
@@ -150,7 +149,7 @@ def test_what_needs_trees_on_the_host_reads_them_first(asked: str, target: Targe
     expected = decode(reader, new_drafter("eagle3", reader), sampling=sampling, budget=budget)
     with pytest.MonkeyPatch.context() as patch:
         must_wait(patch)
-        patch.delattr("eagle.decoding.accept.read_walks")
+        patch.delattr("eagle.decoding.loop.read_walks")
         assert decode(other, new_drafter("eagle3", other), sampling=sampling, budget=budget) == expected
 
 
@@ -260,7 +259,7 @@ def test_a_walk_that_asks_no_ancestors_is_seen(monkeypatch: pytest.MonkeyPatch) 
         return tokens, shape
 
     honest = place_trees
-    monkeypatch.setattr(walks, "place_trees", alone)
+    monkeypatch.setattr(grown, "place_trees", alone)
     target = new_target(CPU)
     with pytest.raises(AssertionError):
         check_alike(lambda: (new_drafter("eagle3", target), {"budget": Budget(8, 4, 3)}), target)

@@ -18,7 +18,7 @@ from eagle import Target, generate
 from eagle.core.noise import Noise
 from eagle.core.tree import DraftTree, TargetOutput
 from eagle.core.verify import Choose, Sampling
-from eagle.decoding import accept
+from eagle.decoding import loop
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
@@ -127,12 +127,12 @@ def test_a_fault_of_batches_alone_is_named(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Noise of the first row for all rows: single texts are certified, sampled batches are not."""
-    verify = accept.verify_rows
+    verify = loop.verify_rows
 
     def first_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> Any:
         return verify([(output, rows[0][1]) for output, _ in rows])
 
-    monkeypatch.setattr(accept, "verify_rows", first_noise)
+    monkeypatch.setattr(loop, "verify_rows", first_noise)
     with pytest.raises(SystemExit, match="the output of a drafter is not the model's own"):
         main([*command, "eval.batch_size=[1, 3]", "eval.max_new_tokens=24", "eval.drafters={eagle1: {}}"])
     verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]

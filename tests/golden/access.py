@@ -23,7 +23,7 @@ from data_prep.extract import main as extract_command
 from eagle import Budget, Target, load_drafter
 from eagle.__main__ import VERBS, run_verb
 from eagle.conformance.trial import make_head
-from eagle.core import typical
+from eagle.core import verify
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Example, collate
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
@@ -395,8 +395,8 @@ def plant_sharper_scores(patch: pytest.MonkeyPatch) -> None:
 
 def plant_lower_floors(patch: pytest.MonkeyPatch) -> None:
     """Accept tokens of half the probability that typical acceptance asks for."""
-    floors = typical.floors
-    patch.setattr(typical, "floors", lambda probs, *bounds: floors(probs, *bounds) / 2)
+    floors = verify.typical_floors
+    patch.setattr(verify, "typical_floors", lambda probs, *bounds: floors(probs, *bounds) / 2)
 
 
 def plant_shifted_target(patch: pytest.MonkeyPatch) -> None:
