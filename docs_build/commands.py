@@ -22,7 +22,7 @@ the package: `eagle recipes` lists them. `key=value` replaces a value of the rec
 
 
 def print_help(verb: str) -> str:
-    """What `eagle VERB --help` prints, by its own parser, for a terminal of 80 columns."""
+    """Return what `eagle VERB --help` prints, by its own parser, for a terminal of 80 columns."""
     out = io.StringIO()
     os.environ["COLUMNS"] = "80"
     with redirect_stdout(out), redirect_stderr(out):
@@ -35,22 +35,23 @@ def print_help(verb: str) -> str:
 
 
 def page() -> str:
-    """The whole page."""
-    parts = [INTRODUCTION, f"```text\n{overview()}\n```\n"]
+    """Return the whole page."""
+    sections = [INTRODUCTION, f"```text\n{overview()}\n```\n"]
     for title, verbs in GROUPS.items():
-        parts.append(f"## {title}\n")
+        sections.append(f"## {title}\n")
         for name, verb in verbs.items():
             about = verb.about[0].upper() + verb.about[1:]
-            parts.append(f"### eagle {name}\n\n{about}.\n\n```text\n{print_help(name)}\n```\n")
-    return "\n".join(parts)
+            sections.append(f"### eagle {name}\n\n{about}.\n\n```text\n{print_help(name)}\n```\n")
+    return "\n".join(sections)
 
 
 def write() -> None:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(prog="python -m docs_build.commands", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; end with status 1 if the page differs")
-    check, text = parser.parse_args().check, page()
-    if not check:
+    args = parser.parse_args()
+    text = page()
+    if not args.check:
         PAGE.write_text(text)
     elif PAGE.read_text() != text:
         sys.exit(f"{PAGE} is not what --help prints: run `python -m docs_build.commands`")

@@ -15,7 +15,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "constraints.txt"
-LOWEST, NEXT = "3.10", "3.11"  # Pythons: the lowest that is supported, and the next
+LOWEST_PYTHON = "3.10"  # that is supported
+NEXT_PYTHON = "3.11"
 # what pyproject.toml asks for; Python 3.10 has no reader of such files
 LISTS = re.compile(r"^(?:dependencies|dev|docs) = \[(.*?)\n?\]$", re.DOTALL | re.MULTILINE)
 INTRODUCTION = """\
@@ -30,57 +31,62 @@ NEWEST = """\
 def direct_requirements() -> list[Requirement]:
     """Return what pyproject.toml asks for, for the package and for its extras dev and docs."""
     lists = LISTS.findall((ROOT / "pyproject.toml").read_text())
-    return [Requirement(text) for part in lists for text in re.findall(r'"(.*?)"', part)]
+    return [Requirement(text) for text in re.findall(r'"(.*?)"', "".join(lists))]
 
 
 def lowest_pins(requirements: Iterable[Requirement]) -> list[str]:
     """Return a line of a constraints file for every lower bound: `>=5.17` becomes `==5.17`."""
-    return [
-        f"{requirement.name}=={bound.version}"
-        for requirement in requirements
-        for bound in requirement.specifier
-        if bound.operator == ">="
-    ]
+    pins = []
+    for requirement in requirements:
+        for bound in requirement.specifier:
+            if bound.operator == ">=":
+                pins.append(f"{requirement.name}=={bound.version}")
+    return pins
 
 
 def list_requirements(package: str, extras: set[str]) -> list[Requirement]:
-    """What an installed package requires with these extras, on this machine."""
-    requirements = map(Requirement, distribution(package).requires or ())
+    """Return what an installed package requires with these extras, on this machine."""
+    # a marker is evaluated with one extra at a time
     environments = [{"extra": extra} for extra in {"", *extras}]
-    return [
-        requirement
-        for requirement in requirements
-        if requirement.marker is None or any(requirement.marker.evaluate(some) for some in environments)
-    ]
+    required = []
+    for requirement in map(Requirement, distribution(package).requires or ()):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate(environment) for environment in environments):
+            required.append(requirement)
+    return required
 
 
 def collect_pins(package: str, extras: set[str]) -> dict[str, str]:
-    """Name -> line of all installed packages that a package with extras needs, directly or not."""
+    """Return the line of each installed package that a package with extras needs, directly or not, by its name."""
     pins: dict[str, str] = {}
-    seen, queue = set(), [(package, frozenset(extras))]
+    queue = [(package, frozenset(extras))]
+    visited = set()
     while queue:
         name, wanted = queue.pop()
-        if (name, wanted) in seen:
+        if (name, wanted) in visited:
             continue
-        seen.add((name, wanted))
+        visited.add((name, wanted))
         try:
             metadata = distribution(name).metadata
-        except PackageNotFoundError:  # an alternative that another one provides
+        except PackageNotFoundError:
+            # an alternative that another package provides
             continue
         if name != package:
             version = Version(metadata["Version"]).public
-            needs = SpecifierSet(str(metadata.json.get("requires_python", "")))
-            marker = "" if needs.contains(f"{LOWEST}.99") else f'; python_version >= "{NEXT}"'
-            pins[name] = f"{name}=={version}{marker}"
-        queue += [
-            (canonicalize_name(part.name), frozenset(part.extras)) for part in list_requirements(name, set(wanted))
-        ]
+            pins[name] = f"{name}=={version}"
+            # the lowest Python takes another version, which pip chooses
+            pythons = SpecifierSet(str(metadata.json.get("requires_python", "")))
+            if not pythons.contains(f"{LOWEST_PYTHON}.99"):
+                pins[name] += f'; python_version >= "{NEXT_PYTHON}"'
+        for requirement in list_requirements(name, set(wanted)):
+            queue.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
     return pins
 
 
 if __name__ == "__main__":
     pins = collect_pins("eagle-heads", {"dev", "docs"})
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else FILE
-    about = INTRODUCTION if file == FILE else NEWEST.format(python=".".join(map(str, sys.version_info[:2])))
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    about = INTRODUCTION if file == FILE else NEWEST.format(python=python)
     file.write_text(about + "".join(f"{pins[name]}\n" for name in sorted(pins)))
     print(f"{file}: {len(pins)} packages")

@@ -1,4 +1,4 @@
-"""The site's hooks: links that leave docs/ lead to copies of those files, which the site carries."""
+"""Hooks of the site: links that leave docs/ lead to copies of those files, which the site carries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in files.documentation_pages():
         for link in find_links(file.content_string):
             path = path_in_repository(file.src_uri, link[0])
-            if path and site_path(path).startswith("source/") and (ROOT / path).is_file():
+            # a page of the site needs no copy
+            if path is not None and site_path(path).startswith("source/") and (ROOT / path).is_file():
                 copied.add(path)
     for path in sorted(copied):
         files.append(File.generated(config, site_path(path), content=(ROOT / path).read_text()))
@@ -32,22 +33,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with links to its neighbours on the site."""
+    """Return the page with links to its neighbours on the site."""
     source = page.file.src_uri
-    pieces, end = [], 0
-    for link in sorted(find_links(markdown), key=lambda found: found.start()):
+    folder = posixpath.dirname(source) or "."
+    # from the last to the first, so that the offsets of the others stay
+    for link in sorted(find_links(markdown), key=lambda link: -link.start()):
         path = path_in_repository(source, link[0])
-        if path:
-            _, mark, anchor = link[0].partition("#")
-            address = posixpath.relpath(site_path(path), posixpath.dirname(source) or ".")
-            is_page = address.endswith(".md")
-            pieces += [markdown[end : link.start()], address, mark + anchor if is_page else ""]
-            end = link.end()
-    return "".join(pieces) + markdown[end:]
+        if path is None:
+            continue
+        address = posixpath.relpath(site_path(path), folder)
+        # a copy is shown as text, which has no headings
+        if address.endswith(".md"):
+            address += link[0][len(link[0].partition("#")[0]) :]
+        markdown = markdown[: link.start()] + address + markdown[link.end() :]
+    return markdown
 
 
 def path_in_repository(source: str, address: str) -> str | None:
-    """The file that a page's link names, from the repository's top; None for other machines and the page itself."""
+    """Return the file that a page's link names, from the repository's top; None for other sites and the page itself."""
     path = address.partition("#")[0]
     if not path or ":" in path:
         return None
@@ -56,7 +59,7 @@ def path_in_repository(source: str, address: str) -> str | None:
 
 
 def site_path(path: str) -> str:
-    """Where the site has a file of the repository: a page, or a copy that browsers show as text."""
+    """Return where the site has a file of the repository: a page, or a copy that browsers show as text."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return PAGES.get(path, f"source/{path}.txt")

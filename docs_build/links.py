@@ -22,38 +22,47 @@ MARKUP = re.compile(r"\*\*|```|\]\(|\|-{3}")
 
 
 def blank_code(markdown: str) -> str:
-    """The text with code replaced by spaces, so that every character keeps its place."""
-    lines, fence = [], ""
+    """Return the text with code replaced by spaces, so that every character keeps its offset."""
+    lines = []
+    fence = ""  # the marks that opened a block of code
     for line in markdown.splitlines(keepends=True):
-        found = FENCE.match(line)
-        is_fence = bool(found and (not fence or found[1].startswith(fence)))
-        lines.append(re.sub(r"[^\n]", " ", line) if fence or is_fence else line)
-        if found and is_fence:
-            fence = "" if fence else found[1]
-    return CODE.sub(lambda code: re.sub(r"[^\n]", " ", code[0]), "".join(lines))
+        match = FENCE.match(line)
+        # a block ends with at least the marks that it began with
+        is_fence = match is not None and match[1].startswith(fence)
+        lines.append(_blank(line) if fence or is_fence else line)
+        if match is not None and is_fence:
+            fence = "" if fence else match[1]
+    return CODE.sub(lambda code: _blank(code[0]), "".join(lines))
+
+
+def _blank(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
 
 
 def find_links(markdown: str) -> Iterator[re.Match[str]]:
-    """The addresses of all links and pictures outside code."""
+    """Yield the addresses of all links and pictures outside code."""
     text = blank_code(markdown)
     yield from LINK.finditer(text)
     yield from TAG.finditer(text)
 
 
 def slug(heading: str) -> str:
-    """The anchor of a heading, as repository browsers and the site make it."""
+    """Return the anchor of a heading, as repository browsers and the site make it."""
     words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
     return re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
 
 
 def find_anchors(markdown: str) -> set[str]:
-    """All anchors of a page: of headings, numbered where one repeats, and explicit ones."""
+    """Return all anchors of a page: of headings, numbered where one repeats, and explicit ones."""
     anchors: set[str] = set()
     outside = blank_code(markdown)
     for line, text in zip(markdown.splitlines(), outside.splitlines(), strict=True):
-        if not HEADING.match(text) or not (found := HEADING.match(line)):
+        # a heading may hold code, which belongs to its anchor
+        heading = HEADING.match(line)
+        if heading is None or not HEADING.match(text):
             continue
-        name = base = slug(found[1])
+        base = slug(heading[1])
+        name = base
         count = 0
         while name in anchors:
             count += 1
@@ -63,33 +72,39 @@ def find_anchors(markdown: str) -> set[str]:
 
 
 def check_documents(paths: list[Path]) -> list[str]:
-    """What is wrong with the links of Markdown files: `FILE:LINE: ADDRESS: REASON`."""
+    """Return what is wrong with the links of Markdown files: `FILE:LINE: ADDRESS: REASON`."""
     anchors: dict[Path, set[str]] = {}
-    wrong = []
+    faults = []
     for path in paths:
         text = path.read_text()
         for link in find_links(text):
-            if reason := _check_link(path, link[0], anchors):
+            reason = _check_link(path, link[0], anchors)
+            if reason:
                 line = text.count("\n", 0, link.start()) + 1
-                wrong.append(f"{path}:{line}: {link[0]}: {reason}")
-    return wrong
+                faults.append(f"{path}:{line}: {link[0]}: {reason}")
+    return faults
 
 
 def _check_link(path: Path, address: str, anchors: dict[Path, set[str]]) -> str | None:
-    """Why an address in a file leads nowhere; addresses of other machines are only parsed."""
-    parts = urlsplit(address)
-    if parts.scheme == "mailto":
+    """Return why an address in a file leads nowhere; addresses of other sites are only parsed."""
+    url = urlsplit(address)
+    if url.scheme == "mailto":
         return None
-    if parts.scheme or parts.netloc:
-        return None if parts.scheme in ("http", "https") and "." in parts.netloc else "expected https://HOST/..."
-    target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
+    if url.scheme or url.netloc:
+        is_web = url.scheme in ("http", "https") and "." in url.netloc
+        return None if is_web else "expected https://HOST/..."
+    target = (path.parent / unquote(url.path)).resolve() if url.path else path
+    if target.is_dir():
+        return "is a folder: link a file in it"
     if not target.is_file():
-        return "is a folder: link a file in it" if target.is_dir() else "no such file"
-    if parts.fragment and target.suffix == ".md":
-        if target not in anchors:
-            anchors[target] = find_anchors(target.read_text())
-        if parts.fragment not in anchors[target]:
-            return f"no such heading; {target.name} has {', '.join(sorted(anchors[target]))}"
+        return "no such file"
+    if not url.fragment or target.suffix != ".md":
+        return None
+    # many links lead to one page, which is read once
+    if target not in anchors:
+        anchors[target] = find_anchors(target.read_text())
+    if url.fragment not in anchors[target]:
+        return f"no such heading; {target.name} has {', '.join(sorted(anchors[target]))}"
     return None
 
 
@@ -108,9 +123,11 @@ class _Page(HTMLParser):
         """Note what the tag points to, and what it is called."""
         self._verbatim += tag in VERBATIM
         for name, value in attrs:
+            # <a name="..."> is the older form of an identifier
+            is_identifier = name == "id" or (name == "name" and tag == "a")
             if name in ("href", "src") and value is not None and tag != "base":
                 self.addresses.append(value)
-            elif value and (name == "id" or (name == "name" and tag == "a")):
+            elif value and is_identifier:
                 self.identifiers.add(value)
 
     def handle_endtag(self, tag: str) -> None:
@@ -124,30 +141,31 @@ class _Page(HTMLParser):
 
 
 def check_site(folder: Path) -> list[str]:
-    """What is wrong with a built site: links that lead nowhere, and Markdown that was not understood."""
-    pages = {
-        path.resolve(): _Page(path.read_text()) for path in sorted(folder.rglob("*.html")) if path.name != "404.html"
-    }
-    wrong = []
+    """Return what is wrong with a built site: links that lead nowhere, and Markdown that was not understood."""
+    pages = {}
+    for path in sorted(folder.rglob("*.html")):
+        # whose addresses are those of a site at the top of a host
+        if path.name != "404.html":
+            pages[path.resolve()] = _Page(path.read_text())
+    faults = []
     for path, page in pages.items():
-        wrong += [f"{path}: left as Markdown: {line}" for line in page.markup]
+        faults += [f"{path}: left as Markdown: {line}" for line in page.markup]
         for address in page.addresses:
-            parts = urlsplit(address)
-            if parts.scheme or parts.netloc:
+            url = urlsplit(address)
+            if url.scheme or url.netloc:
                 continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
             if not target.is_file():
-                wrong.append(f"{path}: {address}: no such file")
-            elif target in pages and unquote(parts.fragment) not in pages[target].identifiers:
-                wrong.append(f"{path}: {address}: no such anchor")
-    return wrong
+                faults.append(f"{path}: {address}: no such file")
+            elif target in pages and unquote(url.fragment) not in pages[target].identifiers:
+                faults.append(f"{path}: {address}: no such anchor")
+    return faults
 
 
 def documents() -> list[Path]:
-    """The Markdown files that a reader opens."""
-    return [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-        (ROOT / "docs").rglob("*.md")
-    )
+    """Return the Markdown files that a reader opens."""
+    top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    return top + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def main() -> None:
@@ -157,8 +175,9 @@ def main() -> None:
     site = parser.parse_args().site
     if site is not None and not (site / "index.html").is_file():
         sys.exit(f"no site at {site}: expected a folder with index.html, which `make docs` builds")
-    if wrong := check_documents(documents()) if site is None else check_site(site):
-        sys.exit("\n".join(wrong))
+    faults = check_documents(documents()) if site is None else check_site(site)
+    if faults:
+        sys.exit("\n".join(faults))
 
 
 if __name__ == "__main__":

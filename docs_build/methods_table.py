@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,23 +15,23 @@ HEADER = """\
 """
 
 
-class Part(NamedTuple):
+class Comparison(NamedTuple):
     """Methods on equal terms."""
 
     about: str
     file: str
     arms: tuple[str, ...]
-    shapes: tuple[str, str]
+    shapes: tuple[str, str]  # a chain and a tree
 
 
-PARTS = [
-    Part(
+COMPARISONS = [
+    Comparison(
         "60,000 tokens, 3 seeds: chains of 4, trees of 25",
         "compare_heads.json",
         ("eagle1", "hass", "eagle3", "medusa", "hydra", "mlp_speculator", "falcon", "blockwise"),
         ("chain of 4", "dynamic 25"),
     ),
-    Part(
+    Comparison(
         "120,000 tokens, 1 seed: chains of 7, trees of 60",
         "compare_blocks.json",
         ("eagle1", "eagle3", "dflash", "dspark", "peagle", "mtp"),
@@ -39,19 +40,25 @@ PARTS = [
 ]
 
 
-def list_rows(part: Part) -> Iterator[str]:
-    """A line for each method of a part."""
-    arms = {arm["arm"]: arm for arm in json.loads((RESULTS / part.file).read_text())["arms"]}
-    yield f"| *{part.about}* | | | | | | |\n"
-    for arm in map(arms.__getitem__, part.arms):
-        columns = (f"{shape}, T = {temperature}" for shape in part.shapes for temperature in (0, 1))
-        taus = " | ".join(f"{arm['tau'][column]['value']:.2f}" for column in columns)
-        yield f"| `{arm['arm']}` | {arm['seconds']:.0f} | {arm['weights']:,} | {taus} |\n"
+def list_rows(comparison: Comparison) -> Iterator[str]:
+    """Yield a line for each method of a comparison."""
+    results = json.loads((RESULTS / comparison.file).read_text())
+    arms = {arm["arm"]: arm for arm in results["arms"]}
+    yield f"| *{comparison.about}* | | | | | | |\n"
+    for name in comparison.arms:
+        arm = arms[name]
+        cells = [f"`{name}`", f"{arm['seconds']:.0f}", f"{arm['weights']:,}"]
+        for shape, temperature in product(comparison.shapes, (0, 1)):
+            cells.append(f"{arm['tau'][f'{shape}, T = {temperature}']['value']:.2f}")
+        yield f"| {' | '.join(cells)} |\n"
 
 
 def methods_table() -> str:
-    """The whole table."""
-    return HEADER + "".join(row for part in PARTS for row in list_rows(part))
+    """Return the whole table."""
+    table = HEADER
+    for comparison in COMPARISONS:
+        table += "".join(list_rows(comparison))
+    return table
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples"
 MARK = "eagle_code"  # in a notebook's metadata: the checksum of the code that its outputs belong to
-PLACE = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|opt|mnt|private|Users)/")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|opt|mnt|private|Users)/")
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -24,23 +24,30 @@ METADATA = {
 def run_notebook(path: Path, folder: Path) -> Any:
     """Run a notebook from its first cell to its last in a folder, by Jupyter's own kernel; a cell's error is raised."""
     notebook = nbformat.read(path, as_version=4)
-    place = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place, coalesce_streams=True).execute()
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        coalesce_streams=True,
+    )
+    client.execute()
     return notebook
 
 
 def list_code(notebook: Any) -> list[Any]:
-    """The cells that hold code."""
+    """Return the cells that hold code."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def checksum(notebook: Any) -> str:
-    """A checksum of a notebook's code."""
-    return sha256("\0".join(cell.source for cell in list_code(notebook)).encode()).hexdigest()[:16]
+    """Return a checksum of a notebook's code."""
+    code = "\0".join(cell.source for cell in list_code(notebook))
+    return sha256(code.encode()).hexdigest()[:16]
 
 
 def clean(notebook: Any) -> Any:
-    """The notebook as it is kept: without times, progress bars and warnings, which belong to a run."""
+    """Remove times, progress bars and warnings, which belong to a run, and return the notebook."""
     for cell in list_code(notebook):
         cell.metadata.pop("execution", None)
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
@@ -49,14 +56,19 @@ def clean(notebook: Any) -> Any:
 
 
 def find_faults(notebook: Any) -> list[str]:
-    """Why a notebook may not be kept: outputs of other code, errors, or places of the machine that ran it."""
+    """Return why a notebook may not be kept: outputs of other code, errors, or paths of the machine that ran it."""
     code = list_code(notebook)
-    faults = [f"cell {cell.execution_count}: an error" for cell in code for out in cell.outputs if "ename" in out]
+    faults = []
+    for cell in code:
+        # only the output of an exception has its name
+        if any("ename" in output for output in cell.outputs):
+            faults.append(f"cell {cell.execution_count}: an error")
     if notebook.metadata.get(MARK) != checksum(notebook):
         faults.append("its code is not that of its outputs: run `python -m docs_build.notebooks`")
     if [cell.execution_count for cell in code] != [*range(1, len(code) + 1)]:
         faults.append("its cells were not run once each, in their order")
-    if PLACE.search(shown := nbformat.writes(notebook)) or f"{ROOT}/" in shown:
+    text = nbformat.writes(notebook)
+    if MACHINE_PATH.search(text) or f"{ROOT}/" in text:
         faults.append("it shows a place of the machine that ran it")
     return faults
 
@@ -65,7 +77,8 @@ def write() -> None:
     """Run all notebooks where they lie, and write them with their outputs."""
     for path in sorted(FOLDER.glob("*.ipynb")):
         notebook = clean(run_notebook(path, FOLDER))
-        if faults := find_faults(notebook):
+        faults = find_faults(notebook)
+        if faults:
             sys.exit(f"error: {path.name} is left as it was: {'; '.join(faults)}")
         nbformat.write(notebook, path)
         print(path.relative_to(ROOT))

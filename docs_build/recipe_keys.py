@@ -35,8 +35,8 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def comments_of(model: type) -> dict[str, str]:
-    """The comment on the line of each field, those of the classes it is made from included."""
-    found: dict[str, str] = {}
+    """Return the comment on the line of each field, those of the classes it is made from included."""
+    comments: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         if not issubclass(owner, BaseModel) or owner is BaseModel:
             continue
@@ -46,25 +46,29 @@ def comments_of(model: type) -> dict[str, str]:
         assert isinstance(parsed, ast.ClassDef)
         for field in parsed.body:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.end_lineno:
+                name = field.target.id
                 comment = lines[field.end_lineno - 1].partition("  # ")[2]
-                found[field.target.id] = comment or found.get(field.target.id, "")
-    return found
+                # a class may set another default without saying again what the key means
+                comments[name] = comment or comments.get(name, "")
+    return comments
 
 
 def describe_type(annotation: Any) -> str:
-    """A type in words."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    """Return a type in words."""
+    origin = get_origin(annotation)
+    args = get_args(annotation)
     if origin is Literal:
-        return " or ".join(f"`{part}`" for part in parts)
+        return " or ".join(f"`{value}`" for value in args)
     if origin in (Union, UnionType):
-        return " or ".join(describe_type(part) for part in parts if part is not NoneType)
+        return " or ".join(describe_type(arg) for arg in args if arg is not NoneType)
     if origin is tuple:
-        kind = describe_type(parts[0])
-        return f"list of {kind}" if parts[-1] is ... else f"{len(parts)} of {kind}"
+        kind = describe_type(args[0])
+        return f"list of {kind}" if args[-1] is ... else f"{len(args)} of {kind}"
     if origin is dict:
-        return f"map of {describe_type(parts[1])}"
-    if origin is not None and parts:  # Annotated
-        return describe_type(parts[0])
+        return f"map of {describe_type(args[1])}"
+    if origin is not None and args:
+        # Annotated, whose limits `describe_bounds` tells
+        return describe_type(args[0])
     return NAMES.get(annotation) or _name_section(annotation)
 
 
@@ -74,65 +78,73 @@ def _name_section(annotation: type) -> str:
 
 
 def describe_bounds(field: FieldInfo) -> str:
-    """The limits of a number, as ` ≥ 1`."""
-    limits = ((sign, getattr(bound, name, None)) for bound in field.metadata for name, sign in BOUNDS.items())
-    return "".join(f" {sign} {limit:g}" for sign, limit in limits if limit is not None)
+    """Return the limits of a number, as ` ≥ 1`."""
+    text = ""
+    for bound in field.metadata:
+        for name, sign in BOUNDS.items():
+            limit = getattr(bound, name, None)
+            if limit is not None:
+                text += f" {sign} {limit:g}"
+    return text
 
 
 def describe_default(field: FieldInfo) -> str:
-    """The default as a recipe would write it, or that there is none."""
+    """Return the default as a recipe would write it, or that there is none."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    plain = json.dumps(value, default=lambda part: part.__dict__)
-    return f"default `{plain.strip(chr(34))}`"
+    text = json.dumps(value, default=lambda section: section.__dict__).strip('"')
+    return f"default `{text}`"
 
 
 def key_lines(model: type[BaseModel], prefix: str) -> list[str]:
-    """A list item for each key: its name, type, default and meaning."""
+    """Return a list item for each key: its name, type, default and meaning."""
     comments = comments_of(model)
     lines = []
     for name, field in model.model_fields.items():
-        kind = describe_type(field.annotation) + describe_bounds(field)
+        # the heading says the kind of a drafter
         if name == "kind" and not field.is_required():
-            continue  # the heading says it
+            continue
+        kind = describe_type(field.annotation) + describe_bounds(field)
         meaning = comments.get(name, "")
         lines.append(f"- `{prefix}{name}` ({kind}; {describe_default(field)}): {meaning}".rstrip(": "))
     return lines
 
 
 def section(title: str, model: type[BaseModel], prefix: str) -> str:
-    """A heading, what the section is, and its keys."""
+    """Return a heading, what the section is, and its keys."""
     about = inspect.cleandoc(model.__doc__ or "").splitlines()[0]
     return "\n".join([title, "", about, "", *key_lines(model, prefix), ""])
 
 
 def method_section(kind: str, method: type[Any]) -> str:
-    """The keys of a method's `drafter` section."""
+    """Return the keys of a method's `drafter` section."""
     module = inspect.getmodule(method)
     about = inspect.cleandoc(module.__doc__ or "").splitlines()[0] if module else ""
     return "\n".join([f"### `{kind}`", "", about, "", *key_lines(method.Settings, "drafter."), ""])
 
 
 def page() -> str:
-    """The whole page."""
-    parts = [INTRODUCTION]
+    """Return the whole page."""
+    sections = [INTRODUCTION]
     for name, field in Recipe.model_fields.items():
-        model = next(part for part in (field.annotation, *get_args(field.annotation)) if hasattr(part, "model_fields"))
+        # an optional section is a union with None
+        types = (field.annotation, *get_args(field.annotation))
+        model = next(kind for kind in types if hasattr(kind, "model_fields"))
         optional = "" if field.is_required() else " (optional)"
-        parts.append(section(f"## {name}{optional}", model, f"{name}."))
-    parts.append(section("## Mix", SourceSection, ""))
-    parts.append(section("## On-policy", OnPolicySection, "train.on_policy."))
-    parts.append(section("## Measured", MeasuredSection, "eval.drafters.NAME."))
-    parts.append(section("## Budget", BudgetSection, "budget."))
-    parts.append("## Methods\n\nThe keys of `drafter`, for each `drafter.kind`.\n")
+        sections.append(section(f"## {name}{optional}", model, f"{name}."))
+    sections.append(section("## Mix", SourceSection, ""))
+    sections.append(section("## On-policy", OnPolicySection, "train.on_policy."))
+    sections.append(section("## Measured", MeasuredSection, "eval.drafters.NAME."))
+    sections.append(section("## Budget", BudgetSection, "budget."))
+    sections.append("## Methods\n\nThe keys of `drafter`, for each `drafter.kind`.\n")
     for kind, method in DRAFTERS.items():
         if issubclass(method, TrainableDrafter):
-            parts.append(method_section(kind, method))
-    parts.append("## Comparison files\n\nA file for [`eagle compare`](../compare.md) holds these keys.\n")
-    parts.append(section("### Top level", ComparisonSection, ""))
-    parts.append(section("### Arm", ArmSection, "arms.NAME."))
-    return "\n".join(parts)
+            sections.append(method_section(kind, method))
+    sections.append("## Comparison files\n\nA file for [`eagle compare`](../compare.md) holds these keys.\n")
+    sections.append(section("### Top level", ComparisonSection, ""))
+    sections.append(section("### Arm", ArmSection, "arms.NAME."))
+    return "\n".join(sections)
 
 
 def main() -> None:
