@@ -1,7 +1,9 @@
-"""A small model widened to the cost of a large one: the same text, token by token, at the price of so many weights.
+"""Widen a small model to the cost of a large one: it writes the same tokens at the price of more weights.
 
-Every MLP gets neurons whose inputs are random and whose outputs are zero.
+Every MLP gets neurons that read random weights and write zeros.
 """
+
+# N neurons of an MLP, D width of the model
 
 from __future__ import annotations
 
@@ -9,51 +11,63 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def find_mlps(model: nn.Module) -> list[tuple[list[nn.Linear], nn.Linear]]:
-    """The linears into and out of the neurons of every MLP, found by their shapes."""
+    """Return the linears into and out of the neurons of every MLP, found by their shapes."""
     mlps = []
     for module in model.modules():
         linears = [child for child in module.children() if isinstance(child, nn.Linear)]
-        for down in [linear for linear in linears if linear.in_features > linear.out_features]:
-            ups = [up for up in linears if (up.in_features, up.out_features) == (down.out_features, down.in_features)]
-            if ups and len(ups) + 1 == len(linears):
+        for down in linears:
+            shape = (down.out_features, down.in_features)
+            ups = [up for up in linears if (up.in_features, up.out_features) == shape]
+            has_more_neurons = down.in_features > down.out_features
+            # every other linear of the module must lead into these neurons
+            if has_more_neurons and ups and len(ups) + 1 == len(linears):
                 mlps.append((ups, down))
     return mlps
 
 
+def count_weights(module: nn.Module) -> int:
+    """Return the number of values in all parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 @torch.no_grad()
 def widen(model: nn.Module, weights: float) -> int:
-    """Give every MLP as many neurons as bring a model to so many weights; the neurons that each has then.
+    """Widen every MLP equally until the model has so many weights; return the neurons of an MLP.
 
-    The new neurons read random weights, of the spread that the old ones have, and what they write is zero.
+    The new input weights are random with the spread of the old ones. The new output weights are zero.
     """
     mlps = find_mlps(model)
     if not mlps:
         raise ValueError("no MLP was found to widen: expected linears into and out of more neurons than the width")
-    if len({down.in_features for _, down in mlps}) > 1:
-        raise ValueError(f"MLPs have {sorted({down.in_features for _, down in mlps})} neurons, expected one number")
-    each = sum((len(ups) + 1) * down.out_features for ups, down in mlps)
-    more = round((weights - sum(parameter.numel() for parameter in model.parameters())) / each)
-    if more <= 0:
+    sizes = {down.in_features for _, down in mlps}
+    if len(sizes) > 1:
+        raise ValueError(f"MLPs have {sorted(sizes)} neurons, expected one number")
+    weights_of_neuron = sum((len(ups) + 1) * down.out_features for ups, down in mlps)
+    added = round((weights - count_weights(model)) / weights_of_neuron)
+    if added <= 0:
         raise ValueError(f"the model has more than {weights:.3g} weights already: ask for more")
     for ups, down in mlps:
-        for linear in ups:
-            spread = linear.weight.new_empty(more, linear.in_features).normal_() * linear.weight.std()
-            linear.weight = nn.Parameter(torch.cat([linear.weight, spread]), requires_grad=False)
-            if linear.bias is not None:
-                linear.bias = nn.Parameter(torch.cat([linear.bias, linear.bias.new_zeros(more)]), requires_grad=False)
-            linear.out_features += more
-        silent = down.weight.new_zeros(down.out_features, more)
-        down.weight = nn.Parameter(torch.cat([down.weight, silent], dim=1), requires_grad=False)
-        down.in_features += more
-    return mlps[0][1].in_features
+        for up in ups:
+            noise = up.weight.new_empty(added, up.in_features).normal_()  # [N, D]
+            up.weight = _extended(up.weight, noise * up.weight.std(), dim=0)
+            if up.bias is not None:
+                up.bias = _extended(up.bias, up.bias.new_zeros(added), dim=0)
+            up.out_features += added
+        down.weight = _extended(down.weight, down.weight.new_zeros(down.out_features, added), dim=1)
+        down.in_features += added
+    return sizes.pop() + added
+
+
+def _extended(weight: Tensor, values: Tensor, dim: int) -> nn.Parameter:
+    return nn.Parameter(torch.cat([weight, values], dim=dim), requires_grad=False)
 
 
 def widened_model(model: Any, weights: float) -> Any:
-    """A copy of a model that costs so many weights and can be saved and loaded like any other."""
+    """Return a copy of a model with so many weights, which can be saved and loaded like any other."""
     wide = copy.deepcopy(model)
     wide.config.intermediate_size = widen(wide, weights)
     return wide

@@ -76,16 +76,15 @@ WRONG: dict[str, list[list[str]]] = {
         ["--target", GONE, "--heads", GONE],
         ["--heads", GONE, "--rows", GONE, "--tokens", "few"],
     ],
-    "bench/decode_speed.py": [["--rounds", "few"]],
     "bench/invariance.py": [[GONE], [GONE, "--dtype", "float64"]],
     "tests/recipes/training_memory.py": [["--out"], ["unknown"]],
     "tests/doctor/other_heads.py": [
         ["out", "--set", "unknown", "--seed", "1"],
         ["out", "--set", "tuning", "--seed", "few"],
     ],
-    "bench/speed_tables.py": [[GONE], [GONE, "--dtypes", "float16"]],
+    "bench/speed_tables.py": [[GONE], [GONE, "--dtype", "float16"]],
     "bench/rehearsal.py": [["--size", "unknown"], ["--methods", "unknown"], ["--folder", "."]],
-    "bench/train_speed.py": [["--size", "unknown"], ["--speculators", GONE], ["eagle3", "--speculators", GONE]],
+    "bench/train_speed.py": [["--rounds", "few"], ["--dtypes", "unknown"]],
 }
 for measuring in ("eval.lossless", "eval.tune"):
     WRONG[measuring].append([JOINT])
@@ -93,7 +92,7 @@ FREE = {
     *("recipes.forecast", "recipes.cards", "recipes/train_eagle.py"),
     *("recipes/tiny/make_target.py", "recipes/tiny/make_long.py", "recipes/tiny/demo.py"),
     *("recipes/tiny/make_seeing_target.py", "tests.engines.layout_sources"),
-    *("bench/decode_speed.py", "tests/recipes/training_memory.py", "bench/rehearsal.py"),
+    *("tests/recipes/training_memory.py", "bench/rehearsal.py"),
     "bench/train_speed.py",
 }
 

@@ -10,28 +10,31 @@ import pytest
 import torch
 
 from bench import machine
-from bench.machine import measure_peaks
+from bench.machine import measure_peak
 from eval.result_files.results import device_name
 
 
-@pytest.mark.parametrize(("seconds", "peak"), [(1.0, 8.2e-06), (0.01, 0.052), (0.0003, 1.7), (1e-6, 524)])
-def test_a_peak_is_the_operations_of_a_product_by_its_time(seconds: float, peak: float) -> None:
-    """Of both dtypes, on one thread, which is not left set; a processor that is slow with one has a peak all the same.
+@pytest.mark.parametrize(("seconds", "flops"), [(1.0, 8192), (0.01, 524288), (1e-6, 524288)])
+def test_a_peak_is_the_operations_of_a_product_by_its_time(
+    seconds: float, flops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor that is slow with a dtype is measured by a small product alone.
 
-    524,288 operations by a clock that goes on by so much whenever it is read. Where they would take longer than
-    `MAX_SECONDS`, by what a product of a quarter of the width took, these 8,192 count.
+    The clock goes on by so much whenever it is read. A product of width 64 has 524,288 operations, one of 16 has 8,192.
     """
-    threads, ticks = torch.get_num_threads(), count()
-    assert measure_peaks(64, timer=lambda: next(ticks) * seconds) == {"fp32": peak, "bf16": peak}
-    assert torch.get_num_threads() == threads
+    ticks = count()
+    monkeypatch.setattr(machine, "clock", lambda device: next(ticks) * seconds)
+    assert measure_peak(torch.bfloat16, size=64) == pytest.approx(flops / seconds)
 
 
 def test_results_say_the_machine_that_they_were_made_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name and peaks, beside what was measured."""
-    monkeypatch.setattr(machine, "measure_peaks", lambda: {"fp32": 43, "bf16": 0.2})
+    """Its name and peaks, beside what was measured; the threads are those of the measurement."""
+    monkeypatch.setattr(machine, "measure_peak", lambda dtype: 43.2e9 if dtype == torch.float32 else 0.21e9)
+    threads = torch.get_num_threads()
     about = machine.made_on(rounds=3)
-    assert (about["fp32 GFLOP/s"], about["bf16 GFLOP/s"]) == (43, 0.2)
-    assert (about["rounds"], about["cpu"], about["threads"]) == (3, device_name("cpu"), torch.get_num_threads())
+    assert (about["fp32 GFLOP/s"], about["bf16 GFLOP/s"]) == (43, 0.21)
+    assert (about["rounds"], about["cpu"], about["threads"]) == (3, device_name("cpu"), threads)
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="where the standard library's name is all there is")
