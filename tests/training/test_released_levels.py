@@ -1,20 +1,14 @@
-"""The steps that the study `levels` of bench/train_speed.py compares have one loss and the same gradients."""
+"""Steps of heads that guess several tokens have the loss and the gradients of the released ones."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
-from bench.rivals.serve import Work
-from bench.sides import ROOT, measure
-from bench.train_cost import Sizes
-from bench.train_report import level_table
-from bench.train_speed import LEVEL_SIZES, cut_all, full
-from bench.train_speed import LEVELS as HEADS
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example, collate
 from eagle.drafters import DRAFTERS, settings_of
@@ -22,7 +16,23 @@ from tests import released_levels
 from tests.published_eagle1 import padded
 from tests.released_levels import PLAIN
 
-SHAPE = Sizes(vocab=37, width=16, mlp=24, heads=2, key_heads=1, head_width=8).target_config(37)
+# heads of three levels, each as its release trains it
+HEADS: dict[str, dict[str, Any]] = {
+    "medusa": {"levels": 3, "layers": 1, "loss": "tokens"},
+    "hydra": {"levels": 3, "layers": 4, "prefix": True, "dropout": 0.2, "loss": "cross_entropy"},
+    "mlp_speculator": {"levels": 3, "loss": "tokens"},
+    "blockwise": {"levels": 3, "drawn": True, "loss": "tokens"},
+    "falcon": {"k": 2, "dropout": 0.1},
+}
+SHAPE = LlamaConfig(
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+)
 SUPERVISED = 9  # tokens, all behind the second: then both count the same slots
 
 
@@ -94,25 +104,3 @@ def test_both_train_the_same_tensors() -> None:
         ours = DRAFTERS[method].for_target(settings_of({"kind": method, **settings}, "test"), SHAPE)
         sizes = {name: weight.shape for name, weight in ours.named_parameters()}
         assert sizes == {name: weight.shape for name, weight in PLAIN[method](SHAPE, settings).named_parameters()}
-
-
-def test_texts_have_answers() -> None:
-    """Real ones, cut, without those whose answers are cut off."""
-    texts: list[Any] = [[9, [[3, 9]]], [1, []], [2000, [[40, 1900]]], [8, [[2, 5]]]]
-    assert cut_all(texts, 1024)[:2] == [(9, [[3, 9]]), (1024, [[40, 1024]])]
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_row_is_measured(tmp_path: Any) -> None:
-    """Processes of both sides answer."""
-    LEVEL_SIZES[8192][0]._replace(vocab=97, width=64).target_config(97).save_pretrained(tmp_path)
-    work = Work(str(tmp_path), 97, [[full(64), full(32)]], "bf16", head={"kind": "falcon", **HEADS["falcon"]})
-    row = measure("levels", work, LEVEL_SIZES[8192][0], {}, 1)
-    assert min(row["ours"], row["released"]) > 0
-
-
-def test_the_page_shows_the_result_file() -> None:
-    """What stands in the documents is what the benchmark prints for the committed results."""
-    results = json.loads((ROOT / "docs/results/level_speed.json").read_text())
-    assert level_table(results) in (ROOT / "docs/measurements/training-speed.md").read_text()
