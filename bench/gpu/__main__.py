@@ -1,26 +1,32 @@
 """Measure this package on a GPU, in stages by their value: `python -m bench.gpu --minutes 8`.
 
 Every stage has a time budget and consists of units. The figures of a unit are written as soon as it ends, to
-`gpu_STAGE.json`. A unit that fails, hangs or crashes costs only itself. The next call skips what has a result, so a
+`gpu_STAGE.jsonl`. A unit that fails, hangs or crashes costs only itself. The next call skips what has a result, so a
 second call goes on where the first one ended. `--rehearse` runs every stage with tiny sizes, on a CPU too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
-from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Lock, Thread
-from time import monotonic
-from typing import Any, NamedTuple
+from time import monotonic, time_ns
+from typing import NamedTuple, TextIO
 
 from bench.gpu.page import PAGE, RESULTS, write_page
-from bench.gpu.worker import Worker, check_accelerator, list_units
+from bench.gpu.worker import UNFINISHED, Context, list_units, read_units, result_file, write_unit
+from eagle.device import best_device
 
-MIN_SECONDS = 10  # a unit is not begun in the last seconds of a stage
+ROOT = Path(__file__).parent.parent.parent
+MIN_SECONDS = 10  # a worker is not started in the last seconds of a stage
 
 
 class Stage(NamedTuple):
@@ -33,68 +39,63 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("correct", 90, workers=10),
-    Stage("training", 120, workers=1),
+    Stage("training", 150, workers=1),
     Stage("decoding", 150, workers=1),
-    Stage("whole_path", 120, workers=1),
-    Stage("kernels", 45, workers=1),
+    Stage("whole_path", 180, workers=1),
 )
 
 
-class StageRun:
-    """The units of a stage that have no result yet, and the file that gets their results."""
+class Worker:
+    """A process that measures units, with all that it starts."""
 
-    def __init__(self, stage: Stage, context: dict[str, Any], again: bool) -> None:
+    def __init__(self, stage: Stage, context: Context, names: Sequence[str]) -> None:
         self.stage = stage
         self.context = context
-        self.file = Path(context["results"]) / f"gpu_{stage.name}.json"
-        self.lock = Lock()
-        self.units: dict[str, Any] = {}
-        if self.file.exists() and not again:
-            self.units = json.loads(self.file.read_text())["units"]
-        names = list_units(stage.name, context)
-        # what failed before is tried again, once everything else has been
-        self.queue = deque(name for name in names if name not in self.units)
-        self.queue.extend(name for name in names if "error" in self.units.get(name, {}))
-        self.kept = len(names) - len(self.queue)
+        self.log: TextIO = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [sys.executable, "-m", "bench.gpu.worker", stage.name, json.dumps(asdict(context)), *names]
+        # a session of its own: what a unit starts ends with it
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=self.log, start_new_session=True)
 
-    def run(self, deadline: float) -> None:
-        """Run units until the queue is empty or the deadline is near."""
-        if not self.queue:
-            return
-        count = 1 if self.context["rehearse"] else min(self.stage.workers, len(self.queue))
-        threads = [Thread(target=self._work, args=(deadline,)) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def end(self, deadline: float) -> str:
+        """Wait until the deadline, end the process, and return why a unit may be unfinished."""
+        try:
+            reason = f"the worker ended with status {self.process.wait(max(deadline - monotonic(), 0))}"
+        except subprocess.TimeoutExpired:
+            reason = "not done at the end of the stage's time"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.log.seek(0)
+        return f"{reason}: {self.log.read()[-1500:]}"
 
-    def _work(self, deadline: float) -> None:
-        """Give one worker unit after unit; replace it when it has failed."""
-        worker: Worker | None = None
-        while (left := deadline - monotonic()) > MIN_SECONDS:
-            with self.lock:
-                if not self.queue:
-                    break
-                name = self.queue.popleft()
-            worker = worker or Worker(self.stage.name, self.context)
-            figures = worker.run(name, left)
-            with self.lock:
-                self._record(name, figures)
-            if "error" in figures:
-                worker.close()
-                worker = None
-        if worker:
-            worker.close()
 
-    def _record(self, name: str, figures: dict[str, Any]) -> None:
-        """Write the figures at once: whatever comes next may end the program."""
-        self.units[name] = figures
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.file.with_suffix(".tmp")
-        partial.write_text(json.dumps({"units": self.units}, indent=1, ensure_ascii=False) + "\n")
-        partial.replace(self.file)
-        told = figures.get("error") or figures["line"]
-        print(f"{self.stage.name:10} {name:34} {figures['seconds']:6.1f} s  {told}", flush=True)
+def list_pending(stage: Stage, context: Context) -> list[str]:
+    """Return the units without a result, then those that failed in an earlier call."""
+    names = list_units(stage.name, context)
+    units = read_units(context.results, stage.name)
+    failed = [name for name, figures in units.items() if "error" in figures and figures["call"] != context.call]
+    return [name for name in names if name not in units] + [name for name in names if name in failed]
+
+
+def run_stage(stage: Stage, context: Context, deadline: float) -> None:
+    """Run units until each has a result or the deadline is near."""
+    while deadline - monotonic() > MIN_SECONDS:
+        names = list_pending(stage, context)
+        if not names:
+            break
+        count = 1 if context.rehearse else min(stage.workers, len(names))
+        workers = [Worker(stage, context, names[i::count]) for i in range(count)]
+        for i, worker in enumerate(workers):
+            reason = worker.end(deadline)
+            units = read_units(context.results, stage.name)
+            own = [units[name] for name in names[i::count] if name in units]
+            unfinished = [figures for figures in own if figures.get("error") == UNFINISHED]
+            for figures in unfinished:
+                write_unit(context.results, stage.name, {**figures, "error": reason})
+                print(f"{stage.name:10} {figures['unit']:34} {reason.splitlines()[0]}", flush=True)
+            # a worker that measured nothing would do so again
+            if not own:
+                raise ValueError(f"stage {stage.name} cannot be opened: {reason}")
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -107,46 +108,54 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--again", nargs="+", choices=names, default=[], help="measure these anew")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes: try the program, on a CPU too")
     parser.add_argument("--results", type=Path, help=f"folder of the result files (default: {RESULTS})")
-    parser.add_argument("--inputs", type=Path, help="what `python -m bench.gpu.prepare` left")
+    parser.add_argument("--inputs", type=Path, help="what `make demo` left: a target, its head and prompts")
     parser.add_argument("--page", action="store_true", help=f"only write {PAGE} from the result files")
     return parser.parse_args(argv)
 
 
+def run_stages(args: argparse.Namespace, context: Context) -> int:
+    """Run the stages, tell what is left, write the page; return 1 if a unit of a rehearsal failed."""
+    start = monotonic()
+    end = start + 60 * args.minutes
+    stages = [stage for stage in STAGES if stage.name in args.stages]
+    for stage in stages:
+        if stage.name in args.again:
+            result_file(context.results, stage.name).unlink(missing_ok=True)
+        kept = len(list_units(stage.name, context)) - len(list_pending(stage, context))
+        if kept:
+            print(f"{stage.name:10} {kept} units have a result: kept", flush=True)
+        # a rehearsal on a busy CPU takes the time that it needs
+        run_stage(stage, context, context.pick(min(end, monotonic() + stage.seconds), end))
+    # a second pass gives the time that is left to what did not fit into its budget
+    for stage in stages:
+        run_stage(stage, context, end)
+    left = {stage.name: len(list_pending(stage, context)) for stage in stages}
+    left = {name: count for name, count in left.items() if count}
+    failed = 0
+    for stage in stages:
+        failed += sum("error" in figures for figures in read_units(context.results, stage.name).values())
+    print(f"{monotonic() - start:.0f} s; units left for another call: {left or 'none'}; {failed} failed")
+    return int(args.rehearse and bool(failed or left))
+
+
 def main(argv: list[str]) -> int:
-    """Run the stages, tell what is left, write the page; 1 if a unit of a rehearsal failed."""
+    """Measure, or write the page of what was measured."""
     args = parse_arguments(argv)
+    if args.page:
+        print(f"wrote {write_page(args.results or RESULTS)}")
+        return 0
+    if not args.rehearse and best_device() == "cpu":
+        # the sizes of a run would take a CPU days
+        raise ValueError("torch finds no accelerator here, expected a GPU: `--rehearse` tries the program on a CPU")
     with tempfile.TemporaryDirectory() as work:
-        results = args.results or (Path(work) / "results" if args.rehearse else RESULTS)
-        if args.page:
-            print(f"wrote {write_page(results)}")
-            return 0
-        if not args.rehearse:
-            check_accelerator()
-        context = {
-            "rehearse": args.rehearse,
-            "results": str(results.resolve()),
-            "work": work,
-            "inputs": str(args.inputs.resolve()) if args.inputs else None,
-        }
-        start = monotonic()
-        end = start + 60 * args.minutes
-        chosen = [stage for stage in STAGES if stage.name in args.stages]
-        runs = [StageRun(stage, context, stage.name in args.again) for stage in chosen]
-        for run in runs:
-            if run.kept:
-                print(f"{run.stage.name:10} {run.kept} units have a result: kept", flush=True)
-            began = monotonic()
-            run.run(min(end, began + run.stage.seconds))
-            print(f"{run.stage.name:10} {monotonic() - began:.0f} s", flush=True)
-        # a second pass gives the time that is left to what did not fit into its budget
-        for run in runs:
-            run.run(end)
-        left = {run.stage.name: len(run.queue) for run in runs if run.queue}
-        failed = [(run, name) for run in runs for name in run.units if "error" in run.units[name]]
-        print(f"{monotonic() - start:.0f} s; units left for another call: {left or 'none'}; {len(failed)} failed")
-        if args.rehearse:
-            write_page(results, Path(work) / "page.md")  # try that, too
-        return int(args.rehearse and bool(failed or left))
+        results = args.results or RESULTS
+        if args.rehearse and args.results is None:
+            # figures of tiny sizes are no results
+            results = Path(work) / "results"
+        context = Context(str(time_ns()), args.rehearse, results=str(results.resolve()), work=work)
+        if args.inputs:
+            context = replace(context, inputs=str(args.inputs.resolve()))
+        return run_stages(args, context)
 
 
 if __name__ == "__main__":

@@ -6,77 +6,77 @@ import copy
 import os
 import subprocess
 import sys
-from functools import partial
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
-from bench.gpu.common import Context, Figures, Unit
-from eagle import Budget, Sampling, Target, generate
+from bench.gpu.worker import Context, Figures, Unit
+from eagle import Budget, Sampling, Target, generate, load_drafter
 from eagle.conformance.checks import run_checks
 from eagle.conformance.trial import make_head
+from eagle.core.trace import Trace
 from eagle.core.verify import Choose
 from eagle.drafters import DRAFTERS
-from eagle.drafters.lookup.ngram import NgramDrafter
-from eagle.drafters.none import NoDrafter
-from eval.lossless import decode_untouched, find_divergence
-from tests.families import FAMILIES, OTHER_MEANS, build, random_tokens
+from eval.lossless import ModelAnswer, decode_untouched, find_divergence
+from tests.families import build, random_tokens
 from tests.simulated_runs import HEADS
 
 # each of many processes at once compiles attention
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-ROOT = Path(__file__).parent.parent.parent
 # grouped heads, windows with soft caps, experts, sinks, latent attention, learned positions, and a hybrid
-CHECKED_FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "gpt_oss", "deepseek_v3", "gpt2", "qwen3_next")
-DTYPES = ("float32", "bfloat16")
+CHECKED_FAMILIES = ["llama", "qwen3", "gemma3", "mixtral", "gpt_oss", "deepseek_v3", "gpt2", "qwen3_next"]
 HEAD_KINDS = ("eagle1", "eagle3", "dflash", "draft_model")
-BUDGET = Budget(8, 4, 3)
 PROMPT_LENGTHS = (9, 23, 4)
+SEED = 3
 
 
 def units(context: Context) -> dict[str, Unit]:
     """Return the checks, those that find most first."""
-    families = CHECKED_FAMILIES[::7] if context.rehearse else CHECKED_FAMILIES
-    methods = ["ngram", "eagle1"] if context.rehearse else list(DRAFTERS)
-    assert set(families) <= FAMILIES.keys() | OTHER_MEANS.keys()
-    new_tokens = 6 if context.rehearse else 24
-    listed: dict[str, Unit] = {"waits, decoding": partial(check_waits, "cycle or extraction or planted", context.work)}
-    for dtype in DTYPES:
+    families = context.pick(CHECKED_FAMILIES, ["llama", "qwen3_next"])
+    methods = context.pick(list(DRAFTERS), ["ngram", "eagle1"])
+    new_tokens = context.pick(24, 6)
+    checks: dict[str, Unit] = {"waits, decoding": partial(check_waits, "cycle or extraction or planted")}
+    for dtype in (torch.float32, torch.bfloat16):
         for family in families:
-            check = partial(check_lossless, family, dtype, context.device, new_tokens)
-            listed[f"lossless, {family}, {dtype}"] = check
+            name = f"lossless, {family}, {str(dtype).removeprefix('torch.')}"
+            checks[name] = partial(check_lossless, family, dtype, device=context.device, new_tokens=new_tokens)
     for method in methods:
-        listed[f"conformance, {method}"] = partial(check_method, method, context.device)
-    if context.rehearse:
-        return listed
-    # each kind compiles attention, which takes most of the time
-    for kind in dict.fromkeys(name.replace(",", " ").split()[0] for name in HEADS):
-        listed[f"waits, training {kind}"] = partial(check_waits, f"training_step and {kind}", context.work)
-    return listed
+        checks[f"conformance, {method}"] = partial(check_method, method, context.device)
+    if not context.rehearse:
+        # each kind compiles attention, which takes most of the time
+        for kind in dict.fromkeys(name.replace(",", " ").split()[0] for name in HEADS):
+            checks[f"waits, training {kind}"] = partial(check_waits, f"training_step and {kind}")
+    return checks
 
 
-def check_waits(expression: str, work: Path) -> Figures:
+def check_waits(expression: str) -> Figures:
     """Run the tests of the host's waits that an expression chooses; without CUDA they are skipped."""
-    report = work / f"waits-{os.getpid()}.xml"
-    command = [sys.executable, "-m", "pytest", "tests/test_waits_on_cuda.py", "-k", expression]
-    command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # 1: tests failed, which the report tells
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/test_waits_on_cuda.py",
+        "-k",
+        expression,
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    # 1: tests failed, which the last lines name
+    if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-1000:]}{done.stderr[-1000:]}")
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    skipped = [case for case in cases if case.find("skipped") is not None]
-    failed = {case.get("name"): fault.get("message") for case in cases if (fault := case.find("failure")) is not None}
-    passed = len(cases) - len(skipped) - len(failed)
-    line = f"{passed} passed, {len(failed)} failed, {len(skipped)} skipped"
-    return {"line": line, "passed": passed, "skipped": len(skipped), "failed": failed}
+    lines = done.stdout.splitlines()
+    return {"line": lines[-1].strip("= "), "failed": [line for line in lines if line.startswith("FAILED")]}
 
 
 def check_method(kind: str, device: torch.device) -> Figures:
     """Run what every method must hold, with target and head on the device."""
-    # check_supervised_alone compares gradients bit by bit, which sums by atomic additions would spoil
+    # one check compares gradients bit by bit, which sums by atomic additions would spoil
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     outcomes = list(run_checks(kind, fast=True, device=device))
@@ -86,54 +86,52 @@ def check_method(kind: str, device: torch.device) -> Figures:
     return {"line": line, "checks": len(outcomes), "faults": faults}
 
 
-def make_drafters(target: Target) -> dict[str, Any]:
-    """Return the drafters by name: untrained heads are right now and then, as the vocabulary is small."""
-    drafters: dict[str, Any] = {"none": NoDrafter(), "ngram": NgramDrafter()}
-    for kind in HEAD_KINDS:
-        drafters[kind] = make_head(kind, target).bind(target.head)
-    return drafters
-
-
-def make_prompts() -> list[list[int]]:
-    """Return prompts of several lengths that repeat themselves, so that n-grams draft."""
-    halves = [random_tokens(length, seed=length) for length in PROMPT_LENGTHS]
-    return [half + half for half in halves]
-
-
-def check_lossless(family: str, dtype: str, device: torch.device, new_tokens: int) -> Figures:
+def check_lossless(family: str, dtype: torch.dtype, device: torch.device, new_tokens: int) -> Figures:
     """Compare drafted answers, alone and in a batch, with those of the untouched model token by token."""
-    model = build(family, getattr(torch, dtype)).to(device)
+    model = build(family, dtype).to(device)
     target = Target(copy.deepcopy(model))
-    drafters, prompts = make_drafters(target), make_prompts()
-    identical = answers = accepted = 0
+    # untrained heads are right now and then, as the vocabulary is small
+    drafters = {name: load_drafter(name, target) for name in ("none", "ngram")}
+    drafters |= {kind: make_head(kind, target).bind(target.head) for kind in HEAD_KINDS}
+    # prompts repeat themselves, so that n-grams draft
+    prompts = [2 * random_tokens(length, seed=length) for length in PROMPT_LENGTHS]
+
+    @cache
+    def decode_model(i: int, sampling: Sampling) -> ModelAnswer:
+        return decode_untouched(model, Choose(sampling), prompts[i], stop=[], count=new_tokens)
+
+    answers = 0
+    accepted = 0
     differences = []
-    for temperature in (0.0, 1.0):
-        samplings = [Sampling(temperature, seed=3, request=row) for row in range(len(prompts))]
-        expected = [
-            decode_untouched(model, Choose(sampling), prompt, [], new_tokens)
-            for sampling, prompt in zip(samplings, prompts, strict=True)
-        ]
-        for name, drafter in drafters.items():
-            options: dict[str, Any] = {"budget": BUDGET, "max_new_tokens": new_tokens, "stop": []}
-            alone = generate(target, drafter, prompts[0], sampling=samplings[0], **options)
-            batch = generate(target, drafter, prompts, sampling=samplings, batch_size=len(prompts), **options)
-            for row, trace in [(0, alone), *enumerate(batch)]:
-                answers += 1
-                accepted += sum(cycle.accepted for cycle in trace.checked().cycles)
-                fault = find_divergence(
-                    model,
-                    SimpleNamespace(decode=str),  # there is no text to show
-                    (family, name, row, temperature, 3),
-                    expected[row],
-                    trace.tokens,
-                    steps_differ=target.reader.follows_steps,
-                )
-                identical += fault is None
-                if fault is not None:
-                    how = {"drafter": name, "temperature": temperature, "gap": fault.gap, "rounding": fault.rounding}
-                    differences.append(how | {"near_tie": fault.is_rounding, "batch": trace is not alone})
-    ties = [each for each in differences if each["near_tie"]]
-    widest = max((each["gap"] for each in ties), default=0.0)
-    line = f"{identical} of {answers} identical, {len(ties)} near-ties of at most {widest:.2g}"
-    line += f", {len(differences) - len(ties)} other differences; {accepted} drafts accepted"
-    return {"line": line, "identical": identical, "answers": answers, "accepted": accepted, "differences": differences}
+    for temperature, name in product((0.0, 1.0), drafters):
+        for i, sampling, trace in decode(target, drafters[name], prompts, temperature, new_tokens=new_tokens):
+            answers += 1
+            accepted += sum(cycle.accepted for cycle in trace.checked().cycles)
+            difference = find_divergence(
+                model,
+                SimpleNamespace(decode=str),  # there is no text to show
+                (family, name, i, temperature, SEED),
+                decode_model(i, sampling),
+                drafted=trace.tokens,
+                steps_differ=target.reader.follows_steps,
+            )
+            if difference is not None:
+                differences.append(difference)
+    identical = answers - len(differences)
+    gaps = [difference.gap or 0.0 for difference in differences if difference.is_rounding]
+    line = f"{identical} of {answers} identical, {len(gaps)} near-ties of at most {max(gaps, default=0.0):.2g}"
+    line += f", {len(differences) - len(gaps)} other differences; {accepted} drafts accepted"
+    rows = [difference.to_json() for difference in differences]
+    return {"line": line, "identical": identical, "answers": answers, "accepted": accepted, "differences": rows}
+
+
+def decode(
+    target: Target, drafter: Any, prompts: list[list[int]], temperature: float, new_tokens: int
+) -> Iterator[tuple[int, Sampling, Trace]]:
+    """Yield the index of a prompt, its sampling and its answer: the first alone, then all in a batch."""
+    samplings = [Sampling(temperature, seed=SEED, request=i) for i in range(len(prompts))]
+    options: dict[str, Any] = {"budget": Budget(8, 4, 3), "max_new_tokens": new_tokens, "stop": []}
+    yield 0, samplings[0], generate(target, drafter, prompts[0], sampling=samplings[0], **options)
+    batch = generate(target, drafter, prompts, sampling=samplings, batch_size=len(prompts), **options)
+    for i, trace in enumerate(batch):
+        yield i, samplings[i], trace
