@@ -113,6 +113,7 @@ def measure_rows(dtypes: list[str], lengths: list[int], rounds: int, texts: list
             row["ratio"] = row["ours"] / row["published"]
             row["of_limit"] = row["ours"] / row["limit"]
             about = {"texts": kind, "dtype": dtype, "length": length, "vocab": config["vocab_size"]}
+            # more digits would be noise
             rounded = {name: float(f"{value:.4g}") for name, value in row.items()}
             yield {**about, "batch": len(batches_of_kind[0]), **rounded}
 

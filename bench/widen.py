@@ -51,6 +51,7 @@ def widen(model: nn.Module, weights: float) -> int:
     if added <= 0:
         raise ValueError(f"the model has more than {weights:.3g} weights already: ask for more")
     for ups, down in mlps:
+        # inputs are random, so that no kernel can skip them, and outputs are zero, so that no token changes
         for up in ups:
             noise = up.weight.new_empty(added, up.in_features).normal_()  # [N, D]
             up.weight = _extended(up.weight, noise * up.weight.std(), dim=0)

@@ -24,6 +24,7 @@ the package: `eagle recipes` lists them. `key=value` replaces a value of the rec
 def print_help(verb: str) -> str:
     """Return what `eagle VERB --help` prints, by its own parser, for a terminal of 80 columns."""
     out = io.StringIO()
+    # argparse asks it for the width
     os.environ["COLUMNS"] = "80"
     with redirect_stdout(out), redirect_stderr(out):
         try:

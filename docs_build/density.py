@@ -129,6 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     if excesses:
         advice = "write it in fewer tokens, or raise the budget in docs_build/density.json and say in the commit why"
         raise SystemExit("\n".join([*excesses, advice]))
+    # only where no folder exceeds its budget
     if args.write:
         BUDGETS.write_text(json.dumps(stored, indent=1) + "\n")
 

@@ -18,6 +18,7 @@ ORIGINS = {page: origin for origin, page in PAGES.items() if origin != "README.m
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that lie outside docs/, and a copy of each file that any page links."""
+    # pages that the repository keeps at its top
     for page, origin in ORIGINS.items():
         files.append(File.generated(config, page, content=(ROOT / origin).read_text()))
     copied = set()

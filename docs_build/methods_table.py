@@ -48,6 +48,7 @@ def list_rows(comparison: Comparison) -> Iterator[str]:
     for name in comparison.arms:
         arm = arms[name]
         cells = [f"`{name}`", f"{arm['seconds']:.0f}", f"{arm['weights']:,}"]
+        # chains first, as engines serve them
         for shape, temperature in product(comparison.shapes, (0, 1)):
             cells.append(f"{arm['tau'][f'{shape}, T = {temperature}']['value']:.2f}")
         yield f"| {' | '.join(cells)} |\n"

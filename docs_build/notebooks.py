@@ -49,6 +49,7 @@ def checksum(notebook: Any) -> str:
 def clean(notebook: Any) -> Any:
     """Remove times, progress bars and warnings, which belong to a run, and return the notebook."""
     for cell in list_code(notebook):
+        # when each message of the kernel came
         cell.metadata.pop("execution", None)
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata = nbformat.from_dict({**METADATA, MARK: checksum(notebook)})

@@ -114,6 +114,7 @@ def write() -> None:
     """Record once; write the picture, and the text into the page."""
     text = record()
     PICTURE.write_text(draw(text))
+    # what stands around the recorded text stays
     before, _, rest = PAGE.read_text().partition(BEGIN)
     plain = Text.from_ansi(text).plain.rstrip()
     PAGE.write_text(f"{before}{BEGIN}```text\n{plain}\n```\n{END}{rest.partition(END)[2]}")
