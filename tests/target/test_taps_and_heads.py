@@ -20,8 +20,7 @@ from eagle.core.verify import Choose
 from eagle.data.features import taps_of
 from eagle.data.open import open_features
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.parts.objectives import BiasedHead
-from eagle.drafters.parts.objectives import distillation_loss
+from eagle.drafters.parts.objectives import BiasedHead, distillation_loss
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 from eagle.target.borrowed import save_borrowed
