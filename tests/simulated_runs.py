@@ -35,7 +35,7 @@ from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.parts import spans
 from eagle.drafters.several import FirstOf
 from eagle.recipe import TrainSection
-from eagle.target.trees.means import Means
+from eagle.target.trees.read_modes import TreeReadMode
 from eagle.training.train import _Run
 from tests import simulated
 from tests.registry import BY_DEFAULT
@@ -101,7 +101,7 @@ def new_hybrid(device: torch.device, **means: bool) -> Target:
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     target = Target(model.to(device))
     generate(target, load_drafter("none", target), PROMPTS, max_new_tokens=2)  # reads small trees once
-    target.reader.take(Means(**means))
+    target.reader.take(TreeReadMode(**means))
     return target
 
 

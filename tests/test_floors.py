@@ -34,8 +34,7 @@ ROOMS = [name for name in FLOORS if (ROOT / name.replace(".", "/")).is_dir() and
 DOORS = {
     "transformers": {
         *("eagle.target.loading", "eagle.target.attention", "eagle.target.borrowed", "eagle.target.cache"),
-        *("eagle.target.lent_cache", "eagle.target.trees.mixers", "eagle.target.trees.mixer_state"),
-        "eagle.target.bits.invariant",
+        *("eagle.target.trees.mixers", "eagle.target.bits.invariant"),
         *("eagle.target.trees.attention_rows", "eagle.target.weights.quantised"),
         "data_prep.tokens",
         *("eagle.drafters.parts.decoder_block", "eagle.drafters.draft_model"),

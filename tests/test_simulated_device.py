@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 # where the host may wait, and why
-ONCE = ("reader.", "borrowed.", "ladder.")  # when a target is first used: does it read trees?
+ONCE = ("reader.", "borrowed.", "read_modes.")  # when a target is first used: does it read trees?
 FORWARD = "reader.read_texts"  # transformers looks for packed texts, once in a plain forward
 STORED = "features._copy_to_host"  # features on their way to the disk; CUDA copies them while it computes
 CYCLE = {"grown.read_walks", "verify.__call__", "verify.verify_rows"}  # what the target chose, with trees of the device

@@ -31,7 +31,7 @@ from eagle.drafters.parts.scoring import Seed
 from eagle.drafters.parts.text_state import split_ragged
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.borrowed import is_close
-from eagle.target.lent_cache import NoCache
+from eagle.target.cache import NoCache
 from eagle.target.loading import load_model, tokenizer_of
 from eagle.target.slots import with_room
 from eagle.target.structure import base_of, cache_name_of, count_cache_layers

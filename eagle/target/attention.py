@@ -1,6 +1,7 @@
 """Tree masks and grouped attention for stock transformers models."""
 
-# B texts, N new tokens, R rows behind S columns of a cache, H heads, K key/value heads, G groups, D head width
+# B sequences, N new tokens, R uncommitted tokens, S columns of a cache, H heads, K key/value heads, G groups,
+# D head width
 
 from __future__ import annotations
 
@@ -31,26 +32,36 @@ def grouped_attention(
     dropout: float = 0.0,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention without repeating keys and values: a group's queries become rows of one head."""
-    texts, heads, count, width = query.shape
+    """Attend without repeating keys and values: a group's queries become rows of one head."""
+    sequences, heads, count, width = query.shape
     groups = heads // key.shape[1]
-    unmasked = attention_mask.shape[-1] == 1  # the sign for "all that was before", or "causal, and nothing before"
+    # a mask of one column is the sign for "all that came before", or "causal, and nothing came before"
+    unmasked = attention_mask.shape[-1] == 1
     if count > 1 and unmasked:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return output.transpose(1, 2).contiguous(), None
-    rows = query.reshape(texts, heads // groups, groups * count, width)
-    if not unmasked and attention_mask.shape[-2] != groups * count:  # a layer with other heads than the config says
+    rows = query.reshape(sequences, heads // groups, groups * count, width)
+    # a layer with other heads than the config says
+    if not unmasked and attention_mask.shape[-2] != groups * count:
         attention_mask = attention_mask[:, :, :count].repeat(1, 1, groups, 1)
+    mask = None if unmasked else attention_mask
     if count == 1 and query.dtype == torch.float32 and query.device.type == "cpu":
-        # two plain products: 0.6 to 0.9 ms a token less than the fused kernel at 3,000 tokens and 12 layers
-        scores = torch.bmm(rows.flatten(0, 1) * (scaling or width**-0.5), key.flatten(0, 1).transpose(1, 2))
-        if not unmasked:
-            scores = (scores.view(texts, -1, *scores.shape[1:]) + attention_mask).flatten(0, 1)
-        output = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
+        output = _attend_by_products(rows, key, value, mask, scaling or width**-0.5)
     else:
-        mask = None if unmasked else attention_mask
         output = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return output.view(texts, heads, count, -1).transpose(1, 2).contiguous(), None
+    return output.view(sequences, heads, count, -1).transpose(1, 2).contiguous(), None
+
+
+def _attend_by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attend by two plain products.
+
+    They take 0.6 to 0.9 ms a token less than the fused kernel at 3,000 tokens and 12 layers.
+    """
+    scores = torch.bmm(rows.flatten(0, 1) * scale, key.flatten(0, 1).transpose(1, 2))
+    if mask is not None:
+        by_sequence = scores.view(len(rows), -1, *scores.shape[1:])
+        scores = (by_sequence + mask).flatten(0, 1)
+    return torch.bmm(scores.softmax(-1), value.flatten(0, 1))
 
 
 GROUPED = "eagle_grouped"
@@ -58,7 +69,7 @@ AttentionInterface.register(GROUPED, grouped_attention)
 SWITCH = "_attn_implementation_internal"  # where a config holds the name of its attention
 
 Observe = Callable[[int, Tensor, Tensor, float], None]
-"""Gets a layer's number, its rotated queries [B, H, N, D] and keys [B, K, S, D], and the scale of their product."""
+"""Gets a layer's index, its rotated queries [B, H, N, D] and keys [B, K, S, D], and the scale of their product."""
 OBSERVED = "eagle_observed"
 OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")  # with the name of the attention that it looks at
 
@@ -66,7 +77,8 @@ OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")  # with the n
 def observed_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
     """Call the observer with queries and keys, then another registered attention."""
     name, observe = OBSERVER.get()
-    observe(vars(module)["layer_idx"], query, key, options.get("scaling") or query.shape[-1] ** -0.5)
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    observe(vars(module)["layer_idx"], query, key, scale)
     return AttentionInterface()[name](module, query, key, *args, **options)
 
 
@@ -74,7 +86,7 @@ AttentionInterface.register(OBSERVED, observed_attention)
 
 
 def can_observe(model: Any, settings: dict[str, Any]) -> bool:
-    """Whether a model with these config settings uses the registered attention functions."""
+    """Return whether a model with these config settings uses the registered attention functions."""
     return model._supports_attention_backend and settings.get(SWITCH) in AttentionInterface()
 
 
@@ -92,7 +104,7 @@ def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
 
 
 def can_group(model: Any, config: Any) -> bool:
-    """Whether a model can run `grouped_attention`: it takes any registered attention and plain causal masks."""
+    """Return whether a model can run `grouped_attention`: it takes any registered attention and plain causal masks."""
     return (
         model._supports_attention_backend
         and vars(config).get(SWITCH) == "sdpa"
@@ -108,22 +120,23 @@ PLAIN = {"any", "full_attention", "sliding_attention"}
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """The types of a model's layers; "any" where its config names none."""
+    """Return the types of a model's layers; "any" where its config names none."""
     return sorted(set(getattr(config, "layer_types", None) or ["any"]))
 
 
 def window_of(config: Any) -> int | None:
-    """A config's sliding window, the commonest where layers differ in theirs; None for none."""
+    """Return a config's sliding window, the commonest where layers differ in theirs; None for none."""
     config = typical_config(config, ("sliding_window",))
     return getattr(config, "sliding_window", None)
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:
-    """The sliding window of each layer type that attends, None for an unlimited one."""
-    window = window_of(config)
-    return {
-        kind: window if WINDOWED.search(kind) else None for kind in layer_kinds(config) if not STATEFUL.search(kind)
-    }
+    """Return the sliding window of each layer type that attends, None for an unlimited one."""
+    windows: dict[str, int | None] = {}
+    for kind in layer_kinds(config):
+        if not STATEFUL.search(kind):
+            windows[kind] = window_of(config) if WINDOWED.search(kind) else None
+    return windows
 
 
 # config keys that may bound attention; max_window_layers is a number of layers
@@ -132,14 +145,23 @@ BLOCK_NAMES = re.compile("index_block_size|compress_rates")  # tokens for each o
 
 
 def attention_limits(config: Any) -> set[int]:
-    """Numbers of tokens beyond which a model's attention may leave tokens out, by names in its config."""
-    named = {
-        name: [count for count in (value.values() if isinstance(value, dict) else [value]) if type(count) is int]
-        for name, value in vars(config).items()
-        if LIMIT_NAMES.search(name)
-    }
-    block = min((count for name, counts in named.items() if BLOCK_NAMES.search(name) for count in counts), default=1)
-    return {count * block if "topk" in name else count for name, counts in named.items() for count in counts}
+    """Return numbers of tokens beyond which a model's attention may leave tokens out, by names in its config."""
+    limits: list[int] = []
+    blocks: list[int] = []
+    budgets: list[int] = []  # of blocks
+    for name, value in vars(config).items():
+        if not LIMIT_NAMES.search(name):
+            continue
+        values = value.values() if isinstance(value, dict) else [value]
+        counts = [count for count in values if type(count) is int]
+        if BLOCK_NAMES.search(name):
+            blocks += counts
+        if "topk" in name:
+            budgets += counts
+        else:
+            limits += counts
+    block = min(blocks, default=1)
+    return {*limits, *(budget * block for budget in budgets)}
 
 
 FAR_NAMES = re.compile("^(sliding_window|attention_chunk_size|floor_scale)$")  # numbers of tokens, read in each forward
@@ -148,14 +170,13 @@ FAR_NAMES = re.compile("^(sliding_window|attention_chunk_size|floor_scale)$")  #
 @contextmanager
 def near_limits(model: Any, config: Any, near: int) -> Iterator[bool]:
     """A context in which what a model does beyond so many tokens begins after `near` ones; yields if there is any."""
-    numbers = {name: value for name, value in vars(config).items() if FAR_NAMES.search(name) and type(value) is int}
-    far = {name: value for name, value in numbers.items() if value > near}
-    changed = [
-        (owner, name)
-        for owner in (vars(config), *map(vars, model.modules()))
-        for name, value in far.items()
-        if owner.get(name) == value
-    ]
+    far = {}
+    for name, value in vars(config).items():
+        if FAR_NAMES.search(name) and type(value) is int and value > near:
+            far[name] = value
+    changed = []
+    for owner in (vars(config), *map(vars, model.modules())):
+        changed += [(owner, name) for name, value in far.items() if owner.get(name) == value]
     for owner, name in changed:
         owner[name] = near
     try:
@@ -173,12 +194,13 @@ class MasksByKind(dict[str, Any]):
         self.make = make
 
     def __missing__(self, kind: str) -> Any:
-        self[kind] = None if STATEFUL.search(kind) else self.make(kind)
-        return self[kind]
+        mask = None if STATEFUL.search(kind) else self.make(kind)
+        self[kind] = mask
+        return mask
 
 
 def query_groups(config: Any) -> int:
-    """The number of query heads that share one key-value head."""
+    """Return the number of query heads that share one key-value head."""
     config = typical_config(config, ("num_attention_heads", "num_key_value_heads"))
     heads = config.num_attention_heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -201,25 +223,31 @@ class Masks:
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
     def __call__(
-        self, starts: Sequence[int], positions: Tensor, seen: Tensor | None, columns: Tensor | None = None
+        self, starts: Sequence[int], positions: Tensor, tree_mask: Tensor | None, columns: Tensor | None = None
     ) -> Any:
-        """The mask of new tokens of B texts, over `starts` committed columns each and R new ones at positions [B, R].
+        """Make the mask of the last N of R uncommitted tokens of B sequences.
 
-        `seen` [B, N, R] marks which of the R each of the last N attends to; None for a chain of R new tokens.
-        `columns` [B, max(starts) or more] are the positions of the committed columns; None if they are in order.
+        Args:
+            starts: the committed columns of each sequence.
+            positions: [B, R], of the uncommitted tokens.
+            tree_mask: [B, N, R], which of the R each of the last N attends to; None for a chain of R new tokens.
+            columns: [B, max(starts) or more], the positions of the committed columns; None if they are in order.
         """
-        count, level = positions.shape[1], min(starts) == max(starts)
-        if self.grouped and level and (count == 1 or (seen is None and starts[0] == 0)):
+        count = positions.shape[1]
+        is_level = min(starts) == max(starts)
+        # what the kernel masks by itself: one token, or a causal prompt
+        if self.grouped and is_level and (count == 1 or (tree_mask is None and starts[0] == 0)):
             return self.unmasked if self.is_plain else self._by_kind(lambda *reach: self.unmasked)
-        seen = torch.ones(1, count, count, dtype=torch.bool).tril() if seen is None else seen
-        make = partial(self._additive, starts, positions, seen, columns)
+        if tree_mask is None:
+            tree_mask = torch.ones(1, count, count, dtype=torch.bool).tril()
+        make = partial(self._additive, starts, positions, tree_mask, columns)
         if not self.is_plain:
             return self._by_kind(make)
         masks = {kind: make(window, None) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _by_kind(self, make: Callable[[int | None, int | None], Tensor]) -> MasksByKind | None:
-        """Masks by layer type, one for all types of one window and chunk; None where no layer attends."""
+        """Make masks by layer type, one for all types of one window and chunk; None where no layer attends."""
         make = cache(make)
 
         def mask_of(kind: str) -> Tensor:
@@ -233,47 +261,57 @@ class Masks:
         self,
         starts: Sequence[int],
         positions: Tensor,
-        seen: Tensor,
-        held: Tensor | None,
+        tree_mask: Tensor,
+        committed: Tensor | None,
         window: int | None,
         chunk: int | None,
     ) -> Tensor:
-        """[B, 1, G * N, S]: 0 where a column is seen, the lowest number where it is not."""
-        lowest, (_, count, new), device = torch.finfo(self.dtype).min, seen.shape, self.device
-        seen = upload(seen, device)
-        mask = torch.zeros(len(starts), count, max(starts) + new, dtype=self.dtype, device=device)
+        """Return [B, 1, G * N, S]: 0 where a column is visible, the lowest number where it is not."""
+        lowest = torch.finfo(self.dtype).min
+        _, count, new = tree_mask.shape
+        hidden = ~upload(tree_mask, self.device)
+        mask = torch.zeros(len(starts), count, max(starts) + new, dtype=self.dtype, device=self.device)
         if min(starts) == max(starts):
-            mask[:, :, starts[0] :].masked_fill_(~seen, lowest)
-        else:  # behind its own columns a text has none, and other texts have
-            for row, unseen, start in zip(mask, (~seen).expand(len(starts), -1, -1), starts, strict=True):
-                row[:, start : start + new].masked_fill_(unseen, lowest)
+            mask[:, :, starts[0] :].masked_fill_(hidden, lowest)
+        else:
+            # after its own columns a sequence has none, and longer ones have
+            for row, row_hidden, start in zip(mask, hidden.expand(len(starts), -1, -1), starts, strict=True):
+                row[:, start : start + new].masked_fill_(row_hidden, lowest)
                 row[:, start + new :] = lowest
-        if window is not None or chunk is not None:  # distance counts positions: siblings share one
-            positions = upload(positions, device)
-            columns = place_columns(starts, positions, held)[:, None]
+        if window is not None or chunk is not None:
+            # distance counts positions: siblings share one
+            positions = upload(positions, self.device)
+            columns = place_columns(starts, positions, committed)[:, None]
             queries = positions[:, -count:, None]
             if window is not None:
                 mask.masked_fill_(queries - columns >= window, lowest)
             if chunk is not None:
                 mask.masked_fill_(queries // chunk != columns // chunk, lowest)
-        mask = mask if self.groups == 1 else mask.repeat(1, self.groups, 1)
+        if self.groups > 1:
+            mask = mask.repeat(1, self.groups, 1)
         return mask[:, None]
 
 
-def place_columns(starts: Sequence[int], positions: Tensor, held: Tensor | None = None) -> Tensor:
-    """[B, S], the position of every column: committed ones at `held`, else in order, then R new ones at [B, R]."""
-    new, device = positions.shape[1], positions.device
-    columns = torch.arange(max(starts) + new, device=device).repeat(len(starts), 1)
-    if held is not None:
-        held = upload(held[:, : columns.shape[1]], device)
-        columns[:, : held.shape[1]] = held
+def place_columns(starts: Sequence[int], positions: Tensor, committed: Tensor | None = None) -> Tensor:
+    """Return [B, S], the position of every column.
+
+    Args:
+        starts: the committed columns of each sequence.
+        positions: [B, R], of the new columns, which come next.
+        committed: positions of the committed columns; None: in order.
+    """
+    new = positions.shape[1]
+    columns = torch.arange(max(starts) + new, device=positions.device).repeat(len(starts), 1)
+    if committed is not None:
+        committed = upload(committed[:, : columns.shape[1]], positions.device)
+        columns[:, : committed.shape[1]] = committed
     for row, start in enumerate(starts):
         columns[row, start : start + new] = positions[row]
     return columns
 
 
 def why_no_trees(config: Any, cache_name: str) -> str | None:
-    """The reason why a model cannot even be tried on a tree, or None."""
+    """Return why a model cannot even be tried on a tree, or None."""
     if not cache_name:
         return "keeps nothing between its forwards"
     if config._attn_implementation not in ("eager", "sdpa"):
@@ -282,7 +320,7 @@ def why_no_trees(config: Any, cache_name: str) -> str | None:
 
 
 def rope_border(config: Any) -> float:
-    """The length beyond which a longrope model uses other frequencies for the whole text; infinity for others."""
+    """Return the length beyond which a longrope model reads a whole sequence with other frequencies; else infinity."""
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):  # one set, or one per layer type
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":

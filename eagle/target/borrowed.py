@@ -17,8 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from eagle.core.drafter import TargetHead
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
 from eagle.target.stock_head import StockHead, stock_head
-from eagle.target.structure import base_of
-from eagle.target.trees.means import FAILURES
+from eagle.target.structure import FAILURES, base_of
 from eagle.target.weights.dense import PLAIN
 
 HEAD, CONFIG = "head.safetensors", "config.json"

@@ -1,6 +1,9 @@
-"""A target's cache: keys, values, tapped states and the states of its mixers, for several texts."""
+"""A target's cache: keys, values, tapped states and the states of its mixers, for several sequences.
 
-# N new columns, S columns up to the last new one, M moved columns
+Two more kinds keep nothing: `NoCache`, and `LentCache`, which reads another cache's keys and values.
+"""
+
+# B sequences, N new columns, S columns up to the last new one, M moved columns, X heads, D width
 
 from __future__ import annotations
 
@@ -31,13 +34,21 @@ class TreeCache(SlotCache, Cache):
     def __init__(
         self, num_layers: int, stateful: Mapping[int, int] | None = None, mixers: Mixers | None = None
     ) -> None:
+        """Make an empty cache.
+
+        Args:
+            num_layers: the number of layers that write to it.
+            stateful: the number of states of each layer that keeps any.
+            mixers: the modules that keep these states.
+        """
         SlotCache.__init__(self)
         self.mixers = mixers
-        self.states = TextStates() if mixers and mixers.mixers else None
-        numbers = stateful or {}  # of states, by layer
-        layers: list[Any] = [
-            _MixedLayer(self, numbers[layer]) if layer in numbers else _Layer(self) for layer in range(num_layers)
-        ]
+        self.states: TextStates | None = None
+        if mixers and mixers.mixers:
+            self.states = TextStates()
+        layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
+        for layer_index, number_of_states in (stateful or {}).items():
+            layers[layer_index] = _MixedLayer(self, number_of_states)
         Cache.__init__(self, layers=layers)
         for name in self.lists:
             setattr(self, name, [None] * num_layers)
@@ -51,16 +62,23 @@ class TreeCache(SlotCache, Cache):
         *,
         commits: bool = False,
     ) -> None:
-        """Direct the next writes as before; `sizes` are those of texts without padding, which a forward may commit."""
+        """Direct the next writes as before.
+
+        Args:
+            slots: the slots that a forward writes to.
+            starts: the first column of each; None: after what is committed.
+            sizes: the sequences' new tokens without padding.
+            commits: whether the forward commits what it reads.
+        """
         super().aim(slots, starts)
-        self.new_sizes, self.commits = sizes, commits
+        self.new_sizes = sizes
+        self.commits = commits
 
     @property
     def position_ids(self) -> Tensor:
         """[3, B, S], positions of earlier columns, which some models keep here before transformers 5.21.
 
-        They ask by the name whether there are any. Writing them does nothing, or those of rejected
-        drafts would stay.
+        They ask by the name whether there are any. Writing them does nothing, or those of rejected drafts would stay.
         """
         if self.places is None or self.places.earlier is None:
             raise AttributeError("the forward that runs has no earlier columns")
@@ -72,45 +90,51 @@ class TreeCache(SlotCache, Cache):
         pass
 
     @contextmanager
-    def reading(self, mixers: Mixers, seen: Tensor | None, new: int, width: int) -> Iterator[None]:
+    def reading(self, mixers: Mixers, tree_mask: Tensor | None, new: int, width: int) -> Iterator[None]:
         """A context in which a model's mixers read `new` of `width` uncommitted nodes of each slot at the aim."""
         if self.states is None:
             yield
             return
         lengths = [start - (width - new) for start in self.starts]
-        sizes = self.new_sizes or [width] * len(self.slots)
-        reading = self.states.open(self.slots, lengths, sizes, seen, new, mixers=mixers, commits=self.commits)
+        reading = self.states.open(
+            self.slots,
+            lengths,
+            sizes=self.new_sizes or [width] * len(self.slots),
+            tree_mask=tree_mask,
+            new=new,
+            mixers=mixers,
+            commits=self.commits,
+        )
         with mixers.reporting_to(reading):
             yield
         self.states.close(self.slots, lengths, reading)
 
+    @torch.inference_mode()
     def keep(self, paths: Mapping[int, Sequence[int]], counts: Mapping[int, int] | None = None) -> None:
-        """Commit nodes as before, and the states behind them; of only the first of them with `counts`."""
+        """Commit nodes as before, and the states after them; only the first nodes with `counts`."""
         if self.states is not None:
-            self._keep_states(self.states, paths, counts or {slot: len(path) for slot, path in paths.items()})
+            if counts is None:
+                counts = {slot: len(path) for slot, path in paths.items()}
+            committed = {slot: path[: counts[slot]] for slot, path in paths.items()}
+            self.states.keep(committed, self.lengths)
+            for slot, path in paths.items():
+                self.states.retain(slot, path[counts[slot] :], self.lengths[slot] + counts[slot])
         super().keep(paths, counts)
 
-    @torch.inference_mode()
-    def _keep_states(self, states: TextStates, paths: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> None:
-        """Commit the states behind the first nodes of each slot's path, and go on holding those of the others."""
-        states.keep({slot: path[: counts[slot]] for slot, path in paths.items()}, self.lengths)
-        for slot, path in paths.items():
-            states.retain(slot, path[counts[slot] :], self.lengths[slot] + counts[slot])
-
-    def swap(self, one: int, other: int) -> None:
-        super().swap(one, other)
+    def swap(self, first: int, second: int) -> None:
+        super().swap(first, second)
         if self.states is not None:
-            self.states.swap(one, other)
+            self.states.swap(first, second)
 
     def clear(self, slot: int) -> None:
         super().clear(slot)
         if self.states is not None:
             self.states.cut(slot, 0)
 
-    def copy(self, slot: int, other: int) -> None:
-        super().copy(slot, other)
+    def copy(self, source: int, target: int) -> None:
+        super().copy(source, target)
         if self.states is not None:
-            self.states.copy(slot, other)
+            self.states.copy(source, target)
 
     def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
         super().reserve(slots, columns, most)
@@ -119,19 +143,21 @@ class TreeCache(SlotCache, Cache):
             self.lengths = [self.states.reusable(slot, length) for slot, length in enumerate(self.lengths)]
 
     def reusable(self, slot: int, length: int) -> int:
-        """The longest part of a slot's first tokens after which reading can go on."""
+        """Return how many of a slot's first tokens, at most `length`, reading can go on after."""
         return length if self.states is None else self.states.reusable(slot, length)
 
     def measure(self) -> None:
         """Note the bytes of the first slot's states and of a column, by which later caches know their room."""
         if self.mixers is not None and self.states is not None:
-            self.mixers.state_bytes, self.mixers.column_bytes = self.states.state_bytes(0), self.column_bytes
+            self.mixers.state_bytes = self.states.state_bytes(0)
+            self.mixers.column_bytes = self.column_bytes
 
     def state_columns(self, columns: int) -> int:
-        """The columns that take as many bytes as the states of a text with so many columns."""
+        """Return the columns that take as many bytes as the states of a sequence with so many columns."""
         if self.mixers is None or not self.mixers.column_bytes:
             return 0
-        return -(-count_states(columns) * self.mixers.state_bytes // self.mixers.column_bytes)
+        state_bytes = count_states(columns) * self.mixers.state_bytes
+        return -(-state_bytes // self.mixers.column_bytes)
 
     def snapshot(self, slot: int, length: int) -> None:
         """Let reading go on after these first tokens of a slot even when it holds more."""
@@ -139,7 +165,7 @@ class TreeCache(SlotCache, Cache):
             self.states.snapshot(slot, length)
 
     def cut(self, slot: int, length: int) -> None:
-        """Cut a slot's text to this length."""
+        """Cut a slot's sequence to this length."""
         self.lengths[slot] = length
         if not length:
             self.offsets.pop(slot, None)
@@ -147,20 +173,21 @@ class TreeCache(SlotCache, Cache):
             self.states.cut(slot, length)
 
     @torch.inference_mode()
-    def copy_columns(self, source: TreeCache, origin: Tensor, place: Tensor) -> None:
-        """Copy keys and values (slot, column) [2, M] of another cache of this model to places of this one."""
-        slots, columns = (place.max(1).values + 1).tolist()
+    def copy_columns(self, source: TreeCache, origin: Tensor, destination: Tensor) -> None:
+        """Copy keys and values (slot, column) [2, M] of another cache of this model to columns of this one."""
+        slots, columns = (destination.max(1).values + 1).tolist()
         pairs = []
         layers: Any = zip(self.layers, source.layers, strict=True)
-        for layer, read in layers:
-            if read.indexer_rows and not layer.indexer_rows:
+        for layer, source_layer in layers:
+            if source_layer.indexer_rows and not layer.indexer_rows:
                 layer.indexer_rows = self.add()
-            for written, held in zip(layer.rows, read.rows, strict=True):
-                if not held.buffer.shape[2]:  # a layer that keeps neither keys nor values
+            for target_rows, source_rows in zip(layer.rows, source_layer.rows, strict=True):
+                # a layer that keeps neither keys nor values has nothing to copy
+                if not source_rows.buffer.shape[2]:
                     continue
-                written.make_room(held.buffer, slots, columns)
-                pairs.append((held.buffer, written.buffer))
-        copy_columns(pairs, origin, place)
+                target_rows.make_room(source_rows.buffer, slots, columns)
+                pairs.append((source_rows.buffer, target_rows.buffer))
+        copy_columns(pairs, origin, destination)
 
 
 class _Layer(CacheLayerMixin):
@@ -172,33 +199,42 @@ class _Layer(CacheLayerMixin):
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()
         self.owner = owner
-        self.key_rows, self.value_rows = owner.add(), owner.add()
+        self.key_rows = owner.add()
+        self.value_rows = owner.add()
         self.indexer_rows: Rows | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: rows allocate themselves."""
+        """Do nothing: rows allocate themselves."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.key_rows.write(key_states), self.value_rows.write(value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the keys [B, N, D] by which a sparse attention picks its columns; return all of them, [B, S, D]."""
-        self.indexer_rows = self.indexer_rows or self.owner.add()
+        if self.indexer_rows is None:
+            self.indexer_rows = self.owner.add()
         return self.indexer_rows.write(indexer_key_states[:, None])[:, 0]
 
     @property
     def rows(self) -> list[Rows]:
         """The buffers of the layer."""
-        return [self.key_rows, self.value_rows, *([self.indexer_rows] if self.indexer_rows else [])]
+        buffers = [self.key_rows, self.value_rows]
+        if self.indexer_rows is not None:
+            buffers.append(self.indexer_rows)
+        return buffers
 
     def get_seq_length(self) -> Any:
-        """The number of columns, or what to add to `arange(N)` for the positions of N new tokens."""
-        return self.owner.places.query_offsets if self.owner.counts_positions else max(self.owner.starts)
+        """Return the number of columns, or what to add to `arange(N)` for the positions of N new tokens."""
+        if self.owner.counts_positions:
+            return self.owner.places.query_offsets
+        return max(self.owner.starts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """The number of columns, and 0 or what to add to `arange(S)` for their positions."""
-        offsets = self.owner.places.column_offsets if self.owner.counts_positions else 0
+        """Return the number of columns, and 0 or what to add to `arange(S)` for their positions."""
+        offsets = 0
+        if self.owner.counts_positions:
+            offsets = self.owner.places.column_offsets
         return max(self.owner.starts) + query_length, offsets
 
     @property
@@ -225,15 +261,76 @@ class _MixedLayer(_Layer, LinearAttentionLayer):
 
 
 def stateful_layers(config: Any) -> dict[int, int]:
-    """The number of states that a model's own cache keeps in each layer that has any."""
-    layers = enumerate(DynamicCache(config=config).layers)
-    return {
-        place: layer.number_of_states for place, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)
-    }
+    """Return the number of states that a model's own cache keeps in each layer that has any."""
+    counts = {}
+    for layer_index, layer in enumerate(DynamicCache(config=config).layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            counts[layer_index] = layer.number_of_states
+    return counts
 
 
 def cache_kind(model_cache: Any) -> type[TreeCache]:
-    """A kind of `TreeCache` that can stand in for a model's own cache."""
-    attributes = vars(model_cache).items() if isinstance(model_cache, Cache) else ()
+    """Return a kind of `TreeCache` that can stand in for a model's own cache."""
+    if not isinstance(model_cache, Cache):
+        return TreeCache
+    attributes = vars(model_cache).items()
     lists = tuple(name for name, value in attributes if isinstance(value, list) and name != "layers")
-    return type("TreeCache", (TreeCache, type(model_cache)), {"lists": lists}) if lists else TreeCache
+    if not lists:
+        return TreeCache
+    return type("TreeCache", (TreeCache, type(model_cache)), {"lists": lists})
+
+
+class NoCache(Cache):
+    """A cache that keeps nothing. Without a cache, transformers checks for packed sequences, and the host waits."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_EmptyLayer() for _ in range(num_layers)])
+
+
+class _EmptyLayer(CacheLayerMixin):
+    """A layer that returns only the new keys and values."""
+
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: there is nothing to allocate."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class LentCache(Cache):
+    """Read-only keys and values [1, X, S, D] of committed tokens by layer; new tokens attend to them."""
+
+    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]], offset: int = 0) -> None:
+        super().__init__(layers=[_LentLayer(keys, values) for keys, values in lent])
+        self.starts = [lent[0][0].shape[2]]
+        self.offset = offset
+
+    def from_columns(self, positions: Tensor) -> Tensor:
+        """Convert positions that count columns to those that the model counts."""
+        return positions + self.offset
+
+
+class _LentLayer(_EmptyLayer):
+    """One layer's read-only keys and values, followed by the new ones."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lent = (keys, values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self.lent
+        return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
+
+    def get_seq_length(self) -> int:
+        return self.lent[0].shape[2]

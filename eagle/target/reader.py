@@ -1,6 +1,6 @@
 """Forwards of a model over draft trees."""
 
-# B texts, N new tokens, R not committed, D width
+# B sequences, T tokens, N new tokens, R not committed, D width, V vocabulary
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from eagle.target.cache import TreeCache, cache_kind, stateful_layers
 from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers, holder_of
 from eagle.target.taps import PLAIN, Layout, find_layout, tell_what_works
 from eagle.target.trees.attention_rows import find_attention
-from eagle.target.trees.ladder import Probe, climb
-from eagle.target.trees.means import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Means
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
-from eagle.target.trees.positions import Places, first_position, place_tables
+from eagle.target.trees.positions import TokenPositions, first_position, place_tables
+from eagle.target.trees.read_modes import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Probe, TreeReadMode, choose_mode
 from eagle.target.twin import share_weights, with_own_hooks
 from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
@@ -47,56 +46,65 @@ class TreeReader:
             )
         self.original = model
         self.config = config
-        self.checked, self.tolerance = False, 0.0
-        self.refusal: str | None = None  # why no means were found: they are looked for once
+        self.checked = False
+        self.tolerance = 0.0
+        self.refusal: str | None = None  # why no mode was found: it is looked for once
         self.follows_steps = False  # whether the truth is the model's own steps by one token, as in `generate`
         self.reads_rows: bool | None = None  # None: not tried yet
-        self.layouts: dict[int, Layout] = {}  # of the taps that a text has shown
+        self.layouts: dict[int, Layout] = {}  # of the taps that a forward has shown
         self.arguments = inspect.signature(type(base_of(model)).forward).parameters
         self.can_be_invariant = invariant and can_be_invariant(model, vars(config).get(SWITCH))
         self.cache_name = cache_name_of(base_of(model))
         self.stateful = stateful_layers(config)
         self.cache_kind = TreeCache
-        self.take(Means(grouped=can_group(model, config)))
+        self.take(TreeReadMode(grouped=can_group(model, config)))
 
-    def take(self, means: Means) -> None:
-        """Read by these means from now on."""
-        self.means = means
+    def take(self, mode: TreeReadMode) -> None:
+        """Read in this mode from now on."""
+        self.mode = mode
         layers = decoder_layers(base_of(self.original), self.config.num_hidden_layers)
         self.hooked = with_own_hooks(self.original, layers)  # modules of the original
         self.model, twin_config = share_weights(self.original, self.config, layers)
         self.base = base_of(self.model)
         self.layers = decoder_layers(self.base, len(layers))
-        self.masks = Masks(self.original, self.config, means.grouped, as_rows=not means.invariant)
-        if UNLIMITED in means.extras:
+        self.masks = Masks(self.original, self.config, mode.grouped, as_rows=not mode.invariant)
+        if UNLIMITED in mode.extras:
             self.masks.windows = dict.fromkeys(self.masks.windows)
+        # values are set past the properties, of which other configs would hear
         self.settings = vars(twin_config)
         if WHOLE_PROMPTS in self.settings:
             self.settings[WHOLE_PROMPTS] = sys.maxsize
+        self.has_rows = ROWS in mode.extras
         self.mixers = Mixers()
-        self.has_rows = ROWS in means.extras
-        if means.whole:
-            self.mixers = Mixers([WholeModel(self.base, self.cache_name, singly=means.singly)], by_levels=means.levels)
-        elif self.stateful:
+        self.mixers = self._make_mixers(mode)
+        self.places: TokenPositions | None = None  # of the forward that runs, for models that count by themselves
+        self.origin = first_position(self) if ORIGIN in mode.extras else 0  # of a sequence's first token
+        if TABLES in mode.extras:
+            place_tables(self)
+        if mode.keeps_bits:
+            fix_rows(self.model)
+        if mode.invariant:
+            self.settings[SWITCH] = INVARIANT
+        elif mode.grouped:
+            self.settings[SWITCH] = GROUPED
+
+    def _make_mixers(self, mode: TreeReadMode) -> Mixers:
+        """Wrap the modules that read paths in this mode."""
+        if mode.whole:
+            return Mixers([WholeModel(self.base, self.cache_name, singly=mode.singly)], by_levels=mode.levels)
+        mixers = Mixers()
+        if self.stateful:
             self.cache_kind = cache_kind(self._read_two(None))
             found = find_mixers(self.base, self.new_cache(), self._read_two)
-            weights = sum(weight.nbytes for weight in self.original.parameters())
-            most = max(weights, LEAST_BYTES) if means.cheaper else None
-            self.mixers = Mixers(found, by_levels=means.levels, most_bytes=most)
+            most_bytes = None
+            if mode.cheaper:
+                weights = sum(weight.nbytes for weight in self.original.parameters())
+                most_bytes = max(weights, LEAST_BYTES)
+            mixers = Mixers(found, by_levels=mode.levels, most_bytes=most_bytes)
         if self.has_rows:
             attention = find_attention(self.base, self.config, self._run_two)
-            self.mixers = Mixers([*self.mixers.mixers, *attention], by_levels=means.levels)
-        self.places: Places | None = None  # of the forward that runs, for models that count by themselves
-        self.origin = first_position(self) if ORIGIN in means.extras else 0  # of a text's first token
-        if TABLES in means.extras:
-            place_tables(self)
-        # past the property, of which other configs would hear
-        if means.keeps_bits:
-            fix_rows(self.model)
-        if means.invariant:
-            self.settings[SWITCH] = INVARIANT
-        elif means.grouped:
-            self.settings[SWITCH] = GROUPED
+            mixers = Mixers([*mixers.mixers, *attention], by_levels=mode.levels)
+        return mixers
 
     def count_attending(self) -> int:
         """Return the number of layers that attend, as far as the config tells."""
@@ -106,26 +114,26 @@ class TreeReader:
         return len(self.layers) - len(self.stateful)
 
     def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
-        """[.., V], the LM head's logits at states [.., D], by the means of this reader."""
-        return in_fixed_rows(head.logits, hidden) if self.means.keeps_bits else head.logits(hidden)
+        """Return [.., V], the LM head's logits at states [.., D], with bits as this reader's mode keeps them."""
+        return in_fixed_rows(head.logits, hidden) if self.mode.keeps_bits else head.logits(hidden)
 
     @property
     def reads_on_device(self) -> bool:
         """Whether a tree can be read whose nodes the host does not know."""
-        return not self.mixers.mixers and not {OFFSETS, TABLES} & set(self.means.extras)
+        return not self.mixers.mixers and not {OFFSETS, TABLES} & set(self.mode.extras)
 
     def describe(self) -> str:
-        """The means by which trees are read, in words; known once a text was read."""
-        has_mixers = bool(self.mixers.mixers) and not self.means.whole
-        return self.means.describe(has_mixers=has_mixers and bool(self.stateful))
+        """Return how trees are read, in words; known once a sequence was read."""
+        has_mixers = bool(self.mixers.mixers) and not self.mode.whole
+        return self.mode.describe(has_mixers=has_mixers and bool(self.stateful))
 
     def new_cache(self) -> TreeCache:
-        """An empty cache for texts of this model."""
+        """Return an empty cache for sequences of this model."""
         return self.cache_kind(count_cache_layers(self.config, self.layers), self.stateful, self.mixers)
 
     @torch.inference_mode()
     def _read_two(self, cache: TreeCache | None) -> Any:
-        """The cache of a forward over two texts of three tokens."""
+        """Return the cache of a forward over two sequences of three tokens."""
         if cache is not None:
             cache.lengths = [0, 0]
             cache.aim([0, 1])
@@ -137,9 +145,14 @@ class TreeReader:
         return self.base(input_ids=tokens, use_cache=True, **{self.cache_name: cache})
 
     def read_texts(self, tokens: Tensor, media: Mapping[str, Any] | None = None) -> Tensor:
-        """[B, T, D], the LM head's input at right-padded tokens [B, T], by the model's own plain forward.
+        """Return the LM head's input by the model's own plain forward.
 
-        `media` are the other inputs of one text with images.
+        Args:
+            tokens: [B, T], right-padded.
+            media: the other inputs of one sequence with images.
+
+        Returns:
+            [B, T, D].
         """
         inputs = {"input_ids": upload(tokens, self.masks.device), **self.to_inputs(media or {})}
         with self.attending_as_stock():
@@ -156,8 +169,9 @@ class TreeReader:
             self.settings[SWITCH] = attention
 
     def to_inputs(self, media: Mapping[str, Any]) -> dict[str, Any]:
-        """What a processor gave for images, as this model's forward takes it."""
-        if unknown := [name for name in media if name not in self.arguments]:
+        """Return what a processor gave for images, as this model's forward takes it."""
+        unknown = [name for name in media if name not in self.arguments]
+        if unknown:
             raise ValueError(
                 f"{self.config.model_type} takes no {', '.join(unknown)}: pass what its own processor gives, to a "
                 "target that sees images"
@@ -170,92 +184,119 @@ class TreeReader:
         return inputs
 
     def read_images(self, tokens: Tensor, media: Mapping[str, Any], cache: Any) -> Tensor:
-        """[1, T, D], the LM head's input at a whole prompt [1, T] with images, by the model's own forward.
+        """Return [1, T, D], the LM head's input at a whole prompt [1, T] with images, by the model's own forward.
 
         Its keys and values lie where the cache aims, and the cache knows from now on how the model counts positions.
         """
-        placed: list[Tensor] = []
+        if self.mode.whole or self.has_rows:
+            raise ValueError(
+                f"{self.config.model_type} reads trees by {self.mode.describe()}, and then no images: expected "
+                "a prompt of text alone"
+            )
+        position_ids: list[Tensor] = []
 
         def note(_: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
             if inputs.get("position_ids") is not None:
-                placed[:] = [inputs["position_ids"]]
+                position_ids[:] = [inputs["position_ids"]]
 
-        if self.means.whole or self.has_rows:
-            raise ValueError(
-                f"{self.config.model_type} reads trees by {self.means.describe()}, and then no images: expected "
-                "a prompt of text alone"
-            )
+        count = tokens.shape[1]
         inputs = {"input_ids": upload(tokens, self.masks.device), **self.to_inputs(media), self.cache_name: cache}
-        backbone, count = holder_of(self.base, self.layers), tokens.shape[1]
+        # the positions are made within the model, and its text layers get them
+        backbone = holder_of(self.base, self.layers)
         with self.attending_as_stock(), backbone.register_forward_pre_hook(note, with_kwargs=True):
             with self.reading(cache, None, count, count):
                 hidden = self.base(**inputs, use_cache=True).last_hidden_state
+        last = count - 1
         # of one set for each way in which an image extends, and perhaps one that counts tokens before them
-        last = int(placed[0][-3:].max()) if placed and placed[0].ndim == 3 else count - 1
+        if position_ids and position_ids[0].ndim == 3:
+            last = int(position_ids[0][-3:].max())
         cache.offsets[cache.slots[0]] = last + 1 - count
         return hidden
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, seen: Tensor | None, cache: Any, columns: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None, cache: Any, columns: Tensor | None = None
     ) -> Any:
-        """[B, N, D], the LM head's input at tokens [B, N], where the cache aims.
+        """Read tokens where the cache aims.
 
-        The tokens are the last N of R uncommitted ones at positions [B, R]; `seen` and `columns` are as in `Masks`.
+        Args:
+            tokens: [B, N], the last N of R uncommitted ones.
+            positions: [B, R], of all uncommitted tokens.
+            tree_mask: as in `Masks`.
+            cache: the cache, which has been aimed.
+            columns: as in `Masks`.
+
+        Returns:
+            [B, N, D], the LM head's input.
         """
-        device, count = self.masks.device, tokens.shape[1]
-        starts = [start - (positions.shape[1] - count) for start in cache.starts]
-        inputs = {
-            "input_ids": upload(tokens, device),
-            "position_ids": upload(self.from_origin(cache.from_columns(positions[:, -count:])), device),
-            "attention_mask": None if self.has_rows else self.masks(starts, positions, seen, columns),
-            self.cache_name: cache,
-        }
-        taken = {name: value for name, value in inputs.items() if name in self.arguments}
-        self.place(Places(starts, positions, count, columns, self.masks), cache)
-        try:
-            with (
-                SumsInFp64() if self.means.sums else nullcontext(),
-                self._reading_blocks(starts, positions, count, is_chain=seen is None),
-                self.reading(cache, seen, count, positions.shape[1]),
-            ):
-                output = self.base(**taken, use_cache=True)
-        finally:
-            self.place(None, cache)
+        device = self.masks.device
+        count = tokens.shape[1]
+        width = positions.shape[1]
+        starts = [start - (width - count) for start in cache.starts]
+        mask = None if self.has_rows else self.masks(starts, positions, tree_mask, columns)
+        # in half precision on a CPU, attention reads earlier keys in blocks whose bits stay
+        blocks: AbstractContextManager[None] = nullcontext()
+        if self.mode.invariant and device.type == "cpu":
+            blocks = reading_blocks(starts, positions, count, is_chain=tree_mask is None)
+        inputs = {"input_ids": upload(tokens, device)}
+        with self.placing(TokenPositions(starts, positions, count, columns, self.masks), cache):
+            with SumsInFp64() if self.mode.sums else nullcontext(), blocks:
+                with self.reading(cache, tree_mask, count, width):
+                    output = self.run(inputs, positions[:, -count:], mask, cache)
         return output if isinstance(output, Tensor) else output.last_hidden_state
 
-    def _reading_blocks(
-        self, starts: Sequence[int], positions: Tensor, count: int, *, is_chain: bool
-    ) -> AbstractContextManager[None]:
-        """A context in which attention may read earlier keys in blocks, on a CPU whose bits must not change."""
-        if not self.means.invariant or self.masks.device.type != "cpu":
-            return nullcontext()
-        return reading_blocks(starts, positions, count, is_chain=is_chain)
+    def run(self, inputs: dict[str, Tensor], positions: Tensor, mask: Any, cache: Any) -> Any:
+        """Run the model on tokens or embeddings at positions [B, N]; it gets the arguments that it knows."""
+        positions = cache.from_columns(positions)
+        if self.origin:
+            positions = positions + self.origin
+        inputs = {
+            **inputs,
+            "position_ids": upload(positions, self.masks.device),
+            "attention_mask": mask,
+            self.cache_name: cache,
+        }
+        known = {name: value for name, value in inputs.items() if name in self.arguments}
+        return self.base(**known, use_cache=True)
 
-    def from_origin(self, positions: Tensor) -> Tensor:
-        """Positions as the model counts them, from its own first one."""
-        return positions + self.origin if self.origin else positions
-
-    def place(self, places: Places | None, cache: Any) -> None:
-        """Let the model, and its cache, tell positions from these places in the forward that comes; None: no more."""
-        self.places = places
-        if places is not None:
-            cache.places = places
-        cache.counts_positions = places is not None and OFFSETS in self.means.extras
+    @contextmanager
+    def placing(self, positions: TokenPositions, cache: Any) -> Iterator[None]:
+        """A context in which the model, and its cache, tell positions from these."""
+        self.places = positions
+        cache.places = positions
+        cache.counts_positions = OFFSETS in self.mode.extras
+        try:
+            yield
+        finally:
+            self.places = None
+            cache.counts_positions = False
 
     def read_text(
-        self, tokens: Tensor, start: int, cache: TreeCache, depths: Sequence[int] = (), seen: Tensor | None = None
+        self, tokens: Tensor, start: int, cache: TreeCache, depths: Sequence[int] = (), tree_mask: Tensor | None = None
     ) -> Any:
-        """[1, N, D], the LM head's input at tokens [N] of one text, a chain or a tree after `start` committed ones."""
+        """Read tokens of one sequence: a chain, or a tree after `start` committed ones.
+
+        Args:
+            tokens: [N].
+            start: the number of committed tokens.
+            cache: the cache, whose first slot is read.
+            depths: the depth of each token; () for a chain.
+            tree_mask: [N, N], the tokens that each of them sees; None for a chain.
+
+        Returns:
+            [1, N, D], the LM head's input.
+        """
         cache.length = start
         cache.aim([0], commits=not start)
         positions = start + torch.tensor([depths or range(len(tokens))])
-        hidden = self(tokens[None], positions, None if seen is None else seen[None], cache)
+        if tree_mask is not None:
+            tree_mask = tree_mask[None]
+        hidden = self(tokens[None], positions, tree_mask, cache)
         if not start:
             cache.snapshot(0, len(tokens))
         return hidden
 
     def reads_on(self, held: int, count: int) -> bool:
-        """Whether a prompt of so many tokens is read on from its first `held` ones, rather than as a whole.
+        """Return whether a prompt of `count` tokens is read on from its first `held` ones, rather than as a whole.
 
         Mixers that read by levels take the rest token by token, which must be worth it. Where the truth is a model's
         own steps, they are not what its forward over a prompt gives.
@@ -264,16 +305,19 @@ class TreeReader:
             return True
         return not self.follows_steps and held >= STEP_TOKENS * (count - held)
 
-    def reading(self, cache: Any, seen: Tensor | None, new: int, width: int) -> AbstractContextManager[None]:
+    def reading(self, cache: Any, tree_mask: Tensor | None, new: int, width: int) -> AbstractContextManager[None]:
         """A context in which modules that keep a state read `new` of `width` uncommitted nodes where the cache aims."""
-        return cache.reading(self.mixers, seen, new, width) if self.mixers.mixers else nullcontext()
+        return cache.reading(self.mixers, tree_mask, new, width) if self.mixers.mixers else nullcontext()
 
     def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
-        """The states [1, T, D] of a text [1, T] at all taps that can be read, whose layouts are known from here on."""
+        """Return the states [1, T, D] of a sequence [1, T] at all taps that can be read; note their layouts."""
         with self.tapping(tuple(range(len(self.layers)))) as tapped:
             last = self.read_texts(tokens)
-        layouts = {tap: find_layout(states, tokens.shape[1], self.config.hidden_size) for tap, states in tapped.items()}
-        self.layouts = {tap: layout for tap, layout in layouts.items() if layout} | {-1: Layout(PLAIN, last.shape[-1])}
+        for tap, states in tapped.items():
+            layout = find_layout(states, tokens.shape[1], self.config.hidden_size)
+            if layout is not None:
+                self.layouts[tap] = layout
+        self.layouts[-1] = Layout(PLAIN, last.shape[-1])
         tapped[-1] = last
         return {tap: layout.read(tapped[tap]) for tap, layout in self.layouts.items()}
 
@@ -284,14 +328,15 @@ class TreeReader:
 
         def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             states = args[0] if args else kwargs["hidden_states"]
-            states = self.layouts[tap].read(states) if tap in self.layouts else states
+            if tap in self.layouts:
+                states = self.layouts[tap].read(states)
             tapped[tap] = self.mixers.to_nodes(states, tapped.get(tap))
 
-        handles = [
-            self.layers[tap].register_forward_pre_hook(partial(record, tap), with_kwargs=True)
-            for tap in taps
-            if tap != -1
-        ]
+        handles = []
+        for tap in taps:
+            # the LM head's input is no layer's
+            if tap != -1:
+                handles.append(self.layers[tap].register_forward_pre_hook(partial(record, tap), with_kwargs=True))
         try:
             yield tapped
         finally:
@@ -305,23 +350,26 @@ class TreeReader:
         What is tried lowers windows and makes rotary tables of other lengths. The model itself must not notice: it may
         be writing an answer in another thread.
         """
-        model, config = self.original, self.config
+        model = self.original
+        config = self.config
         layers = decoder_layers(base_of(model), config.num_hidden_layers)
         self.original, self.config = share_weights(model, config, layers)
         try:
             yield
         finally:
-            self.original, self.config = model, config
+            self.original = model
+            self.config = config
 
     @torch.inference_mode()
     def check(self, rows: int = 1) -> None:
-        """Find means by which this model reads trees, once, and refuse it if there are none.
+        """Find the mode by which this model reads trees, once, and refuse it if there is none.
 
-        With several `rows`, test once whether texts can be read side by side; otherwise each is read by itself.
+        Args:
+            rows: with several, test once whether sequences can be read in a batch; otherwise each is read by itself.
         """
         if not self.checked:
             with self._on_a_copy():
-                self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or climb(self)
+                self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or choose_mode(self)
             if self.refusal:
                 self.refusal = why_rows_mix(quantization_of(self.original.config)) or self.refusal
                 raise ValueError(

@@ -1,42 +1,69 @@
-"""The texts being decoded with one target, by row: tokens, keys and values, tapped states."""
+"""The sequences being decoded with one target, by row: tokens, keys and values, tapped states."""
 
-# B rows of a forward, N tree nodes or new tokens, R tokens that are not committed, L taps, D target width, V vocabulary
+# B rows of a forward, T tokens, N tree nodes or new tokens, R tokens that are not committed, L taps, D target width,
+# V vocabulary
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.arguments import media_of
 from eagle.core.drafter import Committed
 from eagle.core.grown import lay_out
 from eagle.core.tree import DraftTree, TargetOutput
-from eagle.core.verify import Choose
+from eagle.core.verify import Choose, check_choice
 from eagle.device import pick_rows, upload
-from eagle.target.prompt import PromptOutput
 from eagle.target.view import TargetTexts
 
 PREFILL_CHUNK = 1024  # tokens of a prompt's forward, padding included
 
 
+@dataclass(frozen=True, slots=True)
+class PromptOutput:
+    """A prompt after its forward: tapped states, and the target's output after the last token."""
+
+    tokens: list[int]
+    features: Tensor | None  # [T, L, D]
+    output: TargetOutput
+
+    def commit(self, choose: Choose) -> Committed:
+        """Return the prompt as a `Committed`, with the token chosen after it."""
+        (root,) = choose(self.output, [0])
+        check_choice(root, self.output, 1)
+        return Committed(torch.tensor(self.tokens), self.features, root)
+
+
 class TargetState:
-    """Rows of text: `admit` a prompt, `read_prompts`, `read` a tree for each row, `keep` the accepted paths, `release`.
+    """Rows of tokens: `admit` a prompt, `read_prompts`, `read` a tree for each row, `keep` accepted paths, `release`.
 
     Rows being decoded lie in the first slots, then rows whose prompts are still being read, then free slots, which keep
-    their last text. The caller chooses a row's number.
+    their last sequence. The caller chooses a row's number.
     """
 
     def __init__(
         self, target: Any, taps: tuple[int, ...] = (), max_tokens: int | None = None, mark: Any = None
     ) -> None:
+        """Open a state without rows.
+
+        Args:
+            target: the target.
+            taps: the layer inputs that are handed out.
+            max_tokens: the most that the cache may hold, in columns times rows.
+            mark: the weights' `WeightMark`, by which a later state tells whether they have changed.
+        """
         target.check_taps(taps)
-        self.target, self.taps, self.max_tokens, self.mark = target, taps, max_tokens, mark  # the weights' `WeightMark`
+        self.target = target
+        self.taps = taps
+        self.max_tokens = max_tokens
+        self.mark = mark
         self.reader = target.reader  # to the end, whatever becomes of the model meanwhile
         self.cache = self.reader.new_cache()
         self.texts: list[list[int]] = [[]]  # of every slot
@@ -57,10 +84,12 @@ class TargetState:
             )
 
     def fits(self, columns: int) -> bool:
-        """Whether another row with this many columns fits, with all rows padded to the longest."""
+        """Return whether another row with this many columns fits, with all rows padded to the longest."""
+        if self.max_tokens is None:
+            return True
         widest = max(columns, *self.needs.values(), 0)
-        columns = (len(self.rows) + 1) * (widest + self.cache.state_columns(widest))
-        return self.max_tokens is None or columns <= self.max_tokens
+        widest += self.cache.state_columns(widest)
+        return (len(self.rows) + 1) * widest <= self.max_tokens
 
     def admit(self, row: int, prompt: list[int], room: int = 0) -> None:
         """Admit a prompt with space for `room` more tokens; a prefix that a free slot still holds is not read again."""
@@ -68,32 +97,37 @@ class TargetState:
         slot = len(self.rows)
         with self.target.lock:
             self.reader.check(rows=slot + 1)
-        if self.cache.mixers is not self.reader.mixers:  # other means were found to be needed
+        # the check may have found that the model needs another mode, and so another cache
+        if self.cache.mixers is not self.reader.mixers:
             self.cache = self.reader.new_cache()
         self.needs[row] = len(prompt) + room
-        shared = [self._shared(place, prompt) for place in range(slot, len(self.texts))] or [0]
-        self._swap(slot, slot + shared.index(max(shared)))
+        # the free slot that shares the longest prefix moves to the front
+        shared = [self._shared(free, prompt) for free in range(slot, len(self.texts))] or [0]
+        prefix = max(shared)
+        self._swap(slot, slot + shared.index(prefix))
         self._reserve(slot + 1)
-        self.texts[slot] = self.texts[slot][: max(shared)]
-        self.cache.cut(slot, max(shared))
+        self.texts[slot] = self.texts[slot][:prefix]
+        self.cache.cut(slot, prefix)
         self.rows.append(row)
         self.prompts[row] = prompt
 
     def begin(self, prompt: list[int], choose: Choose, room: int = 0, row: int = 0) -> Committed:
-        """Replace all rows by one prompt and read it; returns it with the token chosen after it."""
+        """Replace all rows by one prompt and read it; return it with the token chosen after it."""
         self.clear()
         self.admit(row, prompt, room)
         return self.finish_prompts()[row].commit(choose)
 
     def release(self, row: int, *, wipe: bool = False) -> None:
-        """Release a row: its slot becomes free and keeps its text until it is reused, or nothing after `wipe`."""
+        """Release a row: its slot becomes free and keeps its sequence until it is reused, or nothing after `wipe`."""
         slot = self.rows.index(row)
-        if wipe:  # a later text's mask hides what a slot holds, but not a nan
+        # a later sequence's mask hides what a slot holds, but not a nan
+        if wipe:
             self.cache.clear(slot)
             self.texts[slot] = []
         del self.needs[row]
         self.prompts.pop(row, None)
-        if slot < self.written:  # the last row that is written takes its place, and the last that waits that one's
+        # the last row that is written takes its slot, and the last that waits that one's
+        if slot < self.written:
             self.written -= 1
             self._swap(slot, self.written)
             slot = self.written
@@ -101,12 +135,12 @@ class TargetState:
         self.rows.pop()
         self.is_loose = True
 
-    def fork(self, row: int, other: int) -> None:
-        """Copy a row's committed text to a new row `other`."""
+    def fork(self, row: int, new_row: int) -> None:
+        """Copy a row's committed sequence to a new row."""
         slot = len(self.rows)
-        self.needs[other] = self.needs[row]
+        self.needs[new_row] = self.needs[row]
         self._reserve(slot + 1)
-        self.rows.append(other)
+        self.rows.append(new_row)
         self.cache.copy(self.rows.index(row), slot)
         self.texts[slot] = list(self.text(row))
         self._swap(slot, self.written)
@@ -114,7 +148,10 @@ class TargetState:
 
     def clear(self) -> None:
         """Release all rows."""
-        self.rows, self.needs, self.prompts, self.written = [], {}, {}, 0
+        self.rows = []
+        self.needs = {}
+        self.prompts = {}
+        self.written = 0
 
     def _reserve(self, slots: int) -> None:
         """Reserve space for all admitted rows; the cache releases what is far beyond that."""
@@ -124,53 +161,73 @@ class TargetState:
         texts = self.texts + [[] for _ in self.cache.lengths]
         self.texts = [text[:length] for text, length in zip(texts, self.cache.lengths, strict=False)]
 
-    def _swap(self, slot: int, other: int) -> None:
+    def _swap(self, first: int, second: int) -> None:
         """Swap two slots together with their rows."""
-        if slot != other:
-            self.cache.swap(slot, other)
-            texts, rows = self.texts, self.rows
-            texts[slot], texts[other] = texts[other], texts[slot]
-            if max(slot, other) < len(rows):
-                rows[slot], rows[other] = rows[other], rows[slot]
+        if first == second:
+            return
+        self.cache.swap(first, second)
+        self.texts[first], self.texts[second] = self.texts[second], self.texts[first]
+        if max(first, second) < len(self.rows):
+            self.rows[first], self.rows[second] = self.rows[second], self.rows[first]
 
     def _shared(self, slot: int, prompt: list[int]) -> int:
-        """The number of a prompt's tokens that a slot already holds; the last token is always read again."""
-        border, text = self.target.border, self.texts[slot]
-        has_images = media_of(prompt) or slot in self.cache.offsets  # others, for which the same tokens may stand
-        if has_images or (len(text) > border) != (len(prompt) > border):
+        """Return how many of a prompt's tokens a slot already holds; the last token is always read again."""
+        border = self.target.border
+        text = self.texts[slot]
+        # the same tokens may stand for other images
+        if media_of(prompt) or slot in self.cache.offsets:
             return 0
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
-        held = self.cache.reusable(slot, min(same, len(prompt) - 1))
-        return held if self.reader.reads_on(held, len(prompt)) else 0
+        # beyond the border other rotary frequencies read the whole sequence
+        if (len(text) > border) != (len(prompt) > border):
+            return 0
+        limit = min(len(text), len(prompt) - 1)
+        same = next((i for i in range(limit) if text[i] != prompt[i]), limit)
+        reusable = self.cache.reusable(slot, same)
+        return reusable if self.reader.reads_on(reusable, len(prompt)) else 0
 
     @torch.inference_mode()
     def read_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
-        """One forward of up to `most` prompt tokens with padding; returns the outputs of prompts read to their end."""
-        most = PREFILL_CHUNK if most is None else most
-        rows, left = list[int](), list[list[int]]()
-        for row, prompt in self.prompts.items():
-            tokens = prompt[self.length(row) :]
-            longest = max(map(len, [*left, tokens]))
-            end = max(map(self.length, [*rows, row])) + longest  # of what is written, padding included
-            fits = (len(rows) + 1) * longest <= most and end <= max(self.needs.values())
-            alone = self.target.is_alone(len(prompt)) or bool(media_of(prompt))
-            if rows and (alone or not fits):
-                break
-            rows, left = [*rows, row], [*left, tokens]
-            if alone:
-                break
-        if not rows:
+        """Make one forward over tokens of admitted prompts.
+
+        Args:
+            most: the most tokens of the forward, padding included.
+
+        Returns:
+            The outputs of the prompts that were read to their end.
+        """
+        batch = self._batch_prompts(PREFILL_CHUNK if most is None else most)
+        if not batch:
             return {}
-        first = self.prompts[rows[0]]
-        whole = len(first) > self.target.border or media_of(first)  # one set of frequencies reads a text beyond it
-        if not whole and not self.reader.mixers.by_levels:  # which ignore what they have read
-            left[0] = left[0][:most]
-        logits = self.extend(dict(zip(rows, left, strict=True)))
-        ended = [row for row in rows if self.length(row) == len(self.prompts[row])]
+        logits = self.extend(batch)
+        ended = [row for row in batch if self.length(row) == len(self.prompts[row])]
         return {row: self._end_prompt(row, logits[row]) for row in ended}
 
+    def _batch_prompts(self, most: int) -> dict[int, list[int]]:
+        """Return what the next forward reads of the first prompts, within `most` tokens with padding."""
+        batch: dict[int, list[int]] = {}
+        longest = 0
+        start = 0
+        for row, prompt in self.prompts.items():
+            tokens = prompt[self.length(row) :]
+            longest = max(longest, len(tokens))
+            start = max(start, self.length(row))
+            is_alone = self.target.is_alone(len(prompt)) or bool(media_of(prompt))
+            # padding is written too, up to column start + longest
+            fits = (len(batch) + 1) * longest <= most and start + longest <= max(self.needs.values())
+            if batch and (is_alone or not fits):
+                break
+            # A long first prompt is read in chunks. A sequence beyond longrope's border is not, as one set of
+            # frequencies reads it whole; nor one with images; nor by mixers that would ignore what they have read.
+            is_whole = len(prompt) > self.target.border or media_of(prompt) or self.reader.mixers.by_levels
+            if not batch and not is_whole:
+                tokens = tokens[:most]
+            batch[row] = tokens
+            if is_alone:
+                break
+        return batch
+
     def finish_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
-        """Read all admitted prompts to their ends, by forwards of up to `most` tokens; returns their outputs."""
+        """Read all admitted prompts to their ends, by forwards of up to `most` tokens; return their outputs."""
         outputs: dict[int, PromptOutput] = {}
         while self.prompts:
             outputs |= self.read_prompts(most)
@@ -178,146 +235,194 @@ class TargetState:
 
     def _end_prompt(self, row: int, logits: Tensor) -> PromptOutput:
         """Move a row whose prompt is read to the rows being decoded, and return its prompt's output."""
-        prompt, slot = self.prompts.pop(row), self.rows.index(row)
+        prompt = self.prompts.pop(row)
+        slot = self.rows.index(row)
         features = self.features_at(row, range(len(prompt)))
         self.cache.snapshot(slot, len(prompt))
         self._swap(slot, self.written)
         self.written += 1
-        output = TargetOutput(DraftTree.chain(prompt[-1:]), logits[None], None, len(prompt) - 1, prompt[:-1])
+        tree = DraftTree.chain(prompt[-1:])
+        output = TargetOutput(tree, logits[None], features=None, start=len(prompt) - 1, text=prompt[:-1])
         return PromptOutput(prompt, features, output)
 
     @torch.inference_mode()
     def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read and commit tokens of some rows; returns for each row the logits [V] after its last token."""
+        """Read and commit tokens of some rows; return for each row the logits [V] after its last token."""
         rows = sorted(tokens, key=self.rows.index)
-        slots, sizes = [self.rows.index(row) for row in rows], [len(tokens[row]) for row in rows]
-        starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
+        slots = [self.rows.index(row) for row in rows]
+        sizes = [len(tokens[row]) for row in rows]
+        starts = [self.cache.lengths[slot] for slot in slots]
         for row, start, size in zip(rows, starts, sizes, strict=True):
-            if row not in self.prompts:  # what they share with another text was read with the frequencies they have
+            # what a prompt shares with another sequence was read with the frequencies it has
+            if row not in self.prompts:
                 self.target.check_growth(start, start + size)
-        padded = torch.tensor([[*tokens[row], *[0] * (count - len(tokens[row]))] for row in rows])
-        # padding stands where the last token does: the model may have no later position
-        steps = torch.minimum(torch.arange(count), torch.tensor(sizes)[:, None] - 1)
-        hidden, _ = self._forward(slots, padded, torch.tensor(starts)[:, None] + steps, None, sizes=sizes, commits=True)
+        padded = pad_sequence([torch.tensor(tokens[row], dtype=torch.long) for row in rows], batch_first=True)
+        width = padded.shape[1]
+        # padding takes the position of the last token: the model may have no later one
+        steps = torch.minimum(torch.arange(width), torch.tensor(sizes)[:, None] - 1)
+        positions = torch.tensor(starts)[:, None] + steps
+        hidden, _ = self._forward(slots, padded, positions, None, sizes=sizes, commits=True)
         for row, slot, size in zip(rows, slots, sizes, strict=True):
             self.texts[slot] += tokens[row]
             self.cache.lengths[slot] += size
-        last = pick_rows(hidden.flatten(0, 1), [number * count + size - 1 for number, size in enumerate(sizes)])
-        return dict(zip(rows, self.reader.logits(self.target.head, last), strict=True))
+        last = [index * width + size - 1 for index, size in enumerate(sizes)]
+        logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), last))
+        return dict(zip(rows, logits, strict=True))
 
     @torch.inference_mode()
     def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
-        """One forward over a tree for each row: a node sees its row's committed text, its ancestors and itself."""
-        if self.is_loose:  # only now, as a newcomer may have shared what a free slot holds
+        """Make one forward over a tree for each row: a node sees its row's sequence, its ancestors and itself."""
+        # only now, as a newcomer may have shared what a free slot holds
+        if self.is_loose:
             self._reserve(len(self.rows))
         outputs: dict[int, TargetOutput] = {}
         for rows in self.groups(sorted(trees, key=self.rows.index)):
-            outputs |= self._read([(row, trees[row]) for row in rows])
+            outputs |= self._read({row: trees[row] for row in rows})
         self.trees = dict(trees)
         return outputs
 
-    def _read(self, trees: list[tuple[int, DraftTree]]) -> dict[int, TargetOutput]:
-        """The outputs of rows that share a forward."""
-        slots, sizes = [self.rows.index(row) for row, _ in trees], [tree.columns for _, tree in trees]
-        starts, count = [self.cache.lengths[slot] for slot in slots], max(sizes)
-        tokens, depths, seen = lay_out([tree for _, tree in trees], self.target.device, self.target.vocab_size)
-        for start, (_, tree) in zip(starts, trees, strict=True):
-            if start <= self.target.border < sys.maxsize:
-                self.target.check_growth(start, start + tree.levels + 1)
+    def _read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
+        """Return the outputs of rows that share a forward."""
+        slots = [self.rows.index(row) for row in trees]
+        starts = [self.cache.lengths[slot] for slot in slots]
+        sizes = [tree.columns for tree in trees.values()]
+        tokens, depths, tree_mask = lay_out([*trees.values()], self.target.device, self.target.vocab_size)
+        for start, tree in zip(starts, trees.values(), strict=True):
+            self._check_border(start, tree)
         positions = upload(torch.tensor(starts)[:, None], depths.device) + depths
-        hidden, states = self._forward(slots, tokens, positions, seen, sizes=sizes)
-        nodes = [number * count + node for number, size in enumerate(sizes) for node in range(size)]
+        hidden, states = self._forward(slots, tokens, positions, tree_mask, sizes=sizes)
+        # the LM head reads no padding
+        nodes: list[int] = []
+        for index, size in enumerate(sizes):
+            first = index * max(sizes)
+            nodes += range(first, first + size)
         logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), nodes)).split(sizes)
         outputs = {}
-        for number, (row, tree) in enumerate(trees):
-            features = None if states is None else states[number, :, : sizes[number]].transpose(0, 1)
-            outputs[row] = TargetOutput(tree, logits[number], features, starts[number], self.texts[slots[number]])
+        for index, (row, tree) in enumerate(trees.items()):
+            features = None
+            if states is not None:
+                features = states[index, :, : sizes[index]].transpose(0, 1)
+            text = self.texts[slots[index]]
+            outputs[row] = TargetOutput(tree, logits[index], features, start=starts[index], text=text)
         return outputs
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Commit a path of each row's tree and drop all other nodes from the cache, in place."""
-        self.keep_columns(paths, {row: self.trees[row].tokens[[*path]].tolist() for row, path in paths.items()})
+        tokens = {row: self.trees[row].tokens[[*path]].tolist() for row, path in paths.items()}
+        self.keep_columns(paths, tokens)
 
     def keep_columns(self, columns: Mapping[int, Sequence[int]], tokens: Mapping[int, list[int]]) -> None:
-        """Commit columns of each row that were read last, one for each of its tokens; further ones move up behind."""
+        """Commit columns of each row that were read last, one for each of its tokens; further ones move up after."""
         slots = {row: self.rows.index(row) for row in columns}
-        counts = {slots[row]: len(kept) for row, kept in tokens.items()}
-        with self.target.lock:  # modules that keep a state run again
-            self.cache.keep({slots[row]: kept for row, kept in columns.items()}, counts)
-        for row, kept in tokens.items():
-            self.texts[slots[row]] += kept
+        paths = {slots[row]: path for row, path in columns.items()}
+        counts = {slots[row]: len(committed) for row, committed in tokens.items()}
+        # modules that keep a state run again
+        with self.target.lock:
+            self.cache.keep(paths, counts)
+        for row, committed in tokens.items():
+            self.texts[slots[row]] += committed
 
     def commit(self, row: int, tokens: list[int]) -> None:
-        """Commit tokens whose columns lie behind a row's text already."""
+        """Commit tokens whose columns lie after a row's sequence already."""
         slot = self.rows.index(row)
         self.cache.lengths[slot] += len(tokens)
         self.texts[slot] += tokens
 
     @torch.inference_mode()
-    def ahead(self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor) -> Tensor:
-        """[B, K, V] logits of the last K draft tokens [B, K], which see `seen` [B, K, R] of R; nothing is committed.
+    def ahead(self, rows: Sequence[int], tokens: Tensor, depths: list[int], tree_mask: Tensor) -> Tensor:
+        """Read the last K draft tokens of some rows; nothing is committed.
 
-        Token i of a draft stands `depths[i]` positions after the text; earlier calls have read those before the last K.
+        Args:
+            rows: the rows.
+            tokens: [B, K], the last draft tokens; earlier calls have read those before.
+            depths: how many positions after the sequence each token of a draft is.
+            tree_mask: [B, K, R], which of all R draft tokens each of the last K sees.
+
+        Returns:
+            [B, K, V], the logits after each.
         """
         slots = [self.rows.index(row) for row in rows]
         starts = torch.tensor([self.cache.lengths[slot] for slot in slots])
-        hidden, _ = self._forward(slots, tokens, starts[:, None] + torch.tensor(depths), seen)
+        positions = starts[:, None] + torch.tensor(depths)
+        hidden, _ = self._forward(slots, tokens, positions, tree_mask)
         return self.reader.logits(self.target.head, hidden)
 
     def features_at(self, row: int, columns: Sequence[int]) -> Tensor | None:
-        """[A, L, D], the tapped states of a row's columns, committed or not; None without taps."""
+        """Return [T, L, D], the tapped states of T of a row's columns, committed or not; None without taps."""
         if not self.taps:
             return None
-        held = self.cache.tapped.buffer[self.rows.index(row)]
-        return held.index_select(1, upload(torch.tensor(columns), held.device)).transpose(0, 1)
+        buffer = self.cache.tapped.buffer[self.rows.index(row)]
+        return buffer.index_select(1, upload(torch.tensor(columns), buffer.device)).transpose(0, 1)
 
     def lend(self) -> TargetTexts:
-        """The rows, for a drafter that reads the target's cache."""
+        """Return the rows, for a drafter that reads the target's cache."""
         return TargetTexts(self.target.view(), self)
 
     def _forward(
-        self, slots: list[int], tokens: Tensor, positions: Tensor, seen: Tensor | None, **texts: Any
+        self, slots: list[int], tokens: Tensor, positions: Tensor, tree_mask: Tensor | None, **aim: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The LM head's input [B, N, D] and tapped states [B, L, N, D] at tokens [B, N]; `texts` as in `aim`."""
-        cache, reader, count = self.cache, self.reader, tokens.shape[1]
-        unread = positions.shape[1] - count
-        media = {} if cache.lengths[slots[0]] else media_of(self.prompts.get(self.rows[slots[0]], []))
-        cache.aim(slots, [cache.lengths[slot] + unread for slot in slots], **texts)
-        tapping: Any = reader.tapping(self.taps) if self.taps else nullcontext({})
+        """Run the model over tokens [B, N], the last of R at positions [B, R]; `aim` are options of the cache's aim.
+
+        Returns:
+            The LM head's input [B, N, D], and the tapped states [B, L, N, D] or None.
+        """
+        count = tokens.shape[1]
+        read_before = positions.shape[1] - count
+        # images are read with the whole of their prompt
+        media: Mapping[str, Any] = {}
+        if not self.cache.lengths[slots[0]]:
+            media = media_of(self.prompts.get(self.rows[slots[0]], []))
+        self.cache.aim(slots, [self.cache.lengths[slot] + read_before for slot in slots], **aim)
+        tapping: Any = self.reader.tapping(self.taps) if self.taps else nullcontext({})
         with self.target.lock, tapping as tapped:
-            tapped[-1] = reader.read_images(tokens, media, cache) if media else reader(tokens, positions, seen, cache)
+            if media:
+                hidden = self.reader.read_images(tokens, media, self.cache)
+            else:
+                hidden = self.reader(tokens, positions, tree_mask, self.cache)
         if not self.taps:
-            return tapped[-1], None
+            return hidden, None
+        tapped[-1] = hidden
         states = torch.stack([tapped[tap][:, -count:].to(self.target.device) for tap in self.taps], dim=1)
-        cache.tapped.write(states)
-        return tapped[-1], states
+        self.cache.tapped.write(states)
+        return hidden, states
 
     def length(self, row: int) -> int:
-        """The number of a row's committed tokens."""
+        """Return the number of a row's committed tokens."""
         return self.cache.lengths[self.rows.index(row)]
 
     def text(self, row: int) -> list[int]:
-        """A row's committed tokens."""
+        """Return a row's committed tokens."""
         return self.texts[self.rows.index(row)]
 
     def check_tree(self, row: int, tree: DraftTree) -> None:
         """Refuse a tree that the row has no space for, or that crosses longrope's switch of frequencies."""
         start = self.length(row)
-        if start <= self.target.border < sys.maxsize:
-            self.target.check_growth(start, start + tree.levels + 1)
+        self._check_border(start, tree)
         if self.max_tokens is not None and start + tree.columns > self.needs[row]:
             raise ValueError(
                 f"the draft has {tree.columns - 1} nodes, and the cache's limit leaves {self.needs[row] - start - 1}: "
                 "draft within budget.nodes, or raise max_tokens_in_cache"
             )
 
+    def _check_border(self, start: int, tree: DraftTree) -> None:
+        """Refuse a tree after `start` tokens that crosses longrope's switch of frequencies."""
+        # its levels are counted only where there is a switch
+        if start <= self.target.border < sys.maxsize:
+            self.target.check_growth(start, start + tree.levels + 1)
+
     def levels(self, row: int, wanted: int) -> int:
-        """The number of wanted draft levels that fit; no draft may cross longrope's switch of frequencies."""
-        start, border = self.length(row), self.target.border
-        return wanted if start > border or start + 1 + wanted <= border else int(border) - start - 1
+        """Return the number of wanted draft levels that fit; no draft may cross longrope's switch of frequencies."""
+        start = self.length(row)
+        border = self.target.border
+        if start > border or start + 1 + wanted <= border:
+            return wanted
+        return int(border) - start - 1
 
     def groups(self, rows: list[int]) -> list[list[int]]:
-        """Groups of rows that share a forward; all rows, unless the model's positions depend on the longest text."""
+        """Return groups of rows that share a forward: all, unless the model's positions depend on the longest."""
         alone = [row for row in rows if self.target.is_alone(self.length(row))]
         together = [row for row in rows if row not in alone]
-        return [[row] for row in alone] + ([together] if together else [])
+        groups = [[row] for row in alone]
+        if together:
+            groups.append(together)
+        return groups

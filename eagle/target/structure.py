@@ -11,15 +11,24 @@ from torch import nn
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state", "cache")
 
+# what a model raises that is read in a way that it does not take
+FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+
+
+def describe_failure(error: Exception) -> str:
+    """Return the kind of an error and the beginning of its message."""
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
 
 def base_of(model: Any) -> Any:
-    """The part of a causal language model below its LM head: the outermost module inside it that reads token ids.
+    """Return what a causal language model has below its LM head: the outermost module inside it that reads token ids.
 
     `base_model` goes by a name in the model's class, which is wrong for some types and leads others to a mere wrapper.
     """
-    embedding, base = model.get_input_embeddings(), model
+    embedding = model.get_input_embeddings()
+    base = model
     while base is model or not takes_tokens(base):
-        inner = [part for part in base.children() if any(module is embedding for module in part.modules())]
+        inner = [child for child in base.children() if _contains(child, embedding)]
         if not inner or inner[-1] is embedding:
             raise ValueError(
                 f"{type(model).__name__} keeps no base model apart from its LM head: the states between them cannot "
@@ -29,45 +38,53 @@ def base_of(model: Any) -> Any:
     return base
 
 
+def _contains(module: nn.Module, inner: nn.Module) -> bool:
+    return any(submodule is inner for submodule in module.modules())
+
+
 def cache_name_of(module: Any) -> str:
-    """The name of the argument by which a model's forward takes a cache; "" for none."""
+    """Return the name of the argument by which a model's forward takes a cache; "" for none."""
     arguments = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in arguments), "")
 
 
 def takes_tokens(module: nn.Module) -> bool:
-    """Whether a module's forward takes token ids by name."""
+    """Return whether a module's forward takes token ids by name."""
     return "input_ids" in inspect.signature(type(module).forward).parameters
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """A base model's stack of decoder layers: its outermost module list of `count` layers, else the longest.
+    """Return a base model's stack of decoder layers: its outermost module list of `count` layers, else the longest.
 
     Of equally deep ones it is the last parent's (encoders come first), and the first of that parent.
     """
-    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = {name: module for name, module in base.named_modules() if isinstance(module, nn.ModuleList)}
     if not lists:
         raise ValueError(f"{type(base).__name__} has no list of layers: its layers cannot be tapped")
-    top = min(name.count(".") for name, _ in lists)
-    outer = [(name, module) for name, module in lists if name.count(".") == top]
-    fitting = [(name, module) for name, module in lists if len(module) == count]
-    if fitting:
-        top = min(name.count(".") for name, _ in fitting)
-        stacks = [(name, module) for name, module in fitting if name.count(".") == top]
-    else:  # a config may count something else than these layers, as two caches in each of them
-        longest = max(len(module) for _, module in outer)
-        stacks = [(name, module) for name, module in outer if len(module) == longest]
-    parent = stacks[-1][0].rpartition(".")[0]
-    return next(module for name, module in stacks if name.rpartition(".")[0] == parent)
+    fitting = {name: module for name, module in lists.items() if len(module) == count}
+    outermost = _outermost(fitting or lists)
+    # a config may count something else than these layers, as two caches in each of them
+    if not fitting:
+        longest = max(len(lists[name]) for name in outermost)
+        outermost = [name for name in outermost if len(lists[name]) == longest]
+    parent = outermost[-1].rpartition(".")[0]
+    return next(lists[name] for name in outermost if name.rpartition(".")[0] == parent)
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Return the module names of the least depth."""
+    names = list(names)
+    depth = min(name.count(".") for name in names)
+    return [name for name in names if name.count(".") == depth]
 
 
 def holder_of(base: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """The module that runs these decoder layers: the base itself, or its text model."""
-    return next(module for module in base.modules() if any(part is layers for part in module.children()))
+    """Return the module that runs these decoder layers: the base itself, or its text model."""
+    return next(module for module in base.modules() if any(child is layers for child in module.children()))
 
 
 def typical_config(config: Any, keys: Iterable[str]) -> Any:
-    """The config itself, or that of a layer with the commonest values of these keys where they differ by layer.
+    """Return the config itself, or that of a layer with the commonest values of these keys where they differ by layer.
 
     transformers names no one value for such layers, as Gemma 4's, whose global layers have wider heads.
     """
@@ -76,14 +93,19 @@ def typical_config(config: Any, keys: Iterable[str]) -> Any:
             getattr(config, key, None)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which older releases lack
         layers = list(config.per_layer_config)
-        values = [[getattr(layer, key, None) for key in keys] for layer in layers]
+        values = []
+        for layer in layers:
+            values.append([getattr(layer, key, None) for key in keys])
         return layers[values.index(max(values, key=values.count))]
     return config
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """The device on which a layer runs: of its weights, under whatever names they go, or to which they are brought."""
-    hook = getattr(layer, "_hf_hook", None)  # accelerate's, where weights are offloaded
+    """Return the device on which a layer runs.
+
+    It is that of its weights, under whatever names they go, or the one to which accelerate brings offloaded weights.
+    """
+    hook = getattr(layer, "_hf_hook", None)
     tensors = [tensor for tensor in (*layer.parameters(), *layer.buffers()) if not (tensor.is_meta and hook)]
     if tensors:
         return tensors[0].device
@@ -91,5 +113,5 @@ def device_of(layer: nn.Module) -> torch.device:
 
 
 def count_cache_layers(config: Any, layers: Sized = ()) -> int:
-    """The number of layers of a model's cache: as many as transformers gives its own, at least one a decoder layer."""
+    """Return the number of layers of a model's cache: as many as transformers gives, at least one a decoder layer."""
     return max(len(layers), config.get_text_config(decoder=True).num_hidden_layers)

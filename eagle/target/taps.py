@@ -1,6 +1,6 @@
 """How a model's layers lay out the states that they hand on, and the one state a token that a tap gives."""
 
-# B texts, T tokens, S streams, D width
+# B sequences, T tokens, S streams, D width
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle.target.trees.means import FAILURES
+from eagle.target.structure import FAILURES
 
 CAUSAL_TOKENS = 12  # of the texts by which a target is found to be a causal model
 PLAIN, FIRST, THIRD, JOINED, TURNED = "[B, T, D]", "[S, B, T, D]", "[B, T, S, D]", "[B, T, S * D]", "[T, B, D]"
@@ -25,7 +25,7 @@ class Layout:
     width: int
 
     def read(self, states: Tensor) -> Tensor:
-        """[B, T, D], one state a token."""
+        """Return [B, T, D], one state a token."""
         match self.axes:
             case "[S, B, T, D]":
                 return states.mean(0)
@@ -39,14 +39,14 @@ class Layout:
 
 
 def find_layout(states: Tensor, length: int, width: int) -> Layout | None:
-    """The layout of a layer's input for one text of `length` tokens, more than one; None if it is none that is known.
+    """Return the layout of a layer's input for one sequence of `length` tokens, more than one; None if unknown.
 
-    One text tells them apart whatever the number of streams: its batch axis is 1 and stands beside that of its tokens.
+    One sequence tells them apart whatever the number of streams: its batch axis is 1 and is next to that of its tokens.
     """
     *axes, last = states.shape
     if axes == [1, length]:
-        streams, rest = divmod(last, width)
-        return Layout(JOINED, width) if streams > 1 and not rest else Layout(PLAIN, last)
+        is_joined = last > width and last % width == 0
+        return Layout(JOINED, width) if is_joined else Layout(PLAIN, last)
     if axes == [length, 1]:
         return Layout(TURNED, last)
     if len(axes) == 3 and axes[1:] == [1, length]:
@@ -58,18 +58,21 @@ def find_layout(states: Tensor, length: int, width: int) -> Layout | None:
 
 def refuse_taps(taps: Sequence[int], count: int, layouts: Mapping[int, Layout], kind: str) -> None:
     """Raise a ValueError for taps that are not inputs of one width of a target's `count` layers."""
-    if wrong := [tap for tap in taps if not -1 <= tap < count]:
+    wrong = [tap for tap in taps if not -1 <= tap < count]
+    if wrong:
         raise ValueError(
             f"taps {wrong} are no layer inputs of this target: expected 0..{count - 1}, or -1 for the LM head's "
             f"input ({count} would be ambiguous: with or without the final norm); a head's are named by drafter.taps"
         )
-    if wrong := [tap for tap in taps if tap not in layouts]:
+    wrong = [tap for tap in taps if tap not in layouts]
+    if wrong:
         raise ValueError(
             f"taps {wrong} of {kind} are inputs of layers that a text does not run, or no states [batch, tokens, "
             f"width] with or without streams: expected some of {sorted(layouts)} (-1 is the LM head's input), named by "
             "drafter.taps"
         )
-    if len(widths := {tap: layouts[tap].width for tap in taps}) and len({*widths.values()}) > 1:
+    widths = {tap: layouts[tap].width for tap in taps}
+    if len({*widths.values()}) > 1:
         raise ValueError(
             f"{kind} hands on states of different widths, {widths} by tap (-1 is the LM head's input): expected "
             "taps of one width"
@@ -79,10 +82,11 @@ def refuse_taps(taps: Sequence[int], count: int, layouts: Mapping[int, Layout], 
 @torch.inference_mode()
 def find_feature_fault(reader: Any) -> str | None:
     """Return why a head cannot learn from a model's states of a text, in words; None if it can."""
-    text = torch.arange(3, 3 + CAUSAL_TOKENS) % reader.config.vocab_size
-    other = text.clone()
-    other[-1] = (other[-1] + 1) % reader.config.vocab_size
-    states = reader.read_texts(torch.stack([text, other]))[:, :-1].float()
+    tokens = torch.arange(3, 3 + CAUSAL_TOKENS) % reader.config.vocab_size
+    changed = tokens.clone()
+    changed[-1] = (changed[-1] + 1) % reader.config.vocab_size
+    # the states before the last token, which a causal model computes without it
+    states = reader.read_texts(torch.stack([tokens, changed]))[:, :-1].float()
     change = float((states[0] - states[1]).norm() / states[0].norm())
     # rounding, which in half precision grows from layer to layer
     limit = 1e-3 if reader.original.dtype in (torch.float32, torch.float64) else 0.1

@@ -1,7 +1,7 @@
 """A target's layers, for drafters that run some of them with their own cache."""
 
-# B texts, N new tokens, R not committed, T committed, K drafted, S rows in the cache, D width, V vocabulary
-# X heads of keys, H of queries
+# B sequences, N new tokens, R not committed, T committed, K drafted, S columns in the cache, M moved columns, D width,
+# V vocabulary, X heads of keys, H of queries
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from torch import Tensor, nn
 from eagle.device import upload
 from eagle.target.attention import Observe, can_observe, observing
 from eagle.target.borrowed import is_close
-from eagle.target.cache import TreeCache
-from eagle.target.lent_cache import LentCache
+from eagle.target.cache import LentCache, TreeCache
 from eagle.target.reader import TreeReader
-from eagle.target.trees.means import FAILURES
-from eagle.target.trees.positions import Places
+from eagle.target.structure import FAILURES, describe_failure
+from eagle.target.trees.positions import TokenPositions
 
 
 class TargetView:
-    """Embedding, layers and head over the target's weights; the target's own text and cache stay untouched."""
+    """Embedding, layers and head over the target's weights; the target's own sequences and cache stay untouched."""
 
     def __init__(self, target: Any) -> None:
-        self.head, self.device = target.head, target.device
+        self.head = target.head
+        self.device = target.device
         self.lock = target.lock  # layers are switched off while they run
         self.reader = TreeReader(target.model, target.config)
         if target.reader.stateful:
             target.reader.check()
-        if target.reader.means.whole:
+        if target.reader.mode.whole:
             raise ValueError(
-                f"{target.config.model_type} reads trees as a whole ({target.reader.means.describe()}), and its layers "
+                f"{target.config.model_type} reads trees as a whole ({target.reader.mode.describe()}), and its layers "
                 "cannot be run one by one: use a drafter with layers of its own"
             )
-        self.reader.take(target.reader.means)
+        self.reader.take(target.reader.mode)
         self.decoder_layers = list(self.reader.layers)
         self.returns_tuples = False  # as layers of some models do
         self._check(target)
@@ -57,7 +57,7 @@ class TargetView:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layers keep a state, which holds all tokens of a text and cannot do without some of them."""
+        """Whether some layers keep a state, which holds all tokens of a sequence and cannot do without some of them."""
         return bool(self.reader.mixers.mixers)
 
     @property
@@ -66,12 +66,12 @@ class TargetView:
         return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
-        """An empty cache; forwards write after its `length`, which the owner advances or commits by `keep`."""
+        """Return an empty cache; forwards write after its `length`, which the owner advances or commits by `keep`."""
         return self.reader.new_cache()
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """[.., D], the first layer's input at tokens."""
+        """Return [.., D], the first layer's input at tokens."""
         return self.head.embed(upload(tokens, self.device))
 
     @torch.inference_mode()
@@ -79,110 +79,142 @@ class TargetView:
         self,
         hidden: Tensor,
         positions: Tensor,
-        seen: Tensor | None,
+        tree_mask: Tensor | None,
         cache: TreeCache,
         start: int = 0,
         end: int | None = None,
     ) -> Tensor:
-        """[B, N, D], the output of layers `start` to `end` (exclusive; None: all) for hidden states [B, N, D].
+        """Run some layers. Keys and values are written at the cache's aim.
 
-        Keys and values are written at the cache's aim. The states are the last N of R uncommitted ones at positions
-        [B, R] on the host, and see all committed columns; `seen` [B, N, R] marks those of the R, None: earlier ones.
+        Args:
+            hidden: [B, N, D], the input of the last N of R uncommitted tokens, which see all committed columns.
+            positions: [B, R], on the host.
+            tree_mask: [B, N, R], which of the R each of the last N sees; None: earlier ones.
+            cache: the cache of these layers.
+            start: the first layer.
+            end: the layer after the last; None: all.
+
+        Returns:
+            [B, N, D], the output of the last layer.
         """
-        starts = [place - (positions.shape[1] - hidden.shape[1]) for place in cache.starts]
-        mask = None if self.reader.has_rows else self.reader.masks(starts, positions, seen)
+        count = hidden.shape[1]
+        width = positions.shape[1]
+        mask = None
+        if not self.reader.has_rows:
+            starts = [first - (width - count) for first in cache.starts]
+            mask = self.reader.masks(starts, positions, tree_mask)
         end = len(self) if end is None else end
-        count, width = hidden.shape[1], positions.shape[1]
-        with self.lock, self.reader.reading(cache, seen, count, width):
-            return self._run(hidden, positions, mask, cache, start, end)
+        with self.lock, self.reader.reading(cache, tree_mask, count, width):
+            return self._run(hidden, positions, mask, cache, layers=range(start, end))
 
     @torch.inference_mode()
     def run_layers(
         self, hidden: Tensor, positions: list[int], start: int, end: int, cache: TreeCache, mask: Tensor | None = None
     ) -> Tensor:
-        """[N, D], the output of layers `start` to `end` (exclusive) for hidden states [N, D] at these positions.
+        """Run layers `start` to `end` (exclusive) on one sequence.
 
-        `mask` [N, S + N] marks the cached and new rows that each new row sees; None: all cached rows, and new rows
-        up to itself.
+        Args:
+            hidden: [N, D], the input at these positions.
+            positions: N positions.
+            start: the first layer.
+            end: the layer after the last.
+            cache: the cache of these layers.
+            mask: [N, S + N], the cached and new columns that each new row sees; None: all cached ones, and new ones up
+                to itself.
+
+        Returns:
+            [N, D], the output of the last layer.
         """
         cache.aim([0])
-        places, masks = torch.tensor([positions]), self.reader.masks
+        batch_positions = torch.tensor([positions])
         if mask is None:
-            return self.read(hidden[None], places, None, cache, start, end)[0]
+            return self.read(hidden[None], batch_positions, None, cache, start, end)[0]
         if self.keeps_states:
             raise ValueError("layers that keep a state have no rows that a mask could hide: pass no mask")
-        additive: Any = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
+        masks = self.reader.masks
+        additive = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
         additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
-        additive = additive if len(masks.windows) == 1 else dict.fromkeys(masks.windows, additive)
-        return self._run(hidden[None], places, additive, cache, start, end)[0]
+        by_kind: Any = additive
+        if len(masks.windows) > 1:
+            by_kind = dict.fromkeys(masks.windows, additive)
+        return self._run(hidden[None], batch_positions, by_kind, cache, layers=range(start, end))[0]
 
     @torch.inference_mode()
     def next_logits(
         self,
         tokens: Tensor,
         positions: Tensor,
-        seen: Tensor | None,
+        tree_mask: Tensor | None,
         cache: TreeCache,
         columns: Tensor | None = None,
         scored: int | None = None,
     ) -> Tensor:
-        """[B, N, V], the target's logits after tokens [B, N], or the last `scored` of them; the rest as in `read`.
+        """Run the whole model.
 
-        `columns` [B, S] are the positions that the cache's columns hold, where these are not in order.
+        Args:
+            tokens: [B, N], the last N of R uncommitted tokens.
+            positions: as in `read`.
+            tree_mask: as in `read`.
+            cache: as in `read`.
+            columns: [B, S], the positions that the cache's columns hold; None: in order.
+            scored: the number of last tokens whose logits are wanted; None: all.
+
+        Returns:
+            [B, N, V], the target's logits after the tokens.
         """
         with self.lock:
-            hidden = self.reader(tokens, positions, seen, cache, columns)
+            hidden = self.reader(tokens, positions, tree_mask, cache, columns)
         return self.head.logits(hidden if scored is None else hidden[:, -scored:])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., V], logits of a layer's output [.., D] by the target's final norm and LM head."""
+        """Return [.., V], logits of a layer's output [.., D] by the target's final norm and LM head."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
-        with self.lock, self._only(rows, len(self), len(self)):
-            cache = self.new_cache()
-            positions = torch.zeros(1, rows.shape[1], dtype=torch.long)
-            normed = self._forward(rows, positions, self.reader.masks([0], positions, None), cache)
+        positions = torch.zeros(1, rows.shape[1], dtype=torch.long)
+        with self.lock, self._only(rows, range(len(self), len(self))):
+            mask = self.reader.masks([0], positions, None)
+            normed = self._forward(rows, positions, mask, self.new_cache())
         return self.head.logits(normed.view(hidden.shape))
 
-    def _run(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache, start: int, end: int) -> Tensor:
-        """[B, N, D], the output of the last of these layers."""
-        if not 0 <= start <= end <= len(self):
+    def _run(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache, *, layers: range) -> Tensor:
+        """Return [B, N, D], the output of the last of these layers."""
+        if not 0 <= layers.start <= layers.stop <= len(self):
             raise ValueError(
-                f"layers {start}..{end} are none of this target: expected 0 <= start <= end <= {len(self)}"
+                f"layers {layers.start}..{layers.stop} are none of this target: expected "
+                f"0 <= start <= end <= {len(self)}"
             )
-        with self.lock, self._only(hidden, start, end) as output:
+        with self.lock, self._only(hidden, layers) as output:
             self._forward(hidden, positions, mask, cache)
         return output[0]
 
     def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
-        """[B, N, D], the LM head's input, computed by the layers that are switched on; positions [B, R]."""
+        """Return [B, N, D], the LM head's input, computed by the layers that are switched on; positions [B, R]."""
         count = hidden.shape[1]
-        starts = [place - (positions.shape[1] - count) for place in cache.starts]
-        reader = self.reader
-        inputs = {
-            "position_ids": upload(reader.from_origin(cache.from_columns(positions[:, -count:])), self.device),
-            "attention_mask": mask,
-            reader.cache_name: cache,
-        }
-        taken = {name: value for name, value in inputs.items() if name in reader.arguments}
-        reader.place(Places(starts, positions, count, None, reader.masks), cache)
-        try:
-            return reader.base(inputs_embeds=hidden, use_cache=True, **taken).last_hidden_state
-        finally:
-            reader.place(None, cache)
+        starts = [first - (positions.shape[1] - count) for first in cache.starts]
+        with self.reader.placing(TokenPositions(starts, positions, count, None, self.reader.masks), cache):
+            output = self.reader.run({"inputs_embeds": hidden}, positions[:, -count:], mask, cache)
+        return output.last_hidden_state
 
     @contextmanager
-    def _only(self, hidden: Tensor, start: int, end: int) -> Iterator[list[Tensor]]:
-        """A context in which only layers `start` to `end` run, from `hidden` on; the list gets the last output."""
-        layers, output = self.reader.layers, list[Tensor]()
+    def _only(self, hidden: Tensor, layers: range) -> Iterator[list[Tensor]]:
+        """A context in which only these layers run, from `hidden` on; the list gets the last output."""
+        stack = self.reader.layers
+        output: list[Tensor] = []
+        # without any layer, the last one hands on the given states
+        first = min(layers.start, len(self) - 1)
         try:
-            for place, layer in enumerate(self.decoder_layers):
-                first_input = hidden if place == min(start, len(self) - 1) else None
-                layers[place] = _Layer(layer, first_input, output, runs=start <= place < end, wraps=self.returns_tuples)
+            for index, layer in enumerate(self.decoder_layers):
+                stack[index] = _Layer(
+                    layer,
+                    hidden if index == first else None,
+                    output,
+                    runs=index in layers,
+                    wraps=self.returns_tuples,
+                )
             yield output
         finally:
-            for place, layer in enumerate(self.decoder_layers):
-                layers[place] = layer
+            for index, layer in enumerate(self.decoder_layers):
+                stack[index] = layer
 
     def _check(self, target: Any) -> None:
         """Refuse a model whose forward is not simply its layers in sequence."""
@@ -190,19 +222,20 @@ class TargetView:
         expected = target.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
 
         def run(layers: int) -> Tensor:
-            hidden = self.run_layers(self.embed(tokens), [0, 1, 2, 3], 0, layers, self.new_cache())
-            return self.logits(hidden)
+            return self.run_layers(self.embed(tokens), [0, 1, 2, 3], 0, layers, cache=self.new_cache())
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
             self.returns_tuples = isinstance(output, tuple)
 
+        fault = ""
         try:
             with self.decoder_layers[0].register_forward_hook(note):
-                self.run_layers(self.embed(tokens), [0, 1, 2, 3], 0, len(self), self.new_cache())
-            fault = "" if is_close(run(len(self)), expected) else "give other logits than the model"
-            run(1)  # the others are left out
+                run(len(self))
+            if not is_close(self.logits(run(len(self))), expected):
+                fault = "give other logits than the model"
+            self.logits(run(1))  # the others are left out
         except FAILURES as error:
-            fault = f"fail ({type(error).__name__}: {str(error)[:200]})"
+            fault = f"fail ({describe_failure(error)})"
         if fault:
             raise ValueError(f"the layers of {target.config.model_type}, run one by one, {fault}: it cannot be viewed")
 
@@ -213,21 +246,37 @@ class _Layer(nn.Module):
     def __init__(
         self, layer: nn.Module, hidden: Tensor | None, output: list[Tensor], *, runs: bool, wraps: bool
     ) -> None:
+        """Wrap a layer.
+
+        Args:
+            layer: the layer.
+            hidden: the states that it gets; None: those that the model hands it.
+            output: a list that gets its output.
+            runs: whether it runs, rather than hand on its input.
+            wraps: whether it then returns a tuple.
+        """
         super().__init__()
-        self.layer, self.hidden, self.output, self.runs, self.wraps = layer, hidden, output, runs, wraps
+        self.layer = layer
+        self.hidden = hidden
+        self.output = output
+        self.runs = runs
+        self.wraps = wraps
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the layer that the model looks up, such as its kind."""
+        """Return an attribute of the layer that the model looks up, such as its kind."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[B, N, D]; layers that return a tuple return the states first, as do those that are left out."""
+        """Return [B, N, D], or a tuple that begins with it."""
         hidden = hidden_states if self.hidden is None else self.hidden
-        left_out = (hidden,) if self.wraps else hidden
-        result = self.layer(hidden, *args, **kwargs) if self.runs else left_out
+        result: Any = hidden
+        if self.runs:
+            result = self.layer(hidden, *args, **kwargs)
+        elif self.wraps:
+            result = (hidden,)
         self.output[:] = [result if isinstance(result, Tensor) else result[0]]
         return result
 
@@ -239,62 +288,93 @@ class TargetTexts:
     """
 
     def __init__(self, view: TargetView, state: Any) -> None:
-        self.view, self.state = view, state
+        self.view = view
+        self.state = state
+
+    def _slots(self, rows: Sequence[int]) -> list[int]:
+        """Return the cache's slots of rows."""
+        return [self.state.rows.index(row) for row in rows]
 
     def length(self, row: int) -> int:
-        """The committed tokens of a row, all of which the target has read."""
+        """Return the committed tokens of a row, all of which the target has read."""
         return self.state.length(row)
 
     def room(self, row: int) -> float:
-        """The number of columns that a draft may use after a row's text without growing the cache."""
+        """Return the number of columns that a draft may use after a row's sequence without growing the cache."""
         return math.inf if self.state.max_tokens is None else self.state.needs[row] - self.length(row)
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
-        """[X, T, D] each, a layer's rotated keys and values of a row's committed tokens (read-only)."""
-        slot, held = self.state.rows.index(row), self.state.cache.layers[layer]
+        """Return [X, T, D] each, a layer's rotated keys and values of a row's committed tokens (read-only)."""
+        (slot,) = self._slots([row])
+        cache_layer = self.state.cache.layers[layer]
         end = self.state.cache.lengths[slot]
-        return held.key_rows.buffer[slot, :, :end], held.value_rows.buffer[slot, :, :end]
+        return cache_layer.key_rows.buffer[slot, :, :end], cache_layer.value_rows.buffer[slot, :, :end]
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """Groups of rows that may share a forward, in the order of their slots."""
+        """Return groups of rows that may share a forward, in the order of their slots."""
         return self.state.groups(sorted(rows, key=self.state.rows.index))
 
     def copy_columns(self, cache: TreeCache, moves: Mapping[int, tuple[int, Tensor, Tensor]]) -> None:
-        """Copy committed keys and values to a drafter's cache; `moves`: row -> (slot, columns [M] here, and there)."""
-        if moves:
-            slots = [torch.full_like(here, self.state.rows.index(row)) for row, (_, here, _) in moves.items()]
-            others = [torch.full_like(here, slot) for slot, here, _ in moves.values()]
-            _, here, there = zip(*moves.values(), strict=True)
-            origin, place = (torch.stack([torch.cat(a), torch.cat(b)]) for a, b in ((slots, here), (others, there)))
-            cache.copy_columns(self.state.cache, origin, place)
+        """Copy committed keys and values to a drafter's cache.
+
+        Args:
+            cache: the drafter's cache.
+            moves: by row a slot of the drafter's cache, columns [M] here, and their columns there.
+        """
+        if not moves:
+            return
+        origin = []
+        destination = []
+        for row, (slot, here, there) in moves.items():
+            origin.append(torch.stack([torch.full_like(here, self._slots([row])[0]), here]))
+            destination.append(torch.stack([torch.full_like(here, slot), there]))
+        cache.copy_columns(self.state.cache, torch.cat(origin, dim=1), torch.cat(destination, dim=1))
 
     @torch.inference_mode()
     def observe_attention(self, row: int, count: int, observe: Observe) -> None:
         """Read a row's last `count` tokens again to observe their queries and all keys; nothing is written.
 
-        `observe` gets a layer's number, queries [1, H, N, D], keys [1, X, T, D] and the scale of their product.
+        `observe` gets a layer's index, queries [1, H, N, D], keys [1, X, T, D] and the scale of their product.
         """
         text = self.state.text(row)
-        before = len(text) - count
-        kept = [self.keys_values(row, layer) for layer in range(len(self.state.cache.layers))]
-        offset = self.state.cache.offsets.get(self.state.rows.index(row), 0)
-        cache = LentCache([(keys[None, :, :before], values[None, :, :before]) for keys, values in kept], offset)
+        start = len(text) - count
+        lent = []
+        for layer in range(len(self.state.cache.layers)):
+            keys, values = self.keys_values(row, layer)
+            lent.append((keys[None, :, :start], values[None, :, :start]))
+        (slot,) = self._slots([row])
+        cache = LentCache(lent, self.state.cache.offsets.get(slot, 0))
+        tokens = torch.tensor([text[start:]])
+        positions = torch.arange(start, len(text))[None]
         reader = self.view.reader
         with self.view.lock, observing(reader.settings, observe):
-            reader(torch.tensor([text[before:]]), torch.arange(before, len(text))[None], None, cache)
+            reader(tokens, positions, None, cache)
 
     @torch.inference_mode()
     def ahead(
-        self, rows: Sequence[int], tokens: Tensor, depths: list[int], seen: Tensor | None, layers: int | None = None
+        self,
+        rows: Sequence[int],
+        tokens: Tensor,
+        depths: list[int],
+        tree_mask: Tensor | None,
+        layers: int | None = None,
     ) -> Tensor:
-        """[B, K, D], the output of the first `layers` layers (None: all) for the last K draft tokens [B, K].
+        """Run the first layers on the last K draft tokens of some rows, which see all committed tokens.
 
-        They see all committed tokens, and `seen` [B, K, R] of R drafted ones (None: a chain of new tokens). Token i of
-        a draft stands `depths[i]` positions after the text; earlier calls have read those before the last K.
+        Args:
+            rows: the rows.
+            tokens: [B, K]; earlier calls have read those before.
+            depths: how many positions after the sequence each of all R draft tokens is.
+            tree_mask: [B, K, R], the draft tokens that each sees; None: a chain of new tokens.
+            layers: the number of layers; None: all.
+
+        Returns:
+            [B, K, D], the output of the last layer.
         """
         cache = self.state.cache
-        slots = [self.state.rows.index(row) for row in rows]
+        slots = self._slots(rows)
         starts = [cache.lengths[slot] for slot in slots]
+        read_before = len(depths) - tokens.shape[1]
         positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
-        cache.aim(slots, [start + len(depths) - tokens.shape[1] for start in starts])
-        return self.view.read(self.view.embed(tokens), positions, seen, cache, 0, layers)
+        cache.aim(slots, [start + read_before for start in starts])
+        return self.view.read(self.view.embed(tokens), positions, tree_mask, cache, start=0, end=layers)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eagle.target.trees.attention_rows import AttentionRows
-from eagle.target.trees.means import ROWS
+from eagle.target.trees.read_modes import ROWS
 from tests.target.test_masks import EXACT, build_small
 from tests.target.test_positions import checked_reader
 from tests.tree_rounds import worst_difference
@@ -23,7 +23,7 @@ def local() -> Any:
 def test_attention_by_the_order_of_rows_reads_trees(local: Any, pieces: int) -> None:
     """Its check takes it off the mask; several rounds of trees equal plain forwards, beyond its window of 8."""
     reader = checked_reader(local)
-    assert ROWS in reader.means.extras
+    assert ROWS in reader.mode.extras
     assert worst_difference(local, reader, (21,), pieces) < EXACT
 
 
@@ -34,7 +34,7 @@ def test_compressed_columns_read_trees(length: int, pieces: int) -> None:
     """Every 4 and every 128 tokens become a column, of which the best 8 are attended to, besides a window of 8."""
     model = build_small("deepseek_v4")
     reader = checked_reader(model)
-    assert ROWS in reader.means.extras
+    assert ROWS in reader.mode.extras
     assert worst_difference(model, reader, (length,), pieces) < EXACT
 
 

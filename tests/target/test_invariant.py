@@ -166,7 +166,7 @@ def test_bits_do_not_depend_on_what_is_read_together(name: str, dtype: str, targ
     """Steps, chunks of a prompt, a tree and a batch give the same bits after 40 and after 200 tokens, or it is said."""
     target = target_of(targets, name, dtype)
     said = target.variance()
-    assert target.reader.means.invariant
+    assert target.reader.mode.invariant
     if said is None:
         assert find_variance(target, 200) is None
         assert "the same bits in steps, chunks, trees and batches" in target.describe()
@@ -277,12 +277,12 @@ def test_it_can_be_left_out_and_fp32_has_no_need_of_it() -> None:
     """`invariant=False` reads by the fast kernels, and says so where bits then change; copies keep the choice."""
     target = Target(build("llama", torch.bfloat16), invariant=False)
     target.describe()
-    assert not target.reader.means.invariant
+    assert not target.reader.mode.invariant
     assert not copy.deepcopy(target).invariant
     whole = Target(build("llama"))
     assert whole.variance() is None
     assert "bits" not in whole.describe()
-    assert not whole.reader.means.invariant
+    assert not whole.reader.mode.invariant
 
 
 @pytest.mark.slow

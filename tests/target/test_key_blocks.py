@@ -119,8 +119,8 @@ def test_a_tree_reads_the_bits_of_steps() -> None:
 def test_a_kernel_that_counts_rows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: one that rounds otherwise for many rows than for a few."""
 
-    def by_rows(*args: Any, read: Any = blocks.read_blocks) -> tuple[Tensor, Tensor]:
-        outputs, logs = read(*args)
+    def by_rows(*args: Any, read: Any = blocks.read_blocks, **options: Any) -> tuple[Tensor, Tensor]:
+        outputs, logs = read(*args, **options)
         return (outputs * (1 + 2**-7) if args[0].shape[1] > 40 else outputs), logs
 
     monkeypatch.setattr(blocks, "read_blocks", by_rows)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from eagle.target.trees import ladder
-from eagle.target.trees.means import OFFSETS
+from eagle.target.trees import read_modes
+from eagle.target.trees.read_modes import OFFSETS
 from tests.own_answers import cached_steps
 from tests.target.test_masks import EXACT, build_small
 from tests.target.test_means import Own, assert_own
@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """No prompt of a check may reach the limits."""
-    monkeypatch.setattr(ladder, "LONGEST_PROBE", 16)
+    monkeypatch.setattr(read_modes, "LONGEST_PROBE", 16)
 
 
 def test_steps_that_forget_beyond_a_far_limit_are_the_truth() -> None:
@@ -39,7 +39,7 @@ def test_texts_beyond_a_far_limit_are_read_right(model_type: str) -> None:
     model = build_small(model_type, **MODELS[model_type])
     reader = checked_reader(model)
     extra = {"llama4_text": OFFSETS}.get(model_type)
-    assert extra is None or extra in reader.means.extras
+    assert extra is None or extra in reader.mode.extras
     assert reader.original.config.to_dict() == model.config.to_dict()
     for length in (FAR - 4, FAR + 20):
         assert worst_difference(model, reader, (length,)) < EXACT
@@ -48,10 +48,10 @@ def test_texts_beyond_a_far_limit_are_read_right(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["llama4_text", "moshi"])
 def test_a_far_limit_that_is_not_tried_is_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, a mask alone seems to do, and texts beyond the limit are read wrong."""
-    monkeypatch.setattr(ladder, "NEAR", 10**9)
+    monkeypatch.setattr(read_modes, "NEAR", 10**9)
     model = build_small(model_type, **MODELS[model_type])
     reader = checked_reader(model)
-    assert reader.means.describe() == "mask"
+    assert reader.mode.describe() == "mask"
     assert max(worst_difference(model, reader, (length,)) for length in (FAR - 4, FAR + 20)) > 100 * EXACT
 
 

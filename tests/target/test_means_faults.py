@@ -79,7 +79,7 @@ def snapshot_late(patch: pytest.MonkeyPatch) -> None:
                 late[slot] = held.reading.keep({held.text: path[:1]})[held.text]
         keep(self, paths, lengths)
         for slot, states in late.items():
-            self.slots[slot].held[lengths[slot]] = states
+            self.slots[slot].by_length[lengths[slot]] = states
 
     patch.setattr(TextStates, "keep", wrong)
 
@@ -89,7 +89,9 @@ def not_forked(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: TextStates, slot: int, other: int) -> None:
         held = self.slots[slot]
-        self.slots[other] = Slot(dict.fromkeys(held.held, held.held[min(held.held)]), set(held.snapshots))
+        self.slots[other] = Slot(
+            dict.fromkeys(held.by_length, held.by_length[min(held.by_length)]), set(held.snapshots)
+        )
 
     patch.setattr(TextStates, "copy", wrong)
 

@@ -10,7 +10,7 @@ import torch
 
 from eagle.target.reader import TreeReader
 from eagle.target.trees import positions
-from eagle.target.trees.means import OFFSETS, ORIGIN, TABLES
+from eagle.target.trees.read_modes import OFFSETS, ORIGIN, TABLES
 from tests.target.test_masks import EXACT, build_small
 from tests.tree_rounds import make_reader, read_plainly, worst_difference
 
@@ -37,7 +37,7 @@ def test_a_table_is_indexed_by_position(model_type: str) -> None:
     """Siblings get one entry of the stock table; the model itself keeps its own."""
     model = build_small(model_type, **TABLED[model_type])
     reader = checked_reader(model)
-    assert TABLES in reader.means.extras
+    assert TABLES in reader.mode.extras
     assert reader.reads_rows == (model_type != "mpt")  # whose table has no row a text
     text = list(range(3, 20))
     before = read_plainly(model, text)
@@ -52,7 +52,7 @@ def test_a_counting_model_gets_the_distance_to_its_count(model_type: str, pieces
     """Its check tells that masks alone are not enough, and that texts are read one by one."""
     model = build_small(model_type, **COUNTING[model_type])
     reader = checked_reader(model)
-    assert OFFSETS in reader.means.extras and reader.reads_rows is False
+    assert OFFSETS in reader.mode.extras and reader.reads_rows is False
     assert worst_difference(model, reader, (21,), pieces) < EXACT
 
 
@@ -66,7 +66,7 @@ def test_a_column_in_place_of_a_position_is_seen(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(positions, "place_columns", in_order)
     assert worst_difference(bloom, readers[0]) > 100 * EXACT
-    monkeypatch.setattr(positions.Places, "query_offsets", property(lambda places: places.starts[0]))
+    monkeypatch.setattr(positions.TokenPositions, "query_offsets", property(lambda places: places.starts[0]))
     assert worst_difference(llama, readers[1]) > 100 * EXACT
 
 
@@ -83,7 +83,7 @@ def test_a_text_begins_at_the_models_own_first_position(model_type: str) -> None
     """These begin behind their padding index when they count by themselves, and not when they are given 0."""
     model = build_small(model_type)
     reader = checked_reader(model)
-    assert ORIGIN in reader.means.extras and reader.origin == 1 and not reader.follows_steps
+    assert ORIGIN in reader.mode.extras and reader.origin == 1 and not reader.follows_steps
     assert worst_difference(model, reader, (21, 15, 30)) < EXACT
 
 
@@ -91,4 +91,4 @@ def test_a_text_begins_at_the_models_own_first_position(model_type: str) -> None
 def test_a_window_that_only_a_models_cache_applies_is_followed() -> None:
     """Its config names one of 8 tokens, which its own forwards see beyond, and its steps do not."""
     reader = checked_reader(build_small("moshi"))
-    assert reader.follows_steps and reader.means.whole
+    assert reader.follows_steps and reader.mode.whole

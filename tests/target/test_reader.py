@@ -15,7 +15,7 @@ from eagle import Sampling, Target, generate
 from eagle.core.verify import Choose
 from eagle.drafters.none import NoDrafter
 from eagle.target.structure import cache_name_of
-from eagle.target.trees.ladder import Probe
+from eagle.target.trees.read_modes import Probe
 from tests.families import COMMON, FAMILIES, PlantedTrees, RandomTrees, build, own_answer, random_tokens
 from tests.own_answers import answer_naively, cached_steps
 
@@ -63,7 +63,7 @@ def test_windows_that_count_rows_need_more_than_a_mask(window: int, dtype: torch
     target = Target(build_small("gpt_neo", {**GPT_NEO, "window_size": window}, dtype))
     assert re.search("by the order of rows|unlike the texts along its paths", Probe(target.reader).find_misreading())
     target.reader.check()
-    assert target.reader.means.describe() != "mask"
+    assert target.reader.mode.describe() != "mask"
     assert target.features(torch.ones(1, 9, dtype=torch.long), (0, -1)).shape == (1, 9, 2, COMMON["hidden_size"])
 
 
@@ -155,7 +155,7 @@ def test_a_planted_fault_is_seen_in_every_precision(
     monkeypatch.setattr(masks, "_additive", broken)
     assert "reads a small tree unlike" in Probe(target.reader).find_misreading()
     target.open().begin([1, 2, 3], Choose(Sampling()))
-    assert target.reader.means.describe() != "mask"
+    assert target.reader.mode.describe() != "mask"
 
 
 def test_the_check_runs_once_and_leaves_no_text() -> None:

@@ -94,7 +94,7 @@ def test_a_longer_text_than_is_held_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def late_cut(self: text_states.TextStates, slot: int, length: int) -> None:
     """The states of a longer text stand for those of a shorter one."""
     held = self.slots[slot]
-    held.held = {length: [*held.held.values()][-1]} if length and held.held else {}
+    held.by_length = {length: [*held.by_length.values()][-1]} if length and held.by_length else {}
     held.reading = None
 
 

@@ -12,8 +12,7 @@ import torch
 from eagle import Target, beam_search
 from eagle.target import reader
 from eagle.target.trees import mixers
-from eagle.target.trees.mixer_state import State
-from eagle.target.trees.mixers import Mixers
+from eagle.target.trees.mixers import Mixers, State
 from eagle.target.trees.reading import Reading
 from eagle.target.trees.tree_plan import Paths, Plan
 from tests.every_type import build

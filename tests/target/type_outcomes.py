@@ -18,7 +18,7 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree
 from eagle.log import progress
 from eagle.target.structure import cache_name_of
-from eagle.target.trees.ladder import Probe
+from eagle.target.trees.read_modes import Probe
 from tests.every_type import TYPES, build
 from tests.families import RandomTrees, own_answer
 from tests.target.test_families import HandedIn
@@ -134,13 +134,22 @@ def outcome(model_type: str) -> dict[str, Any]:
             result = compare(model, target)
             if change := find_change(copied, before):
                 return {"outcome": f"changed {change}"}
-            worst = Probe(target.reader).measure_worst()
+            worst = measure_worst(target.reader)
         except ValueError as error:
             change = find_change(copied, before)
             return {"outcome": f"changed {change}" if change else "refused", "why": str(error)}
         except Exception as error:
             return {"outcome": "raw", "why": f"{type(error).__name__}: {str(error)[:200]}"}
     return {"outcome": result, "means": means, "worst": float(f"{worst:.1e}")}
+
+
+@torch.inference_mode()
+def measure_worst(reader: Any) -> float:
+    """The largest relative difference of a node's states from the model's own."""
+    probe = Probe(reader)
+    expected, _ = probe.read_expected()
+    nodes = probe.read_tree(reader.new_cache())
+    return float(((nodes - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle.core.tree import DraftTree
 from eagle.target.state import TargetState
-from eagle.target.trees.means import FAILURES
+from eagle.target.structure import FAILURES, describe_failure
 
 PROMPT = 40  # tokens: enough keys for sums whose order matters
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 5, 6, 7, 8, 8, 9, 10]  # of a tree of 17 nodes
@@ -25,10 +25,11 @@ def find_variance(target: Any, length: int = PROMPT) -> str | None:
     A prompt is read whole, then steps by one token follow. The same states and logits must come from the prompt in
     chunks, from a tree, and from a batch.
     """
-    most = target.max_positions or length + len(PARENTS)
-    count = min(length, most - len(PARENTS))
+    max_tokens = target.max_positions or length + len(PARENTS)
+    count = min(length, max_tokens - len(PARENTS))
     size = target.model.get_input_embeddings().weight.shape[0]
-    prompt = (torch.randperm(max(size, count), generator=torch.Generator().manual_seed(1))[:count] % size).tolist()
+    order = torch.randperm(max(size, count), generator=torch.Generator().manual_seed(1))
+    prompt = (order[:count] % size).tolist()
     tree = DraftTree(torch.arange(3, 3 + len(PARENTS)) * 5 % size, torch.tensor(PARENTS))
     trials = {
         "a prompt is read in chunks": lambda: _read_steps(target, prompt, tree, chunk=count // 3),
@@ -43,18 +44,19 @@ def find_variance(target: Any, length: int = PROMPT) -> str | None:
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
-            return f"{name} fails ({type(error).__name__}: {str(error)[:200]})"
+            return f"{name} fails ({describe_failure(error)})"
         if not all(map(torch.equal, got, expected)):
             return f"a token's bits change when {name}"
     return None
 
 
 def _read_steps(target: Any, prompt: list[int], tree: DraftTree, chunk: int) -> tuple[Tensor, Tensor]:
-    """The states [5, D] and logits [5, V] of a tree's path, by steps of one token after a prompt in such chunks."""
+    """Return states [5, D] and logits [5, V] of a tree's path, by steps of one token after a prompt in such chunks."""
     state = TargetState(target, (-1,))
     state.admit(0, prompt, room=len(tree))
     state.finish_prompts(chunk)
-    states, logits = list[Tensor](), list[Tensor]()
+    states: list[Tensor] = []
+    logits: list[Tensor] = []
     for token in tree.tokens[PATH].tolist():
         output = state.read({0: DraftTree.chain([token])})[0]
         assert output.features is not None
@@ -65,7 +67,7 @@ def _read_steps(target: Any, prompt: list[int], tree: DraftTree, chunk: int) -> 
 
 
 def _read_tree(target: Any, prompts: list[list[int]], tree: DraftTree) -> tuple[Tensor, Tensor]:
-    """The states [5, D] and logits [5, V] of a tree's path after the last of these prompts, each of which has it."""
+    """Return states [5, D] and logits [5, V] of a tree's path after the last of these prompts, each of which has it."""
     state = TargetState(target, (-1,))
     for row, prompt in enumerate(prompts):
         state.admit(row, prompt, room=len(tree))

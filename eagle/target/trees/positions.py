@@ -1,6 +1,6 @@
 """Positions for models that count their tokens by themselves, where siblings of a tree share one."""
 
-# B texts, N new tokens, R not committed, S columns, H heads
+# B sequences, N new tokens, R not committed, S columns, H heads
 
 from __future__ import annotations
 
@@ -16,56 +16,67 @@ from torch import Tensor, nn
 
 from eagle.device import upload
 from eagle.target.attention import Masks, place_columns
-from eagle.target.trees.means import FAILURES
+from eagle.target.structure import FAILURES
 
 TABLE_NAMES = re.compile("build.*alibi")
 COUNTERS = ("get_seq_length", "get_mask_sizes")  # by which a model counts columns of its cache
 
 
-class Places:
-    """Where the tokens of one forward and the columns that they may see stand in their texts."""
+class TokenPositions:
+    """The positions of one forward's tokens and of the columns that they may see."""
 
-    def __init__(self, starts: Sequence[int], positions: Tensor, count: int, held: Tensor | None, masks: Masks) -> None:
-        """`starts`, `positions` [B, R] and `held` are as in `Masks`; the last `count` of R tokens are read."""
-        self.starts, self.positions, self.count, self.held, self.device = starts, positions, count, held, masks.device
+    def __init__(
+        self, starts: Sequence[int], positions: Tensor, count: int, committed: Tensor | None, masks: Masks
+    ) -> None:
+        """Take `starts`, `positions` [B, R] and `committed` as in `Masks`; the last `count` of R tokens are read."""
+        self.starts = starts
+        self.positions = positions
+        self.count = count
+        self.committed = committed
+        self.device = masks.device
 
     @cached_property
     def columns(self) -> Tensor:
         """[B, S], the position of every column, on the host."""
-        return place_columns(self.starts, self.positions, self.held)
+        return place_columns(self.starts, self.positions, self.committed)
 
     @cached_property
     def earlier(self) -> Tensor | None:
         """[3, B, S - N], positions of the columns before the last N, in three dimensions; None where there are none."""
-        before = self.columns[:, : -self.count]
-        return upload(before, self.device).expand(3, -1, -1) if before.numel() else None
+        earlier = self.columns[:, : -self.count]
+        if not earlier.numel():
+            return None
+        return upload(earlier, self.device).expand(3, -1, -1)
 
     @cached_property
     def length(self) -> int:
-        """The tokens of the longest text, with the longest path of a tree."""
+        """The tokens of the longest sequence, with the longest path of a tree."""
         return int(self.positions.max()) + 1
 
     @cached_property
     def query_offsets(self) -> Any:
-        """Each new token's position less its place in `arange(N)`: a number, or a tensor [N]."""
+        """Each new token's position less its index in `arange(N)`: a number, or a tensor [N]."""
         return self._offsets(self.positions[:, -self.count :])
 
     @cached_property
     def column_offsets(self) -> Any:
-        """Each column's position less its place in `arange(S)`: 0, or a tensor [S]."""
+        """Each column's position less its index in `arange(S)`: 0, or a tensor [S]."""
         return self._offsets(self.columns)
 
-    def _offsets(self, places: Tensor) -> Any:
-        offsets = places - torch.arange(places.shape[1])
+    def _offsets(self, positions: Tensor) -> Any:
+        offsets = positions - torch.arange(positions.shape[1])
         if (offsets != offsets[:1]).any():
             raise ValueError("texts of other lengths have their tokens at other places: they are read one by one")
-        same = bool((offsets == offsets[0, 0]).all())
-        return int(offsets[0, 0]) if same else upload(offsets[0], self.device)
+        first = offsets[0]
+        if bool((first == first[0]).all()):
+            return int(first[0])
+        return upload(first, self.device)
 
 
 def counts_columns(reader: Any) -> bool:
-    """Whether a model asks its cache for lengths although it is given masks and positions."""
-    cache, calls = reader.new_cache(), []
+    """Return whether a model asks its cache for lengths although it is given masks and positions."""
+    cache = reader.new_cache()
+    calls = []
 
     def ask(count: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls.append(count)
@@ -82,73 +93,91 @@ def counts_columns(reader: Any) -> bool:
 
 @torch.inference_mode()
 def first_position(reader: Any) -> int:
-    """The position of a text's first token, counted by the model itself, less the one that it makes of a given 0."""
-    embeddings = [part for part in reader.base.modules() if isinstance(part, nn.Embedding)]
+    """Return how far the model's own position of a first token is from the one that it makes of a given 0.
+
+    Both are seen as indices into its embeddings.
+    """
+    embeddings = [module for module in reader.base.modules() if isinstance(module, nn.Embedding)]
     if "position_ids" not in reader.arguments or len(embeddings) == 1:
         return 0
-    tokens = torch.tensor([[token for token in range(3, 7) if token != reader.config.pad_token_id][:3]])
-    tokens = upload(tokens, reader.masks.device)
+    # some models count from their padding token's id on, and leave padding out
+    tokens = [token for token in range(3, 7) if token != reader.config.pad_token_id][:3]
+    input_ids = upload(torch.tensor([tokens]), reader.masks.device)
 
-    def read_indices(**given: Tensor) -> list[int]:
+    def read_indices(**inputs: Tensor) -> list[int]:
         indices: list[int] = []
-        handles = [
-            part.register_forward_pre_hook(lambda _, args: indices.append(int(args[0].flatten()[0])))
-            for part in embeddings
-        ]
+
+        def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            indices.append(int(args[0].flatten()[0]))
+
+        handles = [embedding.register_forward_pre_hook(note) for embedding in embeddings]
         try:
-            reader.base(input_ids=tokens, use_cache=False, **given)
+            reader.base(input_ids=input_ids, use_cache=False, **inputs)
         finally:
             for handle in handles:
                 handle.remove()
         return indices
 
     try:
-        own, given = read_indices(), read_indices(position_ids=torch.arange(3, device=tokens.device)[None])
+        counted = read_indices()
+        explicit = read_indices(position_ids=torch.arange(3, device=input_ids.device)[None])
     except FAILURES:
         return 0
-    return max(one - other for one, other in zip(own, given, strict=True))
+    return max(by_model - from_zero for by_model, from_zero in zip(counted, explicit, strict=True))
 
 
 def table_builders(base: Any) -> list[str]:
-    """Names of the methods or functions by which a base model makes a table of biases by position."""
+    """Return the names of the methods or functions by which a base model makes a table of biases by position."""
     return [name for name in inspect.unwrap(type(base).forward).__code__.co_names if TABLE_NAMES.search(name)]
 
 
 def place_tables(reader: Any) -> None:
-    """Let a reader's model index its tables of biases by each column's position instead of its place."""
+    """Let a reader's model index its tables of biases by each column's position instead of its index."""
     base = reader.base
     for name in table_builders(base):
         if hasattr(base, name):
             setattr(base, name, partial(_build_table, reader, getattr(base, name)))
-        else:  # a function of its module, which other models share: this one alone gets another
-            stock: Any = inspect.unwrap(type(base).forward)
-            names = stock.__globals__ | {name: partial(_build_table, reader, stock.__globals__[name])}
-            forward = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
-            forward.__kwdefaults__ = stock.__kwdefaults__
-            base.forward = MethodType(forward, base)
+            continue
+        # a function of its module, which other models share: this one alone gets another
+        stock: Any = inspect.unwrap(type(base).forward)
+        build = partial(_build_table, reader, stock.__globals__[name])
+        forward = FunctionType(
+            stock.__code__,
+            stock.__globals__ | {name: build},
+            name=stock.__name__,
+            argdefs=stock.__defaults__,
+            closure=stock.__closure__,
+        )
+        forward.__kwdefaults__ = stock.__kwdefaults__
+        base.forward = MethodType(forward, base)
 
 
 def _build_table(reader: Any, build: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The stock table of one text of the length at hand, with the entry of each column's position in its place."""
-    places: Places | None = reader.places
-    if places is None:
+    """Return the stock table of one sequence of the length at hand, with the entry of each column's position."""
+    positions: TokenPositions | None = reader.places
+    if positions is None:
         return build(*args, **kwargs)
-    texts, length = len(places.starts), places.length
-    by_mask = False
+    length = positions.length
+    # a mask tells the stock function the length, and the number of sequences
+    masks = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
-    def shorten(value: Any) -> Any:  # a mask tells the stock function the length, and the number of texts
-        nonlocal by_mask
+    def shorten(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        by_mask = True
         return torch.ones(1, length, dtype=torch.long, device=value.device)
 
-    table = build(*map(shorten, args), **{name: shorten(value) for name, value in kwargs.items()})  # [H, 1, length]
+    short_kwargs = {name: shorten(value) for name, value in kwargs.items()}
+    table = build(*map(shorten, args), **short_kwargs)  # [H, 1, length]
     if table.shape[-1] < length:
         raise ValueError(f"texts of {length} tokens are longer than the {table.shape[-1]} that this model counts")
-    columns = places.columns
-    if not by_mask and (columns != columns[:1]).any():
-        raise ValueError("one table serves all texts, whose columns stand at other places: they are read one by one")
-    columns = (columns if by_mask else columns[:1]).clamp(max=length - 1) + (table.shape[-1] - length)
-    picked = table[..., upload(columns, table.device)]  # [H, 1, B, S]
-    return picked.permute(2, 0, 1, 3).reshape((texts if by_mask else 1) * len(table), 1, -1)
+    columns = positions.columns
+    if not masks:
+        if (columns != columns[:1]).any():
+            raise ValueError(
+                "one table serves all texts, whose columns stand at other places: they are read one by one"
+            )
+        columns = columns[:1]
+    # a table may end with the last position
+    columns = columns.clamp(max=length - 1) + (table.shape[-1] - length)
+    picked = table[..., upload(columns, table.device)]  # [H, 1, B or 1, S]
+    return picked.permute(2, 0, 1, 3).reshape(len(columns) * len(table), 1, -1)

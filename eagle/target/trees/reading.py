@@ -1,6 +1,6 @@
 """One forward of a model that keeps states: over trees, with all that is needed to commit a path of them."""
 
-# B texts, R nodes that are not committed, N of them new, P paths, D nodes of the longest path
+# B sequences, R nodes that are not committed, N of them new, P paths, D nodes of the longest path
 
 from __future__ import annotations
 
@@ -12,48 +12,57 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.device import upload
-from eagle.target.trees.mixer_state import State, pick_states, split_state
-from eagle.target.trees.mixers import Mixer, Projections
+from eagle.target.trees.mixers import Mixer, Projections, State, join, split_state
 from eagle.target.trees.tree_plan import Path, Paths, Plan, batch_dimension
 
 States = dict[Mixer, State]
-"""The states of one text."""
+"""The states of one sequence."""
 
 
 class Reading:
-    """A forward in which mixers read trees from the states of committed texts; `keep` gives those behind a path.
+    """A forward in which mixers read trees from the states of committed sequences.
 
-    Mixers read all paths in one call, or by `levels`, one call for each depth. A forward that `commits` reads texts.
+    `keep` gives the states after a path. Mixers read all paths in one call, or by `levels`, one call for each depth.
+    A forward that `commits` reads whole sequences.
     """
 
     def __init__(self, plan: Plan, states: Sequence[States], *, levels: bool, commits: bool = False) -> None:
-        self.plan, self.states, self.levels, self.commits = plan, list(states), levels, commits
+        self.plan = plan
+        self.states = list(states)
+        self.levels = levels
+        self.commits = commits
         self.inputs: dict[Mixer, Any] = {}  # at all nodes
         self.projections: dict[Mixer, Projections | None] = {}
-        self.ends: dict[Mixer, list[State]] = {}  # behind each text's last node
-        self.behind: dict[Mixer, dict[tuple[int, int], State]] = {}  # nodes (text, node), where read by levels
+        self.ends: dict[Mixer, list[State]] = {}  # after each sequence's last node
+        self.behind: dict[Mixer, dict[tuple[int, int], State]] = {}  # after nodes (sequence, node), if read by levels
 
     def read(self, mixer: Mixer, inputs: dict[str, Any]) -> Any:
-        """A mixer's output at the new nodes, given its inputs there."""
-        before = [states.get(mixer, {}) for states in self.states]
+        """Return a mixer's output at the new nodes, given its inputs there."""
+        committed = [states.get(mixer, {}) for states in self.states]
         if self.commits:
-            return self._read_texts(mixer, inputs, before)
-        return (self._read_levels if self.levels else self._read_paths)(mixer, inputs, before)
+            return self._read_texts(mixer, inputs, committed)
+        if self.levels:
+            return self._read_levels(mixer, inputs, committed)
+        return self._read_paths(mixer, inputs, committed)
 
     def _join_inputs(self, mixer: Mixer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A mixer's inputs at all nodes, given those at the new ones."""
+        """Return a mixer's inputs at all nodes, given those at the new ones."""
         if mixer not in self.inputs:
             return inputs
-        (texts, _), first, new = self.plan.shape, self.plan.first, self.plan.new
-        return _join_nodes(self.inputs[mixer], inputs, (texts, first), (texts, new))
+        texts = self.plan.shape[0]
+        return _join_nodes(self.inputs[mixer], inputs, (texts, self.plan.first), (texts, self.plan.new))
 
-    def _read_paths(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:
-        plan, inputs = self.plan, self._join_inputs(mixer, inputs)
-        paths, projections = plan.to_leaves, Projections()
-        states = [before[text] for text in paths.texts]
+    def _read_paths(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
+        """Read all paths to leaves in one call, each from the state of its sequence."""
+        plan = self.plan
+        paths = plan.to_leaves
+        projections = Projections()
+        inputs = self._join_inputs(mixer, inputs)
+        states = [committed[text] for text in paths.texts]
         output, ends = self._run(mixer, inputs, states, paths, projections, splits=paths.is_whole)
         projections.is_complete = True
-        self.inputs[mixer], self.projections[mixer] = inputs, projections if projections.outputs else None
+        self.inputs[mixer] = inputs
+        self.projections[mixer] = projections if projections.outputs else None
         if paths.is_whole:
             self.ends[mixer] = ends
         return _map_rows(lambda rows: paths.scatter(rows, plan.new), output, paths)
@@ -64,83 +73,105 @@ class Reading:
         inputs: Mapping[str, Any],
         states: Sequence[State],
         paths: Paths,
-        projections: Projections | None,
+        projections: Projections | None = None,
         *,
         splits: bool = True,
     ) -> tuple[Any, list[State]]:
-        """The output for rows from a state each, and the states behind; rows run apart whose states do not join."""
+        """Run a mixer over rows; those whose states do not join run apart.
+
+        Args:
+            mixer: the mixer.
+            inputs: its inputs at all nodes.
+            states: the state that each row goes on from.
+            paths: the rows.
+            projections: as in `Mixer.run`.
+            splits: whether the states are wanted.
+
+        Returns:
+            The output of all rows, and the state after each, or [].
+        """
         groups: dict[Any, list[int]] = {}
         for row, state in enumerate(states):
             groups.setdefault(mixer.kind_of(state), []).append(row)
         if len(groups) == 1:
-            output, state = mixer.run(inputs, pick_states(states, range(len(states))), paths, projections)
+            output, state = mixer.run(inputs, join(states), paths, projections)
             return output, split_state(state, len(states)) if splits else []
-        outputs, behind = [], dict[int, State]()
+        outputs = []
+        order: list[int] = []
+        ends: list[State] = []
         for rows in groups.values():
-            part = self.plan.paths([paths.paths[row] for row in rows])
-            output, state = mixer.run(inputs, pick_states(states, rows), part, None)
+            group_paths = self.plan.paths([paths.paths[row] for row in rows])
+            output, state = mixer.run(inputs, join([states[row] for row in rows]), group_paths, None)
             outputs.append(output)
-            behind |= dict(zip(rows, split_state(state, len(rows)), strict=True))
-        order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+            order += rows
+            ends += split_state(state, len(rows))
+        # back to the order of the rows
+        index = torch.tensor(order).argsort()
         joined = _join_rows(outputs, paths.longest)
-        joined = _map_rows(lambda rows: rows.index_select(0, upload(order, rows.device)), joined, paths)
-        return joined, [behind[row] for row in range(len(states))]
+        joined = _map_rows(lambda rows: rows.index_select(0, upload(index, rows.device)), joined, paths)
+        return joined, [ends[i] for i in index.tolist()]
 
-    def _read_levels(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:
-        """One call for each depth, every node from its parent's state."""
-        plan, behind = self.plan, self.behind.setdefault(mixer, {})
+    def _read_levels(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
+        """Make one call for each depth, every node from its parent's state."""
+        plan = self.plan
+        behind = self.behind.setdefault(mixer, {})
         levels, nodes = plan.level_rows
         outputs: list[Any] = []
         for level, rows in zip(plan.levels, levels, strict=True):
-            parents = [(text, plan.parents[text][node]) for text, node in level]
-            states = [before[text] if parent == -1 else behind[text, parent] for text, parent in parents]
-            output, states = self._run(mixer, inputs, states, rows, None)
+            states = []
+            for text, node in level:
+                parent = plan.parents[text][node]
+                states.append(committed[text] if parent == -1 else behind[text, parent])
+            output, states = self._run(mixer, inputs, states, rows)
             behind |= dict(zip(level, states, strict=True))
             outputs.append(output)
         self.inputs[mixer] = self._join_inputs(mixer, inputs)  # for more nodes than can be read by levels
         return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_rows(outputs), nodes)
 
-    def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], before: list[State]) -> Any:
-        """Each text by itself and as long as it is, so that padding enters no state; equal ones side by side."""
-        plan, outputs = self.plan, []
-        texts = [(text, list(range(len(row_parents)))) for text, row_parents in enumerate(plan.parents)]
+    def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
+        """Read each sequence by itself and as long as it is, so that padding enters no state; equal ones in a batch."""
+        plan = self.plan
+        texts = [(text, list(range(len(parents)))) for text, parents in enumerate(plan.parents)]
         whole = plan.paths(texts)
-        alike = whole.is_whole and len({mixer.kind_of(state) for state in before}) == 1
+        kinds = {mixer.kind_of(state) for state in committed}
+        is_batch = whole.is_whole and len(kinds) == 1
+        outputs = []
         self.ends[mixer] = []
-        for paths in [texts] if alike else [[text] for text in texts]:
-            output, states = self._read_text(mixer, inputs, [before[text] for text, _ in paths], paths)
+        for paths in [texts] if is_batch else [[text] for text in texts]:
+            states = [committed[text] for text, _ in paths]
+            output, ends = self._read_text(mixer, inputs, states, paths)
             outputs.append(output)
-            self.ends[mixer] += states
-        if alike:
+            self.ends[mixer] += ends
+        if is_batch:
             return outputs[0]
         return _map_rows(lambda rows: whole.scatter(rows, plan.new), _join_rows(outputs, whole.longest), whole)
 
-    def _read_text(self, mixer: Mixer, inputs: dict[str, Any], before: list[State], paths: list[Path]) -> Any:
-        """The output for texts of one length, and the state of each behind it."""
-        count, steps = len(paths), [paths]
-        if self.levels and before[0]:  # several tokens at once would begin a new text
+    def _read_text(self, mixer: Mixer, inputs: dict[str, Any], states: list[State], paths: list[Path]) -> Any:
+        """Return the output for sequences of one length, and the state at the end of each."""
+        steps = [paths]
+        # several tokens at once would begin a new sequence
+        if self.levels and states[0]:
             steps = [[(text, [node]) for text, _ in paths] for node in paths[0][1]]
-        outputs, states = [], before
+        outputs = []
         for step in steps:
-            state = pick_states(states, range(count))
-            output, state = mixer.run(inputs, state, self.plan.paths(step), None)
+            output, state = mixer.run(inputs, join(states), self.plan.paths(step), None)
             outputs.append(output)
-            states = split_state(state, count)
+            states = split_state(state, len(paths))
         return _join_steps(outputs), states
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> dict[int, States]:
-        """The states of texts behind these paths of theirs."""
+        """Return the states of sequences after these paths of theirs."""
         kept: dict[int, States] = {text: {} for text in paths}
+        mixers = self.behind if self.levels else self.inputs
         for length in {len(path) for path in paths.values()}:
-            texts = [text for text, path in paths.items() if len(path) == length]
-            rows = self.plan.paths([(text, list(paths[text])) for text in texts])
-            for mixer in self.behind if self.levels else self.inputs:
-                for text, state in zip(texts, self._state_behind(mixer, rows), strict=True):
+            rows = self.plan.paths([(text, list(path)) for text, path in paths.items() if len(path) == length])
+            for mixer in mixers:
+                for text, state in zip(rows.texts, self._state_behind(mixer, rows), strict=True):
                     kept[text][mixer] = state
         return kept
 
     def _state_behind(self, mixer: Mixer, rows: Paths) -> list[State]:
-        """The mixer's states behind paths of one length."""
+        """Return the mixer's states after paths of one length."""
         if self.levels:
             return [self.behind[mixer][text, path[-1]] for text, path in rows.paths]
         if mixer in self.ends and rows.longest == self.plan.shape[1]:
@@ -149,72 +180,79 @@ class Reading:
         return self._run(mixer, self.inputs[mixer], states, rows, self.projections[mixer])[1]
 
     def narrow(self, kept: Sequence[Path], states: Sequence[States]) -> Reading:
-        """The reading of these texts' nodes alone, in this order, as after texts with these states."""
+        """Return the reading of these sequences' nodes alone, in this order, as after sequences with these states."""
         parents = []
         for text, nodes in kept:
-            number = {node: place for place, node in enumerate(nodes)}
-            parents.append([number.get(self.plan.parents[text][node], -1) for node in nodes])
+            new_index = {node: index for index, node in enumerate(nodes)}
+            parents.append([new_index.get(self.plan.parents[text][node], -1) for node in nodes])
         rows = self.plan.paths(kept)
-        other = Reading(Plan(parents, rows.longest, 0), states, levels=self.levels)
-        other.inputs = {mixer: rows.gather(inputs) for mixer, inputs in self.inputs.items()}
+        narrowed = Reading(Plan(parents, rows.longest, 0), states, levels=self.levels)
+        narrowed.inputs = {mixer: rows.gather(inputs) for mixer, inputs in self.inputs.items()}
         for mixer, behind in self.behind.items():
-            other.behind[mixer] = {
-                (row, place): behind[text, node]
-                for row, (text, nodes) in enumerate(kept)
-                for place, node in enumerate(nodes)
-            }
-        return other
+            narrowed.behind[mixer] = {}
+            for row, (text, nodes) in enumerate(kept):
+                for index, node in enumerate(nodes):
+                    narrowed.behind[mixer][row, index] = behind[text, node]
+        return narrowed
 
     def extend(self, plan: Plan, *, levels: bool) -> Reading:
-        """A forward over more nodes of the same texts."""
-        other = Reading(plan, self.states, levels=levels)
-        other.inputs = dict(self.inputs)
+        """Return a forward over more nodes of the same sequences."""
+        extended = Reading(plan, self.states, levels=levels)
+        extended.inputs = dict(self.inputs)
         if levels:
-            other.behind = {mixer: dict(behind) for mixer, behind in self.behind.items()}
-        return other
+            extended.behind = {mixer: dict(behind) for mixer, behind in self.behind.items()}
+        return extended
 
 
 def _map_rows(change: Callable[[Tensor], Tensor], output: Any, paths: Paths) -> Any:
-    """A mixer's output with its tensors [P, D, ..] changed."""
-    if isinstance(output, Tensor):
-        return change(output) if output.shape[:2] == (len(paths.paths), paths.longest) else output
-    return tuple(_map_rows(change, part, paths) for part in output) if isinstance(output, tuple) else output
+    """Return a mixer's output with its tensors [P, D, ..] changed."""
+    if isinstance(output, tuple):
+        return tuple(_map_rows(change, item, paths) for item in output)
+    if isinstance(output, Tensor) and output.shape[:2] == (len(paths.paths), paths.longest):
+        return change(output)
+    return output
 
 
 def _join_rows(outputs: Sequence[Any], longest: int = 0) -> Any:
-    """Outputs of several calls, one below the other, padded to the longest."""
+    """Return outputs of several calls as rows of one, padded to the longest."""
     first = outputs[0]
-    if isinstance(first, Tensor):
-        longest = max(longest, *(len(rows[0]) for rows in outputs))
-        padded = [F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, longest - rows.shape[1])) for rows in outputs]
-        return torch.cat(padded)
-    return tuple(map(_join_rows, zip(*outputs, strict=True))) if isinstance(first, tuple) else first
+    if isinstance(first, tuple):
+        return tuple(map(_join_rows, zip(*outputs, strict=True)))
+    if not isinstance(first, Tensor):
+        return first
+    longest = max(longest, *(rows.shape[1] for rows in outputs))
+    unpadded = (0, 0) * (first.dim() - 2)  # the axes after that of the steps
+    return torch.cat([F.pad(rows, (*unpadded, 0, longest - rows.shape[1])) for rows in outputs])
 
 
 def _join_steps(outputs: Sequence[Any]) -> Any:
-    """Outputs of several calls, one behind the other."""
+    """Return outputs of several calls, one after the other in each row."""
     if len(outputs) == 1:
         return outputs[0]
     if isinstance(outputs[0], Tensor):
         return torch.cat(list(outputs), dim=1)
-    return tuple(map(_join_steps, zip(*outputs, strict=True))) if isinstance(outputs[0], tuple) else outputs[0]
+    if isinstance(outputs[0], tuple):
+        return tuple(map(_join_steps, zip(*outputs, strict=True)))
+    return outputs[0]
 
 
-def _join_nodes(old: Any, new: Any, before: tuple[int, int], shape: tuple[int, int]) -> Any:
-    """A mixer's inputs at nodes that were read before, and at new ones."""
+def _join_nodes(old: Any, new: Any, old_shape: tuple[int, int], new_shape: tuple[int, int]) -> Any:
+    """Return a mixer's inputs at nodes that were read before, followed by those at new ones."""
     if isinstance(new, Tensor) and isinstance(old, Tensor):
-        batch = batch_dimension(new, shape)
-        if batch is None or batch_dimension(old, before) != batch:
+        batch = batch_dimension(new, new_shape)
+        if batch is None or batch_dimension(old, old_shape) != batch:
             return new
-        sizes = [
-            max(a, b) if axis == batch else -1 for axis, (a, b) in enumerate(zip(old.shape, new.shape, strict=True))
-        ]
+        # one of them may have one row for all sequences
+        sizes = [-1] * new.dim()
+        sizes[batch] = max(old.shape[batch], new.shape[batch])
         return torch.cat([old.expand(sizes), new.expand(sizes)], dim=batch + 1)
     if isinstance(new, (tuple, list)):
-        return type(new)(_join_nodes(a, b, before, shape) for a, b in zip(old, new, strict=True))
-    if isinstance(new, dict):  # masks are made anew for paths
-        return {
-            name: value if "mask" in name else _join_nodes(old[name], value, before, shape)
-            for name, value in new.items()
-        }
+        pairs = zip(old, new, strict=True)
+        return type(new)(_join_nodes(old_item, item, old_shape, new_shape) for old_item, item in pairs)
+    if isinstance(new, dict):
+        joined = dict(new)  # masks are made again for paths
+        for name, value in new.items():
+            if "mask" not in name:
+                joined[name] = _join_nodes(old[name], value, old_shape, new_shape)
+        return joined
     return new

@@ -1,6 +1,6 @@
-"""The mixers' states of the texts in a cache's slots: behind each text, and at earlier places of it."""
+"""The mixers' states of the sequences in a cache's slots: at the end of each, and after earlier tokens of it."""
 
-# B texts, R nodes that are not committed, N of them new
+# B sequences, R nodes that are not committed, N of them new
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from eagle.target.trees.mixer_state import count_bytes
-from eagle.target.trees.mixers import Mixers
+from eagle.target.trees.mixers import Mixers, count_bytes
 from eagle.target.trees.reading import Reading, States
 from eagle.target.trees.tree_plan import Plan, find_parents
 
-SNAPSHOT_TOKENS = 8192  # of a text from one snapshot of its states to the next
+SNAPSHOT_TOKENS = 8192  # of a sequence from one snapshot of its states to the next
 
 
 @dataclass(slots=True)
 class Slot:
-    """One text's states by its length, and the forward that read its uncommitted nodes."""
+    """One sequence's states by its length, and the forward that read its uncommitted nodes."""
 
-    held: dict[int, States] = field(default_factory=dict)
-    snapshots: set[int] = field(default_factory=set)  # lengths that stay when the text grows
+    by_length: dict[int, States] = field(default_factory=dict)
+    snapshots: set[int] = field(default_factory=set)  # lengths that stay when the sequence grows
     reading: Reading | None = None
-    text: int = 0  # its number there
+    text: int = 0  # the index of the sequence in that forward
 
 
 class TextStates:
@@ -38,115 +37,143 @@ class TextStates:
         slots: Sequence[int],
         lengths: Sequence[int],
         sizes: Sequence[int],
-        seen: Tensor | None,
+        tree_mask: Tensor | None,
         new: int,
         *,
         mixers: Mixers,
         commits: bool,
     ) -> Reading:
-        """A forward over the last `new` of so many uncommitted nodes of each slot; `seen` as in `find_parents`."""
-        states = [self._behind(slot, length) for slot, length in zip(slots, lengths, strict=True)]
+        """Return a forward over uncommitted nodes of each slot.
+
+        Args:
+            slots: the slots.
+            lengths: the committed tokens of each.
+            sizes: the uncommitted nodes of each.
+            tree_mask: as in `find_parents`.
+            new: the number of nodes that are read now; the others have been read before.
+            mixers: the modules that read.
+            commits: whether the nodes are tokens that are committed.
+        """
+        states = [self._states_after(slot, length) for slot, length in zip(slots, lengths, strict=True)]
         width = max(sizes)
         if width == new:
-            plan = Plan(find_parents(seen, sizes, [[]] * len(slots)), width, new)
+            plan = Plan(find_parents(tree_mask, sizes, [[]] * len(slots)), width, new)
             levels = mixers.by_levels if commits else mixers.takes_levels(plan)
             return Reading(plan, states, levels=levels, commits=commits)
-        earlier = self._narrow(slots, states)
-        plan = Plan(find_parents(seen, sizes, earlier.plan.parents), earlier.plan.shape[1] + new, new)
+        earlier = self._find_reading(slots, states)
+        parents = find_parents(tree_mask, sizes, earlier.plan.parents)
+        plan = Plan(parents, earlier.plan.shape[1] + new, new)
         return earlier.extend(plan, levels=earlier.levels and mixers.takes_levels(plan, grows=True))
 
-    def _behind(self, slot: int, length: int) -> States:
-        """The states behind so many tokens of a slot's text."""
-        held = self.slots[slot].held
-        if length and length not in held:
+    def _states_after(self, slot: int, length: int) -> States:
+        """Return the states after so many tokens of a slot's sequence."""
+        if not length:
+            return {}
+        by_length = self.slots[slot].by_length
+        if length not in by_length:
             raise RuntimeError(
-                f"slot {slot} holds states behind {sorted(held)} tokens, not behind {length}: go back by `cut` to "
+                f"slot {slot} holds states behind {sorted(by_length)} tokens, not behind {length}: go back by `cut` to "
                 "`reusable` tokens, and read on from there"
             )
-        return held[length] if length else {}
+        return by_length[length]
 
-    def _narrow(self, slots: Sequence[int], states: Sequence[States]) -> Reading:
-        """The forward that has read the uncommitted nodes of these slots."""
-        texts = [self.slots[slot].text for slot in slots]
-        readings = {id(reading): reading for reading in (self.slots[slot].reading for slot in slots)}
+    def _find_reading(self, slots: Sequence[int], states: Sequence[States]) -> Reading:
+        """Return the forward that has read the uncommitted nodes of these slots, of these alone."""
+        readings = {id(self.slots[slot].reading): self.slots[slot].reading for slot in slots}
         (reading,) = readings.values()
         if reading is None:
             raise RuntimeError(f"slots {list(slots)} hold no uncommitted nodes: read their trees from the root")
-        if texts == list(range(len(reading.plan.parents))):
+        texts = [self.slots[slot].text for slot in slots]
+        parents = reading.plan.parents
+        if texts == list(range(len(parents))):
             return reading
-        return reading.narrow([(text, list(range(len(reading.plan.parents[text])))) for text in texts], states)
+        return reading.narrow([(text, list(range(len(parents[text])))) for text in texts], states)
 
     def close(self, slots: Sequence[int], lengths: Sequence[int], reading: Reading) -> None:
-        """Note a forward that ended, so that a path of its nodes can be kept; a text that it read is committed."""
-        for text, slot in enumerate(slots):
-            self.slots[slot].reading, self.slots[slot].text = reading, text
-        if reading.commits:
-            for text, (slot, length, parents) in enumerate(zip(slots, lengths, reading.plan.parents, strict=True)):
+        """Note a forward that ended, so that a path of its nodes can be kept; tokens that it commits are committed."""
+        for text, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            self.slots[slot].reading = reading
+            self.slots[slot].text = text
+            if reading.commits:
                 states = {mixer: ends[text] for mixer, ends in reading.ends.items()}
-                self._advance(slot, length, length + len(parents), states)
+                self._advance(slot, length, length + len(reading.plan.parents[text]), states)
 
     def keep(self, paths: Mapping[int, Sequence[int]], lengths: Sequence[int]) -> None:
-        """Commit a path of nodes after each slot's text; `lengths` are those of all slots."""
-        groups: dict[int, tuple[Reading, dict[int, int]]] = {}
+        """Commit a path of nodes after each slot's sequence; `lengths` are those of all slots."""
+        # slots by the forward that read them: each computes the states of all its paths at once
+        groups: dict[int, list[int]] = {}
         for slot, path in paths.items():
             reading = self.slots[slot].reading
             if path and reading is not None:
-                groups.setdefault(id(reading), (reading, {}))[1][self.slots[slot].text] = slot
-        for reading, texts in groups.values():
-            kept = reading.keep({text: paths[slot] for text, slot in texts.items()})
-            for text, slot in texts.items():
-                self._advance(slot, lengths[slot], lengths[slot] + len(paths[slot]), kept[text])
+                groups.setdefault(id(reading), []).append(slot)
+        for slots in groups.values():
+            reading = self.slots[slots[0]].reading
+            assert reading is not None
+            states = reading.keep({self.slots[slot].text: paths[slot] for slot in slots})
+            for slot in slots:
+                end = lengths[slot] + len(paths[slot])
+                self._advance(slot, lengths[slot], end, states[self.slots[slot].text])
 
     def retain(self, slot: int, nodes: Sequence[int], length: int) -> None:
         """Keep only these of a slot's uncommitted nodes, in this order."""
-        held = self.slots[slot]
-        reading = held.reading if nodes else None
-        held.reading = None if reading is None else reading.narrow([(held.text, list(nodes))], [held.held[length]])
-        held.text = 0
+        entry = self.slots[slot]
+        reading = entry.reading if nodes else None
+        if reading is not None:
+            reading = reading.narrow([(entry.text, list(nodes))], [entry.by_length[length]])
+        entry.reading = reading
+        entry.text = 0
 
     def _advance(self, slot: int, start: int, end: int, states: States) -> None:
-        """Hold states behind a longer text; those behind the shorter one go, unless they are a snapshot."""
-        held = self.slots[slot]
+        """Hold states after a longer sequence; those after the shorter one go, unless they are a snapshot."""
+        entry = self.slots[slot]
         if start and start // SNAPSHOT_TOKENS != end // SNAPSHOT_TOKENS:
-            held.snapshots.add(start)
-        states = {**held.held.get(start, {}), **states}
-        held.held = {length: old for length, old in held.held.items() if length in held.snapshots and length < end}
-        held.held[end] = states
+            entry.snapshots.add(start)
+        states = {**entry.by_length.get(start, {}), **states}
+        entry.by_length = {
+            length: old for length, old in entry.by_length.items() if length in entry.snapshots and length < end
+        }
+        entry.by_length[end] = states
 
     def snapshot(self, slot: int, length: int) -> None:
-        """Keep the states behind a text when it grows."""
+        """Keep the states after a sequence when it grows."""
         self.slots[slot].snapshots.add(length)
 
     def cut(self, slot: int, length: int) -> None:
-        """Drop the states behind more than so many tokens."""
-        held = self.slots[slot]
-        held.held = {place: states for place, states in held.held.items() if place <= length}
-        held.snapshots = {place for place in held.snapshots if place <= length}
-        held.reading = None
+        """Drop the states after more than so many tokens."""
+        entry = self.slots[slot]
+        entry.by_length = {held: states for held, states in entry.by_length.items() if held <= length}
+        entry.snapshots = {held for held in entry.snapshots if held <= length}
+        entry.reading = None
 
     def reusable(self, slot: int, length: int) -> int:
-        """The longest part of a slot's first tokens behind which its states are held."""
-        return max((place for place in self.slots[slot].held if place <= length), default=0)
+        """Return the most of a slot's first `length` tokens after which its states are held."""
+        return max((held for held in self.slots[slot].by_length if held <= length), default=0)
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, first: int, second: int) -> None:
         """Exchange two slots."""
-        self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
+        self.slots[first], self.slots[second] = self.slots[second], self.slots[first]
 
-    def copy(self, slot: int, other: int) -> None:
-        """Let another slot hold what a slot holds of its committed text."""
-        held = self.slots[slot]
-        self.slots[other] = Slot(dict(held.held), set(held.snapshots))
+    def copy(self, source: int, target: int) -> None:
+        """Let another slot hold what a slot holds of its committed sequence."""
+        entry = self.slots[source]
+        self.slots[target] = Slot(dict(entry.by_length), set(entry.snapshots))
 
     def resize(self, count: int) -> None:
         """Have so many slots."""
-        self.slots = self.slots[:count] + [Slot() for _ in range(count - len(self.slots))]
+        added = [Slot() for _ in range(count - len(self.slots))]
+        self.slots = self.slots[:count] + added
 
     def state_bytes(self, slot: int) -> int:
-        """Bytes of the states behind a slot's text."""
-        held = self.slots[slot].held
-        return sum(count_bytes(state) for state in held[max(held)].values()) if held else 0
+        """Return the bytes of the states at the end of a slot's sequence."""
+        by_length = self.slots[slot].by_length
+        if not by_length:
+            return 0
+        return sum(map(count_bytes, by_length[max(by_length)].values()))
 
 
 def count_states(tokens: int) -> int:
-    """How often the states of a text of so many tokens are held at most: behind it, its prompt, and snapshots."""
+    """Return how often the states of a sequence of so many tokens are held at most.
+
+    They are held at its end, after its prompt, and at snapshots.
+    """
     return 2 + tokens // SNAPSHOT_TOKENS

@@ -1,6 +1,6 @@
 """A forward's draft trees as root-to-leaf paths, the rows over which a module that a mask cannot steer runs."""
 
-# B texts, R nodes of each that are not committed, N of them new, P paths, D nodes of the longest path
+# B sequences, R nodes of each that are not committed, N of them new, P paths, D nodes of the longest path
 
 from __future__ import annotations
 
@@ -14,62 +14,74 @@ from torch import Tensor
 from eagle.device import upload
 
 Path = tuple[int, list[int]]
-"""A text and nodes of it, each the child of the one before."""
+"""The index of a sequence, and nodes of its tree, each the child of the one before."""
 
 
 class Paths:
     """Paths of nodes as rows of one length, padded on the right with their last node."""
 
     def __init__(self, paths: Sequence[Path], shape: tuple[int, int]) -> None:
-        self.paths, self.shape = list(paths), shape  # B, R
+        """Take the paths and the shape [B, R] of the nodes that they lie in."""
+        self.paths = list(paths)
+        self.shape = shape
         self.longest = max(len(nodes) for _, nodes in paths)
         self.texts = [text for text, _ in paths]
         self.uploaded: dict[tuple[str, torch.device], Tensor] = {}
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether row b is all nodes of text b in their order, so that nothing has to be gathered."""
+        """Whether row b is all nodes of sequence b in their order, so that nothing has to be gathered."""
         texts, width = self.shape
-        return self.texts == list(range(texts)) and all(nodes == list(range(width)) for _, nodes in self.paths)
+        whole = list(range(width))
+        return self.texts == list(range(texts)) and all(nodes == whole for _, nodes in self.paths)
 
     def nodes(self, device: torch.device) -> Tensor:
-        """[P * D], each place's node as a row of [B * R, ..]."""
-        width = self.shape[1]
-        rows = [(text, nodes + nodes[-1:] * (self.longest - len(nodes))) for text, nodes in self.paths]
-        return self._upload("nodes", lambda: [text * width + node for text, nodes in rows for node in nodes], device)
-
-    def places(self, device: torch.device) -> Tensor:
-        """[B * R], one place [P * D] of each node; 0 for nodes that lie on none of these paths."""
+        """Return [P * D], the node of each step of each path, as an index into [B * R, ..]."""
 
         def find() -> list[int]:
-            width, places = self.shape[1], [0] * (self.shape[0] * self.shape[1])
+            indices = []
+            for text, nodes in self.paths:
+                padding = nodes[-1:] * (self.longest - len(nodes))
+                indices += [text * self.shape[1] + node for node in nodes + padding]
+            return indices
+
+        return self._upload("nodes", find, device)
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return [B * R], one step [P * D] that is at each node; 0 for nodes that lie on none of these paths."""
+
+        def find() -> list[int]:
+            texts, width = self.shape
+            indices = [0] * (texts * width)
             for row, (text, nodes) in enumerate(self.paths):
                 for step, node in enumerate(nodes):
-                    places[text * width + node] = row * self.longest + step
-            return places
+                    indices[text * width + node] = row * self.longest + step
+            return indices
 
         return self._upload("places", find, device)
 
-    def _upload(self, name: str, make: Callable[[], list[int]], device: torch.device) -> Tensor:
-        """An index on a device, computed and copied there once."""
+    def _upload(self, name: str, find: Callable[[], list[int]], device: torch.device) -> Tensor:
+        """Return an index on a device, computed and copied there once."""
         if (name, device) not in self.uploaded:
-            self.uploaded[name, device] = upload(torch.tensor(make()), device)
+            self.uploaded[name, device] = upload(torch.tensor(find()), device)
         return self.uploaded[name, device]
 
     def gather(self, value: Any) -> Any:
-        """A forward's argument for [B, R] nodes as that for these rows: tensors [B or 1, R, ..], also within others."""
+        """Pick these rows from a forward's argument: from tensors [B or 1, R, ..], also within containers."""
         if self.is_whole:
             return value
 
         def pick(tensor: Tensor, batch: int) -> Tensor:
-            tensor = tensor.movedim((batch, batch + 1), (0, 1)).expand(self.shape[0], *[-1] * (tensor.dim() - 1))
-            picked = tensor.flatten(0, 1).index_select(0, self.nodes(tensor.device)).unflatten(0, (-1, self.longest))
+            # the batch and node axes go to the front, and back afterwards
+            nodes = tensor.movedim((batch, batch + 1), (0, 1))
+            nodes = nodes.expand(self.shape[0], *[-1] * (nodes.dim() - 1)).flatten(0, 1)
+            picked = nodes.index_select(0, self.nodes(tensor.device)).unflatten(0, (-1, self.longest))
             return picked.movedim((0, 1), (batch, batch + 1))
 
         return map_nodes(pick, value, self.shape)
 
     def scatter(self, rows: Tensor, new: int) -> Tensor:
-        """[B, N, ..], rows [P, D, ..] put back to the last N nodes of each text."""
+        """Return [B, N, ..], rows [P, D, ..] put back to the last N nodes of each sequence."""
         if self.is_whole:
             return rows[:, -new:]
         nodes = rows.flatten(0, 1).index_select(0, self.places(rows.device))
@@ -77,7 +89,7 @@ class Paths:
 
 
 def map_nodes(change: Callable[[Tensor, int], Tensor], value: Any, shape: tuple[int, int]) -> Any:
-    """The value with `change(tensor, batch dimension)` of its tensors that have an entry for each of [B, R] nodes."""
+    """Apply `change(tensor, batch dimension)` to a value's tensors that have an entry for each of [B, R] nodes."""
     if isinstance(value, Tensor):
         batch = batch_dimension(value, shape)
         return value if batch is None else change(value, batch)
@@ -89,22 +101,27 @@ def map_nodes(change: Callable[[Tensor, int], Tensor], value: Any, shape: tuple[
 
 
 def batch_dimension(tensor: Tensor, shape: tuple[int, int]) -> int | None:
-    """Where a tensor has [B or 1, R]: in front, or behind the axes of positions in several dimensions."""
-    sizes, (texts, width) = tensor.shape, shape
+    """Return where a tensor has [B or 1, R]: in front, or after the axis of positions in several dimensions."""
+    sizes = tensor.shape
+    texts, width = shape
     if len(sizes) >= 2 and sizes[1] == width and sizes[0] in (1, texts):
         return 0
-    return 1 if len(sizes) == 3 and sizes[2] == width and sizes[1] in (1, texts) else None
+    if len(sizes) == 3 and sizes[2] == width and sizes[1] in (1, texts):
+        return 1
+    return None
 
 
 class Plan:
-    """The trees of one forward: each text's nodes by their parents, of which the last N are new."""
+    """The trees of one forward: each sequence's nodes by their parents, of which the last N are new."""
 
     def __init__(self, parents: list[list[int]], width: int, new: int) -> None:
-        self.parents, self.new = parents, new  # parent -1: the committed text
-        self.shape = len(parents), width
+        """Take the parents of all R = `width` nodes, -1 for the committed sequence, of which the last are `new`."""
+        self.parents = parents
+        self.new = new
+        self.shape = (len(parents), width)
 
     def paths(self, paths: Sequence[Path]) -> Paths:
-        """Some of its paths as rows."""
+        """Return some of its paths as rows."""
         return Paths(paths, self.shape)
 
     @property
@@ -114,34 +131,43 @@ class Plan:
 
     @cached_property
     def to_leaves(self) -> Paths:
-        """The paths from the committed text to each leaf that is new."""
+        """The paths from the committed sequence to each leaf that is new."""
         rows = []
         for text, parents in enumerate(self.parents):
             inner = set(parents)
-            rows += [(text, self.path(text, node)) for node in range(self.first, len(parents)) if node not in inner]
+            leaves = [node for node in range(self.first, len(parents)) if node not in inner]
+            rows += [(text, self.path(text, node)) for node in leaves]
         return self.paths(rows)
 
     @cached_property
     def levels(self) -> list[list[tuple[int, int]]]:
-        """The new nodes (text, node) by depth below the nodes that were read before."""
+        """The new nodes (sequence, node) by depth below the nodes that were read before."""
         levels: list[list[tuple[int, int]]] = []
         for text, parents in enumerate(self.parents):
             depths = [-1] * self.first
             for node in range(self.first, len(parents)):
-                depths.append(0 if parents[node] == -1 else depths[parents[node]] + 1)
-                levels += [[]] if depths[node] == len(levels) else []
-                levels[depths[node]].append((text, node))
+                parent = parents[node]
+                depth = 0 if parent == -1 else depths[parent] + 1
+                depths.append(depth)
+                if depth == len(levels):
+                    levels.append([])
+                levels[depth].append((text, node))
         return levels
 
     @cached_property
     def level_rows(self) -> tuple[list[Paths], Paths]:
         """The nodes of each level, and those of all, as rows of one; they are numbered among the new nodes."""
-        levels = [[(text, [node - self.first]) for text, node in level] for level in self.levels]
-        shape = self.shape[0], self.new
-        return [Paths(level, shape) for level in levels], Paths([row for level in levels for row in level], shape)
+        shape = (self.shape[0], self.new)
+        levels = []
+        rows: list[Path] = []
+        for level in self.levels:
+            paths = [(text, [node - self.first]) for text, node in level]
+            levels.append(Paths(paths, shape))
+            rows += paths
+        return levels, Paths(rows, shape)
 
     def path(self, text: int, node: int) -> list[int]:
-        """The nodes from the committed text to this one."""
+        """Return the nodes from the committed sequence to this one."""
         path = []
         while node != -1:
             path.append(node)
@@ -149,30 +175,42 @@ class Plan:
         return path[::-1]
 
 
-def find_parents(seen: Tensor | None, sizes: Sequence[int], earlier: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Each text's parents, from the nodes [B, N, R] that its new ones see (None: a chain) and earlier ones' parents.
+def find_parents(tree_mask: Tensor | None, sizes: Sequence[int], earlier: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the parent of each node of each sequence.
 
-    Raises ValueError where a node does not see just itself, its parent and all that its parent sees.
+    Args:
+        tree_mask: [B, N, R], the nodes that the new ones see; None: a chain.
+        sizes: the number of nodes of each sequence.
+        earlier: the parents of the nodes that were read before.
+
+    Raises:
+        ValueError: if a node does not see just itself, its parent and all that its parent sees.
     """
-    if seen is None:
+    if tree_mask is None:
         return [list(range(-1, size - 1)) for size in sizes]
-    new, width = seen.shape[1:]
+    new, width = tree_mask.shape[1:]
     itself = torch.eye(width, dtype=torch.bool)[width - new :]
-    above = seen & ~itself
+    above = (tree_mask & ~itself).expand(len(sizes), -1, -1)
+    # a parent comes after all other ancestors; -1 where there are none
     last = (above * torch.arange(1, width + 1)).amax(-1) - 1
-    parents = [
-        [*old, *row[: size - len(old)]]
-        for old, row, size in zip(earlier, last.expand(len(sizes), -1).tolist(), sizes, strict=True)
-    ]
-    for row, row_parents in zip(above.expand(len(sizes), -1, -1).tolist(), parents, strict=True):
-        marks = [0] * len(row_parents)
-        for node, parent in enumerate(row_parents):
-            marks[node] = 1 << node | (marks[parent] if parent >= 0 else 0)
-            if node >= width - new and marks[node] != 1 << node | sum(
-                1 << i for i, is_seen in enumerate(row[node - width + new]) if is_seen
-            ):
-                raise ValueError(
-                    "a target that keeps a state reads trees: a new token must see its parent and all that its parent "
-                    "sees"
-                )
+    parents = []
+    for old, new_parents, size in zip(earlier, last.tolist(), sizes, strict=True):
+        parents.append([*old, *new_parents[: size - len(old)]])
+    for mask, text_parents in zip(above.tolist(), parents, strict=True):
+        _check_parents(mask, text_parents, first=width - new)
     return parents
+
+
+def _check_parents(above: list[list[bool]], parents: list[int], first: int) -> None:
+    """Refuse a mask [N][R] of the nodes from `first` on that is not that of a tree with these parents."""
+    ancestors: list[set[int]] = [set() for _ in parents]  # of each node, itself included
+    for node, parent in enumerate(parents):
+        inherited = ancestors[parent] if parent >= 0 else set()
+        ancestors[node] = inherited | {node}
+        if node < first:
+            continue
+        visible = {column for column, is_visible in enumerate(above[node - first]) if is_visible}
+        if visible != inherited:
+            raise ValueError(
+                "a target that keeps a state reads trees: a new token must see its parent and all that its parent sees"
+            )

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle.target.borrowed import is_close
-from eagle.target.structure import base_of
-from eagle.target.trees.means import FAILURES
+from eagle.target.structure import FAILURES, base_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 SMALLEST = 2**15  # weights; the products of smaller matrices take less time than the call of oneDNN
