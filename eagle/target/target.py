@@ -48,14 +48,22 @@ from eagle.target.weights.weight_mark import ModelMark, WeightMark
 
 
 class Target(Talk):
-    """A causal language model that can read draft trees; `open` gives a state for the texts decoded with it."""
+    """A causal language model that can read draft trees; `open` gives a state for the sequences decoded with it."""
 
     def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, invariant: bool | None = None) -> None:
-        """Take a loaded model; `invariant` is as in `load`."""
-        self.model = model = check_model(model).eval().requires_grad_(False)
-        self.tokenizer, self.processor = tokenizer, processor
+        """Take a loaded model.
+
+        Args:
+            model: a causal language model of transformers.
+            tokenizer: its tokenizer; only `chat`, stop strings and text output need one.
+            processor: what prepares images for it.
+            invariant: as in `load`.
+        """
+        self.model = check_model(model).eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.processor = processor
         self.invariant = invariant
-        self.config = model.config.get_text_config()
+        self.config = self.model.config.get_text_config()
         self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
         self.sharded = False
         self.adapter: str | None = None  # that it reads with, over weights that it shares with another target
@@ -68,15 +76,18 @@ class Target(Talk):
         embedding, output = borrowed_layers(model)
         self.device = device_of(embedding)
         settle_weights(model, self.device)
-        wants_invariant = self.device.type == "cpu" if self.invariant is None else self.invariant
+        wants_invariant = self.invariant
+        if wants_invariant is None:
+            wants_invariant = self.device.type == "cpu"
         self.reader = TreeReader(model, self.config, invariant=wants_invariant)
         self.vocab_size = output.get_parameter("weight").shape[0]  # may be more than the tokenizer knows
+        # a first forward tells the layers' inputs, and what it sets in the model by itself
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        own_mark = ModelMark(self.reader.model, self.config, set())
+        reader_mark = ModelMark(self.reader.model, self.config, set())
         with torch.no_grad():
             states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
-        volatile = own_mark.differences()
-        self.head = borrow_head(model, (embedding, output), tokens, states.get(0), states[-1])
+        volatile = reader_mark.differences()
+        self.head = borrow_head(model, (embedding, output), tokens, first=states.get(0), last=states[-1])
         self.border = rope_border(self.config)  # no text may grow across it
         self.viewed: TargetView | None = None
         self.found_variance: str | None = None  # None: not looked for yet, "": none
@@ -102,14 +113,21 @@ class Target(Talk):
         )
 
     def describe(self) -> str:
-        """How this target reads trees, as logs and result files name it; finds that out where no text was read yet."""
+        """Return how this target reads trees, as logs and result files name it; find that out if it is not known."""
         self.refresh()
         with self.lock:
             self.reader.check(rows=2)
-        truth = "; the truth is its own steps by one token" if self.reader.follows_steps else ""
-        alone = "; one text at a time" if self.reader.reads_rows is False else ""
-        packed = f"; {count} linears are packed" if (count := count_packed(self.model)) else ""
-        return self.reader.describe() + alone + packed + truth + self._describe_bits() + self._name_adapter()
+        facts = [self.reader.describe()]
+        if self.reader.reads_rows is False:
+            facts.append("one text at a time")
+        packed = count_packed(self.model)
+        if packed:
+            facts.append(f"{packed} linears are packed")
+        if self.reader.follows_steps:
+            facts.append("the truth is its own steps by one token")
+        if self.model.dtype in HALF:
+            facts.append(self.variance() or "the same bits in steps, chunks, trees and batches")
+        return "; ".join(facts) + self._name_adapter()
 
     def variance(self) -> str | None:
         """Return what changes the bits of a token's logits, so that a near-tie may flip; None if nothing is known.
@@ -122,16 +140,12 @@ class Target(Talk):
         with self.lock:
             if self.found_variance is None:
                 self.reader.check(rows=2)
-                if self.reader.count_attending() and not self.reader.means.keeps_bits:
-                    self.found_variance = "its kernels sum in an order of their own"  # a short trial may not meet it
+                # a short trial may not meet kernels that choose the order of their sums
+                if self.reader.count_attending() and not self.reader.mode.keeps_bits:
+                    self.found_variance = "its kernels sum in an order of their own"
                 else:
                     self.found_variance = find_variance(self) or ""
             return self.found_variance or None
-
-    def _describe_bits(self) -> str:
-        if self.model.dtype not in HALF:
-            return ""
-        return f"; {self.variance() or 'the same bits in steps, chunks, trees and batches'}"
 
     def _name_adapter(self) -> str:
         return "" if self.adapter is None else f"; with the adapter {self.adapter}"
@@ -155,15 +169,25 @@ class Target(Talk):
         images: bool = False,
         invariant: bool | None = None,
     ) -> Target:
-        """Load a target from a folder or a hub id; dtype "auto" is bf16 where the device multiplies in it.
+        """Load a target from a folder or a hub id.
 
-        `packed` holds the weights of linears on a CPU in a layout that is faster to read; by default in bf16 alone, as
-        in fp32 forwards of one token are then slower. `images` loads the class that sees where the model's type has
-        one for text alone, too.
+        Args:
+            path: the folder or the id.
+            dtype: of the weights; "auto" is bf16 where the device multiplies in it.
+            device: where it runs.
+            device_map: as in transformers' `from_pretrained`.
+            revision: of a hub id.
+            trust_remote_code: whether code of the model's repository may run.
+            adapter: a folder or a hub id of an adapter, which is merged.
+            packed: hold the weights of linears on a CPU in a layout that is faster to read; by default in bf16 alone,
+                as in fp32 forwards of one token are then slower.
+            images: load the class that sees where the model's type has one for text alone, too.
+            invariant: read in bf16 and fp16 so that the bits of a token's logits depend on neither the number of tokens
+                in a forward nor the others of a batch; only then drafted output equals plain decoding token by token.
+                By default on a CPU. It costs most after long contexts (docs/lossless.md); fp32 needs none of it.
 
-        `invariant` reads in bf16 and fp16 so that the bits of a token's logits depend on neither the number of tokens
-        in a forward nor the others of a batch; only then drafted output equals plain decoding token by token. It is on
-        by default on a CPU. It costs most behind long contexts (docs/lossless.md); fp32 needs none of it.
+        Returns:
+            The target, with its tokenizer and its image processor if there are any.
         """
         if not isinstance(path, (str, Path)) or not str(path):
             raise ValueError(f"Target.load got the path {path!r:.60}, expected a folder of save_pretrained or a hub id")
@@ -172,22 +196,25 @@ class Target(Talk):
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         model = load_model(path, dtype, adapter, device=device, images=images, device_map=device_map, **source)
         if device_map is None and not getattr(model, "is_quantized", False):
-            mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
-            model = (model if mixed else in_dtype(model, dtype)).to(device)
-        if packed or (packed is None and model.dtype == fastest_dtype("cpu") == torch.bfloat16):
-            count = pack_model(model)
-            if packed and not count:
-                raise ValueError(
-                    f"packed is True, and none of {type(model).__name__}'s weights can be packed: got {model.dtype} on "
-                    f"{model.device}, expected large linear layers in float32 or bfloat16 on a CPU for which torch has "
-                    "oneDNN, read through their forward alone: leave packed out"
-                )
+            # some models keep modules in fp32 on purpose
+            if not (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
+                model = in_dtype(model, dtype)
+            model = model.to(device)
+        packs = packed
+        if packs is None:
+            packs = model.dtype == fastest_dtype("cpu") == torch.bfloat16
+        if packs and not pack_model(model) and packed:
+            raise ValueError(
+                f"packed is True, and none of {type(model).__name__}'s weights can be packed: got {model.dtype} on "
+                f"{model.device}, expected large linear layers in float32 or bfloat16 on a CPU for which torch has "
+                "oneDNN, read through their forward alone: leave packed out"
+            )
         return cls(model, tokenizer_of(path, **source), processor_of(path, model, **source), invariant)
 
     def with_adapter(self, path: str | Path) -> Target:
-        """A target that reads with a LoRA or DoRA adapter over this target's weights, which stay as they are.
+        """Return a target that reads with a LoRA or DoRA adapter over this target's weights, which stay as they are.
 
-        Any number of them share the weights. Each keeps its own texts, so they decode in any order, also this one.
+        Any number of them share the weights. Each keeps its own sequences, so they decode in any order, also this one.
         """
         if self.sharded:
             raise ValueError(
@@ -220,21 +247,22 @@ class Target(Talk):
         return self.reader.layers
 
     def view(self) -> TargetView:
-        """The target's layers, for a drafter that runs them."""
+        """Return the target's layers, for a drafter that runs them."""
         self.refresh()
         if self.viewed is None:
             self.viewed = TargetView(self)
         return self.viewed
 
     def tensor(self, name: str) -> Tensor:
-        """One of the model's tensors by its name, for heads that copy target weights.
+        """Return one of the model's tensors by its name, for heads that copy target weights.
 
         Tensors of a multi-token prediction layer, which transformers does not load, are read from the model's files.
         """
         tensor = find_tensor(self.model, name)
-        tensor = read_spare_tensor(self.model, name) if tensor is None else tensor
         if tensor is None:
-            known = ", ".join([name for name, _ in self.model.named_parameters()][:3])
+            tensor = read_spare_tensor(self.model, name)
+        if tensor is None:
+            known = ", ".join([parameter for parameter, _ in self.model.named_parameters()][:3])
             raise ValueError(f"{self.config.model_type} has no tensor {name}: expected one as {known}")
         return to_plain(tensor.detach())
 
@@ -249,28 +277,33 @@ class Target(Talk):
         return getattr(self.config, "max_position_embeddings", None)
 
     def open(self, taps: tuple[int, ...] = (), max_tokens: int | None = None) -> TargetState:
-        """A state for any number of texts to decode, independent of other open states.
+        """Return a state for any number of sequences to decode, independent of other open states.
 
-        It may reuse the text that was `close`d last, so that a shared prefix is not read again. `max_tokens` limits its
-        cache, in columns times rows.
+        It may reuse the sequence that was `close`d last, so that a shared prefix is not read again.
+
+        Args:
+            taps: the layer inputs that it hands out.
+            max_tokens: the most that its cache may hold, in columns times rows; None: no limit.
         """
         self.refresh()
+        # taken under the lock, for another thread may open one too
         with self.lock:
-            spare, self.spare = self.spare, None
+            spare = self.spare
+            self.spare = None
         mark = self.weight_mark.read()
         if spare is not None and spare.taps == taps and max_tokens is None and spare.mark == mark:
             return spare
         return TargetState(self, taps, max_tokens, mark)
 
     def close(self, state: TargetState) -> None:
-        """Close a state; the text of a state with a single row is kept for the next one, while the weights stay."""
+        """Close a state; the sequence of one with a single row is kept for the next one, while the weights stay."""
         state.clear()
         is_current = state.reader is self.reader
         if is_current and len(state.texts) == 1 and state.max_tokens is None and state.mark is not None:
             self.spare = state
 
     def forget(self) -> None:
-        """Drop the text kept from the last closed state.
+        """Drop the sequence kept from the last closed state.
 
         Changed weights drop it by themselves, except changes through `weight.data`, which leave no trace.
         """
@@ -279,46 +312,59 @@ class Target(Talk):
     def cache_bytes(
         self, tokens: int, taps: tuple[int, ...] = (), drafter: Drafter | None = None, texts: int = 1
     ) -> int:
-        """Bytes of a cache with this many tokens, such as `max_tokens_in_cache`, and of what a drafter keeps of them.
+        """Return the bytes of a cache with this many tokens, and of what a drafter keeps of them.
 
-        `texts` share the tokens: a drafter may keep only a part of a long one. Without `taps` they are the drafter's.
+        Args:
+            tokens: as `max_tokens_in_cache`.
+            taps: the tapped layer inputs; without them they are the drafter's.
+            drafter: the drafter; None for none.
+            texts: the number of sequences that share the tokens; a drafter may keep only the end of a long one.
         """
         texts = positive_int("texts", texts)
-        state = TargetState(self, taps or (() if drafter is None else drafter.taps))
+        if drafter is not None:
+            taps = taps or drafter.taps
+        state = TargetState(self, taps)
         state.begin([0], Choose(Sampling()))
-        column, held = state.cache.column_bytes, state.cache.tapped.buffer
-        states = texts * self._state_bytes(state, -(-tokens // texts))
-        if drafter is None:
-            return tokens * column + states
-        tapped = held.shape[3] * held.element_size()
-        kept = drafter.kept_bytes(-(-tokens // texts), ColumnBytes(column - held.shape[1] * tapped, tapped))
-        return tokens * column + states + texts * kept
+        column = state.cache.column_bytes
+        tapped = state.cache.tapped.buffer
+        length = -(-tokens // texts)
+        total = tokens * column + texts * self._state_bytes(state, length)
+        if drafter is not None:
+            tap_bytes = tapped.shape[3] * tapped.element_size()
+            keys_values = column - tapped.shape[1] * tap_bytes
+            total += texts * drafter.kept_bytes(length, ColumnBytes(keys_values, tap_bytes))
+        return total
 
     def _state_bytes(self, state: TargetState, tokens: int) -> int:
-        """Bytes of the states that are held of a text; a model that reads as a whole keeps its own cache as a state."""
+        """Return the bytes of the states that are held of a sequence.
+
+        A model that reads as a whole keeps its own cache as a state, which grows.
+        """
         if state.cache.states is None:
             return 0
-        held = []
+        sizes = []
         for length in (1, 5):
             state.begin([0] * length, Choose(Sampling()))
-            held.append(state.cache.states.state_bytes(0))
-        grown = (held[1] - held[0]) // 4
-        return count_states(tokens) * (held[0] + grown * (tokens - 1))
+            sizes.append(state.cache.states.state_bytes(0))
+        by_token = (sizes[1] - sizes[0]) // 4
+        return count_states(tokens) * (sizes[0] + by_token * (tokens - 1))
 
     def is_alone(self, length: int) -> bool:
-        """Whether a text of this length must be read alone; beside others its positions or masks would be wrong."""
+        """Return whether a sequence of this length must be read alone, or its positions or masks would be wrong."""
         return length > self.border or self.reader.reads_rows is False
 
     def room(self, prompt: list[int]) -> int:
-        """The number of tokens that may follow a prompt, before the last position or a switch of rotary frequencies."""
-        ends = [self.max_positions or sys.maxsize]
+        """Return how many tokens may follow a prompt before the last position or a switch of rotary frequencies."""
+        end = self.max_positions or sys.maxsize
+        # the last token is not read
         if len(prompt) <= self.border < sys.maxsize:
-            ends.append(int(self.border) + 1)  # the last token is not read
-        return max(min(ends) - len(prompt), 0)
+            end = min(end, int(self.border) + 1)
+        return max(end - len(prompt), 0)
 
     def check_growth(self, start: int, end: int) -> None:
-        """Refuse a text that grows from `start` tokens to `end` across a switch of rotary frequencies."""
-        if 0 < start <= self.border < end:  # one set of frequencies must read the whole text
+        """Refuse a sequence that grows from `start` tokens to `end` across a switch of rotary frequencies."""
+        # one set of frequencies must read the whole sequence
+        if 0 < start <= self.border < end:
             raise ValueError(
                 f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
                 f"throughout, and so cannot grow from {start} tokens to {end}: keep prompt and max_new_tokens within "
@@ -333,9 +379,16 @@ class Target(Talk):
         dtype: torch.dtype | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """[B, T, L, D], tapped states of right-padded tokens [B, T], by one plain forward without a cache.
+        """Read sequences by one plain forward without a cache.
 
-        `media` is what a processor gave beside the tokens of a single text with images.
+        Args:
+            tokens: [B, T], right-padded.
+            taps: L layer inputs.
+            dtype: of the states; None: the model's.
+            media: what a processor gave beside the tokens of a single sequence with images.
+
+        Returns:
+            [B, T, L, D], the tapped states.
         """
         self.refresh()
         self.check_taps(taps)
@@ -345,7 +398,7 @@ class Target(Talk):
         return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
 
     def width_of(self, taps: tuple[int, ...]) -> int:
-        """The width of the states at these taps."""
+        """Return the width of the states at these taps."""
         self.check_taps(taps)
         return self.reader.layouts[taps[0]].width
 

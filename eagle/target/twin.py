@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,7 +18,7 @@ SEPARATE = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_wi
 
 
 def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, Any]:
-    """A second module tree over the model's parameters, and the copy of `config` that it reads.
+    """Return a second module tree over the model's parameters, and the copy of `config` that it reads.
 
     Buffers can be replaced in one tree alone, as some rotary embeddings do while they run; so can the hooks of these
     layers, and those of models beside them, as towers that see, which record their own states. Everything else is
@@ -25,16 +26,18 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
     """
     modules = list(model.modules())
     twins: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
-    twin_config = twins[id(config)] = copy.copy(config)
+    twin_config = copy.copy(config)
+    twins[id(config)] = twin_config
     outer = getattr(model, "config", config)
-    if outer is not config:  # a config of several models, from which some modules read this one
+    # a config of several models, from which some modules read this one
+    if outer is not config:
         twins[id(outer)] = copy.copy(outer)
-        vars(twins[id(outer)]).update({name: _swap(value, twins) for name, value in vars(outer).items()})
+        vars(twins[id(outer)]).update(_swap_all(vars(outer), twins))
     separate = with_own_hooks(model, layers)
     for module in modules:
-        state = {name: _swap(value, twins) for name, value in vars(module).items()}
+        state = _swap_all(vars(module), twins)
         for name in SEPARATE if id(module) in separate else SEPARATE[:2]:
-            state[name] = type(state[name])((key, _swap(value, twins)) for key, value in vars(module)[name].items())
+            state[name] = type(state[name])(_swap_all(vars(module)[name], twins))
         for name in module._non_persistent_buffers_set:
             buffer = state["_buffers"].get(name)
             # longrope writes its frequencies in place, in the middle of a forward
@@ -46,25 +49,37 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
 
 def with_own_hooks(model: Any, layers: nn.ModuleList) -> set[int]:
     """Return the ids of the modules whose hooks are not shared with a second module tree."""
-    towers = (part for tower in _towers(model, layers) for part in tower.modules())
-    return {*map(id, layers), *map(id, towers)}
+    separate = {id(layer) for layer in layers}
+    for tower in _towers(model, layers):
+        separate.update(map(id, tower.modules()))
+    return separate
 
 
 def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
-    """Models within this one that have no part in these layers."""
+    """Return models within this one that have nothing to do with these layers, as vision towers."""
     if not layers:
         return []
-    within = {id(part) for part in holder_of(model, layers).modules()}
-    beside = [part for part in model.modules() if id(part) not in within and hasattr(part, "base_model_prefix")]
-    return [part for part in beside if all(module is not layers for module in part.modules())]
+    text_modules = {id(module) for module in holder_of(model, layers).modules()}
+    towers = []
+    for module in model.modules():
+        is_model = id(module) not in text_modules and hasattr(module, "base_model_prefix")
+        # what holds the layers runs them
+        if is_model and all(inner is not layers for inner in module.modules()):
+            towers.append(module)
+    return towers
+
+
+def _swap_all(values: Mapping[str, Any], twins: dict[int, Any]) -> dict[str, Any]:
+    return {name: _swap(value, twins) for name, value in values.items()}
 
 
 def _swap(value: Any, twins: dict[int, Any]) -> Any:
-    """The value's counterpart in the second tree: a module's twin, a method or partial bound to it, else the value."""
+    """Return the value's counterpart: a module's twin, a method or partial bound to it, else the value."""
     if id(value) in twins:
         return twins[id(value)]
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _swap(value.__self__, twins))
-    if isinstance(value, partial):  # accelerate puts one in the place of `forward` where weights are offloaded
-        return partial(value.func, *(_swap(part, twins) for part in value.args), **value.keywords)
+    # accelerate replaces `forward` by one where weights are offloaded
+    if isinstance(value, partial):
+        return partial(value.func, *(_swap(argument, twins) for argument in value.args), **value.keywords)
     return value

@@ -52,21 +52,25 @@ class Blocks:
         self.pieces: dict[int, list[Piece]] = {}  # by number of groups
 
     def fit(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether queries [B, H, N, D], keys and values [B, K, S, D] are the forward's, and the kernel keeps bits."""
-        is_own = (len(query), query.shape[2]) == self.ends.shape and key.shape[2] == self.length
-        return is_own and key.shape == value.shape and keeps_bits(query.dtype, query.shape[-1])
+        """Return whether queries [B, H, N, D], keys and values are the forward's, and the kernel keeps bits."""
+        is_forward = (len(query), query.shape[2]) == self.ends.shape and key.shape[2] == self.length
+        return is_forward and key.shape == value.shape and keeps_bits(query.dtype, query.shape[-1])
 
     def cut(self, groups: int, mask: Tensor) -> list[Piece]:
-        """The queries in pieces; those from whom the mask hides a key before their end read no blocks.
+        """Cut the queries into pieces; those from whom the mask hides a key before their end read no blocks.
 
-        The mask is bool or additive, [B, 1, N or more, S], or [1, 1, 1, 1] if it hides none of these keys.
+        Args:
+            groups: the queries' heads of each key/value head.
+            mask: bool or additive, [B, 1, N or more, S], or [1, 1, 1, 1] if it hides none of these keys.
         """
         at_once = max(1, MAX_ROWS // groups)
         if mask.shape[-1] > 1:
-            shown = mask[:, 0, : self.ends.shape[1], : int(self.ends.max())]
-            shown = shown if mask.dtype == torch.bool else shown == 0
+            visible = mask[:, 0, : self.ends.shape[1], : int(self.ends.max())]
+            if mask.dtype != torch.bool:
+                visible = visible == 0
             # windows and chunks hide the first keys, the indexer of a sparse layer any
-            sees_all = (shown | (torch.arange(shown.shape[-1]) >= self.ends[..., None])).all(-1)
+            is_later = torch.arange(visible.shape[-1]) >= self.ends[..., None]
+            sees_all = (visible | is_later).all(-1)
             if not bool(sees_all.all()):
                 return [*Blocks(self.ends * sees_all, self.length)._cut(at_once)]
         if groups not in self.pieces:
@@ -74,18 +78,24 @@ class Blocks:
         return self.pieces[groups]
 
     def _cut(self, at_once: int) -> Iterator[Piece]:
+        """Yield pieces of at most so many queries."""
         sequences, count = self.ends.shape
-        # side by side, the shortest would leave the keys of the others to fp64
-        are_alike = torch.equal(self.ends, self.ends[:1].expand_as(self.ends))
-        for b in [slice(0, sequences)] if are_alike else [slice(b, b + 1) for b in range(sequences)]:
+        batches = [slice(0, sequences)]
+        # in a batch, the shortest would leave the keys of the others to fp64
+        if not torch.equal(self.ends, self.ends[:1].expand_as(self.ends)):
+            batches = [slice(b, b + 1) for b in range(sequences)]
+        for b in batches:
             for begin in range(0, count, at_once):
                 n = slice(begin, min(begin + at_once, count))
                 ends = self.ends[b, n, None]
-                start, stop = (int(end) for end in ends.aminmax())
-                differ = start < stop
-                in_blocks = torch.arange(start, stop) < ends if differ else None
-                is_unread = torch.arange(0, stop, BLOCK) >= ends if differ else None
-                yield Piece(b, n, start, stop, in_blocks, is_unread)
+                start = int(ends.min())
+                stop = int(ends.max())
+                in_blocks = None
+                is_unread = None
+                if start < stop:
+                    in_blocks = torch.arange(start, stop) < ends
+                    is_unread = torch.arange(0, stop, BLOCK) >= ends
+                yield Piece(b, n, start, stop, in_blocks=in_blocks, is_unread=is_unread)
 
 
 BLOCKS: ContextVar[Blocks | None] = ContextVar("blocks", default=None)
@@ -93,14 +103,24 @@ BLOCKS: ContextVar[Blocks | None] = ContextVar("blocks", default=None)
 
 @contextmanager
 def reading_blocks(starts: Sequence[int], positions: Tensor, count: int, *, is_chain: bool) -> Iterator[None]:
-    """A context in which a forward may read blocks: over `starts` columns, the last `count` of R tokens at [B, R]."""
+    """A context in which a forward may read blocks.
+
+    Args:
+        starts: the committed columns of each sequence.
+        positions: [B, R], of the tokens after them.
+        count: the number of last ones that are read.
+        is_chain: whether they are a chain, and no tree.
+    """
     new = positions.shape[1]
     queries = positions[:, -count:]
     # columns before these hold the tokens of these positions; a tree's own columns do not
-    in_order = torch.tensor(starts)[:, None] + (torch.arange(new - count, new) if is_chain else 0)
+    in_order = torch.tensor(starts)[:, None]
+    if is_chain:
+        in_order = in_order + torch.arange(new - count, new)
     ends = torch.minimum(queries - LAG, in_order).clamp_min(0) // BLOCK * BLOCK
     ends = ends.masked_fill(queries < FIRST, 0)
-    token = BLOCKS.set(Blocks(ends, max(starts) + new) if bool(ends.any()) else None)
+    blocks = Blocks(ends, max(starts) + new) if bool(ends.any()) else None
+    token = BLOCKS.set(blocks)
     try:
         yield
     finally:
@@ -108,13 +128,23 @@ def reading_blocks(starts: Sequence[int], positions: Tensor, count: int, *, is_c
 
 
 def read_blocks(rows: Tensor, key: Tensor, value: Tensor, end: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of rows [B * K, R, D] over each block of the keys and values [B, K, S, D] before `end`.
+    """Attend to each block of the keys before `end` by itself.
 
-    Returns outputs [B * K, R, J, D] and the logarithms [B * K, R, J] of the sums of exp(score), in fp32.
+    Args:
+        rows: [B * K, R, D], queries.
+        key: [B, K, S, D].
+        value: [B, K, S, D].
+        end: a multiple of the blocks' size.
+        scale: of the products.
+
+    Returns:
+        Outputs [B * K, R, J, D], and the logarithms [B * K, R, J] of the sums of exp(score), in fp32.
     """
     count = rows.shape[1]
-    keys, values = (held[:, :, :end].flatten(0, 1).unflatten(1, (-1, BLOCK)) for held in (key, value))
-    # the blocks of a key/value head stand for heads: [B * K, J, R, D]
+    # the blocks of a key/value head stand for heads
+    keys = key[:, :, :end].flatten(0, 1).unflatten(1, (-1, BLOCK))
+    values = value[:, :, :end].flatten(0, 1).unflatten(1, (-1, BLOCK))
+    # [B * K, J, R, D]
     rows = F.pad(rows, (0, 0, 0, -count % ROWS))[:, None].expand(-1, keys.shape[1], -1, -1)
     outputs, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, keys, values, scale=scale)
     return outputs[:, :, :count].transpose(1, 2), logs[:, :, :count].transpose(1, 2).contiguous()
@@ -123,17 +153,20 @@ def read_blocks(rows: Tensor, key: Tensor, value: Tensor, end: int, scale: float
 @cache
 @torch.inference_mode()
 def keeps_bits(dtype: torch.dtype, width: int) -> bool:
-    """Whether the kernel gives a row the same bits beside any number of other rows; tried once on random numbers."""
+    """Return whether the kernel gives a row the same bits whatever the number of rows; tried once on random numbers."""
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return False
     generator = torch.Generator().manual_seed(0)
+    length = 2 * BLOCK
+    scale = width**-0.5
     rows = torch.randn(1, MAX_ROWS, width, generator=generator).to(dtype)
-    key, value = torch.randn(2, 1, 1, 2 * BLOCK, width, generator=generator).to(dtype)
+    key, value = torch.randn(2, 1, 1, length, width, generator=generator).to(dtype)
     try:
-        outputs, logs = read_blocks(rows, key, value, 2 * BLOCK, width**-0.5)
+        expected = read_blocks(rows, key, value, length, scale=scale)
         for count in TRIED_ROWS:
-            got = read_blocks(rows[:, -count:], key, value, 2 * BLOCK, width**-0.5)
-            if not (torch.equal(got[0], outputs[:, -count:]) and torch.equal(got[1], logs[:, -count:])):
+            got = read_blocks(rows[:, -count:], key, value, length, scale=scale)
+            last = [tensor[:, -count:] for tensor in expected]
+            if not all(map(torch.equal, got, last)):
                 return False
     except (RuntimeError, NotImplementedError):
         return False

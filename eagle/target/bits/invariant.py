@@ -57,17 +57,31 @@ def invariant_attention(
     if chosen:
         raise ValueError(f"attention got {', '.join(chosen)}, which choose keys beside the mask; expected none")
     sequences, heads, count, width = query.shape
-    groups = heads // key.shape[1]
-    is_causal = attention_mask is not None and attention_mask.shape[-1] == 1 and key.shape[2] > 1
-    terms = [] if attention_mask is None or is_causal else [_by_groups(attention_mask, count, groups)]
+    _, key_heads, length, _ = key.shape
+    groups = heads // key_heads
+    is_causal = attention_mask is not None and attention_mask.shape[-1] == 1 and length > 1
+    terms = []
+    if attention_mask is not None and not is_causal:
+        terms.append(_by_groups(attention_mask, count, groups))
     if position_bias is not None:
-        terms.append(position_bias.view(-1, key.shape[1], groups, count, key.shape[2]))
-    call = _Call(query, key, value, terms, is_causal, scaling or width**-0.5, softcap, s_aux)
+        terms.append(position_bias.view(-1, key_heads, groups, count, length))
+    call = _Call(
+        query=query,
+        key=key,
+        value=value,
+        terms=terms,
+        is_causal=is_causal,
+        scale=scaling or width**-0.5,
+        softcap=softcap,
+        sinks=s_aux,
+    )
     pieces = None
+    # the kernel of blocks knows neither caps nor biases
     if softcap is None and position_bias is None and attention_mask is not None:
         pieces = _pieces_of(query, key, value, attention_mask)
     if pieces is None:
-        pieces = _cut(sequences, count, max(1, MAX_SCORES // (sequences * heads * key.shape[2])))
+        at_once = max(1, MAX_SCORES // (sequences * heads * length))
+        pieces = _cut(sequences, count, at_once)
     output = query.new_empty(sequences, count, heads, value.shape[-1])
     for piece in pieces:
         output[piece.sequences, piece.queries] = call.read(piece)
@@ -90,43 +104,51 @@ class _Call(NamedTuple):
     sinks: Tensor | None  # [H]
 
     def read(self, piece: Piece) -> Tensor:
-        """[B, N, H, D'], the attention of a piece's queries."""
-        b, n = piece.sequences, piece.queries
-        size, length = n.stop - n.start, self.key.shape[2]
+        """Return [B, N, H, D'], the attention of a piece's queries."""
+        b = piece.sequences
+        n = piece.queries
+        size = n.stop - n.start
+        key_heads, end = self.key.shape[1:3]
         # of a causal prompt later keys are hidden from these queries
-        keys = slice(piece.start, length - self.query.shape[2] + n.stop if self.is_causal else length)
+        if self.is_causal:
+            end += n.stop - self.query.shape[2]
+        keys = slice(piece.start, end)
         # the queries of a group are rows of one product: [B * K, G * N, D]
-        rows = self.query[b, :, n].unflatten(1, (self.key.shape[1], -1)).flatten(2, 3).flatten(0, 1)
+        rows = self.query[b, :, n].unflatten(1, (key_heads, -1)).flatten(2, 3).flatten(0, 1)
         scores = self._score(rows, self.key[b, :, keys].flatten(0, 1))
-        # the same numbers as [B, K, G, N, T]
-        by_group = scores.view(-1, self.key.shape[1], rows.shape[1] // size, size, scores.shape[-1])
+        # the same numbers as [B, K, G, N, T], to which terms are added in place
+        by_group = scores.view(-1, key_heads, rows.shape[1] // size, size, scores.shape[-1])
         for term in self.terms:
-            by_group += term[b if len(term) > 1 else slice(None), ..., n, keys]
+            sequences = b if len(term) > 1 else slice(None)
+            by_group += term[sequences, ..., n, keys]
         if self.is_causal and size > 1:
             by_group.masked_fill_(_later(by_group), float("-inf"))
         blocks = None
         if piece.stop:
-            blocks = read_blocks(rows, self.key[b], self.value[b], piece.stop, self.scale)
+            blocks = read_blocks(rows, self.key[b], self.value[b], piece.stop, scale=self.scale)
             piece.hide(by_group, blocks[1].view(*by_group.shape[:-1], -1))
         attended = _attend(scores, self.value[b, :, keys].flatten(0, 1), blocks, self._sinks(by_group))
         return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
 
     def _sinks(self, scores: Tensor) -> Tensor | None:
-        """[B * K, G * N, 1], the sink of each row of scores [B, K, G, N, T]; None for a layer without sinks."""
+        """Return [B * K, G * N, 1], the sink of each row of scores [B, K, G, N, T]; None for a layer without sinks."""
         if self.sinks is None:
             return None
         by_head = self.sinks.view(1, *scores.shape[1:3], 1, 1)
         return by_head.expand(*scores.shape[:4], 1).flatten(0, 1).flatten(1, 2)
 
     def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """[B * K, R, T] in fp64: products of rows [B * K, R, D] and keys [B * K, T, D], times the scale, capped."""
+        """Return [B * K, R, T] in fp64: products of rows [B * K, R, D] and keys [B * K, T, D], scaled and capped."""
+        # with beta 0 the first argument is not read; the product is scaled while it is written
         nothing = rows.new_empty(1, dtype=torch.float64)
         products = torch.baddbmm(nothing, rows.double(), keys.double().transpose(1, 2), beta=0, alpha=self.scale)
-        return products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
+        if self.softcap is None:
+            return products
+        return self.softcap * torch.tanh(products / self.softcap)
 
 
 def _pieces_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> list[Piece] | None:
-    """The queries in pieces that read blocks of keys; None where none does."""
+    """Return the queries in pieces that read blocks of keys; None where none does."""
     blocks = BLOCKS.get()
     if blocks is None or mask.shape[1] > 1 or not blocks.fit(query, key, value):
         return None
@@ -134,13 +156,16 @@ def _pieces_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> list[
 
 
 def _cut(sequences: int, count: int, at_once: int) -> list[Piece]:
-    """So many queries in pieces that read no blocks."""
-    ends = range(at_once, count + at_once, at_once)
-    return [Piece(slice(0, sequences), slice(end - at_once, min(end, count)), 0, 0, None, None) for end in ends]
+    """Return so many queries in pieces that read no blocks."""
+    pieces = []
+    for start in range(0, count, at_once):
+        queries = slice(start, min(start + at_once, count))
+        pieces.append(Piece(slice(0, sequences), queries, start=0, stop=0, in_blocks=None, is_unread=None))
+    return pieces
 
 
 def _by_groups(mask: Tensor, count: int, groups: int) -> Tensor:
-    """[B, 1 or K, 1 or G, N, S], an additive mask over scores [B, K, G, N, S]."""
+    """Return [B, 1 or K, 1 or G, N, S], an additive mask over scores [B, K, G, N, S]."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
     if mask.shape[1] > 1:  # a mask for each head
@@ -149,18 +174,24 @@ def _by_groups(mask: Tensor, count: int, groups: int) -> Tensor:
 
 
 def _later(scores: Tensor) -> Tensor:
-    """[N, T], whether a key comes after a query, for scores [.., N, T] that end with the last query's own key."""
+    """Return [N, T], whether a key comes after a query; scores [.., N, T] end with the last query's own key."""
     count, keys = scores.shape[-2:]
     return torch.ones(count, keys, dtype=torch.bool, device=scores.device).triu_(keys - count + 1)
 
 
 def _attend(scores: Tensor, values: Tensor, blocks: tuple[Tensor, Tensor] | None, sinks: Tensor | None) -> Tensor:
-    """[X, R, D'], means of values [X, T, D'] and of what blocks gave, by the softmax of scores [X, R, T] in fp64.
+    """Return [X, R, D'], means of values by the softmax of scores in fp64.
 
-    Each part of the keys has an output and the logarithm of its sum of exp(score). A sink is a key without a value.
+    Args:
+        scores: [X, R, T], of the last keys.
+        values: [X, T, D'], of the last keys.
+        blocks: as `read_blocks` returns them, of the keys before; None for none.
+        sinks: [X, R, 1], scores of keys without a value; None for none.
     """
     if blocks is None and sinks is None:
         return scores.softmax(-1) @ values.double()
+    # Each chunk of the keys, the last ones and every block, has an output and the logarithm of its sum of exp(score).
+    # The softmax of these logarithms is the share of each chunk in the output.
     highest = scores.amax(-1, keepdim=True)
     weights = (scores - highest).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -169,7 +200,7 @@ def _attend(scores: Tensor, values: Tensor, blocks: tuple[Tensor, Tensor] | None
         logs.append(sinks.double())
     if blocks is not None:
         logs.append(blocks[1].double())
-    shares = torch.cat(logs, -1).softmax(-1)
+    shares = torch.cat(logs, -1).softmax(-1)  # of the last keys, the sink and each block
     output = (weights @ values.double()) * (shares[..., :1] / total)
     if blocks is not None:
         outputs = blocks[0].double()  # [X, R, J, D]
@@ -192,9 +223,11 @@ class SumsInFp64(TorchFunctionMode):
         options = dict(kwargs or {})
         if func not in SUMS or options.get("out") is not None:
             return func(*args, **options)
-        tensors = [value for value in tree_leaves((args, options)) if _is_narrow(value)]
-        dtype = options.pop("dtype", None) or (tensors[0].dtype if tensors else None)
-        wide_args, wide_options = tree_map_only(Tensor, lambda x: x.double() if _is_narrow(x) else x, (args, options))
+        narrow = [value for value in tree_leaves((args, options)) if _is_narrow(value)]
+        dtype = options.pop("dtype", None)
+        if dtype is None and narrow:
+            dtype = narrow[0].dtype
+        wide_args, wide_options = tree_map_only(Tensor, _widen, (args, options))
         output = func(*wide_args, **wide_options)
         return output if dtype is None else output.to(dtype)
 
@@ -203,9 +236,13 @@ def _is_narrow(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.double() if _is_narrow(tensor) else tensor
+
+
 @cache
 def sums_rows_alike(dtype: torch.dtype) -> bool:
-    """Whether a CPU's kernels for one row and for several sum in the same order in this dtype.
+    """Return whether a CPU's kernels for one row and for several sum in the same order in this dtype.
 
     Torch's own loops of x86 do, and there a second row costs as much as the first. oneDNN's kernels do not.
     """
@@ -217,7 +254,7 @@ def sums_rows_alike(dtype: torch.dtype) -> bool:
 
 
 def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """[.., V], what `read` gives for x [.., D], called with numbers of rows for which it takes the same kernel.
+    """Return [.., V], what `read` gives for x [.., D], called with numbers of rows for which it takes the same kernel.
 
     On a CPU these are all but one row, if one row has a kernel of its own. Elsewhere kernels choose tiles by the number
     of rows, so it is always the same.
@@ -238,12 +275,12 @@ class FixedRowsLinear(nn.Linear):
     """A linear layer that is read in fixed numbers of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias."""
         return in_fixed_rows(super().forward, x)
 
 
 def can_be_invariant(model: Any, attention: str | None) -> bool:
-    """Whether a model reads in half precision, and by an attention function that may be replaced.
+    """Return whether a model reads in half precision, and by an attention function that may be replaced.
 
     Whether it then still reads right is tried by the reader.
     """

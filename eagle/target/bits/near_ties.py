@@ -37,6 +37,7 @@ def measure_tie(
     if at == min(len(answer), len(other)):
         return None
     state = target.open()
+    # the answers agree up to there, so one prompt serves both
     state.admit(0, with_answer(prompt, list(answer[:at])))
     logits = state.finish_prompts()[0].output.logits[-1].float()
     scores = add_noise(logits, Choose(sampling or Sampling()), len(prompt) + at)
@@ -45,15 +46,19 @@ def measure_tie(
 
 def add_noise(logits: Tensor, choose: Choose, position: int) -> Tensor:
     """Return scores [V] of the token at a position, of which the highest is chosen: logits, and noise if sampled."""
-    offered = choose.offer(len(logits), logits.device)
-    return logits if offered is None else logits + offered([position])[0]
+    noise = choose.offer(len(logits), logits.device)
+    if noise is None:
+        return logits
+    return logits + noise([position])[0]
 
 
 def in_last_places(scores: Tensor, logits: Tensor, tokens: tuple[int, int], dtype: torch.dtype) -> float | None:
     """Return the gap between two tokens' scores in units of the last place of the larger logit; None if unbounded."""
     gap = float((scores[tokens[0]] - scores[tokens[1]]).abs())
     largest = float(logits[list(tokens)].abs().max())
-    return gap / last_place(largest, dtype) if math.isfinite(gap) else None
+    if not math.isfinite(gap):
+        return None
+    return gap / last_place(largest, dtype)
 
 
 def last_place(number: float, dtype: torch.dtype) -> float:
