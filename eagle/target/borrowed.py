@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from eagle.core.drafter import TargetHead
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
 from eagle.target.stock_head import StockHead, stock_head
-from eagle.target.structure import FAILURES, base_of
+from eagle.target.structure import FAILURES, base_of, describe_failure
 from eagle.target.weights.dense import PLAIN
 
 HEAD, CONFIG = "head.safetensors", "config.json"
@@ -28,20 +28,24 @@ SCALES = ("embed_scale", "logit_scale", "softcap")
 def borrow_head(
     model: Any, layers: tuple[nn.Module, nn.Module], tokens: Tensor, first: Tensor | None, last: Tensor
 ) -> TargetHead:
-    """The embedding and LM head with the config's scales, or by the model's own forward if it transforms states.
+    """Return the embedding and LM head with the config's scales, or by the model's own forward if it transforms states.
 
-    `layers` are both, with plain matrices. ValueError if neither gives the model's logits. `first` [T, D] and `last`
-    [T, D'] are the first layer's input (None if it is unknown) and the base's output at `tokens` [1, T].
+    Args:
+        model: the target's model.
+        layers: its embedding and LM head, with plain matrices.
+        tokens: [1, T], some tokens.
+        first: [T, D], the first layer's input at these; None if it is unknown.
+        last: [T, D'], the base's output at these.
+
+    Raises:
+        ValueError: if neither gives the model's logits.
     """
-    config, (embedding, output) = model.config.get_text_config(), layers
-    scales = (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5)
-    embedded = embedding(tokens[0])
-    matching = [scale for scale in scales if first is not None and is_close(first, embedded * scale)]
+    config = model.config.get_text_config()
+    embedding, output = layers
     head = TargetHead(
         embedding,
         output,
-        # none matches where positions are learned: then the bare embedding is borrowed
-        embed_scale=float(matching[0]) if matching else 1.0,
+        embed_scale=_embed_scale(config, embedding(tokens[0]), first),
         logit_scale=_logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
         width=config.hidden_size,
@@ -56,12 +60,15 @@ def borrow_head(
         )
     if last.shape[-1] == head.weight.shape[1] and is_close(head.logits(last), expected):
         return head
+    # the head transforms states before its matrix
     base_output = base_of(model)(input_ids=tokens, use_cache=False)
+    fault = ""
     try:
         stock = stock_head(model, config, head, base_output)
-        fault = "" if is_close(stock.logits(last), expected) else "gives other logits"
+        if not is_close(stock.logits(last), expected):
+            fault = "gives other logits"
     except FAILURES as error:
-        fault = f"fails ({type(error).__name__}: {str(error)[:200]})"
+        fault = f"fails ({describe_failure(error)})"
     if fault and "forward" in vars(model):
         fault += "; that forward was put in the place of its class's, as by accelerate's mixed precision: take it off"
     if fault:
@@ -72,16 +79,27 @@ def borrow_head(
     return stock
 
 
+def _embed_scale(config: Any, embedded: Tensor, first: Tensor | None) -> float:
+    """Return the factor from embeddings to the first layer's input, both [T, D].
+
+    None matches where positions are learned: then the bare embedding is borrowed.
+    """
+    if first is not None:
+        for scale in (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5):
+            if is_close(first, embedded * scale):
+                return float(scale)
+    return 1.0
+
+
 def _logit_scale(config: Any) -> float:
-    """The factor on a head's product, by the names that configs have for it."""
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if scale := getattr(config, name, None):
-            return scale
-    return 1 / (getattr(config, "logits_scaling", None) or 1)
+    """Return the factor on a head's product, by the names that configs have for it."""
+    factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
+    divisor = getattr(config, "logits_scaling", None) or 1
+    return factor or 1 / divisor
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors differ only by rounding in their precision."""
+    """Return whether two tensors differ only by rounding in their precision."""
     if got.shape != expected.shape:
         return False
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 2e-2
@@ -96,7 +114,7 @@ class Borrowed:
     head: TargetHead
 
     def tensor(self, name: str) -> Tensor:
-        """Raises, because a head that copies the target's weights needs the whole target."""
+        """Raise, because a head that copies the target's weights needs the whole target."""
         raise ValueError(f"{name} is not stored beside the features: set train.decode=1, which loads the whole target")
 
 
@@ -109,8 +127,8 @@ def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str
     tensors, scales = _split_head(head)
     if config.model_type not in CONFIG_MAPPING or not _reproduce_head(tensors, scales, head):
         return {}
-    metadata = {"scales": json.dumps(scales)}  # one entry: several are written in another order each time
-    write_tensors(folder / HEAD, tensors, metadata)
+    # one entry: several are written in another order each time
+    write_tensors(folder / HEAD, tensors, {"scales": json.dumps(scales)})
     write_whole(folder / CONFIG, [config.to_json_string().encode()])
     return {name: sha256(folder / name) for name in (HEAD, CONFIG)}
 
@@ -125,16 +143,16 @@ def load_borrowed(folder: str | Path, device: str = "cpu") -> Borrowed:
 
 
 def target_config(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
-    """The text config of a target, without its weights."""
+    """Return the text config of a target, without its weights."""
     return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
 
 
 def is_local_model(path: str, revision: str | None = None) -> bool:
-    """Whether a target's weights can be read without a download: from a folder, or from the hub's cache."""
+    """Return whether a target's weights can be read without a download: from a folder, or from the hub's cache."""
     if Path(path).exists():
         return True
-    flags = dict.fromkeys(("missing_entries", "gated_repo", "connection_errors"), False)
-    quiet = {f"_raise_exceptions_for_{name}": value for name, value in flags.items()}
+    faults = ("missing_entries", "gated_repo", "connection_errors")
+    quiet: dict[str, Any] = {f"_raise_exceptions_for_{fault}": False for fault in faults}
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
     try:
         return any(cached_file(path, name, revision=revision, local_files_only=True, **quiet) for name in names)
@@ -143,7 +161,7 @@ def is_local_model(path: str, revision: str | None = None) -> bool:
 
 
 def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-    """The head's matrices (one where they are tied) and its scales."""
+    """Return the head's matrices (one where they are tied) and its scales."""
     embedding = head.embedding.get_parameter("weight")
     bias = getattr(head.output, "bias", None)
     tensors = {"embedding": embedding.data}
@@ -151,14 +169,17 @@ def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | 
         tensors["output"] = head.weight.data
     if bias is not None:
         tensors["bias"] = bias.data
-    return tensors, {**{name: getattr(head, name) for name in SCALES}, "embed_scale": head.scale}
+    scales = {name: getattr(head, name) for name in SCALES}
+    return tensors, {**scales, "embed_scale": head.scale}
 
 
 def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
     embedding = nn.Embedding.from_pretrained(tensors["embedding"])
     weight = tensors.get("output", tensors["embedding"])
     output = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in tensors, device="meta")
-    output.weight = nn.Parameter(weight, requires_grad=False) if "output" in tensors else embedding.weight
+    output.weight = embedding.weight
+    if "output" in tensors:
+        output.weight = nn.Parameter(weight, requires_grad=False)
     if "bias" in tensors:
         output.bias = nn.Parameter(tensors["bias"], requires_grad=False)
     return TargetHead(embedding, output, **scales)
@@ -166,14 +187,15 @@ def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHea
 
 @torch.no_grad()
 def _reproduce_head(tensors: dict[str, Tensor], scales: dict[str, Any], head: TargetHead) -> bool:
-    """Whether plain matrices give the head's logits: not if it is quantised, offloaded or transformed."""
+    """Return whether plain matrices give the head's logits: not if it is quantised, offloaded or transformed."""
     if any(tensor.is_meta or tensor.dtype not in PLAIN for tensor in tensors.values()):
         return False
-    plain, head = _build_head(tensors, scales), replace(head, width=None)
+    plain = _build_head(tensors, scales)
+    head = replace(head, width=None)
     tokens = torch.arange(min(64, len(tensors["embedding"])))
     embedded = head.embed(tokens.to(tensors["embedding"].device))
     hidden = embedded.to(head.weight.device)
     expected = head.logits(hidden)
     # kernels may round differently; a missing scale or transform differs by far more
-    near = (plain.logits(hidden) - expected).norm() <= 1e-2 * expected.norm()
-    return torch.equal(plain.embed(tokens.to(embedded.device)), embedded) and bool(near)
+    is_near = (plain.logits(hidden) - expected).norm() <= 1e-2 * expected.norm()
+    return bool(is_near) and torch.equal(plain.embed(tokens.to(embedded.device)), embedded)

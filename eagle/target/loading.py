@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +48,47 @@ def load_model(
     images: bool = False,
     **source: Any,
 ) -> Any:
-    """Load a model from a save_pretrained folder or a hub id; ValueError if weights are missing or of another model.
+    """Load a model; what a quantised one needs is checked beforehand.
 
-    A quantised one is loaded to `device`, unless a device_map says otherwise; what it needs is checked beforehand.
+    Args:
+        path: a save_pretrained folder or a hub id.
+        dtype: of the weights.
+        adapter: an adapter that is merged; None for none.
+        device: where a quantised model is loaded to, unless a device_map says otherwise.
+        images: as in `choose_loader`.
+        source: revision, trust_remote_code and device_map, as in transformers' `from_pretrained`.
+
+    Raises:
+        ValueError: if weights are missing, torn or of another model.
     """
     source = {**NO_CODE, **source}
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
-    if (quantization := read_quantization(path, **source)) is not None:
+    quantization = read_quantization(path, **source)
+    if quantization is not None:
         check_quantised(path, quantization, device, dtype)
         source["device_map"] = source.get("device_map") or place(device)
-    try:
+    with _explaining_errors(path):
         loader = choose_loader(path, images=images, **source)
-        loaded: Any = loader.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
+        model, report = loader.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
+    check_weights(path, model, report)
+    if adapter is None:
+        return model
+    # packed weights take no adapter
+    if quantization is not None:
+        unpack_weights(model)
+    return open_adapter(model, adapter).merge_and_unload()
+
+
+@contextmanager
+def _explaining_errors(path: str | Path) -> Iterator[None]:
+    """A context in which errors of transformers' loader become ValueErrors that say what is wrong at the path."""
+    try:
+        yield
     except OSError as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"no model at {path}: expected a folder of save_pretrained, or a hub id: {reason}") from error
+        raise ValueError(
+            f"no model at {path}: expected a folder of save_pretrained, or a hub id: {_first_line(error)}"
+        ) from error
     except SafetensorError as error:
         torn = ", ".join(sorted(file.name for file in Path(path).glob("*.safetensors") if not _is_whole(file)))
         raise ValueError(
@@ -71,34 +98,42 @@ def load_model(
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(f"{path} holds weights of other sizes than its config.json says: {error}") from error
-    model, report = loaded
-    check_weights(path, model, report)
-    if adapter is None:
-        return model
-    if quantization is not None:
-        unpack_weights(model)  # which an adapter could not be added to
-    return merge_adapter(model, adapter)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> Any:
-    """The class that loads a model: the one for text where its type has one, else the one that sees."""
+    """Return the class that loads a model: the one for text where its type has one, else the one that sees.
+
+    Args:
+        path: as in `load_model`.
+        images: take the one that sees in any case.
+        source: as in `load_model`.
+    """
     options = {name: value for name, value in source.items() if name in ("revision", "trust_remote_code")}
     kind = type(AutoConfig.from_pretrained(path, **options))
-    sees, reads = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, kind in MODEL_FOR_CAUSAL_LM_MAPPING
+    sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if images and not sees:
         raise ValueError(f"images is True, and {path} is a {kind.model_type}, which sees none: leave images out")
-    return AutoModelForImageTextToText if sees and (images or not reads) else AutoModelForCausalLM
+    if sees and (images or kind not in MODEL_FOR_CAUSAL_LM_MAPPING):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def check_loadable(path: str | Path, device: str, revision: str | None = None) -> None:
     """Refuse a quantised checkpoint that cannot be loaded on a device, from its config alone."""
     quantization = read_quantization(path, revision=revision)
-    if quantization is not None and (reason := why_not_here(quantization, device)):
+    if quantization is None:
+        return
+    reason = why_not_here(quantization, device)
+    if reason:
         raise ValueError(f"{path} {reason}")
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file has a header, and all the bytes that it tells of."""
+    """Return whether a safetensors file has a header, and all the bytes that it tells of."""
     try:
         with safe_open(file, "pt"):
             return True
@@ -110,11 +145,15 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
     """Refuse a model whose files lack weights or hold unknown weights."""
     missing = sorted(report["missing_keys"])
     unexpected = [name for name in sorted(report["unexpected_keys"]) if not _is_spare(name, model)]
-    if vars(model.config).get("sub_configs", {}) or type(model.config).sub_configs:  # the text part of a larger model
+    # the text model of a larger one, whose files hold the rest, too
+    if vars(model.config).get("sub_configs", {}) or type(model.config).sub_configs:
         unexpected = []
-    if missing or unexpected:
-        lists = (("missing", missing), ("unknown", unexpected))
-        faults = [f"{kind} weights {_list_some(names)}" for kind, names in lists if names]
+    faults = []
+    if missing:
+        faults.append(f"missing weights {_list_some(missing)}")
+    if unexpected:
+        faults.append(f"unknown weights {_list_some(unexpected)}")
+    if faults:
         raise ValueError(
             f"{path} is no whole {model.config.model_type} model: {'; '.join(faults)}. Missing weights would be "
             "random: take a folder that save_pretrained wrote. A draft head that was exported, or that another tool "
@@ -123,7 +162,7 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
 
 
 def _is_spare(name: str, model: Any) -> bool:
-    """Whether an unknown tensor is a buffer that the model computes, or belongs to a multi-token prediction layer."""
+    """Return whether an unknown tensor is a buffer that the model computes, or of a multi-token prediction layer."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
     is_extra = layer is not None and 0 <= int(layer[1]) - model.config.num_hidden_layers < extra
@@ -131,23 +170,24 @@ def _is_spare(name: str, model: Any) -> bool:
 
 
 def read_spare_tensor(model: Any, name: str) -> Tensor | None:
-    """A tensor of a multi-token prediction layer from the model's files; None if there is none."""
+    """Return a tensor of a multi-token prediction layer from the model's files; None if there is none."""
     if not _is_spare(name, model):
         return None
-    files = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
-    whole, index = (_find_file(model.config, file) for file in files)
+    path = _find_file(model.config, SAFE_WEIGHTS_NAME)
+    index = _find_file(model.config, SAFE_WEIGHTS_INDEX_NAME)
+    # of several files, the index tells which one holds the tensor
     if index is not None:
         shard = json.loads(Path(index).read_text())["weight_map"].get(name)
-        whole = None if shard is None else _find_file(model.config, shard)
-    if whole is None:
+        path = None if shard is None else _find_file(model.config, shard)
+    if path is None:
         return None
-    with safe_open(whole, "pt") as file:
+    with safe_open(path, "pt") as file:
         tensor: Tensor | None = file.get_tensor(name) if name in set(file.keys()) else None
     return tensor
 
 
 def _find_file(config: Any, name: str) -> str | None:
-    """The path of one of a loaded model's files, from its folder or the hub; None if it has no such file."""
+    """Return the path of one of a loaded model's files, from its folder or the hub; None if it has no such file."""
     if not config.name_or_path:
         return None
     options = {"revision": getattr(config, "_commit_hash", None), "_raise_exceptions_for_missing_entries": False}
@@ -156,25 +196,22 @@ def _find_file(config: Any, name: str) -> str | None:
 
 
 def _list_some(names: list[str]) -> str:
+    listed = ", ".join(names[:MAX_NAMED])
     more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def merge_adapter(model: Any, adapter: str | Path) -> Any:
-    """The model with an adapter merged into its weights."""
-    return open_adapter(model, adapter).merge_and_unload()
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
-    """A second module tree over a model's weights that runs with an adapter; the model itself runs as before.
+    """Return a second module tree over a model's weights that runs with an adapter; the model itself runs as before.
 
     `config` is the model's text config. Packed weights are laid out plainly, as adapters may read them.
     """
     unpack_model(model)
     twin, _ = share_weights(model, config, decoder_layers(base_of(model), config.num_hidden_layers))
     adapted = open_adapter(twin, adapter).get_base_model()
-    for part in ("get_input_embeddings", "get_output_embeddings"):
-        if type(changed := getattr(adapted, part)()) is not type(getattr(model, part)()):
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        changed = getattr(adapted, getter)()
+        if type(changed) is not type(getattr(model, getter)()):
             raise ValueError(
                 f"the adapter {adapter} changes the embedding or the LM head, which heads borrow as plain matrices: "
                 f"got a {type(changed).__name__}, expected an adapter of layers alone; merge it, as Target.load(.., "
@@ -184,7 +221,7 @@ def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
 
 
 def open_adapter(model: Any, adapter: str | Path) -> Any:
-    """The peft model that runs a model, which is changed in place, with an adapter of its layers."""
+    """Return the peft model that runs a model, which is changed in place, with an adapter of its layers."""
     try:
         from peft import PeftConfig, PeftModel
     except ImportError:
@@ -193,15 +230,15 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
         ) from None
     try:
         with warnings.catch_warnings(), keep_layout(model):
-            warnings.filterwarnings("error", "Found missing adapter keys")  # peft would leave them at random
+            # peft would leave them at random
+            warnings.filterwarnings("error", "Found missing adapter keys")
             if getattr(PeftConfig.from_pretrained(str(adapter)), "megatron_config", None):
                 raise ValueError("its megatron_config makes peft import the module that megatron_core names")
             adapted: Any = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, RuntimeError, SafetensorError, UserWarning, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
             f"no adapter for this {model.config.model_type} at {adapter}: expected a folder that peft's "
-            f"save_pretrained wrote, or a hub id, and of a base of these sizes: {reason:.300}"
+            f"save_pretrained wrote, or a hub id, and of a base of these sizes: {_first_line(error):.300}"
         ) from error
     refuse_prompt_adapter(adapted.active_peft_config, f"the adapter {adapter}")
     return adapted
@@ -217,15 +254,17 @@ def refuse_prompt_adapter(config: Any, name: str) -> None:
 
 
 def unwrap_adapters(model: Any) -> Any:
-    """The model of transformers that a peft model wraps, whose layers its adapters changed in place; else the model.
+    """Return the model of transformers that a peft model wraps, whose layers its adapters changed; else the model.
 
-    ValueError if the peft model does more than that model by itself.
+    Raises:
+        ValueError: if the peft model does more than that model by itself.
     """
     while type(model).__module__.startswith("peft."):
         if "active_peft_config" in dir(type(model)):
             refuse_prompt_adapter(model.active_peft_config, f"{type(model).__name__} has an adapter that")
-        parts = model._modules  # attributes are looked up in the model within, too
-        model = parts["base_model" if "base_model" in parts else "model"]
+        # attributes are looked up in the model within, too
+        modules = model._modules
+        model = modules["base_model" if "base_model" in modules else "model"]
     return model
 
 
@@ -252,10 +291,10 @@ def check_model(model: Any) -> Any:
     model = unwrap_adapters(model)
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
         raise ValueError(f"Target takes a model of transformers, got {type(model).__name__}: load one with Target.load")
-    name, output = type(model).__name__, model.get_output_embeddings()
+    name = type(model).__name__
     if getattr(model.config, "return_dict", True) is False:
         raise ValueError(f"{name}.config.return_dict is False, expected True: outputs are read by their names")
-    if output is None:
+    if model.get_output_embeddings() is None:
         raise ValueError(
             f"{name} has no LM head: got a model that is no causal language model of transformers, "
             "expected one of AutoModelForCausalLM"
@@ -275,7 +314,7 @@ def settle_weights(model: Any, device: torch.device) -> None:
 
 
 def tokenizer_of(path: str | Path, **source: Any) -> Any:
-    """The tokenizer of a model's folder, or None; only `chat`, stop strings and text output need one."""
+    """Return the tokenizer of a model's folder, or None; only `chat`, stop strings and text output need one."""
     try:
         return AutoTokenizer.from_pretrained(path, **{**NO_CODE, **source})
     except (OSError, ValueError):
@@ -283,7 +322,7 @@ def tokenizer_of(path: str | Path, **source: Any) -> Any:
 
 
 def processor_of(path: str | Path, model: Any, **source: Any) -> Any:
-    """What prepares images for a model that sees; None where there is none, or where pillow is not installed."""
+    """Return what prepares images for a model that sees; None where there is none, or where pillow is not installed."""
     if "pixel_values" not in inspect.signature(type(base_of(model)).forward).parameters:
         return None
     try:
@@ -293,7 +332,7 @@ def processor_of(path: str | Path, model: Any, **source: Any) -> Any:
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The floating-point type of that name."""
+    """Return the floating-point type of that name."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype is {name!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")

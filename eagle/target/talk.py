@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from eagle.core.verify import Sampling
 from eagle.disk import sha256
 
 TYPES = "token_type_ids"  # in the names of what a processor gives by token
-IMAGE_PARTS = ("image", "image_url")  # types of a message's parts, of transformers and of OpenAI
+IMAGE_PARTS = ("image", "image_url")  # types of a message's content parts, of transformers and of OpenAI
 
 
 class Talk:
@@ -39,14 +39,20 @@ class Talk:
         tokens: list[int] = []
         for owner in (self.model.generation_config, self.config, self.tokenizer):
             eos = getattr(owner, "eos_token_id", None)
-            tokens += eos if isinstance(eos, list) else [] if eos is None else [eos]
+            if isinstance(eos, list):
+                tokens += eos
+            elif eos is not None:
+                tokens.append(eos)
         return tuple(dict.fromkeys(tokens))
 
     def chat(self, messages: str | list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation, or of one user message, with the generation prompt.
+        """Return the token ids of a conversation with the generation prompt.
 
-        A message's content may be a list of parts, of which {"type": "image", "image": path, data URL or PIL image} and
-        OpenAI's `image_url` are shown to a target that sees. The tokens of such a prompt hold its images.
+        Args:
+            messages: dicts with role and content, or the content of one user message. A content may be a list of parts,
+                of which {"type": "image", "image": path, data URL or PIL image} and OpenAI's `image_url` are shown to a
+                target that sees. The tokens of such a prompt hold its images.
+            template_kwargs: what the chat template takes.
         """
         if not getattr(self.tokenizer, "chat_template", None) and not getattr(self.processor, "chat_template", None):
             raise ValueError("this target has no chat template: pass token ids, or load a tokenizer that has one")
@@ -55,30 +61,34 @@ class Talk:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         kwargs = {"add_generation_prompt": True, **template_kwargs}
-        if any(True for turn in messages for _ in images_of(turn)):
-            return self._show(messages, kwargs)
-        if self.processor is not None:  # templates of models that see need not print a plain text
-            messages = [{**turn, "content": parts_of(turn.get("content"))} for turn in messages]
+        image_parts = [part for turn in messages for part in images_of(turn)]
+        if image_parts:
+            return self._show(messages, image_parts, kwargs)
+        # templates of models that see need not print a plain text
+        if self.processor is not None:
+            messages = list_parts(messages)
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **kwargs})
 
-    def _show(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> list[int]:
-        """The tokens of a conversation with images, which they hold."""
+    def _show(
+        self, messages: list[dict[str, Any]], image_parts: list[dict[str, Any]], kwargs: dict[str, Any]
+    ) -> list[int]:
+        """Return the tokens of a conversation with images, which they hold."""
         if self.processor is None:
             raise ValueError(
                 f"the messages have images, and nothing prepares them for this {self.config.model_type}: expected a "
                 "model that sees, with its preprocessor_config.json, and pillow (`pip install pillow`; types that see "
                 "videos need torchvision, too); where its type has a class for text alone, load it with images=True"
             )
-        images = [image_in(part) for turn in messages for part in images_of(turn)]
-        parts = [{**turn, "content": parts_of(turn.get("content"))} for turn in messages]
-        text = self.processor.apply_chat_template(parts, **{**kwargs, "tokenize": False})
+        images = [image_in(part) for part in image_parts]
+        text = self.processor.apply_chat_template(list_parts(messages), **{**kwargs, "tokenize": False})
         return token_ids(process(self.processor, text, images))
 
     def check_prompt(self, prompt: list[int]) -> None:
         """Refuse a prompt that the model cannot read."""
         if not prompt:
             raise ValueError("the prompt is empty: expected at least one token id")
-        if wrong := [token for token in prompt if not 0 <= token < self.vocab_size]:
+        wrong = [token for token in prompt if not 0 <= token < self.vocab_size]
+        if wrong:
             raise ValueError(f"token ids {wrong[:5]} are outside the vocabulary: expected 0..{self.vocab_size - 1}")
         if self.max_positions is not None and len(prompt) > self.max_positions:
             raise ValueError(
@@ -88,25 +98,32 @@ class Talk:
 
     def check_images(self, tokens: Tensor, media: Mapping[str, Any] | None) -> None:
         """Refuse tokens that stand for an image without one: they would be read as text."""
-        names = ("image_token_id", "image_token_index")
-        token = next((getattr(self.model.config, name) for name in names if hasattr(self.model.config, name)), None)
-        if self.processor is not None and not media and token is not None and bool((tokens == token).any()):
+        if self.processor is None or media:
+            return
+        config = self.model.config
+        token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+        if token is not None and bool((tokens == token).any()):
             raise ValueError(
                 f"the text has the token {token}, which stands for an image, and no image: pass what target.chat or "
                 "the processor gave, which holds it; a part or a copy of its tokens does not"
             )
 
     def default_sampling(self, **fields: Any) -> Sampling:
-        """The sampling of the model's generation config with `fields` replaced; ValueError for unsupported settings."""
+        """Return the sampling of the model's generation config with `fields` replaced.
+
+        Raises:
+            ValueError: for unsupported settings.
+        """
         refuse_fields(self.model.generation_config)
-        config, _ = self.model._prepare_generation_config(None)  # with transformers' defaults, as a top-k of 50
+        # with transformers' defaults, as a top-k of 50
+        config, _ = self.model._prepare_generation_config(None)
         processors = self.model._get_logits_processor(generation_config=config, input_ids_seq_length=1)
-        sampling = Sampling.from_processors(processors, **({} if config.do_sample else {"temperature": 0.0}))
-        return replace(sampling, **fields)
+        greedy = {} if config.do_sample else {"temperature": 0.0}
+        return replace(Sampling.from_processors(processors, **greedy), **fields)
 
 
 def process(processor: Any, text: str, images: Sequence[Any]) -> Mapping[str, Any]:
-    """The processor's output for a printed text and its images, which are PIL images, paths or data URLs.
+    """Return the processor's output for a printed text and its images, which are PIL images, paths or data URLs.
 
     A template prints its own special tokens, so none are added.
     """
@@ -115,9 +132,9 @@ def process(processor: Any, text: str, images: Sequence[Any]) -> Mapping[str, An
 
 
 def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any]:
-    """What stands beside the tokens [T] of a text with images, as the model's forward takes it.
+    """Return what a text with images has beside its tokens [T], as the model's forward takes it.
 
-    The images must be those that the text was tokenised with; of what stands behind the tokens nothing is given.
+    The images must be those that the text was tokenised with. What comes after the tokens is left out.
     """
     if processor is None:
         raise ValueError(
@@ -130,7 +147,8 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
                 f"the image {path} is not the one that was there when its text was tokenised: put that one back, or "
                 "remove the cache of tokens (data.cache) and the feature store, which are made anew"
             )
-    text = first_tokens(token_ids(process(processor, shown.text, [path for path, _ in shown.images])), len(tokens))
+    whole = token_ids(process(processor, shown.text, [path for path, _ in shown.images]))
+    text = first_tokens(whole, len(tokens))
     if text != tokens.tolist():
         raise ValueError(
             f"the target's processor gives other tokens for the text {shown.text!r:.60} than when it was tokenised: "
@@ -140,53 +158,69 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
 
 
 def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any]:
-    """What the model's own forward takes for a prompt, with its images, and the beginning of an answer."""
+    """Return what the model's own forward takes for a prompt, with its images, and the beginning of an answer."""
     text = with_answer(prompt, answer)
     inputs: dict[str, Any] = {"input_ids": torch.tensor([text], device=model.device)}
     for name, value in media_of(text).items():
-        if is_setting(name, value):
-            inputs[name] = value
-        else:
-            inputs[name] = value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+        if not is_setting(name, value):
+            value = value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+        inputs[name] = value
     return inputs
 
 
 def first_tokens(text: list[int], count: int) -> list[int]:
-    """The first tokens of a text, among them those of all its images, which they hold."""
-    media = {name: value[:, :count] if TYPES in name else value for name, value in media_of(text).items()}
-    return PromptTokens(text[:count], media) if media else text[:count]
+    """Return the first tokens of a text, among them those of all its images, which they hold."""
+    return _with_media(text[:count], media_of(text), lambda types: types[:, :count])
 
 
 def with_answer(prompt: list[int], answer: list[int]) -> list[int]:
-    """The tokens of a prompt and the beginning of an answer, which hold the prompt's images."""
-    media = {  # the answer is text, whose type is 0
-        name: pad(value, (0, len(answer))) if TYPES in name else value for name, value in media_of(prompt).items()
-    }
-    return PromptTokens([*prompt, *answer], media) if media else [*prompt, *answer]
+    """Return the tokens of a prompt and the beginning of an answer, which hold the prompt's images."""
+    # the answer is text, whose type is 0
+    return _with_media([*prompt, *answer], media_of(prompt), lambda types: pad(types, (0, len(answer))))
+
+
+def _with_media(tokens: list[int], media: Mapping[str, Any], fit: Callable[[Tensor], Tensor]) -> list[int]:
+    """Return tokens that hold these inputs, if any, of which `fit` changes those by token [1, T]."""
+    if not media:
+        return tokens
+    fitted = {name: fit(value) if TYPES in name else value for name, value in media.items()}
+    return PromptTokens(tokens, fitted)
 
 
 def images_of(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts of a message that are images."""
+    """Yield the content parts of a message that are images."""
     content = turn.get("content")
-    yield from filter(is_image, content if isinstance(content, list) else ())
+    if isinstance(content, list):
+        yield from filter(is_image, content)
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a message is an image."""
+    """Return whether a content part is an image."""
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 
-def parts_of(content: Any) -> list[Any]:
-    """A message's content as the list of parts that templates of models that see print."""
-    if not isinstance(content, list):
-        return [{"type": "text", "text": content}] if content else []
-    return [{"type": "image"} if is_image(part) else part for part in content]
+def list_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts, as templates of models that see print them."""
+    listed = []
+    for turn in messages:
+        content = turn.get("content")
+        if isinstance(content, list):
+            parts = [{"type": "image"} if is_image(part) else part for part in content]
+        elif content:
+            parts = [{"type": "text", "text": content}]
+        else:
+            parts = []
+        listed.append({**turn, "content": parts})
+    return listed
 
 
 def image_in(part: dict[str, Any]) -> Any:
-    """The image of a part: a path that is there, a data URL, or an object that holds it."""
-    image = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
-    image = image.get("url") if isinstance(image, dict) else image
+    """Return the image of a part: a path that exists, a data URL, or an object that holds it."""
+    images = [part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None]
+    image = images[0] if images else None
+    # OpenAI's
+    if isinstance(image, dict):
+        image = image.get("url")
     if image is None:
         raise ValueError(f"a message has an image without a path: got {part!r:.80}, expected 'image': path or data URL")
     if isinstance(image, Path):

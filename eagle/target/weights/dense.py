@@ -27,7 +27,7 @@ TOLERANCE = 5e-2  # of products; layers that round their input too, to 8 bits, a
 
 
 class QuantisedHead(nn.Linear):
-    """The model's own LM head that holds no plain matrix, as a quantised one, with a plain copy of its matrix.
+    """The model's LM head that holds no plain matrix, as a quantised one, with a plain copy of its matrix.
 
     Its forward is the model's own, so that what is decoded is what the model says. Others borrow the copy; gradients go
     through it, and so does everything once it was moved, cast or copied.
@@ -36,7 +36,7 @@ class QuantisedHead(nn.Linear):
     own: tuple[nn.Module, ...]  # a tuple, so that it is no submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., V], logits."""
+        """Return [.., V], logits."""
         if not self.own or (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, self.weight, self.bias)
         logits: Tensor = self.own[0](x)
@@ -48,30 +48,37 @@ class QuantisedHead(nn.Linear):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a plain copy."""
+        """Return the state of a plain copy."""
         return {**vars(self), "own": ()}
 
 
 @torch.no_grad()
 def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
-    """The embedding and LM head of a model; one without a plain matrix gets a copy in the model's precision, once."""
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    config = model.config.get_text_config()
+    """Return the embedding and LM head of a model.
+
+    One without a plain matrix gets a copy in the model's precision, once.
+    """
+    embedding = model.get_input_embeddings()
+    output = model.get_output_embeddings()
     is_quantised = bool(getattr(model, "is_quantized", False))
-    kind = "is quantised" if is_quantised else "holds no plain matrix"
     if is_quantised:
         unpack_weights(model)
-        rows, width = config.vocab_size, config.hidden_size
-        plain = _is_plain(embedding), _is_plain(output, width)
+        kind = "is quantised"
+        has_embedding = _is_plain(embedding)
+        has_output = _is_plain(output, model.config.get_text_config().hidden_size)
     else:
-        plain = _holds_matrix(embedding), _holds_matrix(output)
-        # the matrix of a head may be of another width than the states are
-        rows, width = (0, 0) if all(plain) else (embedding.weight.shape[0], output.weight.shape[1])
-    if not plain[0]:
+        kind = "holds no plain matrix"
+        has_embedding = _holds_matrix(embedding)
+        has_output = _holds_matrix(output)
+    # quantised weights may have shapes of their own, so that the config tells the sizes
+    if not has_embedding:
+        rows = model.config.get_text_config().vocab_size if is_quantised else embedding.weight.shape[0]
         matrix = embedding(torch.arange(rows, device=device_of(embedding))).to(model.dtype)
         _say(f"embedding {kind}", embedding, matrix)
         embedding = nn.Embedding.from_pretrained(matrix)
-    if not plain[1]:
+    if not has_output:
+        # the matrix of a head may be of another width than the states are
+        width = model.config.get_text_config().hidden_size if is_quantised else output.weight.shape[1]
         matrix, bias = dense_matrix(output, width, model.dtype)
         _say(f"LM head {kind}", output, matrix)
         output = _with_copy(output, matrix, bias)
@@ -79,7 +86,7 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _holds_matrix(layer: nn.Module) -> bool:
-    """Whether a layer holds its weight: not one that makes it of others, or whose weight is read from elsewhere."""
+    """Return whether a layer holds its weight, rather than makes it of others or reads it from elsewhere."""
     weight = layer._parameters.get("weight")
     return weight is not None and not (weight.is_meta and hasattr(layer, "_hf_hook"))
 
@@ -97,7 +104,7 @@ def unpack_weights(model: Any) -> None:
 
 
 def find_tensor(model: Any, name: str) -> Tensor | None:
-    """A model's tensor by its name, the weight of a quantised linear as a plain matrix; None without one."""
+    """Return a model's tensor by its name, the weight of a quantised linear as a plain matrix; None without one."""
     owner, _, kind = name.rpartition(".")
     module = dict(model.named_modules()).get(owner)
     if kind == "weight" and getattr(model, "is_quantized", False):
@@ -107,8 +114,9 @@ def find_tensor(model: Any, name: str) -> Tensor | None:
     with keep_layout(model):
         tensor: Tensor | None = model.state_dict(keep_vars=True).get(name)
     if tensor is None:
-        made = getattr(module, kind, None)  # of other tensors, by a parametrisation or by pruning
-        tensor = made if isinstance(made, Tensor) else None
+        # made of other tensors, by a parametrisation or by pruning
+        attribute = getattr(module, kind, None)
+        tensor = attribute if isinstance(attribute, Tensor) else None
     return tensor
 
 
@@ -119,31 +127,41 @@ def keep_layout(model: Any) -> Iterator[None]:
     On a CPU with AVX512-BF16, bitsandbytes lays 4-bit weights out for its products at their first forward, and back for
     a state_dict, yet not their scales: all later products would be wrong.
     """
-    weights = [weight for weight in model.parameters() if getattr(weight, "quant_state", None) is not None]
-    kept = [(weight, weight.data, weight.quant_state, vars(weight.quant_state).copy()) for weight in weights]
+    saved = []
+    for weight in model.parameters():
+        state = getattr(weight, "quant_state", None)
+        if state is not None:
+            saved.append((weight, weight.data, state, vars(state).copy()))
     try:
         yield
     finally:
-        for weight, data, state, fields in kept:
-            weight.data, weight.quant_state = data, state
+        for weight, data, state, fields in saved:
+            weight.data = data
+            weight.quant_state = state
             vars(state).clear()
             vars(state).update(fields)
 
 
 @torch.no_grad()
 def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The matrix [V, D] and bias [V] of a linear of any kind; ValueError if they do not give what it gives."""
+    """Return the matrix [V, D] and bias [V] of a linear of any kind.
+
+    Raises:
+        ValueError: if they do not give what it gives.
+    """
     device = device_of(linear)
     bias: Tensor | None = getattr(linear, "bias", None)
-    if bias is not None and bias.is_meta:  # it is elsewhere, as the matrix
+    # an offloaded bias is elsewhere, as the matrix
+    if bias is not None and bias.is_meta:
         bias = linear(torch.zeros(width, dtype=dtype, device=device))
-    parts = []
-    for start in range(0, width, ROWS):
-        end = min(start + ROWS, width)
-        rows = linear(torch.eye(width, dtype=dtype, device=device)[start:end]).to(dtype)
-        parts.append(rows if bias is None else rows - bias)
-    matrix = torch.cat(parts).T.contiguous()
-    bias = None if bias is None else bias.detach().to(dtype)
+    columns = []
+    # column i of W is W e_i, and the linear gives W e_i + b
+    for units in torch.eye(width, dtype=dtype, device=device).split(ROWS):
+        products = linear(units).to(dtype)
+        columns.append(products if bias is None else products - bias)
+    matrix = torch.cat(columns).T.contiguous()
+    if bias is not None:
+        bias = bias.detach().to(dtype)
     if not _gives(linear, matrix, bias):
         raise ValueError(
             f"{type(linear).__name__} is quantised, and its products are no matrix's: a head that borrows it learns "
@@ -153,18 +171,18 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _is_plain(layer: nn.Module, width: int | None = None) -> bool:
-    """Whether a layer's weight is a plain matrix and, of a linear with `width` inputs, all that its forward uses."""
+    """Return whether a layer's weight is a plain matrix and all that its forward uses, if it has `width` inputs."""
     weight: Any = getattr(layer, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in PLAIN:
         return False
     if width is None or weight.is_meta or weight.is_mkldnn:
         return True
-    return weight.shape[1:] == (width,) and _gives(layer, weight, getattr(layer, "bias", None), 1e-2)
+    return weight.shape[1:] == (width,) and _gives(layer, weight, getattr(layer, "bias", None), tolerance=1e-2)
 
 
 @torch.no_grad()
 def _gives(linear: nn.Module, matrix: Tensor, bias: Tensor | None, tolerance: float = TOLERANCE) -> bool:
-    """Whether a linear's products of a few states are those of this matrix."""
+    """Return whether a linear's products of a few states are those of this matrix."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(4, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)
     expected = F.linear(states, matrix, bias)

@@ -23,7 +23,7 @@ class PackedLinear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias."""
         weight = self.weight
         if not weight.is_mkldnn:
             return F.linear(x, weight, self.bias)
@@ -53,76 +53,85 @@ class PackedLinear(nn.Linear):
         super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a plain copy."""
-        return {**vars(self), "_parameters": {**self._parameters, "weight": nn.Parameter(to_plain(self.weight), False)}}
+        """Return the state of a plain copy."""
+        weight = nn.Parameter(to_plain(self.weight), requires_grad=False)
+        return {**vars(self), "_parameters": {**self._parameters, "weight": weight}}
 
 
 class PackedHead(nn.Linear):
-    """An LM head that has its plain weight, which others borrow or are tied to, and a packed copy beside it.
+    """An LM head that has its plain weight, which others borrow or are tied to, and a packed copy of it.
 
-    The copy is made anew where the weight was written to or replaced.
+    The copy is made again where the weight was written to or replaced.
     """
 
     packed: dict[str, Any] | None  # shared by module trees that share weights; None: not packed
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias."""
         weight = self.weight
-        # one row in fp32 is faster over plain weights
-        few = weight.dtype == torch.float32 and x.numel() == x.shape[-1]
-        if self.packed is None or few or not (can_pack(self, 0) and can_multiply(x, weight)):
+        if self.packed is None:
             return F.linear(x, weight, self.bias)
-        mark = weight.data_ptr(), weight._version
+        # one row in fp32 is faster over plain weights
+        is_slower = weight.dtype == torch.float32 and _is_one_row(x)
+        if is_slower or not can_pack(self, 0) or not can_multiply(x, weight):
+            return F.linear(x, weight, self.bias)
+        mark = (weight.data_ptr(), weight._version)
         if self.packed.get("mark") != mark:
             self.packed.update(mark=mark, weight=pack(weight))
         return multiply(x, self.packed["weight"], self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a plain copy."""
+        """Return the state of a plain copy."""
         return {**vars(self), "packed": None}
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A copy of a weight in the layout in which oneDNN multiplies."""
+    """Return a copy of a weight in the layout in which oneDNN multiplies."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[.., V], x @ weight.T + bias with a packed weight.
-
-    In bf16 one row is read as two, at the cost of one: by itself it would take another kernel and get other bits.
-    """
-    is_paired = weight.dtype == torch.bfloat16 and x.numel() == x.shape[-1]
-    rows = x.reshape(1, -1).expand(2, -1).contiguous() if is_paired else x
+    """Return [.., V], x @ weight.T + bias with a packed weight."""
+    # In bf16 one row is read as two, at the cost of one: by itself it would take another kernel and get other bits.
+    is_paired = weight.dtype == torch.bfloat16 and _is_one_row(x)
+    rows = x
+    if is_paired:
+        rows = x.reshape(1, -1).expand(2, -1).contiguous()
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
     return product[:1].view(*x.shape[:-1], -1) if is_paired else product
 
 
+def _is_one_row(x: Tensor) -> bool:
+    return x.numel() == x.shape[-1]
+
+
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply` takes this input: without gradients, and in the weight's dtype."""
+    """Return whether `multiply` takes this input: without gradients, and in the weight's dtype."""
     is_learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return x.dtype == weight.dtype and not is_learning and not torch.is_autocast_enabled("cpu")
 
 
 def to_plain(weight: Tensor) -> Tensor:
-    """The weight, or a plain copy if it is packed."""
+    """Return the weight, or a plain copy if it is packed."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
-    """Whether a module is a stock or packed linear with a plain weight on the CPU."""
-    if type(module) not in (nn.Linear, PackedHead) or "forward" in vars(module):  # accelerate puts its own there
+    """Return whether a module is a stock or packed linear with a plain weight of enough numbers on the CPU."""
+    # accelerate puts its own forward there
+    if type(module) not in (nn.Linear, PackedHead) or "forward" in vars(module):
         return False
     weight: Any = module.weight
-    if type(weight) is not nn.Parameter:  # as of quantised ones, whose dtype is that of their products
+    # as of quantised ones, whose dtype is that of their products
+    if type(weight) is not nn.Parameter:
         return False
-    fits = weight.device.type == "cpu" and weight.layout == torch.strided and weight.dtype in DTYPES
-    return fits and not weight.is_inference() and weight.numel() >= smallest
+    is_plain = weight.device.type == "cpu" and weight.layout == torch.strided and weight.dtype in DTYPES
+    return is_plain and not weight.is_inference() and weight.numel() >= smallest
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
-    """Whether this torch packs weights of this dtype on this processor."""
+    """Return whether this torch packs weights of this dtype on this processor."""
     if not torch.backends.mkldnn.is_available() or dtype not in DTYPES:
         return False
     try:
@@ -134,21 +143,25 @@ def has_kernels(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def pack_model(model: Any, smallest: int = SMALLEST) -> int:
-    """Pack a model's linears in place, and its LM head beside its plain matrix; the number of packed ones.
+    """Pack a model's linears in place, and its LM head beside its plain matrix.
 
-    0 if a forward then fails or gives other logits: all stays plain.
+    Returns:
+        The number of packed ones; 0 if a forward then fails or gives other logits, where all stays plain.
     """
-    head, base = model.get_output_embeddings(), base_of(model)
-    on_cpu = model.get_input_embeddings().weight.device.type == "cpu"
-    if head is None or not on_cpu or not has_kernels(model.dtype):
+    head = model.get_output_embeddings()
+    is_on_cpu = model.get_input_embeddings().weight.device.type == "cpu"
+    if head is None or not is_on_cpu or not has_kernels(model.dtype):
         return 0
     tokens = torch.arange(1, 5)[None] % head.weight.shape[0]
     expected = model(input_ids=tokens, use_cache=False).logits
-    uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
-    linears = [part for part in base.modules() if can_pack(part, smallest) and uses[id(part.weight)] == 1]
-    for linear in linears:
-        linear.__class__ = PackedLinear
-        linear.weight = nn.Parameter(pack(linear.weight), requires_grad=False)
+    uses = Counter[int]()
+    for module in model.modules():
+        uses.update(map(id, module._parameters.values()))
+    # a tied weight stays plain, as other modules read it
+    for linear in list(base_of(model).modules()):
+        if can_pack(linear, smallest) and uses[id(linear.weight)] == 1:
+            linear.__class__ = PackedLinear
+            linear.weight = nn.Parameter(pack(linear.weight), requires_grad=False)
     pack_head(head, smallest)
     try:
         if is_close(model(input_ids=tokens, use_cache=False).logits, expected):
@@ -162,7 +175,8 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
 def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
     """Give an LM head a packed copy beside its plain matrix, if it is one that can be packed."""
     if can_pack(head, smallest) and has_kernels(head.weight.dtype):
-        head.__class__, head.packed = PackedHead, {}
+        head.__class__ = PackedHead
+        head.packed = {}
     return head
 
 
@@ -176,6 +190,10 @@ def unpack_model(model: nn.Module) -> None:
 
 
 def count_packed(model: nn.Module) -> int:
-    """The number of linears that are read through packed weights."""
-    linears = sum(isinstance(module, PackedLinear) and module.weight.is_mkldnn for module in model.modules())
-    return linears + sum(isinstance(module, PackedHead) and module.packed is not None for module in model.modules())
+    """Return the number of linears that are read through packed weights."""
+    count = 0
+    for module in model.modules():
+        is_packed = isinstance(module, PackedLinear) and module.weight.is_mkldnn
+        has_copy = isinstance(module, PackedHead) and module.packed is not None
+        count += is_packed or has_copy
+    return count

@@ -62,22 +62,24 @@ METHODS = {
 
 
 def read_quantization(path: Any, **source: Any) -> dict[str, Any] | None:
-    """The quantization_config of a folder's or a hub id's config.json; None without one, or without a config."""
+    """Return the quantization_config of a folder's or a hub id's config.json; None without one, or without a config."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(path, revision=source.get("revision"))
-    except (OSError, ValueError):  # which the loader tells
+    except (OSError, ValueError):  # the loader tells what is wrong
         return None
     return config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """The quantization_config of a config object, as its config.json holds it; None without one."""
-    found = getattr(config, "quantization_config", None)
-    return found if found is None or isinstance(found, dict) else found.to_dict()
+    """Return the quantization_config of a config object, as its config.json holds it; None without one."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None or isinstance(quantization, dict):
+        return quantization
+    return quantization.to_dict()
 
 
 def method_of(quantization: dict[str, Any]) -> str:
-    """The name of a method as transformers lists it; bitsandbytes has one for 8 bits and one for 4."""
+    """Return the name of a method as transformers lists it; bitsandbytes has one for 8 bits and one for 4."""
     method = str(quantization.get("quant_method") or "bitsandbytes")
     if method == "bitsandbytes" or quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
         return "bitsandbytes_8bit" if quantization.get("load_in_8bit") else "bitsandbytes_4bit"
@@ -86,55 +88,64 @@ def method_of(quantization: dict[str, Any]) -> str:
 
 def check_quantised(path: Any, quantization: dict[str, Any], device: str, dtype: torch.dtype) -> None:
     """Refuse a checkpoint that cannot be loaded here, and say on stderr what else its user should know."""
-    if reason := why_not_here(quantization, device):
+    reason = why_not_here(quantization, device)
+    if reason:
         raise ValueError(f"{path} {reason}")
     for line in warnings_of(quantization, device, dtype):
         print(f"{path} {line}", file=sys.stderr)
 
 
 def why_not_here(quantization: dict[str, Any], device: str) -> str:
-    """Why a checkpoint with this quantization_config cannot be loaded on a device, and what to do; "" if it can."""
-    method, kind = method_of(quantization), torch.device(device).type
+    """Return why a checkpoint with this quantization_config cannot be loaded on a device and what to do, or ""."""
+    method = method_of(quantization)
     if method not in AUTO_QUANTIZER_MAPPING:
         return (
             f"is quantised by {method!r}, which transformers does not read: got weights that would be taken for plain "
             f"ones, expected one of {', '.join(sorted(AUTO_QUANTIZER_MAPPING))}: {INSTEAD}"
         )
     needs = METHODS.get(method, Needs())
-    if needs.devices and kind not in needs.devices:
+    if needs.devices and torch.device(device).type not in needs.devices:
         return (
             f"is quantised by {method}, whose kernels run on {' and '.join(needs.devices)} alone: got the device "
             f"{device}. Load it on one of these, or {INSTEAD}"
         )
-    if method == "quanto":  # transformers quantises by it, yet has no way to write what it made
+    # transformers quantises by it, yet has no way to write what it made
+    if method == "quanto":
         return f"is quantised by quanto, of which transformers reads no checkpoints: got one, {INSTEAD}"
     missing = [name for name in needs.packages if not _is_installed(name)]
+    fault = ""
+    unpacks = False
     try:
         unpacks = _dequantizes(quantization, device)
     except UNFIT as error:
-        return _describe_missing(method, needs, missing) if missing else _describe_error(method, error)
-    # transformers takes some packages for installed that are not
-    return _describe_missing(method, needs, missing) if missing and not unpacks else ""
+        fault = _describe_error(method, error)
+    # transformers takes some packages for installed that are not; unpacking needs none
+    if missing and not unpacks:
+        return (
+            f"is quantised by {method}, which needs {' and '.join(needs.packages)}: got a Python without "
+            f"{' and '.join(missing)}. `pip install {' '.join(missing)}`, or {INSTEAD}"
+        )
+    return fault
 
 
 def warnings_of(quantization: dict[str, Any], device: str, dtype: torch.dtype) -> list[str]:
-    """Sentences, that go on after a path, on a checkpoint that can be loaded on this device."""
-    method, lines = method_of(quantization), []
+    """Return sentences, that go on after a path, on a checkpoint that can be loaded on this device."""
+    method = method_of(quantization)
+    lines = []
     name = str(dtype).removeprefix("torch.")
+    unpacked = f"its weights are unpacked to {name} and take {dtype.itemsize} B each"
     if METHODS.get(method, Needs()).unpacks:
-        lines.append(f"is quantised by {method}: its weights are unpacked to {name} and take {dtype.itemsize} B each")
+        lines.append(f"is quantised by {method}: {unpacked}")
     elif _dequantizes(quantization, device):
-        lines.append(
-            f"is quantised by {method}, for which there are no kernels here: its weights are unpacked to {name} and "
-            f"take {dtype.itemsize} B each"
-        )
-    if reason := why_rows_mix(quantization):
+        lines.append(f"is quantised by {method}, for which there are no kernels here: {unpacked}")
+    reason = why_rows_mix(quantization)
+    if reason:
         lines.append(reason)
     return lines
 
 
 def why_rows_mix(quantization: dict[str, Any] | None) -> str:
-    """Why the states of a text depend on the texts beside it, and what to do; "" if they do not."""
+    """Return why the states of a sequence depend on the others of its batch, and what to do; "" if they do not."""
     if quantization is None or method_of(quantization) != "bitsandbytes_8bit":
         return ""
     threshold = quantization.get("llm_int8_threshold", 6.0)
@@ -148,18 +159,18 @@ def why_rows_mix(quantization: dict[str, Any] | None) -> str:
 
 
 def weight_bits(quantization: dict[str, Any] | None) -> int | None:
-    """Bits of a weight of the layers in memory, with the method's kernels; None where they are plain or not known."""
+    """Return the bits of a layer's weight in memory, with the method's kernels; None if they are plain or not known."""
     if quantization is None:
         return None
     needs = METHODS.get(method_of(quantization), Needs())
     if needs.bits or needs.unpacks:
         return needs.bits
-    named = BITS.search(json.dumps(quantization, default=str))
-    return None if named is None else int(named[1] or named[2])
+    match = BITS.search(json.dumps(quantization, default=str))
+    return None if match is None else int(match[1] or match[2])
 
 
 def place(device: str) -> dict[str, str] | None:
-    """The device_map that brings a quantised model to a device; None leaves it on the CPU, where there is nothing else.
+    """Return the device_map that brings a quantised model to a device; None leaves it on a machine's CPU.
 
     Quantised weights are packed for the device that they are loaded to, and not all of them can be moved.
     """
@@ -167,28 +178,23 @@ def place(device: str) -> dict[str, str] | None:
 
 
 def _dequantizes(quantization: dict[str, Any], device: str) -> bool:
-    """Whether transformers unpacks the weights while it loads them here; raises what its quantizer has against it."""
+    """Return whether transformers unpacks the weights while it loads them here; raise what its quantizer raises."""
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(quantization), pre_quantized=True)
     quantizer.validate_environment(device_map=place(device), weights_only=True)
     return bool(getattr(quantizer.quantization_config, "dequantize", False))
 
 
-def _describe_missing(method: str, needs: Needs, missing: list[str]) -> str:
-    return (
-        f"is quantised by {method}, which needs {' and '.join(needs.packages)}: got a Python without "
-        f"{' and '.join(missing)}. `pip install {' '.join(missing)}`, or {INSTEAD}"
-    )
-
-
 def _describe_error(method: str, error: Exception) -> str:
-    """What transformers says against a checkpoint."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    said = f"no {said}" if isinstance(error, KeyError) else said
-    return f"is quantised by {method} and cannot be loaded here: {said.rstrip('.')}. Mend that, or {INSTEAD}"
+    """Return what transformers says against a checkpoint."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    # whose message is the missing key alone
+    if isinstance(error, KeyError):
+        message = f"no {message}"
+    return f"is quantised by {method} and cannot be loaded here: {message.rstrip('.')}. Mend that, or {INSTEAD}"
 
 
 def _is_installed(package: str) -> bool:
-    """Whether pip knows a package, or a module has its name."""
+    """Return whether pip knows a package, or a module has its name."""
     try:
         version(package)
     except PackageNotFoundError:

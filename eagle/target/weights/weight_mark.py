@@ -17,7 +17,7 @@ HOOKS = (
 
 
 class WeightMark:
-    """The place and the version of every weight: writing to one in place, or putting another there, changes the mark.
+    """The address and the version of every weight: writing to one in place, or putting another there, changes the mark.
 
     So does a hook that is added or removed, as it may change what a text is read as.
     Writing through `weight.data` leaves no trace. Weights made in inference mode have no versions, and no mark.
@@ -28,17 +28,18 @@ class WeightMark:
         self.hooks = [vars(module)[kind] for module in model.modules() for kind in HOOKS[:2]]
 
     def read(self) -> list[Any] | None:
-        """The mark; None if there is none."""
-        hooks = [tuple(listed) for listed in self.hooks if listed]  # by the numbers of their handles
+        """Return the mark; None if there is none."""
+        mark: list[Any] = [tuple(hooks) for hooks in self.hooks if hooks]  # by the numbers of their handles
         try:
-            return hooks + [
-                (id(weight) if weight.is_mkldnn else weight.data_ptr(), weight._version)
-                for owner in self.owners
-                for weight in owner.values()
-                if weight is not None
-            ]
+            for owner in self.owners:
+                for weight in owner.values():
+                    if weight is not None:
+                        # a packed weight has no address
+                        address = id(weight) if weight.is_mkldnn else weight.data_ptr()
+                        mark.append((address, weight._version))
         except RuntimeError:  # made in inference mode, or without memory of its own
             return None
+        return mark
 
 
 # what every module has, the mode of training and parameters among it, and what this package holds of a model
@@ -46,21 +47,24 @@ IGNORED = {*vars(nn.Module()), "_eagle_held"}
 SWITCH = "_attn_implementation_internal"  # of a config, which is asked for its attention at every forward
 PLAIN = (int, float, str, bool, bytes, type(None))
 DEEPEST = 3  # of containers within an attribute, as an adapter's factors by name
-Entry = tuple[int, str]  # the place of a module in the model, or a config's below 0, and a name
+Entry = tuple[int, str]  # the index of a module in the model, or a config's below 0, and a name
 
 
 class ModelMark:
     """A mark of a model's modules, their buffers, attributes and hooks, and of its config's values.
 
-    An adapter that is added, switched or scaled changes it; so does a module, a hook or a `forward` that is put in the
-    place of another. `volatile` are the entries that a forward of the model sets by itself, which are left out. Hooks
+    An adapter that is added, switched or scaled changes it; so does a module, a hook or a `forward` that replaces
+    another. `volatile` are the entries that a forward of the model sets by itself, which are left out. Hooks
     are compared of the modules `hooked`, in a second set of which they are copies; others are shared.
     """
 
     def __init__(self, model: Any, config: Any, hooked: set[int], volatile: frozenset[Entry] = frozenset()) -> None:
-        self.model, self.config, self.hooked, self.volatile = model, config, hooked, volatile
-        self.kept: list[Any] = []  # what is known by its id stays alive, so that nothing else gets that id
-        self.marked = self._read(self.kept)
+        self.model = model
+        self.config = config
+        self.hooked = hooked
+        self.volatile = volatile
+        self.alive: list[Any] = []  # what is known by its id stays alive, so that nothing else gets that id
+        self.marked = self._read(self.alive)
 
     def has_changed(self) -> bool:
         """Return whether the model is another than when it was marked."""
@@ -73,31 +77,31 @@ class ModelMark:
         changed = (key for key in keys if self.marked.get(key) != now.get(key))
         return frozenset(changed) - self.volatile
 
-    def _read(self, kept: list[Any]) -> dict[Entry, Any]:
-        """Return what is compared, by the place of a module in the model and a name."""
+    def _read(self, alive: list[Any]) -> dict[Entry, Any]:
+        """Return what is compared, by the index of a module in the model and a name; `alive` gets what has an id."""
         mark: dict[Entry, Any] = {}
         for index, module in enumerate(self.model.modules()):
-            kept.append(module)
+            alive.append(module)
             mark[index, "module"] = id(module)
             for name, value in _entries(module, id(module) in self.hooked):
-                mark[index, name] = self._freeze(value, kept)
+                mark[index, name] = _freeze(value, alive)
         for index, config in enumerate((self.model.config, self.config)):
             for name, value in vars(config).items():
-                if name == SWITCH:
-                    continue
-                mark[-1 - index, name] = self._freeze(value, kept)
+                if name != SWITCH:
+                    mark[-1 - index, name] = _freeze(value, alive)
         return mark
 
-    def _freeze(self, value: Any, kept: list[Any], depth: int = 0) -> Any:
-        """Return plain values and containers of them as they are now; of other objects which they are."""
-        if isinstance(value, PLAIN):
-            return value
-        if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
-            return [self._freeze(part, kept, depth + 1) for part in value]
-        if depth < DEEPEST and isinstance(value, dict):
-            return {key: self._freeze(part, kept, depth + 1) for key, part in value.items() if isinstance(key, PLAIN)}
-        kept.append(value)
-        return id(value)
+
+def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
+    """Return plain values and containers of them as they are now, and other objects' ids."""
+    if isinstance(value, PLAIN):
+        return value
+    if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
+        return [_freeze(item, alive, depth + 1) for item in value]
+    if depth < DEEPEST and isinstance(value, dict):
+        return {key: _freeze(item, alive, depth + 1) for key, item in value.items() if isinstance(key, PLAIN)}
+    alive.append(value)
+    return id(value)
 
 
 def _entries(module: Any, with_hooks: bool) -> Iterator[tuple[str, Any]]:
@@ -108,5 +112,6 @@ def _entries(module: Any, with_hooks: bool) -> Iterator[tuple[str, Any]]:
     for kind in ("_modules", "_buffers", *HOOKS) if with_hooks else ("_modules", "_buffers"):
         yield kind, list(vars(module)[kind].items())
     for name, buffer in module._buffers.items():
-        if buffer is not None and not buffer.is_inference():  # which counts no versions
+        # one made in inference mode counts no versions
+        if buffer is not None and not buffer.is_inference():
             yield f"{name}'s version", buffer._version
