@@ -95,6 +95,7 @@ def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
     """A context in which `observe` receives the queries and keys of a model's attention, which runs as usual."""
     name = settings[SWITCH]
     token = OBSERVER.set((name, observe))
+    # attention functions are looked up by name in every forward
     settings[SWITCH] = OBSERVED
     try:
         yield
@@ -220,6 +221,7 @@ class Masks:
         self.is_plain = not self.maskless and PLAIN.issuperset(self.windows)
         self.grouped = grouped
         self.groups = query_groups(config) if grouped and as_rows else 1
+        # one column: the sign for "all that came before"
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
     def __call__(
@@ -243,6 +245,7 @@ class Masks:
         make = partial(self._additive, starts, positions, tree_mask, columns)
         if not self.is_plain:
             return self._by_kind(make)
+        # models of one type of layers take a mask, others one by type
         masks = {kind: make(window, None) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -301,6 +304,7 @@ def place_columns(starts: Sequence[int], positions: Tensor, committed: Tensor | 
         committed: positions of the committed columns; None: in order.
     """
     new = positions.shape[1]
+    # columns after a sequence's last one keep their index: a mask hides them
     columns = torch.arange(max(starts) + new, device=positions.device).repeat(len(starts), 1)
     if committed is not None:
         committed = upload(committed[:, : columns.shape[1]], positions.device)

@@ -52,7 +52,8 @@ def borrow_head(
     )
     expected = model(input_ids=tokens, use_cache=False).logits[0]
     # some models hand out fp32 of wider weights by themselves
-    if torch.finfo(expected.dtype).eps > max(torch.finfo(kind).eps for kind in (head.weight.dtype, torch.float32)):
+    coarsest = max(torch.finfo(head.weight.dtype).eps, torch.finfo(torch.float32).eps)
+    if torch.finfo(expected.dtype).eps > coarsest:
         raise ValueError(
             f"the forward of {type(model).__name__} is wrapped: got logits in {expected.dtype} of weights in "
             f"{head.weight.dtype}, as under autocast, expected those of the model by itself, by which trees are read. "
@@ -165,6 +166,7 @@ def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | 
     embedding = head.embedding.get_parameter("weight")
     bias = getattr(head.output, "bias", None)
     tensors = {"embedding": embedding.data}
+    # a tied head is written once
     if head.weight.data_ptr() != embedding.data_ptr():
         tensors["output"] = head.weight.data
     if bias is not None:
@@ -176,6 +178,7 @@ def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | 
 def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
     embedding = nn.Embedding.from_pretrained(tensors["embedding"])
     weight = tensors.get("output", tensors["embedding"])
+    # made without memory, which its weight brings
     output = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in tensors, device="meta")
     output.weight = embedding.weight
     if "output" in tensors:

@@ -46,12 +46,14 @@ class TreeCache(SlotCache, Cache):
         self.states: TextStates | None = None
         if mixers and mixers.mixers:
             self.states = TextStates()
+        # every layer could have keys and values: a model's own cache has them where it attends
         layers: list[Any] = [_Layer(self) for _ in range(num_layers)]
         for layer_index, number_of_states in (stateful or {}).items():
             layers[layer_index] = _MixedLayer(self, number_of_states)
         Cache.__init__(self, layers=layers)
         for name in self.lists:
             setattr(self, name, [None] * num_layers)
+        # written by the state that taps, as one more layer
         self.tapped = self.add()
 
     def aim(
@@ -95,6 +97,7 @@ class TreeCache(SlotCache, Cache):
         if self.states is None:
             yield
             return
+        # the aim is after the nodes that were read before
         lengths = [start - (width - new) for start in self.starts]
         reading = self.states.open(
             self.slots,
@@ -117,8 +120,10 @@ class TreeCache(SlotCache, Cache):
                 counts = {slot: len(path) for slot, path in paths.items()}
             committed = {slot: path[: counts[slot]] for slot, path in paths.items()}
             self.states.keep(committed, self.lengths)
+            # what moves up may be read on from, as a beam search does
             for slot, path in paths.items():
-                self.states.retain(slot, path[counts[slot] :], self.lengths[slot] + counts[slot])
+                count = counts[slot]
+                self.states.retain(slot, path[count:], self.lengths[slot] + count)
         super().keep(paths, counts)
 
     def swap(self, first: int, second: int) -> None:
@@ -140,6 +145,7 @@ class TreeCache(SlotCache, Cache):
         super().reserve(slots, columns, most)
         if self.states is not None:
             self.states.resize(len(self.lengths))
+            # a sequence that was cut may have no state at its new end
             self.lengths = [self.states.reusable(slot, length) for slot, length in enumerate(self.lengths)]
 
     def reusable(self, slot: int, length: int) -> int:
@@ -167,6 +173,7 @@ class TreeCache(SlotCache, Cache):
     def cut(self, slot: int, length: int) -> None:
         """Cut a slot's sequence to this length."""
         self.lengths[slot] = length
+        # the next sequence has other images
         if not length:
             self.offsets.pop(slot, None)
         if self.states is not None:
@@ -179,6 +186,7 @@ class TreeCache(SlotCache, Cache):
         pairs = []
         layers: Any = zip(self.layers, source.layers, strict=True)
         for layer, source_layer in layers:
+            # these are made at the first write
             if source_layer.indexer_rows and not layer.indexer_rows:
                 layer.indexer_rows = self.add()
             for target_rows, source_rows in zip(layer.rows, source_layer.rows, strict=True):
@@ -257,6 +265,7 @@ class _MixedLayer(_Layer, LinearAttentionLayer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         _Layer.__init__(self, owner)
 
+    # else that of `_Layer`, which does nothing, would hide the states'
     lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
 
 
@@ -273,6 +282,7 @@ def cache_kind(model_cache: Any) -> type[TreeCache]:
     """Return a kind of `TreeCache` that can stand in for a model's own cache."""
     if not isinstance(model_cache, Cache):
         return TreeCache
+    # caches of some recurrent models keep lists by layer, which the models look up by name
     attributes = vars(model_cache).items()
     lists = tuple(name for name, value in attributes if isinstance(value, list) and name != "layers")
     if not lists:

@@ -90,6 +90,7 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
             f"no model at {path}: expected a folder of save_pretrained, or a hub id: {_first_line(error)}"
         ) from error
     except SafetensorError as error:
+        # an interrupted download leaves such files
         torn = ", ".join(sorted(file.name for file in Path(path).glob("*.safetensors") if not _is_whole(file)))
         raise ValueError(
             f"{path} holds weights that cannot be read: {torn or error}; fetch or write it anew"
@@ -163,10 +164,12 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
 
 def _is_spare(name: str, model: Any) -> bool:
     """Return whether an unknown tensor is a buffer that the model computes, or of a multi-token prediction layer."""
+    if COMPUTED.search(name):
+        return True
+    # DeepSeek-V3 and others number these layers on from the last decoder layer
     layer = re.search(r"\.layers\.(\d+)\.", name)
     extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
-    is_extra = layer is not None and 0 <= int(layer[1]) - model.config.num_hidden_layers < extra
-    return is_extra or COMPUTED.search(name) is not None
+    return layer is not None and 0 <= int(layer[1]) - model.config.num_hidden_layers < extra
 
 
 def read_spare_tensor(model: Any, name: str) -> Tensor | None:
@@ -182,8 +185,10 @@ def read_spare_tensor(model: Any, name: str) -> Tensor | None:
     if path is None:
         return None
     with safe_open(path, "pt") as file:
-        tensor: Tensor | None = file.get_tensor(name) if name in set(file.keys()) else None
-    return tensor
+        if name not in set(file.keys()):
+            return None
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def _find_file(config: Any, name: str) -> str | None:
@@ -207,6 +212,7 @@ def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
     `config` is the model's text config. Packed weights are laid out plainly, as adapters may read them.
     """
     unpack_model(model)
+    # peft changes the modules of the second tree alone
     twin, _ = share_weights(model, config, decoder_layers(base_of(model), config.num_hidden_layers))
     adapted = open_adapter(twin, adapter).get_base_model()
     for getter in ("get_input_embeddings", "get_output_embeddings"):
@@ -232,6 +238,7 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
         with warnings.catch_warnings(), keep_layout(model):
             # peft would leave them at random
             warnings.filterwarnings("error", "Found missing adapter keys")
+            # a config must not choose what code runs here
             if getattr(PeftConfig.from_pretrained(str(adapter)), "megatron_config", None):
                 raise ValueError("its megatron_config makes peft import the module that megatron_core names")
             adapted: Any = PeftModel.from_pretrained(model, str(adapter))
@@ -308,6 +315,7 @@ def settle_weights(model: Any, device: torch.device) -> None:
     It remembers in an attribute that it has. A second set of modules over its weights would rewrite them once more.
     """
     base = base_of(model)
+    # only a model that rewrites them has this attribute
     if getattr(base, "layers_are_rescaled", None) is False:
         with torch.no_grad():
             base(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))

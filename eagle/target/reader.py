@@ -75,6 +75,7 @@ class TreeReader:
         if WHOLE_PROMPTS in self.settings:
             self.settings[WHOLE_PROMPTS] = sys.maxsize
         self.has_rows = ROWS in mode.extras
+        # none report while they are looked for
         self.mixers = Mixers()
         self.mixers = self._make_mixers(mode)
         self.places: TokenPositions | None = None  # of the forward that runs, for models that count by themselves
@@ -94,6 +95,7 @@ class TreeReader:
             return Mixers([WholeModel(self.base, self.cache_name, singly=mode.singly)], by_levels=mode.levels)
         mixers = Mixers()
         if self.stateful:
+            # the model's own cache tells what its mixers look for in one
             self.cache_kind = cache_kind(self._read_two(None))
             found = find_mixers(self.base, self.new_cache(), self._read_two)
             most_bytes = None
@@ -109,9 +111,9 @@ class TreeReader:
     def count_attending(self) -> int:
         """Return the number of layers that attend, as far as the config tells."""
         kinds = getattr(self.config, "layer_types", None)
-        if kinds:
-            return sum(STATEFUL.search(kind) is None for kind in kinds)
-        return len(self.layers) - len(self.stateful)
+        if not kinds:
+            return len(self.layers) - len(self.stateful)
+        return sum(STATEFUL.search(kind) is None for kind in kinds)
 
     def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
         """Return [.., V], the LM head's logits at states [.., D], with bits as this reader's mode keeps them."""
@@ -178,9 +180,13 @@ class TreeReader:
             )
         inputs = dict(media)
         for name, value in media.items():
-            if not is_setting(name, value):
-                tensor = torch.as_tensor(value, device=self.masks.device)
-                inputs[name] = tensor.to(self.masks.dtype) if tensor.is_floating_point() else tensor
+            if is_setting(name, value):
+                continue
+            # pixels come in fp32, and indices stay integers
+            tensor = torch.as_tensor(value, device=self.masks.device)
+            if tensor.is_floating_point():
+                tensor = tensor.to(self.masks.dtype)
+            inputs[name] = tensor
         return inputs
 
     def read_images(self, tokens: Tensor, media: Mapping[str, Any], cache: Any) -> Tensor:
@@ -231,6 +237,7 @@ class TreeReader:
         device = self.masks.device
         count = tokens.shape[1]
         width = positions.shape[1]
+        # the cache aims after the uncommitted tokens that were read before
         starts = [start - (width - count) for start in cache.starts]
         mask = None if self.has_rows else self.masks(starts, positions, tree_mask, columns)
         # in half precision on a CPU, attention reads earlier keys in blocks whose bits stay
@@ -291,6 +298,7 @@ class TreeReader:
         if tree_mask is not None:
             tree_mask = tree_mask[None]
         hidden = self(tokens[None], positions, tree_mask, cache)
+        # a prompt: trees go on from its states, one after another
         if not start:
             cache.snapshot(0, len(tokens))
         return hidden
@@ -311,6 +319,7 @@ class TreeReader:
 
     def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
         """Return the states [1, T, D] of a sequence [1, T] at all taps that can be read; note their layouts."""
+        # one layer's input may be laid out otherwise than another's
         with self.tapping(tuple(range(len(self.layers)))) as tapped:
             last = self.read_texts(tokens)
         for tap, states in tapped.items():
@@ -328,6 +337,7 @@ class TreeReader:
 
         def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             states = args[0] if args else kwargs["hidden_states"]
+            # several streams become one
             if tap in self.layouts:
                 states = self.layouts[tap].read(states)
             tapped[tap] = self.mixers.to_nodes(states, tapped.get(tap))
@@ -368,9 +378,11 @@ class TreeReader:
             rows: with several, test once whether sequences can be read in a batch; otherwise each is read by itself.
         """
         if not self.checked:
+            # a refusal stands: what is tried takes long
             with self._on_a_copy():
                 self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or choose_mode(self)
             if self.refusal:
+                # rows that change each other look like a fault of the mask
                 self.refusal = why_rows_mix(quantization_of(self.original.config)) or self.refusal
                 raise ValueError(
                     f"{self.config.model_type} cannot read a tree: it {self.refusal}. {tell_what_works(self)}"

@@ -144,9 +144,11 @@ class SlotCache:
         heads, columns = buffer.shape[1:3]
         key = (heads, columns, count, buffer.device)
         if key not in self.flat:
+            # [B, X, 1] and [B, 1, N]
             head_rows = torch.tensor(self.slots)[:, None, None] * heads + torch.arange(heads)[:, None]
             new_columns = torch.tensor(self.starts)[:, None, None] + torch.arange(count)
-            self.flat[key] = upload((head_rows * columns + new_columns).flatten(), buffer.device)
+            indices = head_rows * columns + new_columns
+            self.flat[key] = upload(indices.flatten(), buffer.device)
         return self.flat[key]
 
     @torch.inference_mode()
@@ -160,6 +162,7 @@ class SlotCache:
         moves = []
         for slot, path in paths.items():
             start = self.lengths[slot]
+            # what is in its place already stays
             moves += [(slot, start + node, start + index) for index, node in enumerate(path) if index != node]
         if moves:
             self._move(*torch.tensor(moves).T)
@@ -251,6 +254,7 @@ class SlotCache:
         if sizes[0] * sizes[1] > limit:
             sizes = (slots, columns)
         self.reserved = sizes
+        # slots and columns beyond these are lost
         lengths = self.lengths + [0] * sizes[0]
         self.lengths = [min(length, sizes[1]) for length in lengths[: sizes[0]]]
         if allocated[0] > sizes[0] or allocated[1] > sizes[1]:
@@ -265,8 +269,10 @@ def copy_columns(buffers: Iterable[tuple[Tensor, Tensor]], origin: Tensor, desti
         heads, width = source.shape[1], source.shape[3]
         shape = (heads, source.shape[2], target.shape[2], source.device)
         if shape not in indices:
-            both = torch.stack([_flatten(origin, heads, shape[1]), _flatten(destination, heads, shape[2])])
-            indices[shape] = upload(both, source.device)
+            # both in one copy to the device
+            read = _flatten(origin, heads, source.shape[2])
+            write = _flatten(destination, heads, target.shape[2])
+            indices[shape] = upload(torch.stack([read, write]), source.device)
         read, write = indices[shape]
         moved = source.view(-1, width).index_select(0, read)
         target.view(-1, width).index_copy_(0, write, moved)

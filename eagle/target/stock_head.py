@@ -21,7 +21,7 @@ from eagle.target.twin import share_weights
 class StockHead(TargetHead):
     """The target's embedding and the part of its forward above its base; gradients go through that forward too."""
 
-    model: Any = None  # the target's modules over its own weights, with a `Given` for its base
+    model: Any = None  # the target's modules over its own weights, with a `PassThrough` for its base
     matrix: Tensor | None = None  # [V, D'], of the last linear layer
     rows: Tensor | slice | None = None  # of the vocabulary; None for all
 
@@ -82,7 +82,7 @@ class StockHead(TargetHead):
         return replace(self, embedding=embedding, model=model, matrix=self.weight.to(dtype))
 
 
-class Given(nn.Module):
+class PassThrough(nn.Module):
     """Takes the place of a model's base, and hands on the states that it gets in place of token ids."""
 
     def __init__(self, output: type[Any], base: nn.Module) -> None:
@@ -105,7 +105,7 @@ def stock_head(model: Any, config: Any, head: TargetHead, output: Any) -> StockH
     upper, _ = share_weights(model, config, nn.ModuleList())
     # in the second tree alone, the states replace the base
     parent, _, name = path.rpartition(".")
-    upper.get_submodule(parent)._modules[name] = Given(type(output), base)
+    upper.get_submodule(parent)._modules[name] = PassThrough(type(output), base)
     return StockHead(
         head.embedding,
         head.output,

@@ -27,6 +27,7 @@ def base_of(model: Any) -> Any:
     """
     embedding = model.get_input_embeddings()
     base = model
+    # go down to the embedding until a module takes token ids
     while base is model or not takes_tokens(base):
         inner = [child for child in base.children() if _contains(child, embedding)]
         if not inner or inner[-1] is embedding:
@@ -58,6 +59,7 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
     Of equally deep ones it is the last parent's (encoders come first), and the first of that parent.
     """
+    # by name, in the order of their registration
     lists = {name: module for name, module in base.named_modules() if isinstance(module, nn.ModuleList)}
     if not lists:
         raise ValueError(f"{type(base).__name__} has no list of layers: its layers cannot be tapped")
@@ -106,9 +108,10 @@ def device_of(layer: nn.Module) -> torch.device:
     It is that of its weights, under whatever names they go, or the one to which accelerate brings offloaded weights.
     """
     hook = getattr(layer, "_hf_hook", None)
-    tensors = [tensor for tensor in (*layer.parameters(), *layer.buffers()) if not (tensor.is_meta and hook)]
-    if tensors:
-        return tensors[0].device
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        # offloaded ones are on no device until the layer runs
+        if not (tensor.is_meta and hook):
+            return tensor.device
     return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 

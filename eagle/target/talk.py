@@ -23,7 +23,7 @@ TYPES = "token_type_ids"  # in the names of what a processor gives by token
 IMAGE_PARTS = ("image", "image_url")  # types of a message's content parts, of transformers and of OpenAI
 
 
-class Talk:
+class ChatMixin:
     """What a target makes of messages; `processor` is what prepares images for it, None where nothing does."""
 
     model: Any
@@ -56,7 +56,8 @@ class Talk:
         """
         if not getattr(self.tokenizer, "chat_template", None) and not getattr(self.processor, "chat_template", None):
             raise ValueError("this target has no chat template: pass token ids, or load a tokenizer that has one")
-        if not isinstance(messages, (str, list)) or not all(isinstance(turn, (str, dict)) for turn in messages):
+        is_conversation = isinstance(messages, (str, list)) and all(isinstance(turn, (str, dict)) for turn in messages)
+        if not is_conversation:
             raise ValueError(f"messages is {messages!r:.60}, expected a text, or a list of dicts with role and content")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -127,6 +128,7 @@ def process(processor: Any, text: str, images: Sequence[Any]) -> Mapping[str, An
 
     A template prints its own special tokens, so none are added.
     """
+    # paths and data URLs become images
     opened = processor.image_processor.fetch_images(list(images))
     return processor(text=[text], images=[opened], return_tensors="pt", add_special_tokens=False)
 
@@ -147,6 +149,7 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
                 f"the image {path} is not the one that was there when its text was tokenised: put that one back, or "
                 "remove the cache of tokens (data.cache) and the feature store, which are made anew"
             )
+    # a text of the store may have been cut
     whole = token_ids(process(processor, shown.text, [path for path, _ in shown.images]))
     text = first_tokens(whole, len(tokens))
     if text != tokens.tolist():
@@ -163,7 +166,9 @@ def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any
     inputs: dict[str, Any] = {"input_ids": torch.tensor([text], device=model.device)}
     for name, value in media_of(text).items():
         if not is_setting(name, value):
-            value = value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+            # indices stay integers
+            dtype = model.dtype if value.is_floating_point() else value.dtype
+            value = value.to(model.device, dtype)
         inputs[name] = value
     return inputs
 

@@ -38,7 +38,7 @@ from eagle.target.loading import (
 from eagle.target.reader import TreeReader
 from eagle.target.state import TargetState
 from eagle.target.structure import device_of
-from eagle.target.talk import Talk
+from eagle.target.talk import ChatMixin
 from eagle.target.taps import refuse_taps
 from eagle.target.trees.text_states import count_states
 from eagle.target.view import TargetView
@@ -47,7 +47,7 @@ from eagle.target.weights.packed import count_packed, pack_model, to_plain, unpa
 from eagle.target.weights.weight_mark import ModelMark, WeightMark
 
 
-class Target(Talk):
+class Target(ChatMixin):
     """A causal language model that can read draft trees; `open` gives a state for the sequences decoded with it."""
 
     def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, invariant: bool | None = None) -> None:
@@ -73,6 +73,7 @@ class Target(Talk):
     def _find_out(self) -> None:
         """Make the modules that read for this target, and find out what they need to know of the model."""
         model = self.model
+        # both with plain matrices, which heads borrow
         embedding, output = borrowed_layers(model)
         self.device = device_of(embedding)
         settle_weights(model, self.device)
@@ -102,6 +103,7 @@ class Target(Talk):
         With `force` also if nothing tells a change, as in an object that an attribute holds.
         """
         with self.lock:
+            # shards hold no whole weights to look at
             if (force or self.model_mark.has_changed()) and not self.sharded:
                 self._find_out()
 
@@ -135,6 +137,7 @@ class Target(Talk):
         In half precision it is tried once: the same tokens are read step by step, in chunks, in a tree and in a batch.
         """
         self.refresh()
+        # fp32 rounds too little to flip more than exact ties
         if self.model.dtype not in HALF:
             return None
         with self.lock:
@@ -194,7 +197,16 @@ class Target(Talk):
         device = check_device(device)
         dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model = load_model(path, dtype, adapter, device=device, images=images, device_map=device_map, **source)
+        model = load_model(
+            path,
+            dtype,
+            adapter,
+            device=device,
+            images=images,
+            device_map=device_map,
+            **source,
+        )
+        # quantised weights are where and what the loader made them
         if device_map is None and not getattr(model, "is_quantized", False):
             # some models keep modules in fp32 on purpose
             if not (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
@@ -209,7 +221,9 @@ class Target(Talk):
                 f"{model.device}, expected large linear layers in float32 or bfloat16 on a CPU for which torch has "
                 "oneDNN, read through their forward alone: leave packed out"
             )
-        return cls(model, tokenizer_of(path, **source), processor_of(path, model, **source), invariant)
+        tokenizer = tokenizer_of(path, **source)
+        processor = processor_of(path, model, **source)
+        return cls(model, tokenizer, processor, invariant)
 
     def with_adapter(self, path: str | Path) -> Target:
         """Return a target that reads with a LoRA or DoRA adapter over this target's weights, which stay as they are.
@@ -230,6 +244,7 @@ class Target(Talk):
         """Shard this target's layers over the devices of all processes, which must then run its forwards together."""
         if not dist.is_initialized():  # one process
             return self
+        # packed weights have no plain memory to split
         unpack_model(self.model)
         self.device = torch.device(best_device())
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
@@ -299,6 +314,7 @@ class Target(Talk):
         """Close a state; the sequence of one with a single row is kept for the next one, while the weights stay."""
         state.clear()
         is_current = state.reader is self.reader
+        # without a mark nobody can tell whether the weights have changed since
         if is_current and len(state.texts) == 1 and state.max_tokens is None and state.mark is not None:
             self.spare = state
 
@@ -323,6 +339,7 @@ class Target(Talk):
         texts = positive_int("texts", texts)
         if drafter is not None:
             taps = taps or drafter.taps
+        # one token allocates the buffers, whose columns are counted
         state = TargetState(self, taps)
         state.begin([0], Choose(Sampling()))
         column = state.cache.column_bytes
@@ -342,6 +359,7 @@ class Target(Talk):
         """
         if state.cache.states is None:
             return 0
+        # a state that grows by the token shows in two lengths
         sizes = []
         for length in (1, 5):
             state.begin([0] * length, Choose(Sampling()))

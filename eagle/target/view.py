@@ -29,6 +29,7 @@ class TargetView:
         self.head = target.head
         self.device = target.device
         self.lock = target.lock  # layers are switched off while they run
+        # modules of its own: the target's may run in another thread
         self.reader = TreeReader(target.model, target.config)
         if target.reader.stateful:
             target.reader.check()
@@ -133,10 +134,11 @@ class TargetView:
             raise ValueError("layers that keep a state have no rows that a mask could hide: pass no mask")
         masks = self.reader.masks
         additive = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
-        additive = additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)[None, None]
-        by_kind: Any = additive
+        additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)
+        by_kind: Any = additive[None, None]
+        # models with several types of layers take a mask for each
         if len(masks.windows) > 1:
-            by_kind = dict.fromkeys(masks.windows, additive)
+            by_kind = dict.fromkeys(masks.windows, by_kind)
         return self._run(hidden[None], batch_positions, by_kind, cache, layers=range(start, end))[0]
 
     @torch.inference_mode()
@@ -171,6 +173,7 @@ class TargetView:
         """Return [.., V], logits of a layer's output [.., D] by the target's final norm and LM head."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         positions = torch.zeros(1, rows.shape[1], dtype=torch.long)
+        # no layer runs: the model's forward is its final norm
         with self.lock, self._only(rows, range(len(self), len(self))):
             mask = self.reader.masks([0], positions, None)
             normed = self._forward(rows, positions, mask, self.new_cache())
@@ -222,13 +225,15 @@ class TargetView:
         expected = target.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
 
         def run(layers: int) -> Tensor:
-            return self.run_layers(self.embed(tokens), [0, 1, 2, 3], 0, layers, cache=self.new_cache())
+            embedded = self.embed(tokens)
+            return self.run_layers(embedded, [0, 1, 2, 3], start=0, end=layers, cache=self.new_cache())
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
             self.returns_tuples = isinstance(output, tuple)
 
         fault = ""
         try:
+            # layers that are left out must return what the others do
             with self.decoder_layers[0].register_forward_hook(note):
                 run(len(self))
             if not is_close(self.logits(run(len(self))), expected):
@@ -277,7 +282,8 @@ class _Layer(nn.Module):
             result = self.layer(hidden, *args, **kwargs)
         elif self.wraps:
             result = (hidden,)
-        self.output[:] = [result if isinstance(result, Tensor) else result[0]]
+        output = result if isinstance(result, Tensor) else result[0]
+        self.output[:] = [output]
         return result
 
 
@@ -325,8 +331,10 @@ class TargetTexts:
             return
         origin = []
         destination = []
+        # one copy for all rows
         for row, (slot, here, there) in moves.items():
-            origin.append(torch.stack([torch.full_like(here, self._slots([row])[0]), here]))
+            (row_slot,) = self._slots([row])
+            origin.append(torch.stack([torch.full_like(here, row_slot), here]))
             destination.append(torch.stack([torch.full_like(here, slot), there]))
         cache.copy_columns(self.state.cache, torch.cat(origin, dim=1), torch.cat(destination, dim=1))
 
@@ -338,6 +346,7 @@ class TargetTexts:
         """
         text = self.state.text(row)
         start = len(text) - count
+        # only the keys before these tokens, which are computed again
         lent = []
         for layer in range(len(self.state.cache.layers)):
             keys, values = self.keys_values(row, layer)

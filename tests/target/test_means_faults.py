@@ -76,7 +76,7 @@ def snapshot_late(patch: pytest.MonkeyPatch) -> None:
         for slot, path in paths.items():
             held = self.slots[slot]
             if path and held.reading is not None and lengths[slot] in held.snapshots:
-                late[slot] = held.reading.keep({held.text: path[:1]})[held.text]
+                late[slot] = held.reading.keep({held.seq: path[:1]})[held.seq]
         keep(self, paths, lengths)
         for slot, states in late.items():
             self.slots[slot].by_length[lengths[slot]] = states

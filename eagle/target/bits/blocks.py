@@ -27,7 +27,7 @@ MAX_ROWS = 160  # of one call, for from 192 on they are cut into other tiles
 TRIED_ROWS = (1, 2, 3, 5, 9, 21, 33, 34, 35, 36, 63, 64, 78, 97, 130)
 
 
-class Piece(NamedTuple):
+class QueryChunk(NamedTuple):
     """Queries that are read together, and the keys that they read in blocks."""
 
     sequences: slice
@@ -49,15 +49,15 @@ class Blocks:
 
     def __init__(self, ends: Tensor, length: int) -> None:
         self.ends, self.length = ends, length
-        self.pieces: dict[int, list[Piece]] = {}  # by number of groups
+        self.chunks: dict[int, list[QueryChunk]] = {}  # by number of groups
 
     def fit(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether queries [B, H, N, D], keys and values are the forward's, and the kernel keeps bits."""
         is_forward = (len(query), query.shape[2]) == self.ends.shape and key.shape[2] == self.length
         return is_forward and key.shape == value.shape and keeps_bits(query.dtype, query.shape[-1])
 
-    def cut(self, groups: int, mask: Tensor) -> list[Piece]:
-        """Cut the queries into pieces; those from whom the mask hides a key before their end read no blocks.
+    def cut(self, groups: int, mask: Tensor) -> list[QueryChunk]:
+        """Cut the queries into chunks; those from whom the mask hides a key before their end read no blocks.
 
         Args:
             groups: the queries' heads of each key/value head.
@@ -73,12 +73,12 @@ class Blocks:
             sees_all = (visible | is_later).all(-1)
             if not bool(sees_all.all()):
                 return [*Blocks(self.ends * sees_all, self.length)._cut(at_once)]
-        if groups not in self.pieces:
-            self.pieces[groups] = [*self._cut(at_once)]
-        return self.pieces[groups]
+        if groups not in self.chunks:
+            self.chunks[groups] = [*self._cut(at_once)]
+        return self.chunks[groups]
 
-    def _cut(self, at_once: int) -> Iterator[Piece]:
-        """Yield pieces of at most so many queries."""
+    def _cut(self, at_once: int) -> Iterator[QueryChunk]:
+        """Yield chunks of at most so many queries."""
         sequences, count = self.ends.shape
         batches = [slice(0, sequences)]
         # in a batch, the shortest would leave the keys of the others to fp64
@@ -95,7 +95,7 @@ class Blocks:
                 if start < stop:
                     in_blocks = torch.arange(start, stop) < ends
                     is_unread = torch.arange(0, stop, BLOCK) >= ends
-                yield Piece(b, n, start, stop, in_blocks=in_blocks, is_unread=is_unread)
+                yield QueryChunk(b, n, start, stop, in_blocks=in_blocks, is_unread=is_unread)
 
 
 BLOCKS: ContextVar[Blocks | None] = ContextVar("blocks", default=None)

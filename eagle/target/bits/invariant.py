@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface
 
-from eagle.target.bits.blocks import BLOCKS, Piece, read_blocks
+from eagle.target.bits.blocks import BLOCKS, QueryChunk, read_blocks
 
 HALF = (torch.bfloat16, torch.float16)
 INVARIANT = "eagle_invariant"
@@ -75,16 +75,16 @@ def invariant_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    pieces = None
+    chunks = None
     # the kernel of blocks knows neither caps nor biases
     if softcap is None and position_bias is None and attention_mask is not None:
-        pieces = _pieces_of(query, key, value, attention_mask)
-    if pieces is None:
+        chunks = _chunks_of(query, key, value, attention_mask)
+    if chunks is None:
         at_once = max(1, MAX_SCORES // (sequences * heads * length))
-        pieces = _cut(sequences, count, at_once)
+        chunks = _cut(sequences, count, at_once)
     output = query.new_empty(sequences, count, heads, value.shape[-1])
-    for piece in pieces:
-        output[piece.sequences, piece.queries] = call.read(piece)
+    for chunk in chunks:
+        output[chunk.sequences, chunk.queries] = call.read(chunk)
     return output, None
 
 
@@ -92,7 +92,7 @@ AttentionInterface.register(INVARIANT, invariant_attention)
 
 
 class _Call(NamedTuple):
-    """What one layer's attention was called with, which is read piece by piece."""
+    """What one layer's attention was called with, which is read chunk by chunk."""
 
     query: Tensor  # [B, H, N, D]
     key: Tensor  # [B, K, S, D]
@@ -103,16 +103,16 @@ class _Call(NamedTuple):
     softcap: float | None
     sinks: Tensor | None  # [H]
 
-    def read(self, piece: Piece) -> Tensor:
-        """Return [B, N, H, D'], the attention of a piece's queries."""
-        b = piece.sequences
-        n = piece.queries
+    def read(self, chunk: QueryChunk) -> Tensor:
+        """Return [B, N, H, D'], the attention of a chunk's queries."""
+        b = chunk.sequences
+        n = chunk.queries
         size = n.stop - n.start
         key_heads, end = self.key.shape[1:3]
         # of a causal prompt later keys are hidden from these queries
         if self.is_causal:
             end += n.stop - self.query.shape[2]
-        keys = slice(piece.start, end)
+        keys = slice(chunk.start, end)
         # the queries of a group are rows of one product: [B * K, G * N, D]
         rows = self.query[b, :, n].unflatten(1, (key_heads, -1)).flatten(2, 3).flatten(0, 1)
         scores = self._score(rows, self.key[b, :, keys].flatten(0, 1))
@@ -124,9 +124,9 @@ class _Call(NamedTuple):
         if self.is_causal and size > 1:
             by_group.masked_fill_(_later(by_group), float("-inf"))
         blocks = None
-        if piece.stop:
-            blocks = read_blocks(rows, self.key[b], self.value[b], piece.stop, scale=self.scale)
-            piece.hide(by_group, blocks[1].view(*by_group.shape[:-1], -1))
+        if chunk.stop:
+            blocks = read_blocks(rows, self.key[b], self.value[b], chunk.stop, scale=self.scale)
+            chunk.hide(by_group, blocks[1].view(*by_group.shape[:-1], -1))
         attended = _attend(scores, self.value[b, :, keys].flatten(0, 1), blocks, self._sinks(by_group))
         return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
 
@@ -147,21 +147,21 @@ class _Call(NamedTuple):
         return self.softcap * torch.tanh(products / self.softcap)
 
 
-def _pieces_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> list[Piece] | None:
-    """Return the queries in pieces that read blocks of keys; None where none does."""
+def _chunks_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> list[QueryChunk] | None:
+    """Return the queries in chunks that read blocks of keys; None where none does."""
     blocks = BLOCKS.get()
     if blocks is None or mask.shape[1] > 1 or not blocks.fit(query, key, value):
         return None
     return blocks.cut(query.shape[1] // key.shape[1], mask)
 
 
-def _cut(sequences: int, count: int, at_once: int) -> list[Piece]:
-    """Return so many queries in pieces that read no blocks."""
-    pieces = []
+def _cut(sequences: int, count: int, at_once: int) -> list[QueryChunk]:
+    """Return so many queries in chunks that read no blocks."""
+    chunks = []
     for start in range(0, count, at_once):
         queries = slice(start, min(start + at_once, count))
-        pieces.append(Piece(slice(0, sequences), queries, start=0, stop=0, in_blocks=None, is_unread=None))
-    return pieces
+        chunks.append(QueryChunk(slice(0, sequences), queries, start=0, stop=0, in_blocks=None, is_unread=None))
+    return chunks
 
 
 def _by_groups(mask: Tensor, count: int, groups: int) -> Tensor:
@@ -190,8 +190,8 @@ def _attend(scores: Tensor, values: Tensor, blocks: tuple[Tensor, Tensor] | None
     """
     if blocks is None and sinks is None:
         return scores.softmax(-1) @ values.double()
-    # Each chunk of the keys, the last ones and every block, has an output and the logarithm of its sum of exp(score).
-    # The softmax of these logarithms is the share of each chunk in the output.
+    # Each group of keys, the last ones and every block, has an output and the logarithm of its sum of exp(score).
+    # The softmax of these logarithms is the share of each group in the output.
     highest = scores.amax(-1, keepdim=True)
     weights = (scores - highest).exp_()
     total = weights.sum(-1, keepdim=True)

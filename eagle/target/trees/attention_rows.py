@@ -38,11 +38,13 @@ class AttentionRows(Mixer):
         arguments: dict[str, Any] = {}
         for name, value in inputs.items():
             if isinstance(value, Cache):
+                # the same cache with this layer in the place of its own
                 forked = copy.copy(value)
                 forked.layers = list(value.layers)
                 forked.layers[self.layer] = layer  # type: ignore[index]
                 arguments[name] = forked
             elif "mask" in name and isinstance(value, Tensor) and value.dim() == 4:
+                # the model's mask is that of a chain over other columns
                 arguments[name] = mask_paths(layer, len(paths.paths), paths.longest, value)
             else:
                 arguments[name] = paths.gather(value)
@@ -55,13 +57,15 @@ def keep_rows(output: Any, paths: Paths) -> Any:
     """Return a module's output with None for all but its tensors [P, D, width]: nobody reads attention's weights."""
     if isinstance(output, tuple):
         return tuple(keep_rows(item, paths) for item in output)
-    if isinstance(output, Tensor) and output.dim() == 3 and output.shape[:2] == (len(paths.paths), paths.longest):
+    shape = (len(paths.paths), paths.longest)
+    if isinstance(output, Tensor) and output.dim() == 3 and output.shape[:2] == shape:
         return output
     return None
 
 
 def mask_paths(layer: Any, paths: int, count: int, like: Tensor) -> Tensor:
     """Return [P, 1, D, S], the mask of D new tokens of each path over a layer's columns, typed like the model's own."""
+    # a window's layer holds its last columns alone
     columns = torch.arange(layer.get_mask_sizes(count)[0], device=like.device)
     distance = columns[-count:, None] - columns
     window = getattr(layer, "sliding_window", None) or len(columns)
@@ -86,7 +90,8 @@ def find_attention(base: nn.Module, config: Any, read: Callable[[Any], Any]) -> 
     prefixes = tuple(names[module] + "." for module in writes)
     found: list[Mixer] = []
     for module, write in writes.items():
-        is_inside = names[module].startswith(prefixes)
-        if write.layer is not None and not is_inside:
-            found.append(AttentionRows(names[module], module, write.layer, partial(make_layer, write.layer)))
+        name = names[module]
+        # one inside another is run by it
+        if write.layer is not None and not name.startswith(prefixes):
+            found.append(AttentionRows(name, module, write.layer, partial(make_layer, write.layer)))
     return found

@@ -35,6 +35,7 @@ def split_state(state: State, count: int) -> list[State]:
 
 def join(values: Sequence[Any]) -> Any:
     """Return rows of one value each as one copy: of tensors, and of states, caches and containers that hold them."""
+    # a tensor without rows, as a counter, is the same for all
     if isinstance(values[0], Tensor):
         return torch.cat(list(values)) if values[0].dim() > 1 else values[0]
     return _rebuild(values[0], lambda *items: join(items), values)
@@ -210,6 +211,7 @@ class Mixer:
         cache: Any = caches[0] if caches else None
         if cache is None or self.layer is None:
             return cache
+        # a layer of its own, so that rows of other states do not mix with the cache's
         layer = LinearAttentionLayer(number_of_states=max(self.state_ids, default=0) + 1)
         forked = copy.copy(cache)
         forked.layers = list(cache.layers)
@@ -230,15 +232,19 @@ class Mixer:
             state["own", index] = getattr(owner, name)
         if cache is not None and self.layer is not None:
             layer = cache.layers[self.layer]
-            state |= {("conv", state_id): layer.conv_states[state_id] for state_id in self.state_ids}
-            state |= {("recurrent", state_id): layer.recurrent_states[state_id] for state_id in self.state_ids}
-            state |= {("list", name): getattr(cache, name)[self.layer] for name in cache.lists}
+            for state_id in self.state_ids:
+                state["conv", state_id] = layer.conv_states[state_id]
+                state["recurrent", state_id] = layer.recurrent_states[state_id]
+            for name in cache.lists:
+                state["list", name] = getattr(cache, name)[self.layer]
+        # a layer has no state of kinds that it does not use
         return {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def _project(self, linear: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if self.running is None or rows.dim() != 3:
             return linear(rows)
         projections, paths = self.running
+        # some linears read something else than the rows, as a gate over heads
         if rows.shape[:2] != (len(paths.paths), paths.longest):
             return linear(rows)
         return projections.compute(linear, rows, paths)
@@ -284,10 +290,12 @@ class WholeModel(Mixer):
         """Read a token of each row after the other."""
         outputs = []
         for row, path in enumerate(paths.paths):
+            # taps put its states at this path's node
             self.rows = Paths([path], paths.shape)
             outputs.append(self.stock(**row_of(arguments, row)))
         hidden = torch.cat([output.last_hidden_state for output in outputs])
-        return hidden, {("cache", 0): join([getattr(output, self.cache_name) for output in outputs])}
+        caches = [getattr(output, self.cache_name) for output in outputs]
+        return hidden, {("cache", 0): join(caches)}
 
 
 class Mixers:
@@ -426,6 +434,7 @@ def watch_writes(
         cache: the cache, which a forward in the context gets.
         writers: the methods' names, and the position of the layer's index among the arguments of each.
     """
+    # the modules that have begun and not ended, the innermost last
     running: list[nn.Module] = []
     writes: dict[nn.Module, Writes] = {}
 

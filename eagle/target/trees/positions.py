@@ -65,6 +65,7 @@ class TokenPositions:
 
     def _offsets(self, positions: Tensor) -> Any:
         offsets = positions - torch.arange(positions.shape[1])
+        # the model adds one length for all sequences
         if (offsets != offsets[:1]).any():
             raise ValueError("texts of other lengths have their tokens at other places: they are read one by one")
         first = offsets[0]
@@ -82,6 +83,7 @@ def counts_columns(reader: Any) -> bool:
         calls.append(count)
         return count(*args, **kwargs)
 
+    # it may ask for a length and not use it: that is tried afterwards
     for name in COUNTERS:
         setattr(cache, name, partial(ask, getattr(cache, name)))
     try:

@@ -38,6 +38,7 @@ class Reading:
 
     def read(self, mixer: Mixer, inputs: dict[str, Any]) -> Any:
         """Return a mixer's output at the new nodes, given its inputs there."""
+        # {} before the first token
         committed = [states.get(mixer, {}) for states in self.states]
         if self.commits:
             return self._read_texts(mixer, inputs, committed)
@@ -49,16 +50,17 @@ class Reading:
         """Return a mixer's inputs at all nodes, given those at the new ones."""
         if mixer not in self.inputs:
             return inputs
-        texts = self.plan.shape[0]
-        return _join_nodes(self.inputs[mixer], inputs, (texts, self.plan.first), (texts, self.plan.new))
+        seqs = self.plan.shape[0]
+        return _join_nodes(self.inputs[mixer], inputs, (seqs, self.plan.first), (seqs, self.plan.new))
 
     def _read_paths(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
         """Read all paths to leaves in one call, each from the state of its sequence."""
         plan = self.plan
         paths = plan.to_leaves
+        # what linears compute is kept, for the run that commits a path
         projections = Projections()
         inputs = self._join_inputs(mixer, inputs)
-        states = [committed[text] for text in paths.texts]
+        states = [committed[seq] for seq in paths.seqs]
         output, ends = self._run(mixer, inputs, states, paths, projections, splits=paths.is_whole)
         projections.is_complete = True
         self.inputs[mixer] = inputs
@@ -114,14 +116,15 @@ class Reading:
     def _read_levels(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
         """Make one call for each depth, every node from its parent's state."""
         plan = self.plan
+        # filled from the root on, so that each level finds its parents' states
         behind = self.behind.setdefault(mixer, {})
         levels, nodes = plan.level_rows
         outputs: list[Any] = []
         for level, rows in zip(plan.levels, levels, strict=True):
             states = []
-            for text, node in level:
-                parent = plan.parents[text][node]
-                states.append(committed[text] if parent == -1 else behind[text, parent])
+            for seq, node in level:
+                parent = plan.parents[seq][node]
+                states.append(committed[seq] if parent == -1 else behind[seq, parent])
             output, states = self._run(mixer, inputs, states, rows)
             behind |= dict(zip(level, states, strict=True))
             outputs.append(output)
@@ -131,14 +134,15 @@ class Reading:
     def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
         """Read each sequence by itself and as long as it is, so that padding enters no state; equal ones in a batch."""
         plan = self.plan
-        texts = [(text, list(range(len(parents)))) for text, parents in enumerate(plan.parents)]
-        whole = plan.paths(texts)
+        seqs = [(seq, list(range(len(parents)))) for seq, parents in enumerate(plan.parents)]
+        whole = plan.paths(seqs)
         kinds = {mixer.kind_of(state) for state in committed}
         is_batch = whole.is_whole and len(kinds) == 1
         outputs = []
         self.ends[mixer] = []
-        for paths in [texts] if is_batch else [[text] for text in texts]:
-            states = [committed[text] for text, _ in paths]
+        # one call for all, or one for each
+        for paths in [seqs] if is_batch else [[seq] for seq in seqs]:
+            states = [committed[seq] for seq, _ in paths]
             output, ends = self._read_text(mixer, inputs, states, paths)
             outputs.append(output)
             self.ends[mixer] += ends
@@ -151,7 +155,7 @@ class Reading:
         steps = [paths]
         # several tokens at once would begin a new sequence
         if self.levels and states[0]:
-            steps = [[(text, [node]) for text, _ in paths] for node in paths[0][1]]
+            steps = [[(seq, [node]) for seq, _ in paths] for node in paths[0][1]]
         outputs = []
         for step in steps:
             output, state = mixer.run(inputs, join(states), self.plan.paths(step), None)
@@ -161,38 +165,44 @@ class Reading:
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> dict[int, States]:
         """Return the states of sequences after these paths of theirs."""
-        kept: dict[int, States] = {text: {} for text in paths}
+        kept: dict[int, States] = {seq: {} for seq in paths}
         mixers = self.behind if self.levels else self.inputs
+        # padding would enter the states, so that paths of one length run together
         for length in {len(path) for path in paths.values()}:
-            rows = self.plan.paths([(text, list(path)) for text, path in paths.items() if len(path) == length])
+            group = [(seq, list(path)) for seq, path in paths.items() if len(path) == length]
+            rows = self.plan.paths(group)
             for mixer in mixers:
-                for text, state in zip(rows.texts, self._state_behind(mixer, rows), strict=True):
-                    kept[text][mixer] = state
+                for seq, state in zip(rows.seqs, self._state_behind(mixer, rows), strict=True):
+                    kept[seq][mixer] = state
         return kept
 
     def _state_behind(self, mixer: Mixer, rows: Paths) -> list[State]:
         """Return the mixer's states after paths of one length."""
         if self.levels:
-            return [self.behind[mixer][text, path[-1]] for text, path in rows.paths]
+            return [self.behind[mixer][seq, path[-1]] for seq, path in rows.paths]
+        # whole chains have left their states
         if mixer in self.ends and rows.longest == self.plan.shape[1]:
-            return [self.ends[mixer][text] for text in rows.texts]
-        states = [self.states[text].get(mixer, {}) for text in rows.texts]
-        return self._run(mixer, self.inputs[mixer], states, rows, self.projections[mixer])[1]
+            return [self.ends[mixer][seq] for seq in rows.seqs]
+        # else the mixer runs again, over these paths alone and without its projections
+        states = [self.states[seq].get(mixer, {}) for seq in rows.seqs]
+        _, ends = self._run(mixer, self.inputs[mixer], states, rows, self.projections[mixer])
+        return ends
 
     def narrow(self, kept: Sequence[Path], states: Sequence[States]) -> Reading:
         """Return the reading of these sequences' nodes alone, in this order, as after sequences with these states."""
         parents = []
-        for text, nodes in kept:
+        for seq, nodes in kept:
+            # a parent that is left out is committed
             new_index = {node: index for index, node in enumerate(nodes)}
-            parents.append([new_index.get(self.plan.parents[text][node], -1) for node in nodes])
+            parents.append([new_index.get(self.plan.parents[seq][node], -1) for node in nodes])
         rows = self.plan.paths(kept)
         narrowed = Reading(Plan(parents, rows.longest, 0), states, levels=self.levels)
         narrowed.inputs = {mixer: rows.gather(inputs) for mixer, inputs in self.inputs.items()}
         for mixer, behind in self.behind.items():
             narrowed.behind[mixer] = {}
-            for row, (text, nodes) in enumerate(kept):
+            for row, (seq, nodes) in enumerate(kept):
                 for index, node in enumerate(nodes):
-                    narrowed.behind[mixer][row, index] = behind[text, node]
+                    narrowed.behind[mixer][row, index] = behind[seq, node]
         return narrowed
 
     def extend(self, plan: Plan, *, levels: bool) -> Reading:
@@ -222,7 +232,11 @@ def _join_rows(outputs: Sequence[Any], longest: int = 0) -> Any:
         return first
     longest = max(longest, *(rows.shape[1] for rows in outputs))
     unpadded = (0, 0) * (first.dim() - 2)  # the axes after that of the steps
-    return torch.cat([F.pad(rows, (*unpadded, 0, longest - rows.shape[1])) for rows in outputs])
+    padded = []
+    for rows in outputs:
+        missing = longest - rows.shape[1]
+        padded.append(F.pad(rows, (*unpadded, 0, missing)))
+    return torch.cat(padded)
 
 
 def _join_steps(outputs: Sequence[Any]) -> Any:

@@ -23,7 +23,7 @@ class Slot:
     by_length: dict[int, States] = field(default_factory=dict)
     snapshots: set[int] = field(default_factory=set)  # lengths that stay when the sequence grows
     reading: Reading | None = None
-    text: int = 0  # the index of the sequence in that forward
+    seq: int = 0  # the index of the sequence in that forward
 
 
 class TextStates:
@@ -56,10 +56,12 @@ class TextStates:
         """
         states = [self._states_after(slot, length) for slot, length in zip(slots, lengths, strict=True)]
         width = max(sizes)
+        # nothing was read before
         if width == new:
             plan = Plan(find_parents(tree_mask, sizes, [[]] * len(slots)), width, new)
             levels = mixers.by_levels if commits else mixers.takes_levels(plan)
             return Reading(plan, states, levels=levels, commits=commits)
+        # a draft that grows: the new nodes go on from those of an earlier forward
         earlier = self._find_reading(slots, states)
         parents = find_parents(tree_mask, sizes, earlier.plan.parents)
         plan = Plan(parents, earlier.plan.shape[1] + new, new)
@@ -83,20 +85,22 @@ class TextStates:
         (reading,) = readings.values()
         if reading is None:
             raise RuntimeError(f"slots {list(slots)} hold no uncommitted nodes: read their trees from the root")
-        texts = [self.slots[slot].text for slot in slots]
+        seqs = [self.slots[slot].seq for slot in slots]
         parents = reading.plan.parents
-        if texts == list(range(len(parents))):
+        if seqs == list(range(len(parents))):
             return reading
-        return reading.narrow([(text, list(range(len(parents[text])))) for text in texts], states)
+        # some of its sequences have ended since
+        kept = [(seq, list(range(len(parents[seq])))) for seq in seqs]
+        return reading.narrow(kept, states)
 
     def close(self, slots: Sequence[int], lengths: Sequence[int], reading: Reading) -> None:
         """Note a forward that ended, so that a path of its nodes can be kept; tokens that it commits are committed."""
-        for text, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        for seq, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             self.slots[slot].reading = reading
-            self.slots[slot].text = text
+            self.slots[slot].seq = seq
             if reading.commits:
-                states = {mixer: ends[text] for mixer, ends in reading.ends.items()}
-                self._advance(slot, length, length + len(reading.plan.parents[text]), states)
+                states = {mixer: ends[seq] for mixer, ends in reading.ends.items()}
+                self._advance(slot, length, length + len(reading.plan.parents[seq]), states)
 
     def keep(self, paths: Mapping[int, Sequence[int]], lengths: Sequence[int]) -> None:
         """Commit a path of nodes after each slot's sequence; `lengths` are those of all slots."""
@@ -109,25 +113,26 @@ class TextStates:
         for slots in groups.values():
             reading = self.slots[slots[0]].reading
             assert reading is not None
-            states = reading.keep({self.slots[slot].text: paths[slot] for slot in slots})
+            states = reading.keep({self.slots[slot].seq: paths[slot] for slot in slots})
             for slot in slots:
                 end = lengths[slot] + len(paths[slot])
-                self._advance(slot, lengths[slot], end, states[self.slots[slot].text])
+                self._advance(slot, lengths[slot], end, states[self.slots[slot].seq])
 
     def retain(self, slot: int, nodes: Sequence[int], length: int) -> None:
         """Keep only these of a slot's uncommitted nodes, in this order."""
         entry = self.slots[slot]
         reading = entry.reading if nodes else None
         if reading is not None:
-            reading = reading.narrow([(entry.text, list(nodes))], [entry.by_length[length]])
+            reading = reading.narrow([(entry.seq, list(nodes))], [entry.by_length[length]])
         entry.reading = reading
-        entry.text = 0
+        entry.seq = 0
 
     def _advance(self, slot: int, start: int, end: int, states: States) -> None:
         """Hold states after a longer sequence; those after the shorter one go, unless they are a snapshot."""
         entry = self.slots[slot]
         if start and start // SNAPSHOT_TOKENS != end // SNAPSHOT_TOKENS:
             entry.snapshots.add(start)
+        # a mixer that did not run keeps its state
         states = {**entry.by_length.get(start, {}), **states}
         entry.by_length = {
             length: old for length, old in entry.by_length.items() if length in entry.snapshots and length < end

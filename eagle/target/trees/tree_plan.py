@@ -25,24 +25,24 @@ class Paths:
         self.paths = list(paths)
         self.shape = shape
         self.longest = max(len(nodes) for _, nodes in paths)
-        self.texts = [text for text, _ in paths]
+        self.seqs = [seq for seq, _ in paths]
         self.uploaded: dict[tuple[str, torch.device], Tensor] = {}
 
     @cached_property
     def is_whole(self) -> bool:
         """Whether row b is all nodes of sequence b in their order, so that nothing has to be gathered."""
-        texts, width = self.shape
+        seqs, width = self.shape
         whole = list(range(width))
-        return self.texts == list(range(texts)) and all(nodes == whole for _, nodes in self.paths)
+        return self.seqs == list(range(seqs)) and all(nodes == whole for _, nodes in self.paths)
 
     def nodes(self, device: torch.device) -> Tensor:
         """Return [P * D], the node of each step of each path, as an index into [B * R, ..]."""
 
         def find() -> list[int]:
             indices = []
-            for text, nodes in self.paths:
+            for seq, nodes in self.paths:
                 padding = nodes[-1:] * (self.longest - len(nodes))
-                indices += [text * self.shape[1] + node for node in nodes + padding]
+                indices += [seq * self.shape[1] + node for node in nodes + padding]
             return indices
 
         return self._upload("nodes", find, device)
@@ -51,11 +51,11 @@ class Paths:
         """Return [B * R], one step [P * D] that is at each node; 0 for nodes that lie on none of these paths."""
 
         def find() -> list[int]:
-            texts, width = self.shape
-            indices = [0] * (texts * width)
-            for row, (text, nodes) in enumerate(self.paths):
+            seqs, width = self.shape
+            indices = [0] * (seqs * width)
+            for row, (seq, nodes) in enumerate(self.paths):
                 for step, node in enumerate(nodes):
-                    indices[text * width + node] = row * self.longest + step
+                    indices[seq * width + node] = row * self.longest + step
             return indices
 
         return self._upload("places", find, device)
@@ -74,9 +74,10 @@ class Paths:
         def pick(tensor: Tensor, batch: int) -> Tensor:
             # the batch and node axes go to the front, and back afterwards
             nodes = tensor.movedim((batch, batch + 1), (0, 1))
-            nodes = nodes.expand(self.shape[0], *[-1] * (nodes.dim() - 1)).flatten(0, 1)
-            picked = nodes.index_select(0, self.nodes(tensor.device)).unflatten(0, (-1, self.longest))
-            return picked.movedim((0, 1), (batch, batch + 1))
+            # one row may stand for all sequences
+            by_sequence = nodes.expand(self.shape[0], *nodes.shape[1:])
+            rows = by_sequence.flatten(0, 1).index_select(0, self.nodes(tensor.device))
+            return rows.unflatten(0, (-1, self.longest)).movedim((0, 1), (batch, batch + 1))
 
         return map_nodes(pick, value, self.shape)
 
@@ -103,10 +104,11 @@ def map_nodes(change: Callable[[Tensor, int], Tensor], value: Any, shape: tuple[
 def batch_dimension(tensor: Tensor, shape: tuple[int, int]) -> int | None:
     """Return where a tensor has [B or 1, R]: in front, or after the axis of positions in several dimensions."""
     sizes = tensor.shape
-    texts, width = shape
-    if len(sizes) >= 2 and sizes[1] == width and sizes[0] in (1, texts):
+    seqs, width = shape
+    # one row may stand for all sequences, as positions do
+    if len(sizes) >= 2 and sizes[1] == width and sizes[0] in (1, seqs):
         return 0
-    if len(sizes) == 3 and sizes[2] == width and sizes[1] in (1, texts):
+    if len(sizes) == 3 and sizes[2] == width and sizes[1] in (1, seqs):
         return 1
     return None
 
@@ -133,17 +135,19 @@ class Plan:
     def to_leaves(self) -> Paths:
         """The paths from the committed sequence to each leaf that is new."""
         rows = []
-        for text, parents in enumerate(self.parents):
+        for seq, parents in enumerate(self.parents):
+            # a node is inner if it is a parent
             inner = set(parents)
             leaves = [node for node in range(self.first, len(parents)) if node not in inner]
-            rows += [(text, self.path(text, node)) for node in leaves]
+            rows += [(seq, self.path(seq, node)) for node in leaves]
         return self.paths(rows)
 
     @cached_property
     def levels(self) -> list[list[tuple[int, int]]]:
         """The new nodes (sequence, node) by depth below the nodes that were read before."""
+        # parents come before their children, so that one pass finds all depths
         levels: list[list[tuple[int, int]]] = []
-        for text, parents in enumerate(self.parents):
+        for seq, parents in enumerate(self.parents):
             depths = [-1] * self.first
             for node in range(self.first, len(parents)):
                 parent = parents[node]
@@ -151,7 +155,7 @@ class Plan:
                 depths.append(depth)
                 if depth == len(levels):
                     levels.append([])
-                levels[depth].append((text, node))
+                levels[depth].append((seq, node))
         return levels
 
     @cached_property
@@ -161,17 +165,17 @@ class Plan:
         levels = []
         rows: list[Path] = []
         for level in self.levels:
-            paths = [(text, [node - self.first]) for text, node in level]
+            paths = [(seq, [node - self.first]) for seq, node in level]
             levels.append(Paths(paths, shape))
             rows += paths
         return levels, Paths(rows, shape)
 
-    def path(self, text: int, node: int) -> list[int]:
+    def path(self, seq: int, node: int) -> list[int]:
         """Return the nodes from the committed sequence to this one."""
         path = []
         while node != -1:
             path.append(node)
-            node = self.parents[text][node]
+            node = self.parents[seq][node]
         return path[::-1]
 
 

@@ -135,6 +135,7 @@ def has_kernels(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available() or dtype not in DTYPES:
         return False
     try:
+        # whose products are exact in any order of sums
         matrix = torch.ones(16, 16, dtype=dtype)
         return torch.equal(multiply(matrix, pack(matrix), None), matrix @ matrix)
     except (AttributeError, *FAILURES):
@@ -152,6 +153,7 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
     is_on_cpu = model.get_input_embeddings().weight.device.type == "cpu"
     if head is None or not is_on_cpu or not has_kernels(model.dtype):
         return 0
+    # what the model says before and after
     tokens = torch.arange(1, 5)[None] % head.weight.shape[0]
     expected = model(input_ids=tokens, use_cache=False).logits
     uses = Counter[int]()

@@ -23,7 +23,7 @@ BITS = re.compile(r'"(?:bits|num_bits|nbits|w_bits)": (\d+)|"_type": "[A-Za-z]+?
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class Requirements:
     """What a method needs beside torch and transformers, and what its weights are in memory."""
 
     packages: tuple[str, ...] = ()  # by the names that pip knows
@@ -33,31 +33,31 @@ class Needs:
 
 
 METHODS = {
-    "aqlm": Needs(("aqlm",), bits=2),
-    "auto-round": Needs(("auto-round",)),
-    "awq": Needs(("gptqmodel",)),
-    "bitnet": Needs(bits=2),
-    "bitsandbytes_4bit": Needs(("bitsandbytes",), bits=4),
-    "bitsandbytes_8bit": Needs(("bitsandbytes",), bits=8),
-    "compressed-tensors": Needs(("compressed-tensors",), unpacks=True),
-    "eetq": Needs(("kernels",), ("cuda",), bits=8),
-    "fbgemm_fp8": Needs(("fbgemm-gpu",), ("cuda", "xpu"), bits=8),
-    "fouroversix": Needs(("fouroversix",), bits=4),
-    "fp8": Needs(bits=8),
-    "fp_quant": Needs(("fp_quant", "qutlass"), ("cuda", "xpu"), bits=4),
-    "gptq": Needs(("gptqmodel", "optimum")),
-    "higgs": Needs(("flute-kernel", "fast_hadamard_transform"), ("cuda",)),
-    "hqq": Needs(("hqq",)),
-    "metal": Needs(("kernels",)),
-    "mxfp4": Needs(("kernels", "triton"), bits=4),
-    "mxfp8": Needs(bits=8),
-    "nvfp4": Needs(("kernels",), ("cuda",), bits=4),
-    "quanto": Needs(("optimum-quanto",)),
-    "quark": Needs(("amd-quark",)),
-    "sinq": Needs(("sinq",)),
-    "spqr": Needs(("spqr_quant",), ("cuda",), bits=3),
-    "torchao": Needs(("torchao",)),
-    "vptq": Needs(("vptq",), ("cuda",)),
+    "aqlm": Requirements(("aqlm",), bits=2),
+    "auto-round": Requirements(("auto-round",)),
+    "awq": Requirements(("gptqmodel",)),
+    "bitnet": Requirements(bits=2),
+    "bitsandbytes_4bit": Requirements(("bitsandbytes",), bits=4),
+    "bitsandbytes_8bit": Requirements(("bitsandbytes",), bits=8),
+    "compressed-tensors": Requirements(("compressed-tensors",), unpacks=True),
+    "eetq": Requirements(("kernels",), ("cuda",), bits=8),
+    "fbgemm_fp8": Requirements(("fbgemm-gpu",), ("cuda", "xpu"), bits=8),
+    "fouroversix": Requirements(("fouroversix",), bits=4),
+    "fp8": Requirements(bits=8),
+    "fp_quant": Requirements(("fp_quant", "qutlass"), ("cuda", "xpu"), bits=4),
+    "gptq": Requirements(("gptqmodel", "optimum")),
+    "higgs": Requirements(("flute-kernel", "fast_hadamard_transform"), ("cuda",)),
+    "hqq": Requirements(("hqq",)),
+    "metal": Requirements(("kernels",)),
+    "mxfp4": Requirements(("kernels", "triton"), bits=4),
+    "mxfp8": Requirements(bits=8),
+    "nvfp4": Requirements(("kernels",), ("cuda",), bits=4),
+    "quanto": Requirements(("optimum-quanto",)),
+    "quark": Requirements(("amd-quark",)),
+    "sinq": Requirements(("sinq",)),
+    "spqr": Requirements(("spqr_quant",), ("cuda",), bits=3),
+    "torchao": Requirements(("torchao",)),
+    "vptq": Requirements(("vptq",), ("cuda",)),
 }
 
 
@@ -80,6 +80,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 def method_of(quantization: dict[str, Any]) -> str:
     """Return the name of a method as transformers lists it; bitsandbytes has one for 8 bits and one for 4."""
+    # checkpoints of bitsandbytes did not always name it
     method = str(quantization.get("quant_method") or "bitsandbytes")
     if method == "bitsandbytes" or quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
         return "bitsandbytes_8bit" if quantization.get("load_in_8bit") else "bitsandbytes_4bit"
@@ -103,7 +104,7 @@ def why_not_here(quantization: dict[str, Any], device: str) -> str:
             f"is quantised by {method!r}, which transformers does not read: got weights that would be taken for plain "
             f"ones, expected one of {', '.join(sorted(AUTO_QUANTIZER_MAPPING))}: {INSTEAD}"
         )
-    needs = METHODS.get(method, Needs())
+    needs = METHODS.get(method, Requirements())
     if needs.devices and torch.device(device).type not in needs.devices:
         return (
             f"is quantised by {method}, whose kernels run on {' and '.join(needs.devices)} alone: got the device "
@@ -112,6 +113,7 @@ def why_not_here(quantization: dict[str, Any], device: str) -> str:
     # transformers quantises by it, yet has no way to write what it made
     if method == "quanto":
         return f"is quantised by quanto, of which transformers reads no checkpoints: got one, {INSTEAD}"
+    # what transformers says of a missing package is less plain than its name
     missing = [name for name in needs.packages if not _is_installed(name)]
     fault = ""
     unpacks = False
@@ -134,7 +136,7 @@ def warnings_of(quantization: dict[str, Any], device: str, dtype: torch.dtype) -
     lines = []
     name = str(dtype).removeprefix("torch.")
     unpacked = f"its weights are unpacked to {name} and take {dtype.itemsize} B each"
-    if METHODS.get(method, Needs()).unpacks:
+    if METHODS.get(method, Requirements()).unpacks:
         lines.append(f"is quantised by {method}: {unpacked}")
     elif _dequantizes(quantization, device):
         lines.append(f"is quantised by {method}, for which there are no kernels here: {unpacked}")
@@ -162,7 +164,8 @@ def weight_bits(quantization: dict[str, Any] | None) -> int | None:
     """Return the bits of a layer's weight in memory, with the method's kernels; None if they are plain or not known."""
     if quantization is None:
         return None
-    needs = METHODS.get(method_of(quantization), Needs())
+    needs = METHODS.get(method_of(quantization), Requirements())
+    # else the config names them, in one of several keys
     if needs.bits or needs.unpacks:
         return needs.bits
     match = BITS.search(json.dumps(quantization, default=str))
