@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
 from eagle.core.drafter import TargetHead
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
@@ -26,7 +32,11 @@ SCALES = ("embed_scale", "logit_scale", "softcap")
 
 @torch.no_grad()
 def borrow_head(
-    model: Any, layers: tuple[nn.Module, nn.Module], tokens: Tensor, first: Tensor | None, last: Tensor
+    model: Any,
+    layers: tuple[nn.Module, nn.Module],
+    tokens: Tensor,
+    first: Tensor | None,
+    last: Tensor,
 ) -> TargetHead:
     """Return the embedding and LM head with the config's scales, or by the model's own forward if it transforms states.
 
@@ -143,7 +153,12 @@ def load_borrowed(folder: str | Path, device: str = "cpu") -> Borrowed:
     return Borrowed(config, replace(_build_head(tensors, scales), width=config.hidden_size))
 
 
-def target_config(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+def target_config(
+    path: str,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> Any:
     """Return the text config of a target, without its weights."""
     return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
 

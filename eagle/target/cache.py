@@ -32,7 +32,10 @@ class TreeCache(SlotCache, Cache):
     lists: tuple[str, ...] = ()  # by layer, that a model's own kind of cache has beside keys and values
 
     def __init__(
-        self, num_layers: int, stateful: Mapping[int, int] | None = None, mixers: Mixers | None = None
+        self,
+        num_layers: int,
+        stateful: Mapping[int, int] | None = None,
+        mixers: Mixers | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -92,7 +95,13 @@ class TreeCache(SlotCache, Cache):
         pass
 
     @contextmanager
-    def reading(self, mixers: Mixers, tree_mask: Tensor | None, new: int, width: int) -> Iterator[None]:
+    def reading(
+        self,
+        mixers: Mixers,
+        tree_mask: Tensor | None,
+        new: int,
+        width: int,
+    ) -> Iterator[None]:
         """A context in which a model's mixers read `new` of `width` uncommitted nodes of each slot at the aim."""
         if self.states is None:
             yield
@@ -113,7 +122,11 @@ class TreeCache(SlotCache, Cache):
         self.states.close(self.slots, lengths, reading)
 
     @torch.inference_mode()
-    def keep(self, paths: Mapping[int, Sequence[int]], counts: Mapping[int, int] | None = None) -> None:
+    def keep(
+        self,
+        paths: Mapping[int, Sequence[int]],
+        counts: Mapping[int, int] | None = None,
+    ) -> None:
         """Commit nodes as before, and the states after them; only the first nodes with `counts`."""
         if self.states is not None:
             if counts is None:
@@ -215,7 +228,13 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: rows allocate themselves."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
         return self.key_rows.write(key_states), self.value_rows.write(value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -305,7 +324,13 @@ class _EmptyLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: there is nothing to allocate."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -338,7 +363,13 @@ class _LentLayer(_EmptyLayer):
         super().__init__()
         self.lent = (keys, values)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
         keys, values = self.lent
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 

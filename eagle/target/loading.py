@@ -70,7 +70,12 @@ def load_model(
         source["device_map"] = source.get("device_map") or place(device)
     with _explaining_errors(path):
         loader = choose_loader(path, images=images, **source)
-        model, report = loader.from_pretrained(path, dtype=dtype, output_loading_info=True, **source)
+        model, report = loader.from_pretrained(
+            path,
+            dtype=dtype,
+            output_loading_info=True,
+            **source,
+        )
     check_weights(path, model, report)
     if adapter is None:
         return model
@@ -195,7 +200,10 @@ def _find_file(config: Any, name: str) -> str | None:
     """Return the path of one of a loaded model's files, from its folder or the hub; None if it has no such file."""
     if not config.name_or_path:
         return None
-    options = {"revision": getattr(config, "_commit_hash", None), "_raise_exceptions_for_missing_entries": False}
+    options = {
+        "revision": getattr(config, "_commit_hash", None),
+        "_raise_exceptions_for_missing_entries": False,
+    }
     path: str | None = cached_file(config.name_or_path, name, **options)
     return path
 
@@ -268,7 +276,10 @@ def unwrap_adapters(model: Any) -> Any:
     """
     while type(model).__module__.startswith("peft."):
         if "active_peft_config" in dir(type(model)):
-            refuse_prompt_adapter(model.active_peft_config, f"{type(model).__name__} has an adapter that")
+            refuse_prompt_adapter(
+                model.active_peft_config,
+                f"{type(model).__name__} has an adapter that",
+            )
         # attributes are looked up in the model within, too
         modules = model._modules
         model = modules["base_model" if "base_model" in modules else "model"]

@@ -19,14 +19,35 @@ from eagle.core.drafter import TargetHead
 from eagle.device import upload
 from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, why_no_trees
 from eagle.target.bits.blocks import reading_blocks
-from eagle.target.bits.invariant import INVARIANT, SumsInFp64, can_be_invariant, fix_rows, in_fixed_rows
+from eagle.target.bits.invariant import (
+    INVARIANT,
+    SumsInFp64,
+    can_be_invariant,
+    fix_rows,
+    in_fixed_rows,
+)
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
-from eagle.target.structure import base_of, cache_name_of, count_cache_layers, decoder_layers, holder_of
+from eagle.target.structure import (
+    base_of,
+    cache_name_of,
+    count_cache_layers,
+    decoder_layers,
+    holder_of,
+)
 from eagle.target.taps import PLAIN, Layout, find_layout, tell_what_works
 from eagle.target.trees.attention_rows import find_attention
 from eagle.target.trees.mixers import Mixers, WholeModel, find_mixers
 from eagle.target.trees.positions import TokenPositions, first_position, place_tables
-from eagle.target.trees.read_modes import OFFSETS, ORIGIN, ROWS, TABLES, UNLIMITED, Probe, TreeReadMode, choose_mode
+from eagle.target.trees.read_modes import (
+    OFFSETS,
+    ORIGIN,
+    ROWS,
+    TABLES,
+    UNLIMITED,
+    Probe,
+    TreeReadMode,
+    choose_mode,
+)
 from eagle.target.twin import share_weights, with_own_hooks
 from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
@@ -92,7 +113,10 @@ class TreeReader:
     def _make_mixers(self, mode: TreeReadMode) -> Mixers:
         """Wrap the modules that read paths in this mode."""
         if mode.whole:
-            return Mixers([WholeModel(self.base, self.cache_name, singly=mode.singly)], by_levels=mode.levels)
+            return Mixers(
+                [WholeModel(self.base, self.cache_name, singly=mode.singly)],
+                by_levels=mode.levels,
+            )
         mixers = Mixers()
         if self.stateful:
             # the model's own cache tells what its mixers look for in one
@@ -131,7 +155,11 @@ class TreeReader:
 
     def new_cache(self) -> TreeCache:
         """Return an empty cache for sequences of this model."""
-        return self.cache_kind(count_cache_layers(self.config, self.layers), self.stateful, self.mixers)
+        return self.cache_kind(
+            count_cache_layers(self.config, self.layers),
+            self.stateful,
+            self.mixers,
+        )
 
     @torch.inference_mode()
     def _read_two(self, cache: TreeCache | None) -> Any:
@@ -206,7 +234,11 @@ class TreeReader:
                 position_ids[:] = [inputs["position_ids"]]
 
         count = tokens.shape[1]
-        inputs = {"input_ids": upload(tokens, self.masks.device), **self.to_inputs(media), self.cache_name: cache}
+        inputs = {
+            "input_ids": upload(tokens, self.masks.device),
+            **self.to_inputs(media),
+            self.cache_name: cache,
+        }
         # the positions are made within the model, and its text layers get them
         backbone = holder_of(self.base, self.layers)
         with self.attending_as_stock(), backbone.register_forward_pre_hook(note, with_kwargs=True):
@@ -220,7 +252,12 @@ class TreeReader:
         return hidden
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None, cache: Any, columns: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tree_mask: Tensor | None,
+        cache: Any,
+        columns: Tensor | None = None,
     ) -> Any:
         """Read tokens where the cache aims.
 
@@ -278,7 +315,12 @@ class TreeReader:
             cache.counts_positions = False
 
     def read_text(
-        self, tokens: Tensor, start: int, cache: TreeCache, depths: Sequence[int] = (), tree_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        start: int,
+        cache: TreeCache,
+        depths: Sequence[int] = (),
+        tree_mask: Tensor | None = None,
     ) -> Any:
         """Read tokens of one sequence: a chain, or a tree after `start` committed ones.
 
@@ -313,7 +355,13 @@ class TreeReader:
             return True
         return not self.follows_steps and held >= STEP_TOKENS * (count - held)
 
-    def reading(self, cache: Any, tree_mask: Tensor | None, new: int, width: int) -> AbstractContextManager[None]:
+    def reading(
+        self,
+        cache: Any,
+        tree_mask: Tensor | None,
+        new: int,
+        width: int,
+    ) -> AbstractContextManager[None]:
         """A context in which modules that keep a state read `new` of `width` uncommitted nodes where the cache aims."""
         return cache.reading(self.mixers, tree_mask, new, width) if self.mixers.mixers else nullcontext()
 

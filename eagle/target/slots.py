@@ -152,7 +152,11 @@ class SlotCache:
         return self.flat[key]
 
     @torch.inference_mode()
-    def keep(self, paths: Mapping[int, Sequence[int]], counts: Mapping[int, int] | None = None) -> None:
+    def keep(
+        self,
+        paths: Mapping[int, Sequence[int]],
+        counts: Mapping[int, int] | None = None,
+    ) -> None:
         """Commit these of each slot's newest columns, in this order; earlier columns stay in place.
 
         Args:
@@ -262,7 +266,11 @@ class SlotCache:
                 rows.resize(*sizes)
 
 
-def copy_columns(buffers: Iterable[tuple[Tensor, Tensor]], origin: Tensor, destination: Tensor) -> None:
+def copy_columns(
+    buffers: Iterable[tuple[Tensor, Tensor]],
+    origin: Tensor,
+    destination: Tensor,
+) -> None:
     """Copy columns (slot, column) [2, M] from the first buffer of each pair to those of the second."""
     indices: dict[Any, Tensor] = {}  # by shape, as most layers have one shape
     for source, target in buffers:

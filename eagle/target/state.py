@@ -49,7 +49,11 @@ class TargetState:
     """
 
     def __init__(
-        self, target: Any, taps: tuple[int, ...] = (), max_tokens: int | None = None, mark: Any = None
+        self,
+        target: Any,
+        taps: tuple[int, ...] = (),
+        max_tokens: int | None = None,
+        mark: Any = None,
     ) -> None:
         """Open a state without rows.
 
@@ -242,7 +246,13 @@ class TargetState:
         self._swap(slot, self.written)
         self.written += 1
         tree = DraftTree.chain(prompt[-1:])
-        output = TargetOutput(tree, logits[None], features=None, start=len(prompt) - 1, text=prompt[:-1])
+        output = TargetOutput(
+            tree,
+            logits[None],
+            features=None,
+            start=len(prompt) - 1,
+            text=prompt[:-1],
+        )
         return PromptOutput(prompt, features, output)
 
     @torch.inference_mode()
@@ -256,7 +266,10 @@ class TargetState:
             # what a prompt shares with another sequence was read with the frequencies it has
             if row not in self.prompts:
                 self.target.check_growth(start, start + size)
-        padded = pad_sequence([torch.tensor(tokens[row], dtype=torch.long) for row in rows], batch_first=True)
+        padded = pad_sequence(
+            [torch.tensor(tokens[row], dtype=torch.long) for row in rows],
+            batch_first=True,
+        )
         width = padded.shape[1]
         # padding takes the position of the last token: the model may have no later one
         steps = torch.minimum(torch.arange(width), torch.tensor(sizes)[:, None] - 1)
@@ -286,7 +299,11 @@ class TargetState:
         slots = [self.rows.index(row) for row in trees]
         starts = [self.cache.lengths[slot] for slot in slots]
         sizes = [tree.columns for tree in trees.values()]
-        tokens, depths, tree_mask = lay_out([*trees.values()], self.target.device, self.target.vocab_size)
+        tokens, depths, tree_mask = lay_out(
+            [*trees.values()],
+            self.target.device,
+            self.target.vocab_size,
+        )
         for start, tree in zip(starts, trees.values(), strict=True):
             self._check_border(start, tree)
         positions = upload(torch.tensor(starts)[:, None], depths.device) + depths
@@ -303,7 +320,13 @@ class TargetState:
             if states is not None:
                 features = states[index, :, : sizes[index]].transpose(0, 1)
             text = self.texts[slots[index]]
-            outputs[row] = TargetOutput(tree, logits[index], features, start=starts[index], text=text)
+            outputs[row] = TargetOutput(
+                tree,
+                logits[index],
+                features,
+                start=starts[index],
+                text=text,
+            )
         return outputs
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
@@ -311,7 +334,11 @@ class TargetState:
         tokens = {row: self.trees[row].tokens[[*path]].tolist() for row, path in paths.items()}
         self.keep_columns(paths, tokens)
 
-    def keep_columns(self, columns: Mapping[int, Sequence[int]], tokens: Mapping[int, list[int]]) -> None:
+    def keep_columns(
+        self,
+        columns: Mapping[int, Sequence[int]],
+        tokens: Mapping[int, list[int]],
+    ) -> None:
         """Commit columns of each row that were read last, one for each of its tokens; further ones move up after."""
         slots = {row: self.rows.index(row) for row in columns}
         paths = {slots[row]: path for row, path in columns.items()}
@@ -329,7 +356,13 @@ class TargetState:
         self.texts[slot] += tokens
 
     @torch.inference_mode()
-    def ahead(self, rows: Sequence[int], tokens: Tensor, depths: list[int], tree_mask: Tensor) -> Tensor:
+    def ahead(
+        self,
+        rows: Sequence[int],
+        tokens: Tensor,
+        depths: list[int],
+        tree_mask: Tensor,
+    ) -> Tensor:
         """Read the last K draft tokens of some rows; nothing is committed.
 
         Args:
@@ -359,7 +392,12 @@ class TargetState:
         return TargetTexts(self.target.view(), self)
 
     def _forward(
-        self, slots: list[int], tokens: Tensor, positions: Tensor, tree_mask: Tensor | None, **aim: Any
+        self,
+        slots: list[int],
+        tokens: Tensor,
+        positions: Tensor,
+        tree_mask: Tensor | None,
+        **aim: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model over tokens [B, N], the last of R at positions [B, R]; `aim` are options of the cache's aim.
 
@@ -382,7 +420,10 @@ class TargetState:
         if not self.taps:
             return hidden, None
         tapped[-1] = hidden
-        states = torch.stack([tapped[tap][:, -count:].to(self.target.device) for tap in self.taps], dim=1)
+        states = torch.stack(
+            [tapped[tap][:, -count:].to(self.target.device) for tap in self.taps],
+            dim=1,
+        )
         self.cache.tapped.write(states)
         return hidden, states
 

@@ -12,7 +12,15 @@ from torch import nn
 CACHE_NAMES = ("past_key_values", "cache_params", "state", "cache")
 
 # what a model raises that is read in a way that it does not take
-FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    NotImplementedError,
+)
 
 
 def describe_failure(error: Exception) -> str:

@@ -20,7 +20,8 @@ from eagle.core.verify import Sampling
 from eagle.disk import sha256
 
 TYPES = "token_type_ids"  # in the names of what a processor gives by token
-IMAGE_PARTS = ("image", "image_url")  # types of a message's content parts, of transformers and of OpenAI
+# types of a message's content parts, of transformers and of OpenAI
+IMAGE_PARTS = ("image", "image_url")
 
 
 class ChatMixin:
@@ -71,7 +72,10 @@ class ChatMixin:
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **kwargs})
 
     def _show(
-        self, messages: list[dict[str, Any]], image_parts: list[dict[str, Any]], kwargs: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        image_parts: list[dict[str, Any]],
+        kwargs: dict[str, Any],
     ) -> list[int]:
         """Return the tokens of a conversation with images, which they hold."""
         if self.processor is None:
@@ -81,7 +85,10 @@ class ChatMixin:
                 "videos need torchvision, too); where its type has a class for text alone, load it with images=True"
             )
         images = [image_in(part) for part in image_parts]
-        text = self.processor.apply_chat_template(list_parts(messages), **{**kwargs, "tokenize": False})
+        text = self.processor.apply_chat_template(
+            list_parts(messages),
+            **{**kwargs, "tokenize": False},
+        )
         return token_ids(process(self.processor, text, images))
 
     def check_prompt(self, prompt: list[int]) -> None:
@@ -118,7 +125,10 @@ class ChatMixin:
         refuse_fields(self.model.generation_config)
         # with transformers' defaults, as a top-k of 50
         config, _ = self.model._prepare_generation_config(None)
-        processors = self.model._get_logits_processor(generation_config=config, input_ids_seq_length=1)
+        processors = self.model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=1,
+        )
         greedy = {} if config.do_sample else {"temperature": 0.0}
         return replace(Sampling.from_processors(processors, **greedy), **fields)
 
@@ -181,10 +191,18 @@ def first_tokens(text: list[int], count: int) -> list[int]:
 def with_answer(prompt: list[int], answer: list[int]) -> list[int]:
     """Return the tokens of a prompt and the beginning of an answer, which hold the prompt's images."""
     # the answer is text, whose type is 0
-    return _with_media([*prompt, *answer], media_of(prompt), lambda types: pad(types, (0, len(answer))))
+    return _with_media(
+        [*prompt, *answer],
+        media_of(prompt),
+        lambda types: pad(types, (0, len(answer))),
+    )
 
 
-def _with_media(tokens: list[int], media: Mapping[str, Any], fit: Callable[[Tensor], Tensor]) -> list[int]:
+def _with_media(
+    tokens: list[int],
+    media: Mapping[str, Any],
+    fit: Callable[[Tensor], Tensor],
+) -> list[int]:
     """Return tokens that hold these inputs, if any, of which `fit` changes those by token [1, T]."""
     if not media:
         return tokens

@@ -14,7 +14,13 @@ from torch import Tensor
 from eagle.target.structure import FAILURES
 
 CAUSAL_TOKENS = 12  # of the texts by which a target is found to be a causal model
-PLAIN, FIRST, THIRD, JOINED, TURNED = "[B, T, D]", "[S, B, T, D]", "[B, T, S, D]", "[B, T, S * D]", "[T, B, D]"
+PLAIN, FIRST, THIRD, JOINED, TURNED = (
+    "[B, T, D]",
+    "[S, B, T, D]",
+    "[B, T, S, D]",
+    "[B, T, S * D]",
+    "[T, B, D]",
+)
 
 
 @dataclass(frozen=True, slots=True)

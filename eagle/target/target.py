@@ -50,7 +50,13 @@ from eagle.target.weights.weight_mark import ModelMark, WeightMark
 class Target(ChatMixin):
     """A causal language model that can read draft trees; `open` gives a state for the sequences decoded with it."""
 
-    def __init__(self, model: Any, tokenizer: Any = None, processor: Any = None, invariant: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        processor: Any = None,
+        invariant: bool | None = None,
+    ) -> None:
         """Take a loaded model.
 
         Args:
@@ -88,7 +94,13 @@ class Target(ChatMixin):
         with torch.no_grad():
             states = {tap: rows[0] for tap, rows in self.reader.find_layouts(tokens).items()}
         volatile = reader_mark.differences()
-        self.head = borrow_head(model, (embedding, output), tokens, first=states.get(0), last=states[-1])
+        self.head = borrow_head(
+            model,
+            (embedding, output),
+            tokens,
+            first=states.get(0),
+            last=states[-1],
+        )
         self.border = rope_border(self.config)  # no text may grow across it
         self.viewed: TargetView | None = None
         self.found_variance: str | None = None  # None: not looked for yet, "": none
@@ -155,7 +167,11 @@ class Target(ChatMixin):
 
     def __reduce__(self) -> Any:
         """Copy without locks and open texts, which cannot be copied."""
-        return Target, (self.model, self.tokenizer, self.processor, self.invariant), {"adapter": self.adapter}
+        return (
+            Target,
+            (self.model, self.tokenizer, self.processor, self.invariant),
+            {"adapter": self.adapter},
+        )
 
     @classmethod
     def load(
@@ -326,7 +342,11 @@ class Target(ChatMixin):
         self.spare = None
 
     def cache_bytes(
-        self, tokens: int, taps: tuple[int, ...] = (), drafter: Drafter | None = None, texts: int = 1
+        self,
+        tokens: int,
+        taps: tuple[int, ...] = (),
+        drafter: Drafter | None = None,
+        texts: int = 1,
     ) -> int:
         """Return the bytes of a cache with this many tokens, and of what a drafter keeps of them.
 

@@ -81,5 +81,9 @@ def _swap(value: Any, twins: dict[int, Any]) -> Any:
         return MethodType(value.__func__, _swap(value.__self__, twins))
     # accelerate replaces `forward` by one where weights are offloaded
     if isinstance(value, partial):
-        return partial(value.func, *(_swap(argument, twins) for argument in value.args), **value.keywords)
+        return partial(
+            value.func,
+            *(_swap(argument, twins) for argument in value.args),
+            **value.keywords,
+        )
     return value

@@ -110,7 +110,13 @@ class TargetView:
 
     @torch.inference_mode()
     def run_layers(
-        self, hidden: Tensor, positions: list[int], start: int, end: int, cache: TreeCache, mask: Tensor | None = None
+        self,
+        hidden: Tensor,
+        positions: list[int],
+        start: int,
+        end: int,
+        cache: TreeCache,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Run layers `start` to `end` (exclusive) on one sequence.
 
@@ -179,7 +185,15 @@ class TargetView:
             normed = self._forward(rows, positions, mask, self.new_cache())
         return self.head.logits(normed.view(hidden.shape))
 
-    def _run(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache, *, layers: range) -> Tensor:
+    def _run(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Any,
+        cache: TreeCache,
+        *,
+        layers: range,
+    ) -> Tensor:
         """Return [B, N, D], the output of the last of these layers."""
         if not 0 <= layers.start <= layers.stop <= len(self):
             raise ValueError(
@@ -226,7 +240,13 @@ class TargetView:
 
         def run(layers: int) -> Tensor:
             embedded = self.embed(tokens)
-            return self.run_layers(embedded, [0, 1, 2, 3], start=0, end=layers, cache=self.new_cache())
+            return self.run_layers(
+                embedded,
+                [0, 1, 2, 3],
+                start=0,
+                end=layers,
+                cache=self.new_cache(),
+            )
 
         def note(layer: nn.Module, args: Any, output: Any) -> None:
             self.returns_tuples = isinstance(output, tuple)
@@ -249,7 +269,13 @@ class _Layer(nn.Module):
     """A layer that can be skipped or given other hidden states in a forward."""
 
     def __init__(
-        self, layer: nn.Module, hidden: Tensor | None, output: list[Tensor], *, runs: bool, wraps: bool
+        self,
+        layer: nn.Module,
+        hidden: Tensor | None,
+        output: list[Tensor],
+        *,
+        runs: bool,
+        wraps: bool,
     ) -> None:
         """Wrap a layer.
 
@@ -320,7 +346,11 @@ class TargetTexts:
         """Return groups of rows that may share a forward, in the order of their slots."""
         return self.state.groups(sorted(rows, key=self.state.rows.index))
 
-    def copy_columns(self, cache: TreeCache, moves: Mapping[int, tuple[int, Tensor, Tensor]]) -> None:
+    def copy_columns(
+        self,
+        cache: TreeCache,
+        moves: Mapping[int, tuple[int, Tensor, Tensor]],
+    ) -> None:
         """Copy committed keys and values to a drafter's cache.
 
         Args:
@@ -336,7 +366,11 @@ class TargetTexts:
             (row_slot,) = self._slots([row])
             origin.append(torch.stack([torch.full_like(here, row_slot), here]))
             destination.append(torch.stack([torch.full_like(here, slot), there]))
-        cache.copy_columns(self.state.cache, torch.cat(origin, dim=1), torch.cat(destination, dim=1))
+        cache.copy_columns(
+            self.state.cache,
+            torch.cat(origin, dim=1),
+            torch.cat(destination, dim=1),
+        )
 
     @torch.inference_mode()
     def observe_attention(self, row: int, count: int, observe: Observe) -> None:
@@ -386,4 +420,11 @@ class TargetTexts:
         read_before = len(depths) - tokens.shape[1]
         positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
         cache.aim(slots, [start + read_before for start in starts])
-        return self.view.read(self.view.embed(tokens), positions, tree_mask, cache, start=0, end=layers)
+        return self.view.read(
+            self.view.embed(tokens),
+            positions,
+            tree_mask,
+            cache,
+            start=0,
+            end=layers,
+        )

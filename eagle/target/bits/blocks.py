@@ -40,7 +40,10 @@ class QueryChunk(NamedTuple):
     def hide(self, scores: Tensor, logs: Tensor) -> None:
         """Leave each key to its block or to its score: scores [B, K, G, N, T], logs of blocks [B, K, G, N, J]."""
         if self.in_blocks is not None and self.is_unread is not None:
-            scores[..., : self.stop - self.start].masked_fill_(self.in_blocks[:, None, None], float("-inf"))
+            scores[..., : self.stop - self.start].masked_fill_(
+                self.in_blocks[:, None, None],
+                float("-inf"),
+            )
             logs.masked_fill_(self.is_unread[:, None, None], float("-inf"))
 
 
@@ -102,7 +105,13 @@ BLOCKS: ContextVar[Blocks | None] = ContextVar("blocks", default=None)
 
 
 @contextmanager
-def reading_blocks(starts: Sequence[int], positions: Tensor, count: int, *, is_chain: bool) -> Iterator[None]:
+def reading_blocks(
+    starts: Sequence[int],
+    positions: Tensor,
+    count: int,
+    *,
+    is_chain: bool,
+) -> Iterator[None]:
     """A context in which a forward may read blocks.
 
     Args:
@@ -127,7 +136,13 @@ def reading_blocks(starts: Sequence[int], positions: Tensor, count: int, *, is_c
         BLOCKS.reset(token)
 
 
-def read_blocks(rows: Tensor, key: Tensor, value: Tensor, end: int, scale: float) -> tuple[Tensor, Tensor]:
+def read_blocks(
+    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
+    end: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Attend to each block of the keys before `end` by itself.
 
     Args:
@@ -146,7 +161,12 @@ def read_blocks(rows: Tensor, key: Tensor, value: Tensor, end: int, scale: float
     values = value[:, :, :end].flatten(0, 1).unflatten(1, (-1, BLOCK))
     # [B * K, J, R, D]
     rows = F.pad(rows, (0, 0, 0, -count % ROWS))[:, None].expand(-1, keys.shape[1], -1, -1)
-    outputs, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, keys, values, scale=scale)
+    outputs, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows,
+        keys,
+        values,
+        scale=scale,
+    )
     return outputs[:, :, :count].transpose(1, 2), logs[:, :, :count].transpose(1, 2).contiguous()
 
 

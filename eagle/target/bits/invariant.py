@@ -127,7 +127,12 @@ class _Call(NamedTuple):
         if chunk.stop:
             blocks = read_blocks(rows, self.key[b], self.value[b], chunk.stop, scale=self.scale)
             chunk.hide(by_group, blocks[1].view(*by_group.shape[:-1], -1))
-        attended = _attend(scores, self.value[b, :, keys].flatten(0, 1), blocks, self._sinks(by_group))
+        attended = _attend(
+            scores,
+            self.value[b, :, keys].flatten(0, 1),
+            blocks,
+            self._sinks(by_group),
+        )
         return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
 
     def _sinks(self, scores: Tensor) -> Tensor | None:
@@ -141,7 +146,13 @@ class _Call(NamedTuple):
         """Return [B * K, R, T] in fp64: products of rows [B * K, R, D] and keys [B * K, T, D], scaled and capped."""
         # with beta 0 the first argument is not read; the product is scaled while it is written
         nothing = rows.new_empty(1, dtype=torch.float64)
-        products = torch.baddbmm(nothing, rows.double(), keys.double().transpose(1, 2), beta=0, alpha=self.scale)
+        products = torch.baddbmm(
+            nothing,
+            rows.double(),
+            keys.double().transpose(1, 2),
+            beta=0,
+            alpha=self.scale,
+        )
         if self.softcap is None:
             return products
         return self.softcap * torch.tanh(products / self.softcap)
@@ -179,7 +190,12 @@ def _later(scores: Tensor) -> Tensor:
     return torch.ones(count, keys, dtype=torch.bool, device=scores.device).triu_(keys - count + 1)
 
 
-def _attend(scores: Tensor, values: Tensor, blocks: tuple[Tensor, Tensor] | None, sinks: Tensor | None) -> Tensor:
+def _attend(
+    scores: Tensor,
+    values: Tensor,
+    blocks: tuple[Tensor, Tensor] | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Return [X, R, D'], means of values by the softmax of scores in fp64.
 
     Args:

@@ -25,7 +25,11 @@ def first_difference(answer: Sequence[int], other: Sequence[int]) -> int:
 
 @torch.inference_mode()
 def measure_tie(
-    target: Target, prompt: list[int], answer: Sequence[int], other: Sequence[int], sampling: Sampling | None = None
+    target: Target,
+    prompt: list[int],
+    answer: Sequence[int],
+    other: Sequence[int],
+    sampling: Sampling | None = None,
 ) -> float | None:
     """Return how far apart the target's scores of two tokens are where two answers part.
 
@@ -52,7 +56,12 @@ def add_noise(logits: Tensor, choose: Choose, position: int) -> Tensor:
     return logits + noise([position])[0]
 
 
-def in_last_places(scores: Tensor, logits: Tensor, tokens: tuple[int, int], dtype: torch.dtype) -> float | None:
+def in_last_places(
+    scores: Tensor,
+    logits: Tensor,
+    tokens: tuple[int, int],
+    dtype: torch.dtype,
+) -> float | None:
     """Return the gap between two tokens' scores in units of the last place of the larger logit; None if unbounded."""
     gap = float((scores[tokens[0]] - scores[tokens[1]]).abs())
     largest = float(logits[list(tokens)].abs().max())

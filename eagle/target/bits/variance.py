@@ -50,7 +50,12 @@ def find_variance(target: Any, length: int = PROMPT) -> str | None:
     return None
 
 
-def _read_steps(target: Any, prompt: list[int], tree: DraftTree, chunk: int) -> tuple[Tensor, Tensor]:
+def _read_steps(
+    target: Any,
+    prompt: list[int],
+    tree: DraftTree,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
     """Return states [5, D] and logits [5, V] of a tree's path, by steps of one token after a prompt in such chunks."""
     state = TargetState(target, (-1,))
     state.admit(0, prompt, room=len(tree))

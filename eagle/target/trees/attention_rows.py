@@ -16,13 +16,20 @@ from transformers.cache_utils import Cache, DynamicCache
 from eagle.target.trees.mixers import Mixer, Projections, State, watch_writes
 from eagle.target.trees.tree_plan import Paths
 
-WRITERS = {"update": 2, "update_indexer": 1}  # by which attention writes to a cache, and where they take the layer
+# by which attention writes to a cache, and where they take the layer
+WRITERS = {"update": 2, "update_indexer": 1}
 
 
 class AttentionRows(Mixer):
     """An attention module whose state is a layer of its model's own cache."""
 
-    def __init__(self, name: str, module: nn.Module, layer: int, new_layer: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        layer: int,
+        new_layer: Callable[[], Any],
+    ) -> None:
         super().__init__(name, module, layer, set(), [])
         self.new_layer = new_layer
 

@@ -22,7 +22,8 @@ from eagle.target.trees.tree_plan import Paths, Plan
 # of Qwen3.5-like and Bamba-like layers in fp32 and bf16; other devices have kernels that keep a state while they scan,
 # so that the traffic of weights decides alone there.
 STEP_STATES = {"cpu": 11.5}
-WRITERS = {"update_conv_state": 1, "update_recurrent_state": 1, "set_linear_cache": 0}  # and where they take the layer
+# and where they take the layer
+WRITERS = {"update_conv_state": 1, "update_recurrent_state": 1, "set_linear_cache": 0}
 
 State = dict[tuple[str, Any], Any]
 """A state [P, ..] by kind and key: tensors, or a model's own cache; {} before the first token."""
@@ -301,7 +302,13 @@ class WholeModel(Mixer):
 class Mixers:
     """The mixers of one model, which report to the forward that is being read; without one they run as they are."""
 
-    def __init__(self, mixers: Sequence[Mixer] = (), *, by_levels: bool = False, most_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        mixers: Sequence[Mixer] = (),
+        *,
+        by_levels: bool = False,
+        most_bytes: int | None = None,
+    ) -> None:
         """Let these mixers report.
 
         Args:

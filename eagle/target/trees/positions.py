@@ -26,7 +26,12 @@ class TokenPositions:
     """The positions of one forward's tokens and of the columns that they may see."""
 
     def __init__(
-        self, starts: Sequence[int], positions: Tensor, count: int, committed: Tensor | None, masks: Masks
+        self,
+        starts: Sequence[int],
+        positions: Tensor,
+        count: int,
+        committed: Tensor | None,
+        masks: Masks,
     ) -> None:
         """Take `starts`, `positions` [B, R] and `committed` as in `Masks`; the last `count` of R tokens are read."""
         self.starts = starts

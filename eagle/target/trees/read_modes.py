@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle.target.attention import attention_limits, can_group, layer_windows, near_limits, observing
+from eagle.target.attention import (
+    attention_limits,
+    can_group,
+    layer_windows,
+    near_limits,
+    observing,
+)
 from eagle.target.cache import TreeCache
 from eagle.target.structure import FAILURES, base_of, describe_failure
 from eagle.target.trees.positions import counts_columns, first_position, table_builders
@@ -291,7 +297,11 @@ class Probe:
     def _go_on(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
         """Return the untouched model's states [1, T, D] at tokens [1, T] after its own cache, and that cache."""
         name = self.reader.cache_name
-        output = self.base(input_ids=tokens.to(self.reader.masks.device), use_cache=True, **{name: cache})
+        output = self.base(
+            input_ids=tokens.to(self.reader.masks.device),
+            use_cache=True,
+            **{name: cache},
+        )
         return output.last_hidden_state, getattr(output, name)
 
     def compare_rows(self) -> bool:

@@ -26,7 +26,14 @@ class Reading:
     A forward that `commits` reads whole sequences.
     """
 
-    def __init__(self, plan: Plan, states: Sequence[States], *, levels: bool, commits: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        states: Sequence[States],
+        *,
+        levels: bool,
+        commits: bool = False,
+    ) -> None:
         self.plan = plan
         self.states = list(states)
         self.levels = levels
@@ -51,7 +58,12 @@ class Reading:
         if mixer not in self.inputs:
             return inputs
         seqs = self.plan.shape[0]
-        return _join_nodes(self.inputs[mixer], inputs, (seqs, self.plan.first), (seqs, self.plan.new))
+        return _join_nodes(
+            self.inputs[mixer],
+            inputs,
+            (seqs, self.plan.first),
+            (seqs, self.plan.new),
+        )
 
     def _read_paths(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
         """Read all paths to leaves in one call, each from the state of its sequence."""
@@ -103,14 +115,23 @@ class Reading:
         ends: list[State] = []
         for rows in groups.values():
             group_paths = self.plan.paths([paths.paths[row] for row in rows])
-            output, state = mixer.run(inputs, join([states[row] for row in rows]), group_paths, None)
+            output, state = mixer.run(
+                inputs,
+                join([states[row] for row in rows]),
+                group_paths,
+                None,
+            )
             outputs.append(output)
             order += rows
             ends += split_state(state, len(rows))
         # back to the order of the rows
         index = torch.tensor(order).argsort()
         joined = _join_rows(outputs, paths.longest)
-        joined = _map_rows(lambda rows: rows.index_select(0, upload(index, rows.device)), joined, paths)
+        joined = _map_rows(
+            lambda rows: rows.index_select(0, upload(index, rows.device)),
+            joined,
+            paths,
+        )
         return joined, [ends[i] for i in index.tolist()]
 
     def _read_levels(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
@@ -148,9 +169,19 @@ class Reading:
             self.ends[mixer] += ends
         if is_batch:
             return outputs[0]
-        return _map_rows(lambda rows: whole.scatter(rows, plan.new), _join_rows(outputs, whole.longest), whole)
+        return _map_rows(
+            lambda rows: whole.scatter(rows, plan.new),
+            _join_rows(outputs, whole.longest),
+            whole,
+        )
 
-    def _read_text(self, mixer: Mixer, inputs: dict[str, Any], states: list[State], paths: list[Path]) -> Any:
+    def _read_text(
+        self,
+        mixer: Mixer,
+        inputs: dict[str, Any],
+        states: list[State],
+        paths: list[Path],
+    ) -> Any:
         """Return the output for sequences of one length, and the state at the end of each."""
         steps = [paths]
         # several tokens at once would begin a new sequence

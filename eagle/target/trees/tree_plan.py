@@ -179,7 +179,11 @@ class Plan:
         return path[::-1]
 
 
-def find_parents(tree_mask: Tensor | None, sizes: Sequence[int], earlier: Sequence[Sequence[int]]) -> list[list[int]]:
+def find_parents(
+    tree_mask: Tensor | None,
+    sizes: Sequence[int],
+    earlier: Sequence[Sequence[int]],
+) -> list[list[int]]:
     """Return the parent of each node of each sequence.
 
     Args:

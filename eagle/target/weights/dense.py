@@ -177,11 +177,21 @@ def _is_plain(layer: nn.Module, width: int | None = None) -> bool:
         return False
     if width is None or weight.is_meta or weight.is_mkldnn:
         return True
-    return weight.shape[1:] == (width,) and _gives(layer, weight, getattr(layer, "bias", None), tolerance=1e-2)
+    return weight.shape[1:] == (width,) and _gives(
+        layer,
+        weight,
+        getattr(layer, "bias", None),
+        tolerance=1e-2,
+    )
 
 
 @torch.no_grad()
-def _gives(linear: nn.Module, matrix: Tensor, bias: Tensor | None, tolerance: float = TOLERANCE) -> bool:
+def _gives(
+    linear: nn.Module,
+    matrix: Tensor,
+    bias: Tensor | None,
+    tolerance: float = TOLERANCE,
+) -> bool:
     """Return whether a linear's products of a few states are those of this matrix."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(4, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)

@@ -87,7 +87,12 @@ def method_of(quantization: dict[str, Any]) -> str:
     return method
 
 
-def check_quantised(path: Any, quantization: dict[str, Any], device: str, dtype: torch.dtype) -> None:
+def check_quantised(
+    path: Any,
+    quantization: dict[str, Any],
+    device: str,
+    dtype: torch.dtype,
+) -> None:
     """Refuse a checkpoint that cannot be loaded here, and say on stderr what else its user should know."""
     reason = why_not_here(quantization, device)
     if reason:

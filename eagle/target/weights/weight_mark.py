@@ -58,7 +58,13 @@ class ModelMark:
     are compared of the modules `hooked`, in a second set of which they are copies; others are shared.
     """
 
-    def __init__(self, model: Any, config: Any, hooked: set[int], volatile: frozenset[Entry] = frozenset()) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        hooked: set[int],
+        volatile: frozenset[Entry] = frozenset(),
+    ) -> None:
         self.model = model
         self.config = config
         self.hooked = hooked
