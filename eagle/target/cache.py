@@ -85,9 +85,9 @@ class TreeCache(SlotCache, Cache):
 
         They ask by the name whether there are any. Writing them does nothing, or those of rejected drafts would stay.
         """
-        if self.places is None or self.places.earlier is None:
+        if self.token_positions is None or self.token_positions.earlier is None:
             raise AttributeError("the forward that runs has no earlier columns")
-        earlier: Tensor = self.places.earlier
+        earlier: Tensor = self.token_positions.earlier
         return earlier
 
     @position_ids.setter
@@ -254,20 +254,20 @@ class _Layer(CacheLayerMixin):
     def get_seq_length(self) -> Any:
         """Return the number of columns, or what to add to `arange(N)` for the positions of N new tokens."""
         if self.owner.counts_positions:
-            return self.owner.places.query_offsets
+            return self.owner.token_positions.query_offsets
         return max(self.owner.starts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """Return the number of columns, and 0 or what to add to `arange(S)` for their positions."""
         offsets = 0
         if self.owner.counts_positions:
-            offsets = self.owner.places.column_offsets
+            offsets = self.owner.token_positions.column_offsets
         return max(self.owner.starts) + query_length, offsets
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
         """[3, B, S], the positions of earlier columns, which some models keep here; writing them does nothing."""
-        return None if self.owner.places is None else self.owner.places.earlier
+        return None if self.owner.token_positions is None else self.owner.token_positions.earlier
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:

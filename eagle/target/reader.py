@@ -99,7 +99,8 @@ class TreeReader:
         # none report while they are looked for
         self.mixers = Mixers()
         self.mixers = self._make_mixers(mode)
-        self.places: TokenPositions | None = None  # of the forward that runs, for models that count by themselves
+        # of the forward that runs, for models that count by themselves
+        self.token_positions: TokenPositions | None = None
         self.origin = first_position(self) if ORIGIN in mode.extras else 0  # of a sequence's first token
         if TABLES in mode.extras:
             place_tables(self)
@@ -305,13 +306,13 @@ class TreeReader:
     @contextmanager
     def placing(self, positions: TokenPositions, cache: Any) -> Iterator[None]:
         """A context in which the model, and its cache, tell positions from these."""
-        self.places = positions
-        cache.places = positions
+        self.token_positions = positions
+        cache.token_positions = positions
         cache.counts_positions = OFFSETS in self.mode.extras
         try:
             yield
         finally:
-            self.places = None
+            self.token_positions = None
             cache.counts_positions = False
 
     def read_text(
@@ -345,15 +346,15 @@ class TreeReader:
             cache.snapshot(0, len(tokens))
         return hidden
 
-    def reads_on(self, held: int, count: int) -> bool:
-        """Return whether a prompt of `count` tokens is read on from its first `held` ones, rather than as a whole.
+    def reads_on(self, prefix: int, count: int) -> bool:
+        """Return whether a prompt of `count` tokens is read on from its first `prefix` ones, rather than as a whole.
 
         Mixers that read by levels take the rest token by token, which must be worth it. Where the truth is a model's
         own steps, they are not what its forward over a prompt gives.
         """
         if not self.mixers.by_levels:
             return True
-        return not self.follows_steps and held >= STEP_TOKENS * (count - held)
+        return not self.follows_steps and prefix >= STEP_TOKENS * (count - prefix)
 
     def reading(
         self,

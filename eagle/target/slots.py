@@ -75,7 +75,7 @@ class SlotCache:
         self.buffers: list[Rows] = []
         self.offsets: dict[int, int] = {}  # of slots whose prompt has images: what positions are ahead of columns
         self.reserved = (1, 0)  # slots and columns that the current sequences may come to
-        self.places: Any = None  # positions of the forward that runs
+        self.token_positions: Any = None  # positions of the forward that runs
         self.counts_positions = False  # whether the model takes lengths of its cache for positions
         self.aim([0])
 
@@ -211,11 +211,11 @@ class SlotCache:
             # a slot whose sequence has not been read yet may lie beyond the buffer
             if len(rows.buffer) <= max(first, second):
                 rows.resize(*self.room(length))
-            one = rows.buffer[first, :, :length]
-            other = rows.buffer[second, :, :length]
-            saved = one.clone()
-            one.copy_(other)
-            other.copy_(saved)
+            first_columns = rows.buffer[first, :, :length]
+            second_columns = rows.buffer[second, :, :length]
+            saved = first_columns.clone()
+            first_columns.copy_(second_columns)
+            second_columns.copy_(saved)
         self._set_offsets({first: self.offsets.get(second), second: self.offsets.get(first)})
         self.lengths[first], self.lengths[second] = self.lengths[second], self.lengths[first]
 
@@ -286,8 +286,8 @@ def copy_columns(
         target.view(-1, width).index_copy_(0, write, moved)
 
 
-def _flatten(places: Tensor, heads: int, columns: int) -> Tensor:
+def _flatten(columns_at: Tensor, heads: int, columns: int) -> Tensor:
     """Return [M * X], the indices of (slot, column) [2, M] in a buffer [slots * X * columns, D]."""
-    slots, held = places
-    head_rows = slots[:, None] * heads + torch.arange(heads, device=slots.device)
-    return (head_rows * columns + held[:, None]).flatten()
+    slot_ids, indices = columns_at
+    head_rows = slot_ids[:, None] * heads + torch.arange(heads, device=slot_ids.device)
+    return (head_rows * columns + indices[:, None]).flatten()

@@ -144,7 +144,7 @@ def process(processor: Any, text: str, images: Sequence[Any]) -> Mapping[str, An
 
 
 def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any]:
-    """Return what a text with images has beside its tokens [T], as the model's forward takes it.
+    """Return what a text with images has except its tokens [T], as the model's forward takes it.
 
     The images must be those that the text was tokenised with. What comes after the tokens is left out.
     """

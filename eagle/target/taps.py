@@ -14,13 +14,11 @@ from torch import Tensor
 from eagle.target.structure import FAILURES
 
 CAUSAL_TOKENS = 12  # of the texts by which a target is found to be a causal model
-PLAIN, FIRST, THIRD, JOINED, TURNED = (
-    "[B, T, D]",
-    "[S, B, T, D]",
-    "[B, T, S, D]",
-    "[B, T, S * D]",
-    "[T, B, D]",
-)
+PLAIN = "[B, T, D]"
+FIRST = "[S, B, T, D]"
+THIRD = "[B, T, S, D]"
+JOINED = "[B, T, S * D]"
+TURNED = "[T, B, D]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +30,14 @@ class Layout:
 
     def read(self, states: Tensor) -> Tensor:
         """Return [B, T, D], one state a token."""
-        match self.axes:
-            case "[S, B, T, D]":
-                return states.mean(0)
-            case "[B, T, S, D]":
-                return states.mean(2)
-            case "[B, T, S * D]":
-                return states.unflatten(-1, (-1, self.width)).mean(2)
-            case "[T, B, D]":
-                return states.transpose(0, 1)
+        if self.axes == FIRST:
+            return states.mean(0)
+        if self.axes == THIRD:
+            return states.mean(2)
+        if self.axes == JOINED:
+            return states.unflatten(-1, (-1, self.width)).mean(2)
+        if self.axes == TURNED:
+            return states.transpose(0, 1)
         return states
 
 

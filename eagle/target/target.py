@@ -116,7 +116,7 @@ class Target(ChatMixin):
         """
         with self.lock:
             # shards hold no whole weights to look at
-            if (force or self.model_mark.has_changed()) and not self.sharded:
+            if (force or self.model_mark.differences()) and not self.sharded:
                 self._find_out()
 
     def __repr__(self) -> str:
@@ -423,7 +423,7 @@ class Target(ChatMixin):
             tokens: [B, T], right-padded.
             taps: L layer inputs.
             dtype: of the states; None: the model's.
-            media: what a processor gave beside the tokens of a single sequence with images.
+            media: what a processor gave except the tokens of a single sequence with images.
 
         Returns:
             [B, T, L, D], the tapped states.

@@ -67,14 +67,14 @@ def test_beams_and_prefixes_do_not_depend_on_the_way(model_type: str, ways: Coun
 
 def stale_levels(patch: pytest.MonkeyPatch) -> None:
     """A path of a tree that was read by levels leaves the states that its last node began with."""
-    behind = Reading._state_behind
+    behind = Reading._states_after
 
     def wrong(self: Reading, mixer: Any, rows: Paths) -> list[State]:
         if not self.levels or rows.longest == 1:
             return behind(self, mixer, rows)
-        return [self.behind[mixer][text, path[-2]] for text, path in rows.paths]
+        return [self.node_states[mixer][text, path[-2]] for text, path in rows.paths]
 
-    patch.setattr(Reading, "_state_behind", wrong)
+    patch.setattr(Reading, "_states_after", wrong)
 
 
 def other_inputs(patch: pytest.MonkeyPatch) -> None:

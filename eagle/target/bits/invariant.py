@@ -1,4 +1,4 @@
-"""Reading in half precision whose bits do not depend on what is read beside a token.
+"""Reading in half precision whose bits do not depend on what is read with a token.
 
 A kernel chooses the order of its sums by the number of rows, by padding, and by where a key lies in the cache. With 8
 or 11 bits of mantissa another order is often another number, so that a tree would give other tokens than steps by one

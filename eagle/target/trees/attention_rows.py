@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from eagle.target.trees.mixers import Mixer, Projections, State, watch_writes
 from eagle.target.trees.tree_plan import Paths
 
-# by which attention writes to a cache, and where they take the layer
+# methods of a cache by which attention writes to it, and the position of the layer's index among their arguments
 WRITERS = {"update": 2, "update_indexer": 1}
 
 

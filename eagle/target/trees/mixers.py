@@ -22,7 +22,7 @@ from eagle.target.trees.tree_plan import Paths, Plan
 # of Qwen3.5-like and Bamba-like layers in fp32 and bf16; other devices have kernels that keep a state while they scan,
 # so that the traffic of weights decides alone there.
 STEP_STATES = {"cpu": 11.5}
-# and where they take the layer
+# methods of a cache that write a state, and the position of the layer's index among their arguments
 WRITERS = {"update_conv_state": 1, "update_recurrent_state": 1, "set_linear_cache": 0}
 
 State = dict[tuple[str, Any], Any]
@@ -99,7 +99,7 @@ class Projections:
             nodes = rows.flatten(0, 1)
             # a node lies on several paths, and is projected once
             if not paths.is_whole:
-                nodes = nodes.index_select(0, paths.places(device))
+                nodes = nodes.index_select(0, paths.steps(device))
             self.outputs.append(linear(nodes))
         output = self.outputs[self.calls]
         self.calls += 1

@@ -161,7 +161,7 @@ def place_tables(reader: Any) -> None:
 
 def _build_table(reader: Any, build: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Return the stock table of one sequence of the length at hand, with the entry of each column's position."""
-    positions: TokenPositions | None = reader.places
+    positions: TokenPositions | None = reader.token_positions
     if positions is None:
         return build(*args, **kwargs)
     length = positions.length

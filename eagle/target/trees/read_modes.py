@@ -29,7 +29,7 @@ from eagle.target.cache import TreeCache
 from eagle.target.structure import FAILURES, base_of, describe_failure
 from eagle.target.trees.positions import counts_columns, first_position, table_builders
 
-# what a mask needs beside it
+# what a mask may need, too
 TABLES = "tables by position"
 ORIGIN = "the model's own first position"
 OFFSETS = "offsets"

@@ -41,7 +41,8 @@ class Reading:
         self.inputs: dict[Mixer, Any] = {}  # at all nodes
         self.projections: dict[Mixer, Projections | None] = {}
         self.ends: dict[Mixer, list[State]] = {}  # after each sequence's last node
-        self.behind: dict[Mixer, dict[tuple[int, int], State]] = {}  # after nodes (sequence, node), if read by levels
+        # after nodes (sequence, node), if read by levels
+        self.node_states: dict[Mixer, dict[tuple[int, int], State]] = {}
 
     def read(self, mixer: Mixer, inputs: dict[str, Any]) -> Any:
         """Return a mixer's output at the new nodes, given its inputs there."""
@@ -138,16 +139,16 @@ class Reading:
         """Make one call for each depth, every node from its parent's state."""
         plan = self.plan
         # filled from the root on, so that each level finds its parents' states
-        behind = self.behind.setdefault(mixer, {})
+        node_states = self.node_states.setdefault(mixer, {})
         levels, nodes = plan.level_rows
         outputs: list[Any] = []
         for level, rows in zip(plan.levels, levels, strict=True):
             states = []
             for seq, node in level:
                 parent = plan.parents[seq][node]
-                states.append(committed[seq] if parent == -1 else behind[seq, parent])
+                states.append(committed[seq] if parent == -1 else node_states[seq, parent])
             output, states = self._run(mixer, inputs, states, rows)
-            behind |= dict(zip(level, states, strict=True))
+            node_states |= dict(zip(level, states, strict=True))
             outputs.append(output)
         self.inputs[mixer] = self._join_inputs(mixer, inputs)  # for more nodes than can be read by levels
         return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_rows(outputs), nodes)
@@ -197,20 +198,20 @@ class Reading:
     def keep(self, paths: Mapping[int, Sequence[int]]) -> dict[int, States]:
         """Return the states of sequences after these paths of theirs."""
         kept: dict[int, States] = {seq: {} for seq in paths}
-        mixers = self.behind if self.levels else self.inputs
+        mixers = self.node_states if self.levels else self.inputs
         # padding would enter the states, so that paths of one length run together
         for length in {len(path) for path in paths.values()}:
             group = [(seq, list(path)) for seq, path in paths.items() if len(path) == length]
             rows = self.plan.paths(group)
             for mixer in mixers:
-                for seq, state in zip(rows.seqs, self._state_behind(mixer, rows), strict=True):
+                for seq, state in zip(rows.seqs, self._states_after(mixer, rows), strict=True):
                     kept[seq][mixer] = state
         return kept
 
-    def _state_behind(self, mixer: Mixer, rows: Paths) -> list[State]:
+    def _states_after(self, mixer: Mixer, rows: Paths) -> list[State]:
         """Return the mixer's states after paths of one length."""
         if self.levels:
-            return [self.behind[mixer][seq, path[-1]] for seq, path in rows.paths]
+            return [self.node_states[mixer][seq, path[-1]] for seq, path in rows.paths]
         # whole chains have left their states
         if mixer in self.ends and rows.longest == self.plan.shape[1]:
             return [self.ends[mixer][seq] for seq in rows.seqs]
@@ -229,11 +230,11 @@ class Reading:
         rows = self.plan.paths(kept)
         narrowed = Reading(Plan(parents, rows.longest, 0), states, levels=self.levels)
         narrowed.inputs = {mixer: rows.gather(inputs) for mixer, inputs in self.inputs.items()}
-        for mixer, behind in self.behind.items():
-            narrowed.behind[mixer] = {}
+        for mixer, node_states in self.node_states.items():
+            narrowed.node_states[mixer] = {}
             for row, (seq, nodes) in enumerate(kept):
                 for index, node in enumerate(nodes):
-                    narrowed.behind[mixer][row, index] = behind[seq, node]
+                    narrowed.node_states[mixer][row, index] = node_states[seq, node]
         return narrowed
 
     def extend(self, plan: Plan, *, levels: bool) -> Reading:
@@ -241,7 +242,7 @@ class Reading:
         extended = Reading(plan, self.states, levels=levels)
         extended.inputs = dict(self.inputs)
         if levels:
-            extended.behind = {mixer: dict(behind) for mixer, behind in self.behind.items()}
+            extended.node_states = {mixer: dict(node_states) for mixer, node_states in self.node_states.items()}
         return extended
 
 

@@ -146,13 +146,13 @@ class TextStates:
     def cut(self, slot: int, length: int) -> None:
         """Drop the states after more than so many tokens."""
         entry = self.slots[slot]
-        entry.by_length = {held: states for held, states in entry.by_length.items() if held <= length}
-        entry.snapshots = {held for held in entry.snapshots if held <= length}
+        entry.by_length = {end: states for end, states in entry.by_length.items() if end <= length}
+        entry.snapshots = {end for end in entry.snapshots if end <= length}
         entry.reading = None
 
     def reusable(self, slot: int, length: int) -> int:
         """Return the most of a slot's first `length` tokens after which its states are held."""
-        return max((held for held in self.slots[slot].by_length if held <= length), default=0)
+        return max((end for end in self.slots[slot].by_length if end <= length), default=0)
 
     def swap(self, first: int, second: int) -> None:
         """Exchange two slots."""

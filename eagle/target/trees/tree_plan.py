@@ -47,7 +47,7 @@ class Paths:
 
         return self._upload("nodes", find, device)
 
-    def places(self, device: torch.device) -> Tensor:
+    def steps(self, device: torch.device) -> Tensor:
         """Return [B * R], one step [P * D] that is at each node; 0 for nodes that lie on none of these paths."""
 
         def find() -> list[int]:
@@ -58,7 +58,7 @@ class Paths:
                     indices[seq * width + node] = row * self.longest + step
             return indices
 
-        return self._upload("places", find, device)
+        return self._upload("steps", find, device)
 
     def _upload(self, name: str, find: Callable[[], list[int]], device: torch.device) -> Tensor:
         """Return an index on a device, computed and copied there once."""
@@ -85,7 +85,7 @@ class Paths:
         """Return [B, N, ..], rows [P, D, ..] put back to the last N nodes of each sequence."""
         if self.is_whole:
             return rows[:, -new:]
-        nodes = rows.flatten(0, 1).index_select(0, self.places(rows.device))
+        nodes = rows.flatten(0, 1).index_select(0, self.steps(rows.device))
         return nodes.unflatten(0, self.shape)[:, -new:]
 
 

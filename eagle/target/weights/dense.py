@@ -33,23 +33,23 @@ class QuantisedHead(nn.Linear):
     through it, and so does everything once it was moved, cast or copied.
     """
 
-    own: tuple[nn.Module, ...]  # a tuple, so that it is no submodule
+    stock: tuple[nn.Module, ...]  # a tuple, so that it is no submodule
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., V], logits."""
-        if not self.own or (torch.is_grad_enabled() and x.requires_grad):
+        if not self.stock or (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, self.weight, self.bias)
-        logits: Tensor = self.own[0](x)
+        logits: Tensor = self.stock[0](x)
         return logits
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the plain copy."""
-        self.own = ()
+        self.stock = ()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a plain copy."""
-        return {**vars(self), "own": ()}
+        return {**vars(self), "stock": ()}
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def _with_copy(output: nn.Module, matrix: Tensor, bias: Tensor | None) -> Quanti
     head.weight = nn.Parameter(matrix, requires_grad=False)
     if bias is not None:
         head.bias = nn.Parameter(bias, requires_grad=False)
-    head.own = (output,)
+    head.stock = (output,)
     return head.eval()
 
 

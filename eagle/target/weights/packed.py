@@ -144,7 +144,7 @@ def has_kernels(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def pack_model(model: Any, smallest: int = SMALLEST) -> int:
-    """Pack a model's linears in place, and its LM head beside its plain matrix.
+    """Pack a model's linears in place, and a copy of its LM head.
 
     Returns:
         The number of packed ones; 0 if a forward then fails or gives other logits, where all stays plain.
@@ -175,7 +175,7 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
 
 
 def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
-    """Give an LM head a packed copy beside its plain matrix, if it is one that can be packed."""
+    """Give an LM head a packed copy of its plain matrix, if it is one that can be packed."""
     if can_pack(head, smallest) and has_kernels(head.weight.dtype):
         head.__class__ = PackedHead
         head.packed = {}

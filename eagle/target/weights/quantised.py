@@ -24,7 +24,7 @@ BITS = re.compile(r'"(?:bits|num_bits|nbits|w_bits)": (\d+)|"_type": "[A-Za-z]+?
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a method needs beside torch and transformers, and what its weights are in memory."""
+    """What a method needs except torch and transformers, and what its weights are in memory."""
 
     packages: tuple[str, ...] = ()  # by the names that pip knows
     devices: tuple[str, ...] = ()  # types of devices that have its kernels; () for all

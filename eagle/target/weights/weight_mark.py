@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-# what a module keeps beside its attributes; parameters are marked by `WeightMark`
+# what a module keeps that is no attribute of its own; parameters are marked by `WeightMark`
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -71,10 +71,6 @@ class ModelMark:
         self.volatile = volatile
         self.alive: list[Any] = []  # what is known by its id stays alive, so that nothing else gets that id
         self.marked = self._read(self.alive)
-
-    def has_changed(self) -> bool:
-        """Return whether the model is another than when it was marked."""
-        return bool(self.differences())
 
     def differences(self) -> frozenset[Entry]:
         """Return the entries that are others than when the model was marked."""
