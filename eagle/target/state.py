@@ -123,7 +123,7 @@ class TargetState:
 
     def release(self, row: int, *, wipe: bool = False) -> None:
         """Release a row: its slot becomes free and keeps its sequence until it is reused, or nothing after `wipe`."""
-        slot = self.rows.index(row)
+        slot = self._slot(row)
         # a later sequence's mask hides what a slot holds, but not a nan
         if wipe:
             self.cache.clear(slot)
@@ -145,7 +145,7 @@ class TargetState:
         self.needs[new_row] = self.needs[row]
         self._reserve(slot + 1)
         self.rows.append(new_row)
-        self.cache.copy(self.rows.index(row), slot)
+        self.cache.copy(self._slot(row), slot)
         self.texts[slot] = list(self.text(row))
         self._swap(slot, self.written)
         self.written += 1
@@ -240,7 +240,7 @@ class TargetState:
     def _end_prompt(self, row: int, logits: Tensor) -> PromptOutput:
         """Move a row whose prompt is read to the rows being decoded, and return its prompt's output."""
         prompt = self.prompts.pop(row)
-        slot = self.rows.index(row)
+        slot = self._slot(row)
         features = self.features_at(row, range(len(prompt)))
         self.cache.snapshot(slot, len(prompt))
         self._swap(slot, self.written)
@@ -258,8 +258,8 @@ class TargetState:
     @torch.inference_mode()
     def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
         """Read and commit tokens of some rows; return for each row the logits [V] after its last token."""
-        rows = sorted(tokens, key=self.rows.index)
-        slots = [self.rows.index(row) for row in rows]
+        rows = sorted(tokens, key=self._slot)
+        slots = [self._slot(row) for row in rows]
         sizes = [len(tokens[row]) for row in rows]
         starts = [self.cache.lengths[slot] for slot in slots]
         for row, start, size in zip(rows, starts, sizes, strict=True):
@@ -289,14 +289,14 @@ class TargetState:
         if self.is_loose:
             self._reserve(len(self.rows))
         outputs: dict[int, TargetOutput] = {}
-        for rows in self.groups(sorted(trees, key=self.rows.index)):
+        for rows in self.groups(sorted(trees, key=self._slot)):
             outputs |= self._read({row: trees[row] for row in rows})
         self.trees = dict(trees)
         return outputs
 
     def _read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
         """Return the outputs of rows that share a forward."""
-        slots = [self.rows.index(row) for row in trees]
+        slots = [self._slot(row) for row in trees]
         starts = [self.cache.lengths[slot] for slot in slots]
         sizes = [tree.columns for tree in trees.values()]
         tokens, depths, tree_mask = lay_out(
@@ -340,7 +340,7 @@ class TargetState:
         tokens: Mapping[int, list[int]],
     ) -> None:
         """Commit columns of each row that were read last, one for each of its tokens; further ones move up after."""
-        slots = {row: self.rows.index(row) for row in columns}
+        slots = {row: self._slot(row) for row in columns}
         paths = {slots[row]: path for row, path in columns.items()}
         counts = {slots[row]: len(committed) for row, committed in tokens.items()}
         # modules that keep a state run again
@@ -351,7 +351,7 @@ class TargetState:
 
     def commit(self, row: int, tokens: list[int]) -> None:
         """Commit tokens whose columns lie after a row's sequence already."""
-        slot = self.rows.index(row)
+        slot = self._slot(row)
         self.cache.lengths[slot] += len(tokens)
         self.texts[slot] += tokens
 
@@ -374,7 +374,7 @@ class TargetState:
         Returns:
             [B, K, V], the logits after each.
         """
-        slots = [self.rows.index(row) for row in rows]
+        slots = [self._slot(row) for row in rows]
         starts = torch.tensor([self.cache.lengths[slot] for slot in slots])
         positions = starts[:, None] + torch.tensor(depths)
         hidden, _ = self._forward(slots, tokens, positions, tree_mask)
@@ -384,7 +384,7 @@ class TargetState:
         """Return [T, L, D], the tapped states of T of a row's columns, committed or not; None without taps."""
         if not self.taps:
             return None
-        buffer = self.cache.tapped.buffer[self.rows.index(row)]
+        buffer = self.cache.tapped.buffer[self._slot(row)]
         return buffer.index_select(1, upload(torch.tensor(columns), buffer.device)).transpose(0, 1)
 
     def lend(self) -> TargetTexts:
@@ -427,13 +427,17 @@ class TargetState:
         self.cache.tapped.write(states)
         return hidden, states
 
+    def _slot(self, row: int) -> int:
+        """Return the slot of a row."""
+        return self.rows.index(row)
+
     def length(self, row: int) -> int:
         """Return the number of a row's committed tokens."""
-        return self.cache.lengths[self.rows.index(row)]
+        return self.cache.lengths[self._slot(row)]
 
     def text(self, row: int) -> list[int]:
         """Return a row's committed tokens."""
-        return self.texts[self.rows.index(row)]
+        return self.texts[self._slot(row)]
 
     def check_tree(self, row: int, tree: DraftTree) -> None:
         """Refuse a tree that the row has no space for, or that crosses longrope's switch of frequencies."""

@@ -228,15 +228,7 @@ class Target(ChatMixin):
             if not (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
                 model = in_dtype(model, dtype)
             model = model.to(device)
-        packs = packed
-        if packs is None:
-            packs = model.dtype == fastest_dtype("cpu") == torch.bfloat16
-        if packs and not pack_model(model) and packed:
-            raise ValueError(
-                f"packed is True, and none of {type(model).__name__}'s weights can be packed: got {model.dtype} on "
-                f"{model.device}, expected large linear layers in float32 or bfloat16 on a CPU for which torch has "
-                "oneDNN, read through their forward alone: leave packed out"
-            )
+        _pack_weights(model, packed)
         tokenizer = tokenizer_of(path, **source)
         processor = processor_of(path, model, **source)
         return cls(model, tokenizer, processor, invariant)
@@ -443,3 +435,20 @@ class Target(ChatMixin):
     def check_taps(self, taps: tuple[int, ...]) -> None:
         """Refuse taps that are not layer inputs of this target."""
         refuse_taps(taps, len(self.reader.layers), self.reader.layouts, self.config.model_type)
+
+
+def _pack_weights(model: Any, packed: bool | None) -> None:
+    """Pack a model's weights if `packed` is True, or if it is None and they are faster so.
+
+    Raises:
+        ValueError: if it is True, and none can be packed.
+    """
+    packs = packed
+    if packs is None:
+        packs = model.dtype == fastest_dtype("cpu") == torch.bfloat16
+    if packs and not pack_model(model) and packed:
+        raise ValueError(
+            f"packed is True, and none of {type(model).__name__}'s weights can be packed: got {model.dtype} on "
+            f"{model.device}, expected large linear layers in float32 or bfloat16 on a CPU for which torch has "
+            "oneDNN, read through their forward alone: leave packed out"
+        )
