@@ -290,18 +290,17 @@ class TreeReader:
         return output if isinstance(output, Tensor) else output.last_hidden_state
 
     def run(self, inputs: dict[str, Tensor], positions: Tensor, mask: Any, cache: Any) -> Any:
-        """Run the model on tokens or embeddings at positions [B, N]; it gets the arguments that it knows."""
+        """Run the model on tokens or embeddings at positions [B, N], with those other arguments that it knows."""
         positions = cache.from_columns(positions)
         if self.origin:
             positions = positions + self.origin
-        inputs = {
-            **inputs,
+        options = {
             "position_ids": upload(positions, self.masks.device),
             "attention_mask": mask,
             self.cache_name: cache,
         }
-        known = {name: value for name, value in inputs.items() if name in self.arguments}
-        return self.base(**known, use_cache=True)
+        known = {name: value for name, value in options.items() if name in self.arguments}
+        return self.base(**inputs, **known, use_cache=True)
 
     @contextmanager
     def placing(self, positions: TokenPositions, cache: Any) -> Iterator[None]:
