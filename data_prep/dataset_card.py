@@ -12,7 +12,7 @@ import yaml
 
 from eagle.data.store import FeatureStore
 from eagle.formats.card import LICENCE, count_conversations, is_hub_id
-from eagle.formats.reading.folder_paths import resolve_inside
+from eagle.formats.reading.files import resolve_inside
 
 
 def dataset_card(path: Path, name: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from eagle.formats.custom_generate import CODE, CUSTOM_GENERATE
 from eagle.formats.hub import LOG_IN, check_name, fetch, has_token, send
 from eagle.formats.parcel import Parcel, Sent, is_export, pack_export, pack_head
-from eagle.formats.reading.folder_paths import CONFIG_BYTES, read_text
+from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.recipe.plain_yaml import parse_yaml
 
 

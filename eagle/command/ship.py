@@ -9,7 +9,7 @@ from eagle.doctor import Diagnosis, examine, measure_drift
 from eagle.formats.checkpoint import load_head
 from eagle.formats.engines.registry import name_reader
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.networks.eagle3_heads import MEANINGS
+from eagle.formats.networks.eagle_heads import MEANINGS
 from eagle.formats.reading.foreign import import_head, inspect
 from eagle.formats.reading.target_files import embedding_dtype
 from eagle.target.target import Target

@@ -28,8 +28,7 @@ from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, rende
 from eagle.doctor.verdict import LOST, MOVED, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.outside import UntrustedCode
-from eagle.formats.reading.files import read_json, read_tensors
-from eagle.formats.reading.folder_paths import CONFIG_BYTES, folder_at, has, read_text
+from eagle.formats.reading.files import CONFIG_BYTES, folder_at, has, read_json, read_tensors, read_text
 from eagle.formats.reading.foreign import Finding, inspect, read_head
 from eagle.log import progress
 from eagle.recipe.plain_yaml import parse_yaml

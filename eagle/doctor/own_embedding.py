@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from eagle.core.drafter import TargetHead
-from eagle.formats.reading.folder_paths import folder_at
+from eagle.formats.reading.files import folder_at
 from eagle.formats.reading.head_folder import EMBEDDING
 from eagle.formats.reading.recognise import read_folder
 from eagle.formats.reading.target_files import count_differing_rows

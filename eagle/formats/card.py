@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from eagle.formats.reading.folder_paths import CONFIG_BYTES, read_text
+from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.recipe.plain_yaml import parse_yaml
 
 POINTS = 8  # of a curve

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig
@@ -30,43 +33,72 @@ from eagle.drafters import DRAFTERS, stored_settings
 from eagle.drafters.outside import METHOD_FILE, SPELLED, code_text, describe_code
 from eagle.drafters.several import FirstOf
 from eagle.formats.layout import check_fit
-from eagle.formats.reading.folder_paths import CONFIG_BYTES, check_links, has, plain_file, read_text
-from eagle.formats.reading.head_weights import check_finite, compare_entries, read_entries, read_weights
+from eagle.formats.reading.files import (
+    CONFIG_BYTES,
+    TensorEntry,
+    check_links,
+    check_not_hollow,
+    has,
+    plain_file,
+    read_header,
+    read_text,
+)
 from eagle.target.target import Target
 
-ON_HUB = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json", "README.md", METHOD_FILE)
-MOST_WEIGHTS = 4_000  # tensors of any head
-MOST_LAYERS = 1_000_000  # that a config may name: some configs make a list of them
+WEIGHTS = "model.safetensors"
+ON_HUB = ("config.json", WEIGHTS, "recipe.yaml", "provenance.json", "README.md", METHOD_FILE)
+MAX_WEIGHTS = 4_000  # tensors of any head
+MAX_LAYERS = 1_000_000  # that a config may name: some configs make a list of them
+PLAIN_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+Names = str | Path | Sequence[str | Path]  # of one drafter or several
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
 
 
 def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
     """Write a head's config.json and model.safetensors into a folder, and the file of a method that is not our own."""
     folder = Path(folder)
     config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
-    if (code := describe_code(type(head))) is not None:
+    code = describe_code(type(head))
+    if code is not None:
         config["code"] = code
-    if (text := code_text(type(head))) is not None:
+    text = code_text(type(head))
+    if text is not None:
         write_whole(folder / METHOD_FILE, [text])
     write_text(folder / "config.json", json.dumps(config, indent=2))
-    write_tensors(folder / "model.safetensors", head.state_dict())
+    write_tensors(folder / WEIGHTS, head.state_dict())
 
 
 def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenance: dict[str, Any]) -> None:
     """Save a head with recipe and provenance, replacing the folder once everything is written beside it."""
     folder = Path(folder)
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    save_pretrained(head, part)
-    (part / "recipe.yaml").write_text(recipe)
-    (part / "provenance.json").write_text(json.dumps(provenance, indent=2))
+    staging = folder.with_name(folder.name + ".part")
+    shutil.rmtree(staging, ignore_errors=True)
+    save_pretrained(head, staging)
+    (staging / "recipe.yaml").write_text(recipe)
+    (staging / "provenance.json").write_text(json.dumps(provenance, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
-    os.replace(part, folder)
+    os.replace(staging, folder)
+
+
+def write_budget(folder: str | Path, budget: Budget) -> None:
+    """Write a tuned budget into a head's config.json, from which `load_head` reads it."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text()) | {"budget": asdict(budget)}
+    write_text(path, json.dumps(config, indent=2))
+
+
+# -- loading a head ---------------------------------------------------------------------------------------------------
 
 
 def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDrafter:
-    """A trained head; ValueError for damaged files, and for missing, unknown or misshapen tensors.
+    """Load a trained head; ValueError for damaged files, and for missing, unknown or misshapen tensors.
 
-    The method of a head may be a file in its folder, which runs with `trust_code` alone, unless it is loaded already.
+    Args:
+        folder: The head's folder, as training leaves it.
+        trust_code: Whether the method of a head may be a file in its folder, which runs then. Without it the method
+            must be loaded already.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -80,30 +112,51 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
     if has(folder, METHOD_FILE):
         plain_file(folder, METHOD_FILE)
     DRAFTERS.admit(folder, config, trust_code=trust_code)
-    source, entries = str(folder / "config.json"), read_entries(folder)
+    source = str(folder / "config.json")
+    entries = _read_entries(folder)
     with torch.device("meta"):  # which takes no memory, whatever sizes the config names
         expected = build_head(config, source).state_dict()
-    compare_entries(folder, entries, expected)
-    head, weights = build_head(config, source), read_weights(folder)
-    check_finite(folder, weights)
+    _compare_entries(folder, entries, expected)
+    head = build_head(config, source)
+    weights = _read_weights(folder)
+    _check_finite(folder, weights)
     head.load_state_dict(weights)
     head.budget = _read_budget(config.get("budget"), source)
     return head
 
 
+def from_pretrained(path: str | Path, revision: str | None = None, *, trust_code: bool = False) -> TrainableDrafter:
+    """Load a trained head from a folder or a hub id; `trust_code` as in `load_head`."""
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = _download(str(path), revision)
+    missing = [name for name in ("config.json", WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"no head in {path}: {', '.join(missing)} missing; expected a folder that save_head wrote")
+    return load_head(folder, trust_code=trust_code)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """Return the cache folder of a head from the hub, with only the files in `ON_HUB`."""
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(ON_HUB)))
+    except Exception as error:  # of many kinds: not an id, no such repository, no network
+        raise ValueError(f"no head at {name}: expected a folder, or a hub id as owner/name: {error}") from error
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The mapping in a folder's config.json; ValueError if it cannot be read."""
-    path = folder / "config.json"
+    """Return the mapping in a folder's config.json; ValueError if it cannot be read."""
     text = read_text(folder, "config.json", CONFIG_BYTES)
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, or brackets in brackets without end
+        path = folder / "config.json"
         raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
     return config if isinstance(config, dict) else {}
 
 
 def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
-    """A head with a config's settings and sizes, and fresh weights."""
+    """Return a head with a config's settings and sizes, and fresh weights."""
     try:
         settings = stored_settings(config["settings"], source)
     except ValueError as error:
@@ -116,33 +169,36 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
             head = DRAFTERS[settings.kind](settings, _read_shape(config["shape"]))
     except Exception as error:  # of many kinds: transformers and torch check the sizes
         raise ValueError(f"{source}: no head of these sizes can be made: {error!r:.300}") from None
-    token, size = getattr(settings, "mask_token", None), head.shape.vocab_size
-    if token is not None and not 0 <= token < size:
-        raise ValueError(f"{source}: mask_token is {token}, expected a token of the vocabulary, 0 to {size - 1}")
+    mask_token = getattr(settings, "mask_token", None)
+    size = head.shape.vocab_size
+    if mask_token is not None and not 0 <= mask_token < size:
+        raise ValueError(f"{source}: mask_token is {mask_token}, expected a token of the vocabulary, 0 to {size - 1}")
     return head
 
 
 def _read_shape(shape: dict[str, Any]) -> Any:
-    """The config of a head's sizes; refused where it names code, or more layers than memory holds a list of."""
+    """Return the config of a head's sizes; refused where it names code, or more layers than memory holds a list of."""
     layers = shape.get("num_hidden_layers", 1)
     if "auto_map" in shape:
         raise ValueError("the shape has auto_map, which names code to run: take it out")
     for name in ("attn_implementation", "_attn_implementation"):
         if "/" in str(shape.get(name)):
             raise ValueError(f"{name} is {shape[name]!r:.200}, which names code to fetch and run: take it out")
-    if not isinstance(layers, int) or layers > MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers is {layers!r:.30}, expected at most {MOST_LAYERS:,}")
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers!r:.30}, expected at most {MAX_LAYERS:,}")
     return AutoConfig.for_model(**shape)
 
 
 @contextmanager
 def bounded_weights() -> Iterator[None]:
     """Refuse to make more weights in here than any head has: a config of unknown origin may ask for any number."""
-    thread, numbers = get_ident(), count(1)
+    # the hook is torch's own for the whole process, where other threads may load models
+    thread = get_ident()
+    numbers = count(1)
 
     def check_count(module: Module, name: str, weight: Any) -> None:
-        if get_ident() == thread and next(numbers) > MOST_WEIGHTS:
-            raise ValueError(f"it would have more than {MOST_WEIGHTS:,} weight tensors")
+        if get_ident() == thread and next(numbers) > MAX_WEIGHTS:
+            raise ValueError(f"it would have more than {MAX_WEIGHTS:,} weight tensors")
 
     hook = register_module_parameter_registration_hook(check_count)
     try:
@@ -152,55 +208,85 @@ def bounded_weights() -> Iterator[None]:
 
 
 def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
-    """The tuned budget in a head's config, None if it has none."""
+    """Return the tuned budget in a head's config, None if it has none."""
     if values is None:
         return None
     try:
         paths = values["paths"] and tuple(map(tuple, values["paths"]))
         for name in ("nodes", "depth", "top_k"):
-            if (limit := values.get(name, 0)) > MOST_NODES:
+            limit = values.get(name, 0)
+            if limit > MOST_NODES:
                 raise ValueError(f"{name} is {limit}, expected at most {MOST_NODES:,}, as in any tree that was tuned")
         return Budget(**{**values, "paths": paths})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{source}: budget cannot be read: {error!r}; tune it again, or take the key out") from None
 
 
-def write_budget(folder: str | Path, budget: Budget) -> None:
-    """Write a tuned budget into a head's config.json, from which `load_head` reads it."""
-    path = Path(folder) / "config.json"
-    config = json.loads(path.read_text()) | {"budget": asdict(budget)}
-    write_text(path, json.dumps(config, indent=2))
+# -- its weights, compared with what its config says before any of them is read ---------------------------------------
 
 
-def from_pretrained(path: str | Path, revision: str | None = None, *, trust_code: bool = False) -> TrainableDrafter:
-    """A trained head from a folder or a hub id; `trust_code` as in `load_head`."""
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = _download(str(path), revision)
-    if missing := [name for name in ON_HUB[:2] if not (folder / name).is_file()]:
-        raise ValueError(f"no head in {path}: {', '.join(missing)} missing; expected a folder that save_head wrote")
-    return load_head(folder, trust_code=trust_code)
-
-
-def _download(name: str, revision: str | None) -> Path:
-    """The cache folder of a head from the hub, with only the files in `ON_HUB`."""
+def _read_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Return what the header of a head's weights says; ValueError if the file cannot be read."""
+    shown = folder / WEIGHTS
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(ON_HUB)))
-    except Exception as error:  # of many kinds: not an id, no such repository, no network
-        raise ValueError(f"no head at {name}: expected a folder, or a hub id as owner/name: {error}") from error
+        path = plain_file(folder, WEIGHTS)
+        check_not_hollow(path, shown)
+        return read_header(path, shown)
+    except ValueError as error:
+        raise ValueError(f"{shown} cannot be read: {error}; is it cut short? Copy it again") from None
 
 
-def _method_for(folder: Path) -> Any:
-    """The method that loads a folder of counted tables or a language model; None for a trained head."""
-    config = _read_config(folder) if (folder / "config.json").is_file() else {}
-    check_links(folder)
-    kind = config.get("kind", "draft_model" if "model_type" in config else None)
-    if "settings" in config or kind is None:
-        return None
-    file_methods = [name for name, method in DRAFTERS.items() if method.stored_as == "files"]
-    if kind not in file_methods:
-        raise ValueError(f"{folder / 'config.json'}: kind is {kind!r}, expected one of {', '.join(file_methods)}")
-    return DRAFTERS[kind]
+def _compare_entries(folder: Path, entries: dict[str, TensorEntry], expected: dict[str, Tensor]) -> None:
+    """Refuse tensors in a file that are not those of a head, before one of either is made."""
+    missing = expected.keys() - entries.keys()
+    unknown = entries.keys() - expected.keys()
+    if missing or unknown:
+        raise ValueError(f"{folder} is not this head: missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
+    for name, entry in entries.items():
+        shape = tuple(expected[name].shape)
+        dtype = expected[name].dtype
+        if entry.shape != shape:
+            raise ValueError(
+                f"{folder} is not this head: {name} is {list(entry.shape)}, expected {list(shape)} by its config.json: "
+                "copy both files again"
+            )
+        # weights may be in any precision, indices are exact
+        if dtype.is_floating_point:
+            is_readable = entry.dtype in PLAIN_DTYPES
+            wanted: Any = "plain floating-point numbers"
+        else:
+            is_readable = entry.dtype == dtype
+            wanted = dtype
+        if not is_readable:
+            raise ValueError(
+                f"{folder} is not this head: {name} is in {entry.dtype}, expected {wanted}: copy the weights again"
+            )
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a head; ValueError if they cannot be read."""
+    path = folder / WEIGHTS
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
+
+
+def _check_finite(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Refuse weights that are not numbers: such a head drafts nothing, or anything."""
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        # both are nan where one value is; no second tensor is made
+        minimum, maximum = tensor.aminmax()
+        if not (minimum.isfinite() and maximum.isfinite()):
+            raise ValueError(
+                f"{folder}: {name} holds numbers that are not finite: take an earlier checkpoint, as "
+                "`last` beside it may be, or copy the weights again"
+            )
+
+
+# -- drafters of any kind ---------------------------------------------------------------------------------------------
 
 
 def load_drafter(
@@ -211,18 +297,23 @@ def load_drafter(
     trust_code: bool = False,
     **options: Any,
 ) -> Drafter:
-    """A drafter for a target: a folder or hub id (trained head, table of counts, language model) or a method's name.
+    """Load a drafter for a target.
 
-    Options go to the methods without weights that take them. Several names, in a list or separated by commas, are
-    tried in order until one proposes a draft. `trust_code` lets a head bring the file of its method, which is run.
+    Args:
+        name: A folder or hub id (trained head, table of counts, language model) or a method's name. Several, in a list
+            or separated by commas, are tried in order until one proposes a draft.
+        target: The model that the drafter drafts for.
+        revision: The revision of a head on the hub.
+        trust_code: Whether a head may bring the file of its method, which is run.
+        options: What methods without weights take.
     """
     if not isinstance(target, Target):
         raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
-    names, accepted = _split_names(name), check_options(name, options)
+    accepted = check_options(name, options)
     drafters = []
-    for name in names:
-        name_options = {key: value for key, value in options.items() if key in accepted[name]}
-        drafter = _load_one(name, target, revision, name_options, trust_code)
+    for each in _split_names(name):
+        own_options = {key: value for key, value in options.items() if key in accepted[each]}
+        drafter = _load_one(each, target, revision, own_options, trust_code)
         if drafter.reads.view:
             drafter.bind_target(target.view())
         if drafter.taps:
@@ -231,40 +322,35 @@ def load_drafter(
     return drafters[0] if len(drafters) == 1 else FirstOf(drafters)
 
 
-def check_options(name: str | Path | Sequence[str | Path], options: Iterable[str]) -> dict[str, list[str]]:
-    """The options of each drafter, by its name; options that no drafter takes are refused."""
+def check_drafter(name: Names, options: Iterable[str] = ()) -> None:
+    """Refuse what `load_drafter` would refuse without a look into files, before a target is loaded for it."""
+    for each in check_options(name, options):
+        if method_without_files(each) is None:
+            _check_name(each)
+
+
+def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
+    """Return the options of each drafter, by its name; options that no drafter takes are refused."""
     names = _split_names(name)
-    methods = {name: method_without_files(name) for name in names}
-    accepted = {name: [*inspect.signature(made).parameters] if made else [] for name, made in methods.items()}
-    all_options = sorted({option for name in names for option in accepted[name]})
-    if unknown := [option for option in options if option not in all_options]:
-        raise ValueError(
-            f"{', '.join(names)} has no option {unknown[0]}{nearest(unknown[0], all_options)}: expected one of "
-            f"{', '.join(all_options) or 'none: options belong to ' + ', '.join(_names_without_files())}"
-        )
+    accepted: dict[str, list[str]] = {}
+    for each in names:
+        method = method_without_files(each)
+        accepted[each] = [*inspect.signature(method).parameters] if method else []
+    valid = sorted({option for of_one in accepted.values() for option in of_one})
+    for option in options:
+        if option not in valid:
+            usual = "none: options belong to " + ", ".join(_names_stored_as("nothing"))
+            raise ValueError(
+                f"{', '.join(names)} has no option {option}{nearest(option, valid)}: expected one of "
+                f"{', '.join(valid) or usual}"
+            )
     return accepted
 
 
-def check_drafter(name: str | Path | Sequence[str | Path], options: Iterable[str] = ()) -> None:
-    """Refuse what `load_drafter` would refuse without a look into files, before a target is loaded for it."""
-    for one in check_options(name, options):
-        if method_without_files(one) is None:
-            _check_name(one)
-
-
-def _check_name(name: str) -> None:
-    """Refuse a name that is neither a folder nor may be a hub id."""
-    free = _names_without_files()
-    if not Path(name).is_dir() and name.count("/") != 1:
-        raise ValueError(
-            f"no drafter {name}{nearest(name, free)}: expected a folder with a trained head, counted tables or a "
-            f"language model, or one of {', '.join([*free, *DRAFTERS.offered()])}, or PATH.py:CLASS"
-        )
-
-
 def method_without_files(name: str) -> Any:
-    """The method of this name, or of `PATH.py:CLASS`, if it needs no files; else None."""
+    """Return the method of this name, or of `PATH.py:CLASS`, if it needs no files; else None."""
     is_class = SPELLED.fullmatch(name) is not None
+    # a folder may be called as a method is: a registered name comes first
     if name not in DRAFTERS and (Path(name).is_dir() or ("/" in name and not is_class)):
         return None
     method = DRAFTERS.find(name)
@@ -275,27 +361,10 @@ def method_without_files(name: str) -> Any:
     return method if method is not None and method.stored_as == "nothing" else None
 
 
-def _names_without_files() -> list[str]:
-    """The registered methods that need no files."""
-    return [kind for kind, method in DRAFTERS.items() if method.stored_as == "nothing"]
-
-
-def _split_names(name: Any) -> list[str]:
-    """The names in a string with commas or in a list; a path is one name."""
-    items = name.split(",") if isinstance(name, str) else [name] if isinstance(name, Path) else name
-    if not isinstance(items, (list, tuple)) or not all(isinstance(item, (str, Path)) for item in items):
-        raise ValueError(f"got {type(name).__name__} for a drafter's name, expected a string, a path or a list of them")
-    names = [str(item).strip() for item in items]
-    if not names or not all(names):
-        raise ValueError(
-            f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(_names_without_files())}"
-        )
-    return names
-
-
 def _load_one(name: str, target: Target, revision: str | None, options: dict[str, Any], trust_code: bool) -> Drafter:
-    """One drafter by its name, folder or hub id."""
-    if (method := method_without_files(name)) is not None:
+    """Load one drafter by its name, folder or hub id."""
+    method = method_without_files(name)
+    if method is not None:
         try:
             made: Drafter = method(**options)
             return made
@@ -303,8 +372,56 @@ def _load_one(name: str, target: Target, revision: str | None, options: dict[str
             raise ValueError(f"{name}: an option of {options} is of a wrong type: {error}") from None
     folder = Path(name)
     _check_name(name)
-    if (method := _method_for(folder)) is not None:
+    method = _method_of_files(folder)
+    if method is not None:
         return method.load(folder, target)
-    head = in_dtype(from_pretrained(folder, revision, trust_code=trust_code).to(target.device), target.model.dtype)
+    head = from_pretrained(folder, revision, trust_code=trust_code)
+    head = in_dtype(head.to(target.device), target.model.dtype)
     check_fit(head, target.config, str(folder))
     return head.bind(target.head)
+
+
+def _method_of_files(folder: Path) -> Any:
+    """Return the method that loads a folder of counted tables or a language model; None for a trained head."""
+    config = _read_config(folder) if (folder / "config.json").is_file() else {}
+    check_links(folder)
+    kind = config.get("kind", "draft_model" if "model_type" in config else None)
+    if "settings" in config or kind is None:
+        return None
+    file_methods = _names_stored_as("files")
+    if kind not in file_methods:
+        raise ValueError(f"{folder / 'config.json'}: kind is {kind!r}, expected one of {', '.join(file_methods)}")
+    return DRAFTERS[kind]
+
+
+def _names_stored_as(what: str) -> list[str]:
+    """Return the registered methods of which this is on the disk: "head", "files" or "nothing"."""
+    return [kind for kind, method in DRAFTERS.items() if method.stored_as == what]
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that is neither a folder nor may be a hub id."""
+    if not Path(name).is_dir() and name.count("/") != 1:
+        without_files = _names_stored_as("nothing")
+        raise ValueError(
+            f"no drafter {name}{nearest(name, without_files)}: expected a folder with a trained head, counted tables "
+            f"or a language model, or one of {', '.join([*without_files, *DRAFTERS.offered()])}, or PATH.py:CLASS"
+        )
+
+
+def _split_names(name: Any) -> list[str]:
+    """Return the names in a string with commas or in a list; a path is one name."""
+    items = name
+    if isinstance(name, str):
+        items = name.split(",")
+    elif isinstance(name, Path):
+        items = [name]
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, (str, Path)) for item in items):
+        raise ValueError(f"got {type(name).__name__} for a drafter's name, expected a string, a path or a list of them")
+    names = [str(item).strip() for item in items]
+    if not names or not all(names):
+        without_files = _names_stored_as("nothing")
+        raise ValueError(
+            f"got {name!r} for a drafter, expected a folder, a hub id or one of {', '.join(without_files)}"
+        )
+    return names

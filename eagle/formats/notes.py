@@ -12,7 +12,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.drafters.parts.validation import chain_rates
 from eagle.formats.card import acceptance_of, front_matter
 from eagle.formats.layout import Layout
-from eagle.formats.reading.folder_paths import CONFIG_BYTES, read_text
+from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.recipe.plain_yaml import parse_yaml
 
 USUAL = 3  # tokens of a chain where nothing is known

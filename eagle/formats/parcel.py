@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from eagle.drafters.outside import METHOD_FILE
 from eagle.formats.card import model_card
 from eagle.formats.checkpoint import ON_HUB, from_pretrained
-from eagle.formats.reading.folder_paths import check_not_hollow, resolve_inside
+from eagle.formats.reading.files import check_not_hollow, resolve_inside
 from eagle.recipe.plain_yaml import parse_yaml
 
 REASONS = {

@@ -15,7 +15,7 @@ from eagle import Target
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.engines.registry import ENGINES as ALL
 from eagle.formats.export import EXPORTERS, export
-from eagle.formats.networks.eagle3_heads import FUSED
+from eagle.formats.networks.eagle_layouts import FUSED
 
 H, V, D, LAYERS = 32, 96, 40, 12
 SIZES = {

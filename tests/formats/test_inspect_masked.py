@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle.formats.networks.network import Network
+from eagle.formats.networks.block_heads import DFLASH_HEADS
 from eagle.formats.reading import lint
 from eagle.formats.reading.config_keys import Keys
 from eagle.formats.reading.files import FolderTensors
@@ -27,8 +27,8 @@ def target(tmp_path: Path) -> TargetFiles:
 
 def find(settings: dict[str, object], target: TargetFiles | None) -> list[str]:
     """The findings for a head with these settings."""
-    head = HeadFolder(Path(), {}, FolderTensors({}, {}), Keys({}), Keys({}), Keys({}), settings=settings)
-    return [lint.find(struck).what for struck in lint.check_masked(head, Network(), target)]
+    head = HeadFolder(Path(), {}, FolderTensors({}, {}), Keys({}), Keys({}), Keys({}), target, settings=settings)
+    return [lint.describe_fault(found).what for found in lint.check_masked(head, DFLASH_HEADS)]
 
 
 def test_a_mask_that_texts_contain_is_named(target: TargetFiles) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, rotary_of
 from eagle.formats.networks.network_layout import NetworkLayout, network_of
-from eagle.formats.reading.traps import Trap
+from eagle.formats.reading.faults import Fault
 
 SCALINGS = ("linear", "llama3", "yarn")  # rotary ones that most engines read; longrope is chosen by length, by none
 
@@ -23,35 +23,41 @@ class Engine:
     networks: Mapping[str, NetworkLayout]
     scalings: tuple[str, ...] | None = SCALINGS  # None for all
     ignored_rotary: tuple[str, ...] = ()  # keys that would change what is computed
-    traps: tuple[Trap, ...] = ()
+    faults: tuple[Fault, ...] = ()  # of checkpoints that others read as they are meant
     unknown: str = "no layout for {kind!r}: {advice}"  # of a network that it does not read
     past: Mapping[str, str] = field(default_factory=dict)  # which network was served once, and by what
 
     def layout(self, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-        """The head in this engine's layout; ValueError if the engine would serve it badly."""
-        network, blocks = self.networks[network_of(drafter)], drafter.network.get("blocks", 1)
+        """Return the head in this engine's layout; ValueError if the engine would serve it badly."""
+        network = self.networks[network_of(drafter)]
+        blocks = drafter.network.get("blocks", 1)
         if blocks > network.blocks:
             raise ValueError(
                 f"{self.name}: the head has {blocks} blocks, expected {network.blocks}: more were never run there"
             )
         layout = network.write(drafter, target_config, self.name)
-        if window := drafter.network.get("window"):
-            layout = replace(layout, config={**layout.config, **self._slide(network, window, blocks)})
+        window = drafter.network.get("window")
+        if window:
+            layout = replace(layout, config={**layout.config, **self._window_keys(network, window, blocks)})
         return network.finish(layout, drafter, target_config) if network.finish else layout
 
-    def _slide(self, network: NetworkLayout, window: Mapping[str, int], blocks: int) -> Config:
-        """The config's keys for a head's window; ValueError if this engine would ignore the window."""
-        if not network.slides or window["sinks"]:
-            what = "this network's windows are unknown" if not network.slides else "windows have no sinks"
-            raise ValueError(
-                f"{self.name}: drafter.window is {dict(window)}, and {what} there: the head would read rows that it "
-                "never saw in training, and acceptance be lost in silence. Train without drafter.window"
-                + (", or with sinks: 0" if network.slides else ", or export EAGLE-3 without sinks to vllm")
-            )
-        return {"sliding_window": window["recent"], "layer_types": ["sliding_attention"] * blocks}
+    def _window_keys(self, network: NetworkLayout, window: Mapping[str, int], blocks: int) -> Config:
+        """Return the config's keys for a head's window; ValueError if this engine would ignore the window."""
+        if network.slides and not window["sinks"]:
+            return {"sliding_window": window["recent"], "layer_types": ["sliding_attention"] * blocks}
+        if network.slides:
+            reason = "windows have no sinks"
+            advice = "with sinks: 0"
+        else:
+            reason = "this network's windows are unknown"
+            advice = "export EAGLE-3 without sinks to vllm"
+        raise ValueError(
+            f"{self.name}: drafter.window is {dict(window)}, and {reason} there: the head would read rows that it "
+            f"never saw in training, and acceptance be lost in silence. Train without drafter.window, or {advice}"
+        )
 
     def unread_rotary(self, shape: Any) -> str:
-        """Why this engine would rotate the head's positions differently; "" if it would not."""
+        """Return why this engine would rotate the head's positions differently; "" if it would not."""
         if self.scalings is None:
             return ""
         rotary = rotary_of(shape)
@@ -60,7 +66,8 @@ class Engine:
             scalings = ", ".join(self.scalings) or "none"
             return f"the head's rotary scaling is {kind!r}, of which this engine knows {scalings}"
         for key in self.ignored_rotary:
-            if key in rotary and not (key == "truncate" and rotary[key] is True):
+            is_default = key == "truncate" and rotary.get(key) is True
+            if key in rotary and not is_default:
                 silence = "would be left out in silence there, and acceptance lost"
                 return f"{key}={rotary[key]!r} of the head's rotary scaling ({kind}) {silence}"
         return ""

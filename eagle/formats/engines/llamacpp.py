@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.dflash_heads import DFLASH
-from eagle.formats.networks.dspark_heads import DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
-from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
-from eagle.formats.reading import traps
+from eagle.formats.networks.block_layouts import DFLASH, DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
+from eagle.formats.networks.eagle_layouts import FUSED, FusedLayout
+from eagle.formats.reading import faults
 
 SERVE = """```sh
 python convert_hf_to_gguf.py TARGET --outtype f32 --outfile target.gguf
@@ -29,13 +28,13 @@ LLAMACPP = Engine(
         DSPARK: InjectedLayout(SERVE.replace("METHOD", "dspark") + BLOCK, styles=VANILLA_STYLES, causal=True),
     },
     ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),
-    traps=(
-        traps.MODEL_PREFIX,
-        traps.IDS_DISAGREE,
-        traps.INNER_IDS_ALONE,
-        traps.ROPE_THETA_NESTED,
-        traps.FUSED_BIAS,
-        traps.LAYER_COUNT,
-        traps.ANCHOR_UNSAID,
+    faults=(
+        faults.MODEL_PREFIX,
+        faults.IDS_DISAGREE,
+        faults.INNER_IDS_ALONE,
+        faults.ROPE_THETA_NESTED,
+        faults.FUSED_BIAS,
+        faults.LAYER_COUNT,
+        faults.ANCHOR_UNSAID,
     ),
 )

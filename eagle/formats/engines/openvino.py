@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
-from eagle.formats.reading import traps
+from eagle.formats.networks.eagle_layouts import FUSED, FusedLayout
+from eagle.formats.reading import faults
 
 SERVE = """Convert, say which layers the head reads, counted by their *outputs* (left out, OpenVINO reads each one too
 late), and serve both:
@@ -31,5 +31,5 @@ OPENVINO = Engine(
     name="openvino",
     title="OpenVINO",
     networks={FUSED: FusedLayout(SERVE, needs_offsets=True)},
-    traps=(traps.MIDLAYER_ONLY, traps.NO_IDS),
+    faults=(faults.MIDLAYER_ONLY, faults.NO_IDS),
 )

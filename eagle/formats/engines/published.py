@@ -5,14 +5,25 @@ from __future__ import annotations
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engines.engine import Engine
 from eagle.formats.layout import Layout, TargetConfig
-from eagle.formats.networks.dflash_heads import DFLASH
-from eagle.formats.networks.dspark_heads import DEEPSPEC_STYLES, DSPARK, SPECFORGE_STYLES, ZLAB_STYLES, InjectedLayout
-from eagle.formats.networks.eagle1_heads import FEATURES, FeatureLayout, add_embedding
-from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
+from eagle.formats.networks.block_layouts import (
+    DEEPSPEC_STYLES,
+    DFLASH,
+    DSPARK,
+    SPECFORGE_STYLES,
+    ZLAB_STYLES,
+    InjectedLayout,
+)
+from eagle.formats.networks.eagle_layouts import FEATURES, FUSED, FeatureLayout, FusedLayout, add_embedding
 from eagle.formats.networks.falcon_heads import FALCON, PublishedFalcon
-from eagle.formats.networks.hydra_heads import HYDRA, PublishedHydra
-from eagle.formats.networks.medusa_heads import MEDUSA, PublishedMedusa
-from eagle.formats.networks.mlp_speculators import SPECULATOR, PublishedSpeculator
+from eagle.formats.networks.layers_and_tokens import usual_layers
+from eagle.formats.networks.level_heads import (
+    HYDRA,
+    MEDUSA,
+    SPECULATOR,
+    PublishedHydra,
+    PublishedMedusa,
+    PublishedSpeculator,
+)
 from eagle.formats.networks.mtp_layers import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")  # it takes every other target for a Mixtral
@@ -37,7 +48,7 @@ def _finish_features(layout: Layout, drafter: TrainableDrafter, target_config: T
 def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
     """Check that the taps are the published layers."""
     layers = target_config.num_hidden_layers
-    published = (2, layers // 2, layers - 3)
+    published = usual_layers(layers)
     if layout.config["eagle_aux_hidden_state_layer_ids"] != [*published]:
         raise ValueError(
             f"eagle: drafter.taps is {drafter.taps}, but this code always reads {published} of {layers} layers: train "

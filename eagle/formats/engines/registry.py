@@ -15,8 +15,7 @@ from eagle.formats.engines.transformers import LANGUAGE_MODEL, TRANSFORMERS
 from eagle.formats.engines.trtllm import TRTLLM
 from eagle.formats.engines.vllm import VLLM
 from eagle.formats.layout import Layout, TargetConfig, check_fit, has_attention
-from eagle.formats.networks.eagle1_heads import FEATURES, FeatureLayout
-from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
+from eagle.formats.networks.eagle_layouts import FEATURES, FUSED, FeatureLayout, FusedLayout
 from eagle.formats.networks.network_layout import network_of
 
 SERVERS = (VLLM, SGLANG, TRTLLM, OPENVINO, LLAMACPP)

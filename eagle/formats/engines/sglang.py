@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.dflash_heads import DFLASH
-from eagle.formats.networks.dspark_heads import (
-    CORRECTIONS,
+from eagle.formats.networks.block_layouts import (
+    DFLASH,
     DOMINO_STYLES,
     DSPARK,
+    MARKOV_KINDS,
     ZLAB_STYLES,
     InjectedLayout,
     deepspec_config,
 )
-from eagle.formats.networks.eagle1_heads import FEATURES, FeatureLayout
-from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
-from eagle.formats.reading import traps
+from eagle.formats.networks.eagle_layouts import FEATURES, FUSED, FeatureLayout, FusedLayout
+from eagle.formats.reading import faults
 
 SERVE = """```sh
 python -m sglang.launch_server --model-path TARGET --speculative-algorithm METHOD \\
@@ -43,10 +42,16 @@ SGLANG = Engine(
         DFLASH: InjectedLayout(BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""), styles=ZLAB_STYLES),
         DSPARK: InjectedLayout(
             BLOCKS.replace("METHOD", "DSPARK").replace("MORE", " A Domino head's algorithm is `DFLASH`."),
-            styles={(kind, True): deepspec_config for kind in CORRECTIONS} | DOMINO_STYLES,
+            styles={(kind, True): deepspec_config for kind in MARKOV_KINDS} | DOMINO_STYLES,
             confidence=True,
         ),
     },
     ignored_rotary=("attention_factor",),
-    traps=(traps.IDS_DISAGREE, traps.OUTER_IDS_ALONE, traps.ROPE_THETA_NESTED, traps.FUSED_BIAS, traps.LAYER_COUNT),
+    faults=(
+        faults.IDS_DISAGREE,
+        faults.OUTER_IDS_ALONE,
+        faults.ROPE_THETA_NESTED,
+        faults.FUSED_BIAS,
+        faults.LAYER_COUNT,
+    ),
 )

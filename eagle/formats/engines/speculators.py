@@ -8,11 +8,9 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engines.engine import SCALINGS, Engine
 from eagle.formats.engines.vllm import explain_serving
 from eagle.formats.layout import Layout, TargetConfig, rotary_of
-from eagle.formats.networks.dflash_heads import DFLASH
-from eagle.formats.networks.dspark_heads import DSPARK, SPECULATORS_STYLES, InjectedLayout, propose_config
-from eagle.formats.networks.eagle1_heads import add_embedding
-from eagle.formats.networks.eagle3_heads import FUSED, SWITCHES, FusedLayout
-from eagle.formats.networks.peagle_heads import PEAGLE, ParallelLayout
+from eagle.formats.networks.block_layouts import DFLASH, DSPARK, SPECULATORS_STYLES, InjectedLayout, propose_config
+from eagle.formats.networks.eagle_layouts import FUSED, PEAGLE, FusedLayout, ParallelLayout, add_embedding
+from eagle.formats.networks.layers_and_tokens import SWITCHES
 
 DEPTH = 3  # which the config wants to be told; a server may be told otherwise
 HEAD_KEYS = (*SWITCHES, "draft_vocab_size", "eagle_aux_hidden_state_layer_ids")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import Engine
-from eagle.formats.networks.dflash_heads import DFLASH
-from eagle.formats.networks.dspark_heads import DSPARK, ZLAB_STYLES, InjectedLayout, specforge_config
-from eagle.formats.networks.eagle3_heads import FUSED, FusedLayout
-from eagle.formats.networks.medusa_heads import MEDUSA
-from eagle.formats.reading import traps
+from eagle.formats.networks.block_layouts import DFLASH, DSPARK, ZLAB_STYLES, InjectedLayout, specforge_config
+from eagle.formats.networks.eagle_layouts import FUSED, FusedLayout
+from eagle.formats.networks.level_heads import MEDUSA
+from eagle.formats.reading import faults
 
 SWITCHES = ("fc_norm", "norm_output")
 
@@ -54,5 +53,5 @@ TRTLLM = Engine(
     },
     past={MEDUSA: "its PyTorch backend has none, but what `trtllm-build` makes reads `--to medusa`"},
     ignored_rotary=("attention_factor", "truncate"),
-    traps=(traps.PROMISED_BIAS,),
+    faults=(faults.PROMISED_BIAS,),
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from eagle.formats.engines.engine import SCALINGS, Engine
-from eagle.formats.networks.dflash_heads import DFLASH
-from eagle.formats.networks.dspark_heads import DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
-from eagle.formats.networks.eagle1_heads import FEATURES, FeatureLayout
-from eagle.formats.networks.eagle3_heads import FUSED, SWITCHES, FusedLayout
-from eagle.formats.networks.medusa_heads import MEDUSA, ServedMedusa
-from eagle.formats.networks.mlp_speculators import SPECULATOR
+from eagle.formats.networks.block_layouts import DFLASH, DSPARK, VANILLA_STYLES, ZLAB_STYLES, InjectedLayout
+from eagle.formats.networks.eagle_layouts import (
+    FEATURES,
+    FUSED,
+    PEAGLE,
+    FeatureLayout,
+    FusedLayout,
+    ParallelLayout,
+)
+from eagle.formats.networks.layers_and_tokens import SWITCHES
+from eagle.formats.networks.level_heads import MEDUSA, SPECULATOR, ServedMedusa
 from eagle.formats.networks.mtp_layers import MIMO_NAMES, MTP, MtpLayout
-from eagle.formats.networks.peagle_heads import PEAGLE, ParallelLayout
-from eagle.formats.reading import traps
+from eagle.formats.reading import faults
 
 COMMAND = 'vllm serve TARGET --speculative-config \'{{{asked}, "model": "HEAD", "num_speculative_tokens": DEPTH}}\''
 COUNTS = """vLLM 0.32.0. Say the method: left out, vLLM guesses it from the folder's name. It drafts a chain of that
@@ -87,17 +91,17 @@ VLLM = Engine(
     },
     past={SPECULATOR: "vLLM 0.9.2 was the last that could, 0.32.0 keeps the model's file and runs nothing with it"},
     scalings=(*SCALINGS, "dynamic"),
-    traps=(
-        traps.MODEL_PREFIX,
-        traps.IDS_DISAGREE,
-        traps.INNER_IDS_ALONE,
-        traps.IDS_UNSORTED,
-        traps.FULL_D2T,
-        traps.RESIDUAL_UNSAID,
-        traps.FUSED_BIAS,
-        traps.PROMISED_BIAS,
-        traps.MEDUSA_BIAS,
-        traps.MEDUSA_COUNTS,
-        traps.ANCHOR_UNSAID,
+    faults=(
+        faults.MODEL_PREFIX,
+        faults.IDS_DISAGREE,
+        faults.INNER_IDS_ALONE,
+        faults.IDS_UNSORTED,
+        faults.FULL_D2T,
+        faults.RESIDUAL_UNSAID,
+        faults.FUSED_BIAS,
+        faults.PROMISED_BIAS,
+        faults.MEDUSA_BIAS,
+        faults.MEDUSA_COUNTS,
+        faults.ANCHOR_UNSAID,
     ),
 )

@@ -10,25 +10,44 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, TargetConfig
+from eagle.formats.layout import Layout, TargetConfig, scale_of
 
 MASK_HIDDEN = "mask_hidden"
 
 
 def reorder_taps(tensors: Mapping[str, Tensor], order: list[int]) -> dict[str, Tensor]:
-    """The columns of `fc` and the norms of the taps in another order."""
+    """Return tensors with the columns of `fc` and the norms of the taps in another order."""
+    reordered = dict(tensors)
     columns = tensors["fc.weight"].chunk(len(order), dim=1)
-    moved = {"fc.weight": torch.cat([columns[tap] for tap in order], dim=1)}
+    reordered["fc.weight"] = torch.cat([columns[tap] for tap in order], dim=1)
     if MASK_HIDDEN in tensors:  # what stands for taps that are not known
         masks = tensors[MASK_HIDDEN].chunk(len(order), dim=-1)
-        moved[MASK_HIDDEN] = torch.cat([masks[tap] for tap in order], dim=-1)
-    norms = {f"fc_norm.{place}.weight": f"fc_norm.{tap}.weight" for place, tap in enumerate(order)}
-    return {**tensors, **moved, **{name: tensors[source] for name, source in norms.items() if source in tensors}}
+        reordered[MASK_HIDDEN] = torch.cat([masks[tap] for tap in order], dim=-1)
+    for position, tap in enumerate(order):
+        norm = f"fc_norm.{tap}.weight"
+        if norm in tensors:
+            reordered[f"fc_norm.{position}.weight"] = tensors[norm]
+    return reordered
 
 
 def network_of(drafter: TrainableDrafter) -> str:
-    """The name of a drafter's network."""
+    """Return the name of a drafter's network."""
     return str(drafter.network["network"])
+
+
+def mask_of(drafter: TrainableDrafter) -> int:
+    """Return the mask token; written into every config, because readers assume different ones."""
+    token: int | None = drafter.settings.mask_token
+    return drafter.shape.vocab_size - 1 if token is None else token
+
+
+def refuse_scale(drafter: TrainableDrafter, engine: str) -> None:
+    """Refuse a target that multiplies its embedding, which no reader of this layout does when it drafts."""
+    if scale_of(drafter) != 1.0:
+        raise ValueError(
+            f"{engine}: the target multiplies its embedding with {scale_of(drafter):g}, which is left out when it "
+            "drafts: no exporter has a layout for it"
+        )
 
 
 @dataclass(frozen=True)
@@ -43,5 +62,5 @@ class NetworkLayout:
     finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = None  # what this engine alone needs
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """The layout of a head; ValueError with the settings that the engine cannot serve."""
+        """Return the layout of a head; ValueError with the settings that the engine cannot serve."""
         raise NotImplementedError

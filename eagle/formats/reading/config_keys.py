@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 USUAL_THETA = 10000.0  # of Llama when the first methods were written, which some trainers keep whatever the target has
-MOST = 2**31  # of any size
+MAX_SIZE = 2**31  # of any size
 # of a Llama config or a speculators one, and without any bearing on what a head computes
 NO_MATTER = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "auto_map", "_name_or_path",
@@ -37,33 +37,34 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
+    """Return whether a value is a finite number above 0."""
+    # `type`, for true is an int too
     return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
 
 
-def _is_whole(value: Any, least: int = 0) -> bool:
-    return type(value) is int and least <= value < MOST
+def _is_count(value: Any, minimum: int = 0) -> bool:
+    return type(value) is int and minimum <= value < MAX_SIZE
 
 
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and len(value) <= 1000 and all(map(fits, value))
+def _is_rotary(value: Any) -> bool:
+    is_bounded = type(value) in (int, float) and abs(value) < 1e30
+    return isinstance(value, str | bool) or is_bounded or _list_of(is_number)(value)
+
+
+def _list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) <= 1000 and all(map(is_item, value))
 
 
 VALUE_KINDS: dict[str, Callable[[Any], bool]] = {
-    "a whole number above 0": lambda value: _is_whole(value, 1),
-    "a whole number, 0 or more": _is_whole,
+    "a whole number above 0": lambda value: _is_count(value, 1),
+    "a whole number, 0 or more": _is_count,
     "a number above 0": is_number,
     "true or false": lambda value: isinstance(value, bool),
     "a text": lambda value: isinstance(value, str),
-    "a number or a word": lambda value: (
-        isinstance(value, str | bool)
-        or (type(value) in (int, float) and abs(value) < 1e30)
-        or _list_of(is_number)(value)
-    ),
     "a mapping": lambda value: isinstance(value, dict),
     "a list of texts": _list_of(lambda value: isinstance(value, str)),
-    "a list of whole numbers, 0 or more": _list_of(_is_whole),
-    "a list of whole numbers, -1 or more": _list_of(lambda value: _is_whole(value, -1)),
+    "a list of whole numbers, 0 or more": _list_of(_is_count),
+    "a list of whole numbers, -1 or more": _list_of(lambda value: _is_count(value, -1)),
 }
 KEYS_READ = {  # the keys that are read, by the kind of their values
     "a whole number above 0": "hidden_size intermediate_size vocab_size draft_vocab_size truncated_vocab_size head_dim "
@@ -93,28 +94,30 @@ class Keys:
     values: dict[str, Any]
     where: str = ""  # the section, in front of each name
     wrong: list[str] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)  # the names that were read, or that do not matter
 
     def read(self, name: str) -> Any:
-        """The value of a key of the table."""
+        """Return the value of a key of the table."""
         self.taken.add(name)
-        value, kind = self.values.get(name), KIND_OF[name]
+        value = self.values.get(name)
+        kind = KIND_OF[name]
         if value is None or VALUE_KINDS[kind](value):
             return value
         self.wrong.append(f"{self.where}{name} is {short(value)}, expected {kind}")
         return None
 
     def section(self, name: str) -> Keys:
-        """A nested mapping, which reports to the same list."""
+        """Return a nested mapping, which reports to the same list."""
         return Keys(self.read(name) or {}, f"{self.where}{name}.", self.wrong)
 
 
 def short(value: Any) -> str:
-    """A value, shortened, as an error shows it."""
+    """Return a value, shortened, as an error shows it."""
     if isinstance(value, int) and abs(value) > 10**30:
         return "an absurd number"
     if isinstance(value, dict | list) and len(value) > 8:
-        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
+        kind = "mapping" if isinstance(value, dict) else "list"
+        return f"a {kind} of {len(value)}"
     try:
         return f"{value!r:.60}"
     except RecursionError:
@@ -122,34 +125,43 @@ def short(value: Any) -> str:
 
 
 def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
-    """The rotary parameters in any of a config's three spellings; a note if two disagree."""
+    """Return the rotary parameters in any of a config's three spellings; a note or a fault where two disagree."""
     theta = keys.read("rope_theta")
-    newer, older = keys.section("rope_parameters"), keys.section("rope_scaling")
-    rope, is_rotary = dict[str, Any](), VALUE_KINDS["a number or a word"]
-    for section in (older, newer):
-        values = {name: value for name, value in section.values.items() if value is not None}
-        kind = values.pop("type", None)
-        if kind is not None:
-            values.setdefault("rope_type", kind)
-        if bad := [name for name, value in values.items() if not is_rotary(value)]:
-            keys.wrong.append(f"{section.where}{bad[0]} is {short(values[bad[0]])}, expected a number or a word")
-            continue
-        for name in (name for name in rope.keys() & values.keys() if rope[name] != values[name]):
-            keys.wrong.append(f"rope_scaling and rope_parameters differ in {name}: {rope[name]!r}, {values[name]!r}")
-        rope |= values
+    newer = keys.section("rope_parameters")
+    rope = _read_rope_section(keys.section("rope_scaling"))
+    for name, value in _read_rope_section(newer).items():
+        if rope.setdefault(name, value) != value:
+            keys.wrong.append(f"rope_scaling and rope_parameters differ in {name}: {rope[name]!r}, {value!r}")
+        rope[name] = value
     if "rope_theta" in rope and not is_number(rope["rope_theta"]):
         keys.wrong.append(f"rope_theta is {short(rope.pop('rope_theta'))}, expected a number above 0")
     if theta is not None and rope.setdefault("rope_theta", theta) != theta:
         keys.wrong.append(f"rope_theta is {theta:g}, but {rope['rope_theta']!r} inside of the rotary parameters")
-    if unknown := sorted(rope.keys() - ROPE):
+    unknown = sorted(rope.keys() - ROPE)
+    if unknown:
         notes.append(f"unknown rotary parameters, not used: {', '.join(map(repr, unknown)):.200}")
         rope = {name: value for name, value in rope.items() if name in ROPE}
     if "rope_theta" not in rope:
         notes.append("no rope_theta: 10000, as in a Llama config without one")
     if rope.setdefault("rope_type", "default") not in ROPE_TYPES:
         keys.wrong.append(f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}")
+    # beside the rotary parameters in older configs, among them in newer ones
     partial = rope.pop("partial_rotary_factor", None) or keys.read("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         keys.wrong.append(f"partial_rotary_factor is {partial!r}, expected 1: heads turn whole vectors")
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
+    rope = {"rope_type": "default", "rope_theta": USUAL_THETA, **rope}
     return {**rope, "rope_theta": float(rope["rope_theta"])}
+
+
+def _read_rope_section(section: Keys) -> dict[str, Any]:
+    """Return the values of one spelling; none where one of them is of a wrong kind, which is reported."""
+    values = {name: value for name, value in section.values.items() if value is not None}
+    # older configs say `type`
+    kind = values.pop("type", None)
+    if kind is not None:
+        values.setdefault("rope_type", kind)
+    for name, value in values.items():
+        if not _is_rotary(value):
+            section.wrong.append(f"{section.where}{name} is {short(value)}, expected a number or a word")
+            return {}
+    return values

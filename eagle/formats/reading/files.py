@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import stat
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,16 +16,172 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from eagle.formats.reading.folder_paths import CONFIG_BYTES, check_not_hollow, has, plain_file, read_bytes
-
-INDEX_BYTES, HEADER_BYTES = 16_000_000, 4_000_000
-LARGEST = 40_000_000_000  # of all tensors together
-WHOLE = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+# the longest of its kind
+CONFIG_BYTES = 1_000_000
+INDEX_BYTES = 16_000_000
+HEADER_BYTES = 4_000_000
+TENSOR_BYTES = 40_000_000_000
+# a name that leads nowhere else
+PLAIN_NAME = re.compile(r"[\w][\w.\-+]*")
+# in the order in which they are looked for
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
+
+
+# -- paths ------------------------------------------------------------------------------------------------------------
+
+
+def folder_at(path: str | Path) -> Path:
+    """Return the real folder at a path."""
+    try:
+        folder = Path(path).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"no folder at {path}: {error}; expected one with config.json and weights") from None
+    if not folder.is_dir():
+        raise ValueError(f"{path} is no folder: expected one with config.json and weights")
+    return folder
+
+
+def check_empty(out: str | Path, source: Path) -> None:
+    """Refuse an output folder that is not empty, or that overlaps its source."""
+    folder = Path(out)
+    if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+        raise ValueError(f"{folder} is there already: name a new folder, or take it away")
+    # the head is written beside the folder first
+    staging = folder.with_name(folder.name + ".part")
+    if staging.is_symlink() or staging.exists():
+        raise ValueError(f"{staging} is there already: name a new folder, or take it away")
+    real = folder.resolve()
+    if real.is_relative_to(source) or source.is_relative_to(real):
+        raise ValueError(f"{out} lies in {source}, or around it: name another folder for the head")
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """Return a regular file of a folder; links may lead only inside it or into the surrounding hub cache."""
+    if not PLAIN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a file in {folder}: expected letters, digits, dots and dashes")
+    real = resolve_inside(folder / name, folder)
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise ValueError(f"{folder / name} is not a file: expected one with data")
+    return real
+
+
+def resolve_inside(path: Path, folder: Path) -> Path:
+    """Return where a path really lies, which must be in a folder, or in the hub's cache around it."""
+    try:
+        real = path.resolve(strict=True)
+        root = folder.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    allowed = [root]
+    for parent in root.parents:
+        # a snapshot in the hub's cache links to the blobs beside it
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            allowed.append(parent.parent / "blobs")
+    if not any(real.is_relative_to(parent) for parent in allowed):
+        raise ValueError(f"{path} is a link to {real}, outside of the folder: copy the file there if it is meant")
+    return real
+
+
+def check_links(folder: Path) -> None:
+    """Refuse a folder of which an entry is a link that leads outside."""
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if path.is_symlink():
+                resolve_inside(path, folder)
+
+
+def has(folder: Path, name: str) -> bool:
+    """Return whether a folder has an entry of this name, of any kind."""
+    return (folder / name).exists() or (folder / name).is_symlink()
+
+
+def check_not_hollow(path: Path, shown: Path) -> None:
+    """Refuse sparse files: a long file without data on disk would fill memory with zeros."""
+    status = path.stat()
+    size = status.st_size
+    # blocks of 512 bytes; some file systems compress, so an eighth of the size is enough
+    if getattr(status, "st_blocks", size) * 512 * 8 < size - 4096:
+        raise ValueError(f"{shown} says to have {size:,} bytes, and almost none are on the disk: copy it again")
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+def read_bounded(folder: Path, name: str, max_bytes: int) -> bytes:
+    """Return the bytes of a file in a folder; ValueError if there are more than any such file has."""
+    path = plain_file(folder, name)
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise ValueError(f"{folder / name} has {size:,} bytes, expected at most {max_bytes:,}: none is that long")
+    return read_start(path, size)
+
+
+def read_start(path: Path, count: int) -> bytes:
+    """Return the first bytes of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def read_text(folder: Path, name: str, max_bytes: int) -> str:
+    """Return the text of a file in a folder."""
+    try:
+        return read_bounded(folder, name, max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{folder / name} is no text: {error}; copy it again") from None
+
+
+def read_json(folder: Path, name: str, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Return a file's JSON mapping; NaN, infinities and duplicate keys are refused."""
+    return parse_json(read_bounded(folder, name, max_bytes), str(folder / name))
+
+
+def parse_json(text: bytes, source: str) -> dict[str, Any]:
+    """Return the mapping that JSON bytes hold."""
+    try:
+        value = json.loads(
+            text.decode("utf-8"), parse_constant=_refuse, parse_float=_parse_float, object_pairs_hook=_build_mapping
+        )
+    except (ValueError, RecursionError) as error:  # a decoding error is a ValueError
+        raise ValueError(f"{source} is not JSON: {_shorten(error)}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{source} holds {type(value).__name__}, expected a mapping")
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    # 1e999 is written as a number and read as infinity
+    return value if math.isfinite(value) else _refuse(text)
+
+
+def _build_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict[str, Any]()
+    for name, value in pairs:
+        if name in mapping:
+            raise ValueError(f"the key {name!r} stands twice")
+        mapping[name] = value
+    return mapping
+
+
+def _shorten(error: object) -> str:
+    """Return the first line of an error, without terminal control characters."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "".join(letter if letter.isprintable() else "?" for letter in lines[0][:200])
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,7 +207,7 @@ class FolderTensors:
     files: list[Path] = field(default_factory=list)  # as they are called in the folder
 
     def load(self, name: str) -> Tensor:
-        """The values of one tensor."""
+        """Return the values of one tensor."""
         path = self.stored[name].file
         if path in self.pickled:
             return self.pickled[path][name]
@@ -56,120 +215,89 @@ class FolderTensors:
             return file.get_tensor(name)
 
 
-def read_json(folder: Path, name: str, most: int = CONFIG_BYTES) -> dict[str, Any]:
-    """Read a JSON mapping; NaN, infinities and duplicate keys are refused."""
-    path = plain_file(folder, name)
-    if (size := path.stat().st_size) > most:
-        raise ValueError(f"{folder / name} has {size:,} bytes, expected at most {most:,}: none is that long")
-    return parse_json(read_bytes(path, size), str(folder / name))
-
-
-def parse_json(text: bytes, source: str) -> dict[str, Any]:
-    """Parse JSON bytes as a mapping."""
-    try:
-        value = json.loads(
-            text.decode("utf-8"), parse_constant=_refuse, parse_float=_parse_float, object_pairs_hook=_build_mapping
-        )
-    except (ValueError, RecursionError) as error:  # a decoding error is a ValueError
-        raise ValueError(f"{source} is not JSON: {_shorten(error)}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{source} holds {type(value).__name__}, expected a mapping")
-    return value
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a number")
-
-
-def _parse_float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse(text)
-
-
-def _build_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
-    return dict(pairs)
-
-
-def _shorten(error: object) -> str:
-    """The first line of an error, without terminal control characters."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return "".join(letter if letter.isprintable() else "?" for letter in lines[0][:200])
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor by the index; without an index, the file with all tensors, safetensors before pickles."""
-    for whole in WHOLE:
-        if has(folder, whole):
-            return {"": whole}
-        if has(folder, f"{whole}.index.json"):
-            files = read_json(folder, f"{whole}.index.json", INDEX_BYTES).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-                raise ValueError(f"{folder / whole}.index.json: weight_map must map each tensor to a file")
-            return files
-        others = sorted(path.name for path in folder.glob("*.safetensors"))
-        if whole == "model.safetensors" and len(others) == 1:
-            return {"": others[0]}
-    expected = (
-        "model.safetensors or pytorch_model.bin, whole or with an index, or medusa_lm_head.pt or hydra_lm_head.pt"
-    )
-    raise ValueError(f"no weights in {folder}: expected {expected}")
-
-
-def read_tensors(folder: Path, most: int | None = LARGEST) -> FolderTensors:
-    """The entries of the weight files, checked against file sizes; no tensor is read yet."""
-    tensors, files = FolderTensors(), _weight_map(folder)
-    for name in sorted(set(files.values())):
-        path, shown = plain_file(folder, name), folder / name
-        check_not_hollow(path, shown)
-        if name.endswith(".safetensors"):
-            entries = read_header(path, shown)
-        elif name.endswith((".bin", ".pt")):
-            tensors.pickled[path] = _map_pickle(path, shown)
-            pickled = tensors.pickled[path].items()
-            entries = {key: TensorEntry(value.dtype, tuple(value.shape), path) for key, value in pickled}
-        else:
-            raise ValueError(f"{shown}: expected weights in .safetensors, .bin or .pt")
-        if odd := [key for key in entries if not key.isprintable() or len(key) > 200]:
-            raise ValueError(f"{shown} holds a tensor called {odd[0]!r:.200}: this is no name")
-        if twice := sorted(entries.keys() & tensors.stored.keys()):
-            raise ValueError(f"{shown} holds {twice[0]}, which another file holds too")
-        tensors.stored.update(entries)
-        tensors.files.append(shown)
-    if "" not in files and (wrong := sorted(files.keys() ^ tensors.stored.keys())):
-        raise ValueError(
-            f"{folder}: index and files differ in {', '.join(map(repr, wrong[:4])):.300}: copy them all again"
-        )
+def read_tensors(folder: Path, max_bytes: int | None = TENSOR_BYTES) -> FolderTensors:
+    """Return the entries of the weight files, checked against file sizes; no tensor is read yet."""
+    tensors = FolderTensors()
+    weight_map = _read_weight_map(folder)
+    for name in sorted(set(weight_map.values())):
+        _add_file(tensors, folder, name)
+    # without an index the map names a file for no tensor at all
+    if "" not in weight_map:
+        differing = sorted(weight_map.keys() ^ tensors.stored.keys())
+        if differing:
+            shown = ", ".join(map(repr, differing[:4]))
+            raise ValueError(f"{folder}: index and files differ in {shown:.300}: copy them all again")
     total = sum(entry.bytes for entry in tensors.stored.values())
-    if most is not None and total > most:
+    if max_bytes is not None and total > max_bytes:
         raise ValueError(
-            f"the tensors in {folder} take {total:,} bytes, expected at most {LARGEST:,}: this is no draft head"
+            f"the tensors in {folder} take {total:,} bytes, expected at most {TENSOR_BYTES:,}: this is no draft head"
         )
     return tensors
 
 
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index; without an index, the one file with all of them."""
+    for name in WEIGHT_FILES:
+        if has(folder, name):
+            return {"": name}
+        if has(folder, f"{name}.index.json"):
+            files = read_json(folder, f"{name}.index.json", INDEX_BYTES).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise ValueError(f"{folder / name}.index.json: weight_map must map each tensor to a file")
+            return files
+        # a safetensors file of any name comes before pickles
+        others = sorted(path.name for path in folder.glob("*.safetensors"))
+        if name == "model.safetensors" and len(others) == 1:
+            return {"": others[0]}
+    raise ValueError(
+        f"no weights in {folder}: expected model.safetensors or pytorch_model.bin, whole or with an index, or "
+        "medusa_lm_head.pt or hydra_lm_head.pt"
+    )
+
+
+def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
+    """Add the entries of one weight file."""
+    path = plain_file(folder, name)
+    shown = folder / name
+    check_not_hollow(path, shown)
+    if name.endswith(".safetensors"):
+        entries = read_header(path, shown)
+    elif name.endswith((".bin", ".pt")):
+        mapped = _map_pickle(path, shown)
+        tensors.pickled[path] = mapped
+        entries = {key: TensorEntry(tensor.dtype, tuple(tensor.shape), path) for key, tensor in mapped.items()}
+    else:
+        raise ValueError(f"{shown}: expected weights in .safetensors, .bin or .pt")
+    for key in entries:
+        if not key.isprintable() or len(key) > 200:
+            raise ValueError(f"{shown} holds a tensor called {key!r:.200}: this is no name")
+    duplicates = sorted(entries.keys() & tensors.stored.keys())
+    if duplicates:
+        raise ValueError(f"{shown} holds {duplicates[0]}, which another file holds too")
+    tensors.stored.update(entries)
+    tensors.files.append(shown)
+
+
 def read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
-    """The header of a safetensors file, whose tensors must cover the file exactly and in order."""
+    """Return the header of a safetensors file, whose tensors must cover the file exactly and in order."""
+    # 8 bytes with the header's length, the header, the tensors
     size = path.stat().st_size
-    length = int.from_bytes(read_bytes(path, 8), "little")
+    length = int.from_bytes(read_start(path, 8), "little")
     if size < 8 or length > size - 8 or length > HEADER_BYTES:
         raise ValueError(
             f"{shown} has {size:,} bytes and a header of {length:,}: it is cut short, or no safetensors file"
         )
-    header = parse_json(read_bytes(path, 8 + length)[8:], f"the header of {shown}")
+    header = parse_json(read_start(path, 8 + length)[8:], f"the header of {shown}")
     header.pop("__metadata__", None)
-    entries, spans = {}, []
-    for name, line in header.items():
-        dtype, shape, start, stop = _parse_entry(line, f"{shown}: {name!r:.100}")
-        entry = entries[name] = TensorEntry(dtype, shape, path)
+    entries = {}
+    spans = []
+    for name, values in header.items():
+        dtype, shape, start, stop = _parse_entry(values, f"{shown}: {name!r:.100}")
+        entry = TensorEntry(dtype, shape, path)
         if stop - start != entry.bytes:
             needed = f"needs {entry.bytes:,} bytes, it has {stop - start:,}"
             raise ValueError(f"{shown}: {name!r:.100} of shape {list(shape)} in {dtype} {needed}")
+        entries[name] = entry
         spans.append((start, stop))
     end = 0
     for start, stop in sorted(spans):
@@ -182,55 +310,63 @@ def read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
 
 
 def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Parse one entry of a header."""
+    """Return dtype, shape, start and stop of one entry of a header."""
     try:
-        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        start, stop = entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{where} does not say dtype, shape and two data_offsets") from None
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{where} has dtype {dtype!r:.50}, expected one of {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+    if not isinstance(shape, list) or len(shape) > 8 or not _are_counts(shape, 2**40):
         raise ValueError(f"{where} has shape {shape!r:.100}, expected up to 8 sizes")
-    if not all(type(place) is int and 0 <= place < 2**50 for place in (start, stop)):
+    if not _are_counts([start, stop], 2**50):
         raise ValueError(f"{where} has offsets {start!r:.30}, {stop!r:.30}, expected two places in the file")
     return DTYPES[dtype], tuple(shape), start, stop
 
 
+def _are_counts(values: list[Any], end: int) -> bool:
+    # `type`, for true is an int too
+    return all(type(value) is int and 0 <= value < end for value in values)
+
+
 def _map_pickle(path: Path, shown: Path) -> dict[str, Tensor]:
-    """A .bin file's tensors, memory-mapped, without running code of its pickle."""
+    """Return a .bin file's tensors, memory-mapped, without running code of its pickle."""
     size = path.stat().st_size
     _check_uncompressed(path, shown, size)
-    try:  # on the device without memory first, for the sizes that the pickle claims
-        _check_claims(torch.load(path, map_location="meta", weights_only=True), size)
+    try:
+        # on the device without memory first, for the sizes that the pickle claims
+        for name, tensor in _claimed_tensors(path):
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+                raise ValueError(f"{name[:100]} is {type(tensor).__name__}, expected a plain tensor")
+            if not tensor.is_contiguous() or tensor.numel() * tensor.dtype.itemsize > size:
+                raise ValueError(f"{name[:100]} of shape {list(tensor.shape)} does not lie whole in {size:,} bytes")
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
-        reason = _shorten(error)
         raise ValueError(
-            f"{shown} cannot be read as weights alone (torch.load, weights_only=True): {reason}; expected names and "
-            "plain tensors: save it again, or as safetensors"
+            f"{shown} cannot be read as weights alone (torch.load, weights_only=True): {_shorten(error)}; expected "
+            "names and plain tensors: save it again, or as safetensors"
         ) from None
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _check_uncompressed(path: Path, shown: Path, size: int) -> None:
-    """Refuse compressed archives before reading them."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            parts = archive.infolist()
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        reason = _shorten(error)
-        raise ValueError(
-            f"{shown} is not what torch.save has written since 1.6: {reason}. Save it again, or as safetensors"
-        ) from None
-    if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > size:
-        raise ValueError(f"{shown} holds compressed parts, expected what torch.save writes: save it again")
-
-
-def _check_claims(claimed: Any, size: int) -> None:
+def _claimed_tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    claimed = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(claimed, dict) or not all(isinstance(name, str) for name in claimed):
         raise ValueError(f"it holds {type(claimed).__name__}, expected a mapping of names to tensors")
-    for name, tensor in claimed.items():
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
-            raise ValueError(f"{name[:100]} is {type(tensor).__name__}, expected a plain tensor")
-        if not tensor.is_contiguous() or tensor.numel() * tensor.dtype.itemsize > size:
-            raise ValueError(f"{name[:100]} of shape {list(tensor.shape)} does not lie whole in {size:,} bytes")
+    yield from claimed.items()
+
+
+def _check_uncompressed(path: Path, shown: Path, size: int) -> None:
+    """Refuse compressed archives before reading them: a small one may hold any number of zeros."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"{shown} is not what torch.save has written since 1.6: {_shorten(error)}. Save it again, or as safetensors"
+        ) from None
+    is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    if is_compressed or sum(member.file_size for member in members) > size:
+        raise ValueError(f"{shown} holds compressed parts, expected what torch.save writes: save it again")

@@ -17,9 +17,9 @@ from eagle.disk import lock_path
 from eagle.drafters.outside import UntrustedCode
 from eagle.formats.checkpoint import load_head, save_head
 from eagle.formats.layout import check_fit
-from eagle.formats.networks.eagle3_heads import NEXT_STEP
-from eagle.formats.reading.files import read_json
-from eagle.formats.reading.folder_paths import check_empty, folder_at
+from eagle.formats.networks.eagle_heads import NEXT_STEP
+from eagle.formats.networks.network import Network, convert, describe_problems, match
+from eagle.formats.reading.files import check_empty, folder_at, read_json
 from eagle.formats.reading.head_folder import OWN, UNKNOWN, Finding, HeadFolder
 from eagle.formats.reading.lint import lint
 from eagle.formats.reading.recognise import kind_by_config, read_folder
@@ -45,45 +45,81 @@ class Inspection:
         return any(finding.fatal for finding in self.findings)
 
     def __str__(self) -> str:
-        parts = [f"{self.folder}: {self.kind}", _show_table(self.facts)]
-        parts += [f"by default: {note}" for note in self.notes]
-        parts += [str(finding) for finding in self.findings] or ["nothing is wrong with it that can be seen from here"]
-        return "\n".join(part for part in parts if part)
+        width = max(map(len, self.facts), default=0)
+        lines = [f"{self.folder}: {self.kind}"]
+        lines += [f"{name:<{width}}  {value}" for name, value in self.facts.items()]
+        lines += [f"by default: {note}" for note in self.notes]
+        lines += map(str, self.findings)
+        if not self.findings:
+            lines.append("nothing is wrong with it that can be seen from here")
+        return "\n".join(lines)
 
 
 def inspect(folder: str | Path, target: str | None = None) -> Inspection:
-    """Identify a checkpoint and list its faults; a broken one is described as far as it can be read."""
-    path, target_files = folder_at(folder), None if target is None else TargetFiles.read(target)
+    """Identify a checkpoint and list its faults; a broken one is described as far as it can be read.
+
+    Args:
+        folder: The checkpoint.
+        target: The target with which it is compared, a folder or a hub id.
+    """
+    path = folder_at(folder)
+    target_files = _read_target(target)
     try:
         head, network = read_folder(path)
-        network.match(head, target_files)
+        head.target = target_files
+        if network is not None:
+            match(network, head)
     except ValueError as error:
-        kind = _kind_of_unreadable(path)
-        return Inspection(str(folder), kind, UNKNOWN, {}, (Finding(str(error), fix="Copy or export it again"),))
-    findings = lint(head, network, target_files)
+        finding = Finding(str(error), fix="Copy or export it again")
+        return Inspection(str(folder), _kind_of_unreadable(path), UNKNOWN, {}, (finding,))
+    findings = lint(head, network)
     if head.layout == OWN:
-        try:
-            _load_own(head.path, target)
-        except UntrustedCode as error:  # no fault of the head, of which the files alone were looked at
-            findings = [Finding(f"the head was not loaded: {error}", fatal=False), *findings]
-        except ValueError as error:
-            findings = [Finding(str(error), fix="Copy it again, or name its target"), *findings]
-    facts = {**list_facts(head), **network.list_facts(head)}
-    return Inspection(str(folder), network.describe(head), head.layout, facts, tuple(findings), tuple(head.notes))
+        findings = [*_try_own(path, target), *findings]
+    kind = head.kind
+    facts = _list_facts(head)
+    if network is not None:
+        kind = network.describe(head)
+        facts |= network.list_facts(head)
+    return Inspection(str(folder), kind, head.layout, facts, tuple(findings), tuple(head.notes))
+
+
+def _try_own(path: Path, target: str | None) -> list[Finding]:
+    """Return what prevents loading a head of this project."""
+    try:
+        _load_own(path, target)
+    except UntrustedCode as error:  # no fault of the head, of which the files alone were looked at
+        return [Finding(f"the head was not loaded: {error}", fatal=False)]
+    except ValueError as error:
+        return [Finding(str(error), fix="Copy it again, or name its target")]
+    return []
 
 
 def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
-    """The head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
+    """Return the head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
     head, network = read_folder(folder_at(folder))
     if head.layout == OWN:
         return _load_own(head.path, target)
-    target_files = None if target is None else TargetFiles.read(target)
-    network.match(head, target_files)
-    return network.convert(head, target_files, taps, NEXT_STEP)[0]
+    head.target = _read_target(target)
+    drafter, _ = _convert(head, network, taps, NEXT_STEP)
+    return drafter
+
+
+def _read_target(target: str | None) -> TargetFiles | None:
+    return None if target is None else TargetFiles.read(target)
+
+
+def _convert(
+    head: HeadFolder, network: Network | None, taps: tuple[int, ...] | None, norm_output: str | None
+) -> tuple[TrainableDrafter, list[str]]:
+    """Return a recognised head as one of this project, with notes."""
+    if network is None:
+        raise ValueError(describe_problems(head))
+    match(network, head)
+    return convert(network, head, taps, norm_output)
 
 
 def _load_own(path: Path, target: str | None) -> TrainableDrafter:
-    """A head of this project; ValueError if its files do not fit each other, or the target whose states it reads."""
+    """Return a head of this project; ValueError if its files do not fit each other, or the target."""
     head = load_head(path)
     if target is None or not head.taps:
         return head
@@ -102,32 +138,45 @@ def import_head(
     taps: tuple[int, ...] | None = None,
     norm_output: str | None = None,
 ) -> str:
-    """Write a checkpoint as a head of this project; returns notes on all that was used, left out or assumed."""
+    """Write a checkpoint as a head of this project; returns notes on all that was used, left out or assumed.
+
+    Args:
+        folder: The checkpoint.
+        out: The folder to write, which must not be there.
+        target: The target, where its embedding or sizes are not in the checkpoint: a folder or a hub id.
+        taps: The layers whose inputs the head reads, where its config does not tell.
+        norm_output: What reads the normed state, by the config's `norm_output`: "next-step" or "lm-head".
+    """
+    # open and recognise, match and map, save
     with lock_path(out):
         source = folder_at(folder)
         check_empty(out, source)
-        target_files = None if target is None else TargetFiles.read(target)
+        target_files = _read_target(target)
         head, network = read_folder(source)
         if head.layout == OWN:
             raise ValueError(f"{folder} is a head of this project already: copy it")
-        network.match(head, target_files)
-        drafter, notes = network.convert(head, target_files, taps, norm_output)
-        imported = {"layout": head.layout, "weights": fingerprint(head.tensors.files), "notes": notes}
-        verifier = head.keys.section("speculators_config").section("verifier").read("name_or_path")
-        verifier = verifier or head.keys.read("base_model_name_or_path")
+        head.target = target_files
+        drafter, notes = _convert(head, network, taps, norm_output)
         recipe = {
-            "target": {"path": target or verifier or "unknown"},
+            "target": {"path": target or _named_target(head) or "unknown"},
             "data": {"train": "unknown: the head was imported"},
             "drafter": drafter.settings.model_dump(mode="json"),
             "train": {"out": Path(out).name, "imported_from": head.layout},
         }
+        imported = {"layout": head.layout, "weights": fingerprint(head.tensors.files), "notes": notes}
         save_head(out, drafter, yaml.safe_dump(recipe, sort_keys=False), {"eagle": __version__, "imported": imported})
     title = f"{folder}: {head.kind}, {head.layout}; every tensor was used or is named here"
     return "\n".join([title, *notes, f"{out} is a head of this project"])
 
 
+def _named_target(head: HeadFolder) -> str | None:
+    """Return the target that the checkpoint names."""
+    verifier = head.keys.section("speculators_config").section("verifier").read("name_or_path")
+    return verifier or head.keys.read("base_model_name_or_path")
+
+
 def _kind_of_unreadable(path: Path) -> str:
-    """The kind that a folder's config states, if it can be read."""
+    """Return the kind that a folder's config states, if it can be read."""
     try:
         kind = kind_by_config(read_json(path, "config.json"))
     except ValueError:
@@ -135,15 +184,9 @@ def _kind_of_unreadable(path: Path) -> str:
     return f"unreadable, by its config {kind}" if kind else "unreadable"
 
 
-def list_facts(head: HeadFolder) -> dict[str, Any]:
-    """The facts of any checkpoint that `inspect` shows."""
+def _list_facts(head: HeadFolder) -> dict[str, Any]:
+    """Return the facts of any checkpoint that `inspect` shows."""
     entries = head.tensors.stored.values()
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
     count = sum(math.prod(entry.shape) for entry in entries if entry.dtype.is_floating_point)
     return {"layout": head.layout, "tensors": f"{len(entries)}, {count:,} parameters, {', '.join(dtypes)}"}
-
-
-def _show_table(facts: dict[str, Any]) -> str:
-    """Format a table without lines."""
-    width = max(map(len, facts), default=0)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())

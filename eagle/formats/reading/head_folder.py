@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,20 @@ from eagle.formats.reading.config_keys import NO_MATTER, Keys, read_rope, short
 from eagle.formats.reading.files import FolderTensors, TensorEntry
 from eagle.formats.reading.target_files import TargetFiles, count_differing_rows, is_multiple
 
-OWN, SPECULATORS, AUTOMODEL, REFERENCE = "this project", "speculators", "Automodel", "SafeAILab/EAGLE"
-MODELOPT, MIDLAYER, LAYERS, UNKNOWN = "ModelOpt", "EAGLE-3, midlayer.*", "EAGLE-3, layers.0.*", "unknown"
+# layouts, by who writes them
+OWN = "this project"
+SPECULATORS = "speculators"
+AUTOMODEL = "Automodel"
+REFERENCE = "SafeAILab/EAGLE"
+MODELOPT = "ModelOpt"
+MIDLAYER = "EAGLE-3, midlayer.*"
+LAYERS = "EAGLE-3, layers.0.*"
 EAGLE1 = "EAGLE-1"
-FOREIGN_PARTS = {  # tensors that no network here has
+UNKNOWN = "unknown"
+# the target's tensors, by our names
+EMBEDDING = "embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+FOREIGN_TENSORS = {  # what no network here has
     r"parallel_draft_heads\.": "a Medusa head",
     r".*\.(kv_a_proj_with_mqa|kv_a_layernorm|kv_b_proj|q_a_\w+|q_b_proj)\.": "multi-head latent attention",
     r".*\.mlp\.(experts|gate\.|shared_expert)": "a mixture of experts",
@@ -33,7 +43,6 @@ FOREIGN_PARTS = {  # tensors that no network here has
     r"lm_head\.bias": "a bias in the LM head",
     r".*\.(weight_scale|input_scale|qweight|qzeros|scales|weight_packed)": "quantised weights",
 }
-EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"  # the target's, by our names
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,10 @@ class Finding:
     fix: str = ""
 
     def __str__(self) -> str:
+        severity = "FATAL" if self.fatal else "note "
         where = f" [{', '.join(self.engines)}]" if self.engines else ""
-        return f"{'FATAL' if self.fatal else 'note '} {self.what}{where}{f'. {self.fix}' if self.fix else ''}"
+        fix = f". {self.fix}" if self.fix else ""
+        return f"{severity} {self.what}{where}{fix}"
 
 
 @dataclass
@@ -60,172 +71,220 @@ class HeadFolder:
     keys: Keys  # of the whole config
     block: Keys  # of its Llama block
     nested: Keys  # of its eagle_config, or of this project's settings
+    target: TargetFiles | None = None  # with which it is compared
     layout: str = UNKNOWN
-    method: str = ""  # of this project
     kind: str = ""  # what it is, by the registry of networks or beside it
+    method: str = ""  # of this project
+    names: dict[str, str] = field(default_factory=dict)  # our names of the tensors, and theirs
     settings: dict[str, Any] = field(default_factory=dict)  # as a recipe would state them
-    layer: str = ""  # that it is, by its number in a whole model
-    names: dict[str, str] = field(default_factory=dict)  # ours: theirs
     shape: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)  # of the shape, by the tensors
-    target_layers: int | None = None  # where the config tells
     draft_vocab_size: int = 0  # D
     tap_count: int = 1
-    embed_scale: float = 1.0  # of the target, which the head was trained without
-    differing: dict[str, tuple[int, int]] = field(default_factory=dict)  # rows of copies that are not the target's
     inputs: tuple[int, ...] | None = None  # layer ids that count inputs
     outputs: tuple[int, ...] | None = None  # layer ids that count outputs
-    inputs_by_outputs: tuple[int, ...] | None = None  # the same layers, by their inputs
+    target_layers: int | None = None  # where the config tells
+    layer_number: str = ""  # that of a layer of multi-token prediction in its model
+    differing_rows: int = 0  # of its embedding, which are not the target's
     problems: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unknown_keys: list[str] = field(default_factory=list)
 
-    def list_unknown_keys(self) -> None:
-        """List the keys of its config with a value that nothing here reads, and that may matter."""
-        for section in {id(section): section for section in (self.keys, self.block, self.nested)}.values():
-            held = {name for name, value in section.values.items() if value is not None}
-            left = sorted(held - section.taken - NO_MATTER)
-            self.unknown_keys += [
-                f"{section.where}{name if name.isprintable() else ascii(name)}"[:100] for name in left
-            ]
+    @property
+    def sections(self) -> tuple[Keys, Keys, Keys]:
+        """All keys of the config; two of them may be the same."""
+        return self.keys, self.block, self.nested
+
+    @property
+    def inputs_by_outputs(self) -> tuple[int, ...] | None:
+        """The layers whose outputs are named, by their inputs."""
+        return None if self.outputs is None else tuple(layer + 1 for layer in self.outputs)
+
+    @property
+    def is_of_speculators(self) -> bool:
+        """Whether the config is one of `speculators`."""
+        return "speculators_model_type" in self.config or "transformer_layer_config" in self.config
 
     @property
     def architectures(self) -> list[str]:
         """The config's architectures, by which engines choose what to load."""
-        named = self.config.get("architectures")
-        return [name[:80] for name in named if isinstance(name, str)][:8] if isinstance(named, list) else []
+        names = self.config.get("architectures")
+        if not isinstance(names, list):
+            return []
+        return [name[:80] for name in names if isinstance(name, str)][:8]
+
+    def unknown_keys(self) -> str:
+        """Return the keys of its config with a value that nothing here reads, and that may matter."""
+        shown = []
+        for section in {id(section): section for section in self.sections}.values():
+            with_value = {name for name, value in section.values.items() if value is not None}
+            for name in sorted(with_value - section.taken - NO_MATTER):
+                printable = name if name.isprintable() else ascii(name)
+                shown.append(f"{section.where}{printable}"[:100])
+        return ", ".join(shown)
 
     def has_block(self, prefix: str) -> bool:
-        """Whether some tensor's name begins with this prefix."""
+        """Return whether some tensor's name begins with this prefix."""
         return any(name.startswith(prefix) for name in self.names.values())
 
     def entry(self, name: str) -> TensorEntry | None:
-        """A tensor's entry by this project's name, if present."""
+        """Return a tensor's entry by this project's name, if present."""
         return self.tensors.stored.get(self.names.get(name, ""))
 
+    def side(self, name: str, dim: int) -> int | None:
+        """Return one side of a matrix by this project's name, if present."""
+        entry = self.entry(name)
+        return entry.shape[dim] if entry and len(entry.shape) == 2 else None
+
     def load(self, name: str) -> Tensor:
-        """A tensor's values by this project's name."""
+        """Return a tensor's values by this project's name."""
         return self.tensors.load(self.names[name])
 
     def problem(self, what: str, fix: str = "", fatal: bool = True) -> None:
         """Record a problem that prevents an import."""
         self.problems.append(Finding(what, (), fatal, fix))
 
-    def refuse(self, settings: Mapping[str, bool], part: str = "head") -> None:
+    def note_once(self, note: str) -> None:
+        """Record a note that several tensors may give reason to."""
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def refuse(self, settings: Mapping[str, bool], what: str = "head") -> None:
         """Record the settings that no head of this project has, with their values."""
-        for name in (name for name, is_refused in settings.items() if is_refused):
-            sections = (self.keys, self.block, self.nested)
-            value = next((section.values[name] for section in sections if name in section.values), None)
-            self.problem(f"config.json: {name} is {short(value)}, which no {part} here can be", fatal=False)
+        for name, is_refused in settings.items():
+            if is_refused:
+                values = [section.values[name] for section in self.sections if name in section.values]
+                value = values[0] if values else None
+                self.problem(f"config.json: {name} is {short(value)}, which no {what} here can be", fatal=False)
 
     def take(self, *names: str) -> None:
         """Mark keys that do not matter as used, wherever they stand."""
-        for section in (self.keys, self.block, self.nested):
+        for section in self.sections:
             section.taken |= set(names)
 
 
-def name_part(name: str) -> str:
-    """The meaning of a tensor that no network here has; "" if unknown."""
-    return next((part for pattern, part in FOREIGN_PARTS.items() if re.match(pattern, name)), "")
+def describe_tensor(name: str) -> str:
+    """Return what a tensor is that no network here has; "" if unknown."""
+    return next((meaning for pattern, meaning in FOREIGN_TENSORS.items() if re.match(pattern, name)), "")
 
 
-def list_some(names: list[str]) -> str:
-    """The first names of a list, and the number of the others."""
-    return f"{', '.join(names[:4]):.300}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def usual_name(name: str) -> str:
+    """Return a tensor's name as most trainers have it."""
+    return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
-def refuse_tensors(head: HeadFolder, names: list[str]) -> None:
+def list_some(names: Iterable[str]) -> str:
+    """Return the first names of a list, and the number of the others."""
+    first, rest = [*names][:4], [*names][4:]
+    more = f" and {len(rest)} more" if rest else ""
+    return f"{', '.join(first):.300}{more}"
+
+
+def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
     """Record tensors that no network here has, by what they are."""
-    parts: dict[str, list[str]] = {}
+    by_meaning: dict[str, list[str]] = {}
     for name in names:
-        bare = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
-        parts.setdefault(name_part(bare), []).append(name)
-    for part, stored in parts.items():
-        if part:
-            head.problem(f"{part}: {list_some(stored)}; no head here has that", fatal=False)
+        by_meaning.setdefault(describe_tensor(usual_name(name)), []).append(name)
+    for meaning, stored in by_meaning.items():
+        if meaning:
+            head.problem(f"{meaning}: {list_some(stored)}; no head here has that", fatal=False)
         else:
             fix = "Take them out if they do not matter: nothing is left out here"
             head.problem(f"unknown tensors: {list_some(stored)}", fix)
 
 
-# -- copies and sizes, by tensors, config and target -----------------------------------------------------------------
+# -- copies, by tensors and target ------------------------------------------------------------------------------------
 
 
 def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
     """Record tensors that stand twice and differ."""
     for theirs, ours in copies.items():
-        if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):  # float8 is compared by nobody
+        # as floats, for there is no comparison of float8
+        if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):
             head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
     if copies:
-        head.notes.append(f"{list_some(list(copies))} are left out: they are what other levels have too")
+        head.notes.append(f"{list_some(copies)} are left out: they are what other levels have too")
 
 
-def compare_borrowed(
-    head: HeadFolder, name: str, known_as: tuple[str, ...], may_differ: bool, target: TargetFiles | None
-) -> None:
+def compare_borrowed(head: HeadFolder, name: str, known_as: tuple[str, ...], may_differ: bool) -> None:
     """Compare the checkpoint's copy of a target's tensor with the target's, which a head here borrows."""
     stored = head.names[name]
+    target = head.target
     left_out = f"{stored} is left out, heads here use the target's"
     if target is None:
         head.notes.append(f"{left_out}; not compared: no --target")
         return
-    ours, theirs = head.load(name), target.matrix(known_as)
+    ours = head.load(name)
+    theirs = target.matrix(known_as)
     if theirs is None:
         head.notes.append(f"{left_out}; not compared: the target has none by that name")
-        return
-    if not ours.is_floating_point():
+    elif not ours.is_floating_point():
         head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
     elif ours.shape != theirs.shape:
         head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
     elif name == EMBEDDING and is_multiple(ours, theirs, target.embed_scale):
+        # engines know nothing of the factor, so exports hold the product
         head.notes.append(f"{left_out}; they are equal but for the target's own factor, {target.embed_scale:g}")
-    elif differing := count_differing_rows(ours, theirs):
-        if may_differ:
-            head.differing[name] = (differing, len(ours))
-            head.notes.append(f"{left_out}; {differing} of {len(ours)} rows DIFFER from it")
-        else:
-            what = f"{stored} differs from the target's in {differing} of {len(ours)} rows"
-            head.problem(what, "Another target, or trained?")
     else:
+        _compare_rows(head, name, count_differing_rows(ours, theirs), len(ours), may_differ)
+
+
+def _compare_rows(head: HeadFolder, name: str, differing: int, total: int, may_differ: bool) -> None:
+    """Record how many rows of a copy are not the target's."""
+    stored = head.names[name]
+    left_out = f"{stored} is left out, heads here use the target's"
+    if not differing:
         head.notes.append(f"{left_out}; they are equal")
+    elif may_differ:
+        head.differing_rows = differing
+        head.notes.append(f"{left_out}; {differing} of {total} rows DIFFER from it")
+    else:
+        what = f"{stored} differs from the target's in {differing} of {total} rows"
+        head.problem(what, "Another target, or trained?")
 
 
-def count_parts(head: HeadFolder, pattern: str) -> int:
-    """The number of different indices at one place of our names."""
-    return len({found[1] for name in head.names if (found := re.match(pattern, name))})
+# -- counts and sizes, by tensors, config and target ------------------------------------------------------------------
 
 
-def compare_count(head: HeadFolder, stated: int | None, count: int, what: str) -> int:
-    """The count found in the file; a note if the config states another one."""
-    if stated is not None and stated > count:
-        head.problem(f"config.json says {stated} {what}, the file holds {count}", "Copy it again")
-    elif stated not in (None, count):
-        head.notes.append(f"config.json says {stated} {what}, the file holds {count}, which are read")
+def count_indices(head: HeadFolder, pattern: str) -> int:
+    """Return the number of different indices at one position of our names."""
+    matches = (re.match(pattern, name) for name in head.names)
+    return len({match[1] for match in matches if match})
+
+
+def compare_count(head: HeadFolder, expected: int | None, count: int, what: str) -> int:
+    """Return the count found in the file; a note if the config expects another one."""
+    if expected is not None and expected > count:
+        head.problem(f"config.json says {expected} {what}, the file holds {count}", "Copy it again")
+    elif expected not in (None, count):
+        head.notes.append(f"config.json says {expected} {what}, the file holds {count}, which are read")
     return count
 
 
-def compare_size(head: HeadFolder, key: str, stated: Any, size: int | None) -> None:
-    """Note a size in the config that differs from the tensors'."""
-    if None not in (stated, size) and stated != size:
-        head.problem(f"config.json: {key} is {short(stated)}, the tensors have {size}", "Copy both files again")
+def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) -> None:
+    """Record a size in the config that differs from the tensors'."""
+    if None not in (expected, size) and expected != size:
+        head.problem(f"config.json: {key} is {short(expected)}, the tensors have {size}", "Copy both files again")
 
 
-def read_sides(head: HeadFolder, target: TargetFiles | None, width: str, rows: str) -> None:
-    """Width and vocabulary, by the tensors that have them, else as the config or the target says."""
-    for key, name, side in (("hidden_size", width, 1), ("vocab_size", rows, 0)):
-        stated, entry = head.keys.read(key), head.entry(name)
-        found = entry.shape[side] if entry and len(entry.shape) == 2 else None
-        compare_size(head, key, stated, found)
-        size = found or stated or (target and (target.width if key == "hidden_size" else target.vocab_size))
+def read_sides(head: HeadFolder, width_of: str, rows_of: str) -> None:
+    """Read width and vocabulary by the tensors that have them, else as the config or the target says."""
+    target = head.target
+    sources = {
+        "hidden_size": (head.side(width_of, 1), target.width if target else None),
+        "vocab_size": (head.side(rows_of, 0), target.vocab_size if target else None),
+    }
+    for key, (size, of_target) in sources.items():
+        expected = head.keys.read(key)
+        compare_size(head, key, expected, size)
+        size = size or expected or of_target
         if not size:
-            head.problem(
-                f"no {key} in config.json, and no tensor tells it", "Name the target with --target", fatal=False
-            )
+            what = f"no {key} in config.json, and no tensor tells it"
+            head.problem(what, "Name the target with --target", fatal=False)
         head.shape[key] = size or 1
 
 
 def read_sizes(head: HeadFolder) -> None:
-    """The block's sizes from the config, else from its tensors, else Llama's defaults."""
+    """Read the block's sizes from the config, else from its tensors, else take Llama's defaults."""
     block = head.block
     width = _read_size(head, "hidden_size", "fc.weight")
     heads = block.read("num_attention_heads")
@@ -238,8 +297,9 @@ def read_sizes(head: HeadFolder) -> None:
         "vocab_size": _read_size(head, "vocab_size", EMBEDDING if EMBEDDING in head.names else "t2d"),
         "rope_parameters": read_rope(block, head.notes),
     }
+    # false turns neighbours, and heads here turn halves
     interleaved = {}
-    for name in ("is_neox_style", "rope_is_neox_style"):  # false turns neighbours, and heads here turn halves
+    for name in ("is_neox_style", "rope_is_neox_style"):
         interleaved[name] = False in (head.keys.read(name), block.read(name))
     head.refuse(interleaved)
     defaults = {
@@ -260,9 +320,10 @@ def read_sizes(head: HeadFolder) -> None:
 
 
 def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
-    """A size by the config, else the rows of a tensor."""
-    size, entry = head.block.read(name), head.entry(tensor)
-    if size is None and entry is not None and len(entry.shape) > 0:
+    """Return a size by the config, else the rows of a tensor."""
+    size: int | None = head.block.read(name)
+    entry = head.entry(tensor)
+    if size is None and entry is not None and entry.shape:
         size = entry.shape[0]
         head.notes.append(f"no {name}: {size}, the rows of {tensor}")
     if not size:
@@ -271,13 +332,15 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
 
 
 def read_own(head: HeadFolder) -> None:
-    """The settings and sizes of a head of this project, under its own names."""
+    """Read the settings and sizes of a head of this project, under its own names."""
     head.names = {name: name for name in head.tensors.stored}
     read_sizes(head)
     head.settings = dict(head.config["settings"])
     head.draft_vocab_size = head.block.read("draft_vocab_size") or head.shape["vocab_size"]
     taps = head.settings.get("taps")
-    head.inputs = tuple(taps) if isinstance(taps, list) and all(type(tap) is int for tap in taps) else None
+    if isinstance(taps, list) and all(type(tap) is int for tap in taps):
+        head.inputs = tuple(taps)
     head.tap_count = len(head.inputs or (1,))
-    head.nested.taken |= head.nested.values.keys()
-    head.block.taken |= head.block.values.keys()
+    # whoever loads it checks them all
+    for section in (head.nested, head.block):
+        section.taken |= section.values.keys()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
-class Trap:
+class Fault:
     """A fault of a checkpoint and its remedy, with braces for the checkpoint's values."""
 
     what: str
@@ -17,31 +17,33 @@ class Trap:
 
 
 @dataclass(frozen=True)
-class Hint(Trap):
+class Hint(Fault):
     """A fault that costs nothing, or only in some engines."""
 
     fatal: bool = False
 
 
-class Strike(NamedTuple):
-    """A trap in one checkpoint: its values, and in which engines' layouts it strikes, by their tables unless told."""
+class FoundFault(NamedTuple):
+    """A fault in one checkpoint, with the values for its text."""
 
-    trap: Trap
+    fault: Fault
     values: dict[str, Any]
     fatal: bool
-    reads: Callable[[Any], bool] | None = None
+    is_struck: Callable[[Any], bool] | None = None  # engines with such a layout; None for those whose tables name it
 
 
-def strike(trap: Trap, fatal: bool | None = None, reads: Callable[[Any], bool] | None = None, **values: Any) -> Strike:
-    """A trap in one checkpoint with the values for its text."""
-    return Strike(trap, values, trap.fatal if fatal is None else fatal, reads)
+def find(
+    fault: Fault, fatal: bool | None = None, is_struck: Callable[[Any], bool] | None = None, **values: Any
+) -> FoundFault:
+    """Return a fault in one checkpoint with the values for its text."""
+    return FoundFault(fault, values, fault.fatal if fatal is None else fatal, is_struck)
 
 
-MODEL_PREFIX = Trap("{count} tensors stand under `model.`", "Take `model.` off the names; import and export do")
+MODEL_PREFIX = Fault("{count} tensors stand under `model.`", "Take `model.` off the names; import and export do")
 MIDLAYER_ONLY = Hint("the block is called layers.0: OpenVINO starts a random one", "Export to openvino")
 ARCHITECTURE = Hint("architectures is {names}, which no engine knows", "Export again")
 
-IDS_DISAGREE = Trap(
+IDS_DISAGREE = Fault(
     "layer ids disagree: inputs {inputs}, outputs {outputs}{same}",
     "Outputs must be one less than inputs: correct one place",
 )
@@ -54,22 +56,22 @@ INNER_IDS_ALONE = Hint(
     "layer ids stand in eagle_config alone: vLLM takes them for inputs, llama.cpp does not read them",
     "Write eagle_aux_hidden_state_layer_ids: {inputs}",
 )
-USUAL_IDS = Trap("no layer ids, and the usual ones are not three of {layers} layers", "Write them")
-IDS_COUNT = Trap("layer ids {ids}, but fc.weight reads {count} layers", "Name each layer once")
-IDS_UNSORTED = Trap("layer ids {ids} are not in order: vLLM sorts them, fc does not", "Export again")
-IDS_OUTSIDE = Trap("layer ids {ids} for a target of {layers} layers: the last input is that of {last}", "Correct them")
+USUAL_IDS = Fault("no layer ids, and the usual ones are not three of {layers} layers", "Write them")
+IDS_COUNT = Fault("layer ids {ids}, but fc.weight reads {count} layers", "Name each layer once")
+IDS_UNSORTED = Fault("layer ids {ids} are not in order: vLLM sorts them, fc does not", "Export again")
+IDS_OUTSIDE = Fault("layer ids {ids} for a target of {layers} layers: the last input is that of {last}", "Correct them")
 
-FULL_D2T = Trap(
+FULL_D2T = Fault(
     "d2t is there although the head says all tokens: vLLM refuses it, OpenVINO needs it",
     "Leave it out, but for OpenVINO",
 )
-FULL_D2T_NOT_ZERO = Trap("d2t is not zero although the head says all tokens", "Correct draft_vocab_size")
-NO_OFFSETS = Trap("{why}", "Engines would name other tokens than the head means")
+FULL_D2T_NOT_ZERO = Fault("d2t is not zero although the head says all tokens", "Correct draft_vocab_size")
+NO_OFFSETS = Fault("{why}", "Engines would name other tokens than the head means")
 D2T_UNSORTED = Hint("the tokens of d2t do not rise", "Nothing needs it, but trainers write them so")
-OTHER_T2D = Trap("t2d marks other tokens than d2t{ids}", "Make both again from the same vocabulary")
+OTHER_T2D = Fault("t2d marks other tokens than d2t{ids}", "Make both again from the same vocabulary")
 
 ROPE_THETA_NESTED = Hint("rope_theta ({theta:g}) stands in the rotary parameters alone", "Write it beside them too")
-OTHER_THETA = Trap("rope_theta is {theta:g}, the target's is {theirs:g}{why}", "Write what it was trained on")
+OTHER_THETA = Fault("rope_theta is {theta:g}, the target's is {theirs:g}{why}", "Write what it was trained on")
 OTHER_SCALING = Hint("rope scaling is {kind}, the target's is {theirs} or of other numbers", "Fine if trained so")
 MODELOPT_SCALING = Hint(
     "ModelOpt writes rope scaling ({kind}) into exports of heads that were trained without",
@@ -86,21 +88,21 @@ MODELOPT_NORM = Hint(
     "ModelOpt puts the state through input_layernorm too when it trains, and engines do not",
     "Expect less acceptance than its training says; a warm start learns it anew",
 )
-RESIDUAL_UNSAID = Trap("norm_before_residual is not written: vLLM takes true, speculators false", "Write it")
+RESIDUAL_UNSAID = Fault("norm_before_residual is not written: vLLM takes true, speculators false", "Write it")
 
-FUSED_BIAS = Trap("fc.bias in an EAGLE-3 head: dropped, or a load failure in llama.cpp", "Train without it")
+FUSED_BIAS = Fault("fc.bias in an EAGLE-3 head: dropped, or a load failure in llama.cpp", "Train without it")
 BIAS_DROPPED = Hint("fc.bias is not zero, and vLLM drops it in silence", "Train with fc_bias=false")
 NO_BIAS = Hint("no fc.bias: SGLang keeps a random one", "Write zeros; our exports do")
-PROMISED_BIAS = Trap("{name} is true, and no such bias is among the tensors", "Set it to false")
+PROMISED_BIAS = Fault("{name} is true, and no such bias is among the tensors", "Set it to false")
 
-MEDUSA_BIAS = Trap(
+MEDUSA_BIAS = Fault(
     "the blocks have biases, and medusa_fc_bias is not true: vLLM drops them in silence", "Write it, or export to vllm"
 )
-MEDUSA_COUNTS = Trap(
+MEDUSA_COUNTS = Fault(
     "config.json: {keys}: vLLM takes any key with num and heads or layers in it for what Medusa heads it has",
     "Take it out",
 )
-ANCHOR_UNSAID = Trap(
+ANCHOR_UNSAID = Fault(
     "sample_from_anchor is not written: some readers take true and others false, and every token stands one place off",
     "Write it, or export again",
 )
@@ -114,21 +116,21 @@ TAPS_UNSORTED = Hint(
     "Compare them with the run that made the head; `eagle doctor` tries other orders",
 )
 
-TIED = Trap("tie_word_embeddings is true: some readers take the embedding for the LM head", "Set it to false")
-LAYER_COUNT = Trap("num_hidden_layers is {layers!r:.30}, and there is one layer", "Write 1")
+TIED = Fault("tie_word_embeddings is true: some readers take the embedding for the LM head", "Set it to false")
+LAYER_COUNT = Fault("num_hidden_layers is {layers!r:.30}, and there is one layer", "Write 1")
 DTYPE = Hint("config.json says {dtype!r:.30}, the weights are in {stored}: readers round them", "Write their dtype")
 UNKNOWN_KEYS = Hint("unknown keys of config.json: {keys:.400}", "They were not used")
 
-NOT_FINITE = Trap("{name}: {count:,} of {total:,} numbers are not finite", "Take an earlier one")
-ALL_ZEROS = Trap("{name} is all zeros", "It was never filled: export again")
+NOT_FINITE = Fault("{name}: {count:,} of {total:,} numbers are not finite", "Take an earlier one")
+ALL_ZEROS = Fault("{name} is all zeros", "It was never filled: export again")
 
-OTHER_SIZE = Trap("{name} is {size}, the target's is {theirs}", "This is another target's head")
-OTHER_ROWS = Trap(
+OTHER_SIZE = Fault("{name} is {size}, the target's is {theirs}", "This is another target's head")
+OTHER_ROWS = Fault(
     "{name} differs from the target's in {count} of {total} rows",
     "The head was made for another target, or trained an embedding of its own",
 )
 TORN_PROVENANCE = Hint("{error}", "It only tells where a head comes from")
-OTHER_TARGET = Trap(
+OTHER_TARGET = Fault(
     "it was trained on a target whose {part} are others ({stated!r:.20}, here {theirs})",
     "Serve it with the target that it was trained on",
 )

@@ -1,0 +1,281 @@
+"""How engines name block drafters: one class for DFlash, DSpark and Domino, and a function for each style of config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from eagle.core.drafter import TrainableDrafter
+from eagle.formats.layout import (
+    Config,
+    Layout,
+    TargetConfig,
+    embedding_of,
+    llama_config,
+    output_of,
+    rotary_of,
+    tensors_of,
+)
+from eagle.formats.networks.network_layout import NetworkLayout, mask_of, refuse_scale, reorder_taps
+from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT
+
+# names of networks, and by which tensors they are known
+DFLASH = "dflash"
+DSPARK = "dspark"
+CONFIDENCE = "confidence_head.proj.weight"
+MARKOV = "markov_head.markov_w1.weight"
+DOMINO_INPUT = "embed_proj.0.weight"
+GRU = "prefix_gru.weight_hh_l0"
+Style = Callable[[TrainableDrafter, Any], Config]  # the config of a head with these settings
+
+
+# -- configs ----------------------------------------------------------------------------------------------------------
+
+
+def _count_levels(drafter: TrainableDrafter) -> int:
+    """Return the number of tokens that a block predicts: one less if its first slot only reads the root."""
+    settings: Any = drafter.settings
+    return int(settings.slots) - (0 if settings.sample_from_anchor else 1)
+
+
+def _outputs_of(drafter: TrainableDrafter) -> list[int]:
+    """Return the layers whose outputs it reads, in ascending order."""
+    return [tap - 1 for tap in sorted(drafter.taps)]
+
+
+def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
+    """Return the config of the blocks, which are Qwen3's, for any reader."""
+    blocks = drafter.shape.num_hidden_layers
+    entries = {
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"] * blocks,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": blocks,
+        "num_target_layers": target_config.num_hidden_layers,
+        "block_size": drafter.settings.slots,
+    }
+    return llama_config(drafter, target_config, **entries, **more)
+
+
+def _nested_config(drafter: TrainableDrafter, target_config: TargetConfig, architecture: str, **more: Any) -> Config:
+    """Return a config with everything under `dflash_config`, as z-lab and SpecForge have it."""
+    nested = {"mask_token_id": mask_of(drafter), "target_layer_ids": _outputs_of(drafter), **more}
+    return _qwen3_config(drafter, target_config, architectures=[architecture], dflash_config=nested)
+
+
+def _markov_keys(drafter: TrainableDrafter) -> Config:
+    """Return the keys for a head's Markov correction and confidence, common to all readers of DSpark."""
+    tensors = drafter.state_dict()
+    # a confidence reads the state alone, or what the Markov head reads too
+    columns = tensors[CONFIDENCE].shape[1] if CONFIDENCE in tensors else 0
+    kind = getattr(drafter.settings, "markov", "none")
+    has_markov = kind != "none"
+    return {
+        "markov_rank": drafter.settings.rank if has_markov else 0,
+        "markov_head_type": kind if has_markov else "vanilla",
+        "enable_confidence_head": columns > 0,
+        "confidence_head_with_markov": columns > drafter.shape.hidden_size,
+        "sample_from_anchor": bool(drafter.settings.sample_from_anchor),
+    }
+
+
+def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
+    """Return z-lab's config: the first slot reads the root and predicts nothing."""
+    causal = bool(drafter.settings.causal)
+    return _nested_config(drafter, target_config, "DFlashDraftModel", causal=causal, sample_from_anchor=False)
+
+
+def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
+    """Return DeepSpec's flat config; without a Markov head it is what DeepSpec calls DFlash."""
+    entries = {
+        "mask_token_id": mask_of(drafter),
+        "target_layer_ids": _outputs_of(drafter),
+        "num_anchors": drafter.settings.anchors,
+        **_markov_keys(drafter),
+    }
+    entries["dspark_bonus_anchor"] = not entries["sample_from_anchor"]  # by which vLLM knows it
+    if drafter.settings.causal:
+        entries["is_causal"] = True
+    return _qwen3_config(drafter, target_config, architectures=["Qwen3DSparkModel"], **entries)
+
+
+def specforge_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
+    """Return SpecForge's config of DSpark."""
+    shape = drafter.shape
+    markov = _markov_keys(drafter)
+    return _nested_config(
+        drafter,
+        target_config,
+        "DSparkDraftModel",
+        projector_type="dspark",
+        attention_mode="mha" if shape.num_key_value_heads == shape.num_attention_heads else "gqa",
+        confidence_head_alpha=float(markov["enable_confidence_head"]),
+        **markov,
+    )
+
+
+def domino_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
+    """Return SpecForge's config of Domino, which SGLang reads."""
+    tensors = drafter.state_dict()
+    return _nested_config(
+        drafter,
+        target_config,
+        "DominoDraftModel",
+        projector_type="domino",
+        emb_dim=tensors[DOMINO_INPUT].shape[0],
+        gru_hidden_dim=tensors[GRU].shape[1],
+        pure_draft_prefix_len=drafter.settings.unbiased,
+        shift_label=bool(drafter.settings.sample_from_anchor),
+    )
+
+
+def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
+    """Return the config of `speculators`, which counts layer inputs and nests the blocks' sizes."""
+    is_corrected = drafter.settings.kind == DSPARK
+    algorithm = "dspark" if is_corrected else "dflash"
+    block = _qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
+    for key in ("block_size", "num_target_layers"):  # which stand at the top, or nowhere
+        del block[key]
+    return {
+        "architectures": ["DSparkSpeculator" if is_corrected else "DFlashSpeculator"],
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": drafter.shape.vocab_size,
+        "block_size": drafter.settings.slots,
+        "mask_token_id": mask_of(drafter),
+        "aux_hidden_state_layer_ids": sorted(drafter.taps),
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": bool(drafter.settings.sample_from_anchor),
+        **(_markov_keys(drafter) if is_corrected else {}),
+        "tie_word_embeddings": False,
+        "torch_dtype": block["torch_dtype"],
+        "transformer_layer_config": block,
+        "speculators_config": propose_config(algorithm, _count_levels(drafter), target_config),
+    }
+
+
+def propose_config(algorithm: str, tokens: int, target_config: TargetConfig) -> Config:
+    """Return the drafting defaults in a config of `speculators`; a server may override them."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    verifier = {
+        "name_or_path": target_config.name_or_path or None,
+        "architectures": target_config.architectures or ["LlamaForCausalLM"],
+    }
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": verifier,
+    }
+
+
+# which config a head has, by drafter.markov and drafter.sample_from_anchor
+MARKOV_KINDS = ("vanilla", "gated", "rnn")  # of DSpark
+ZLAB_STYLES: dict[tuple[str, bool], Style] = {("none", False): zlab_config}
+DEEPSPEC_STYLES = {(kind, True): deepspec_config for kind in ("none", *MARKOV_KINDS)}
+VANILLA_STYLES = {("vanilla", anchor): deepspec_config for anchor in (False, True)}
+DOMINO_STYLES = {("domino", anchor): domino_config for anchor in (False, True)}
+SPECFORGE_STYLES = {(kind, True): specforge_config for kind in ("none", *MARKOV_KINDS)} | DOMINO_STYLES
+SPECULATORS_STYLES = dict.fromkeys(product(("none", *MARKOV_KINDS), (False, True)), speculators_config)
+
+
+# -- the layout -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InjectedLayout(NetworkLayout):
+    """One reader's layout of block drafters."""
+
+    blocks: int = 64  # all of that code has any number
+    styles: Mapping[tuple[str, bool], Style] = field(default_factory=dict)  # by drafter.markov and sample_from_anchor
+    causal: bool = False  # whether it reads that slots see no later ones
+    confidence: bool = False  # whether it needs one
+    copies: bool = False  # whether embedding and LM head are part of it
+
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+        """Return the layout with ascending layer ids; ValueError for settings that the reader would misread."""
+        style = self._choose_style(drafter.settings, engine)
+        self._check(drafter, engine)
+        self._check_confidence(drafter, engine, is_domino=style is domino_config)
+        _check_taps(drafter, target_config, engine)
+        order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
+        tensors = reorder_taps(tensors_of(drafter), order)
+        if self.copies:
+            tensors |= {EMBEDDING: embedding_of(drafter, engine), OUTPUT: output_of(drafter, engine)}
+        return Layout(
+            style(drafter, target_config),
+            tensors,
+            self.serve,
+            deepest=_count_levels(drafter),
+            at_once=True,
+            whole=not drafter.settings.causal,  # each slot reads the masks of all
+        )
+
+    def _choose_style(self, settings: Any, engine: str) -> Style:
+        """Return the config style for these settings; ValueError if readers would take the head for something else."""
+        kind = getattr(settings, "markov", "none")
+        anchor = bool(settings.sample_from_anchor)
+        if (kind, anchor) in self.styles:
+            return self.styles[kind, anchor]
+        if (kind, not anchor) not in self.styles:
+            readable = ", ".join(sorted({kind for kind, _ in self.styles}))
+            raise ValueError(
+                f"{engine}: drafter.markov is {kind}, and this layout knows {readable}: export to another "
+                "(docs/serving.md), or train with one of these"
+            )
+        # the one difference between the two methods called DFlash
+        if anchor:
+            ours, theirs, fitting = "behind its place", "at its own", "deepspec"
+        else:
+            ours, theirs, fitting = "at its own place", "behind it", "zlab"
+        raise ValueError(
+            f"{engine}: drafter.sample_from_anchor is {str(anchor).lower()}: a slot names the token {ours}, and there "
+            f"it names the one {theirs}: every token would stand one place off and none be kept. Export to {fitting} "
+            f"or speculators, or train with drafter.sample_from_anchor={str(not anchor).lower()}"
+        )
+
+    def _check(self, drafter: TrainableDrafter, engine: str) -> None:
+        """Raise ValueError for blocks that the reader does not have."""
+        if not getattr(drafter.shape, "qk_norm", False):
+            raise ValueError(
+                f"{engine}: drafter.qk_norm is false, and the blocks of this layout norm queries and keys: no exporter "
+                "has a layout for it; train with drafter.qk_norm=true"
+            )
+        if drafter.settings.causal and not self.causal:
+            raise ValueError(
+                f"{engine}: drafter.causal is true, and a slot sees its whole block there: acceptance would be lost in "
+                "silence. Export to zlab, vllm or llamacpp, or train with drafter.causal=false"
+            )
+
+    def _check_confidence(self, drafter: TrainableDrafter, engine: str, is_domino: bool) -> None:
+        """Raise ValueError for a confidence that the reader does not have, or needs."""
+        is_there = CONFIDENCE in drafter.state_dict()
+        if is_domino and is_there:
+            raise ValueError(
+                f"{engine}: the head tells a confidence, and no Domino head does there: train with "
+                "drafter.confidence=false"
+            )
+        if self.confidence and not is_domino and not is_there:
+            raise ValueError(
+                f"{engine}: the head tells no confidence, without which it is not loaded there: train with "
+                "drafter.confidence=true"
+            )
+
+
+def _check_taps(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
+    """Raise ValueError for layers, or an embedding, that no reader of such heads has."""
+    layers = target_config.num_hidden_layers
+    if not all(0 < tap < layers for tap in drafter.taps):
+        raise ValueError(
+            f"{engine}: drafter.taps is {drafter.taps}, expected the inputs of some layers of 1 to {layers - 1}: "
+            "train with such"
+        )
+    refuse_scale(drafter, engine)

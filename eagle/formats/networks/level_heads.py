@@ -1,0 +1,410 @@
+"""The networks that draft each level by modules of its own: Medusa, Hydra and the MLP speculator."""
+
+# V vocabulary
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle.core.drafter import TrainableDrafter
+from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, output_of, tensors_of
+from eagle.formats.networks.network import ROTARY, Network, rename_tensors, usual_shape
+from eagle.formats.networks.network_layout import NetworkLayout
+from eagle.formats.reading import faults
+from eagle.formats.reading.config_keys import USUAL_THETA, short
+from eagle.formats.reading.faults import FoundFault, find
+from eagle.formats.reading.head_folder import (
+    EMBEDDING,
+    OUTPUT,
+    HeadFolder,
+    compare_count,
+    compare_size,
+    count_indices,
+    read_sides,
+)
+
+# names of networks
+MEDUSA = "medusa"
+HYDRA = "hydra"
+SPECULATOR = "mlp_speculator"
+
+
+def _count_levels(head: HeadFolder, levels: int | None, layers: int | None) -> Config:
+    """Return levels, and blocks of each, by the file; published configs say two heads where there are five."""
+    return {
+        "levels": compare_count(head, levels, count_indices(head, r"blocks\.(\d+)"), "heads"),
+        "layers": compare_count(head, layers, count_indices(head, r"blocks\.\d+\.(\d+)"), "layers of each"),
+    }
+
+
+def _refuse_blocks_that_differ(tensors: Mapping[str, Tensor], first: int, engine: str) -> None:
+    """Refuse different residual blocks where the published code runs one block, the first, again and again."""
+    for name, tensor in tensors.items():
+        block = re.fullmatch(r"blocks\.(\d+)\.(\d+)\.(weight|bias)", name)
+        if block and int(block[2]) > first:
+            shared = tensors[f"blocks.{block[1]}.{first}.{block[3]}"]
+            if not torch.equal(tensor, shared):
+                raise ValueError(
+                    f"{engine}: {name} differs from block {first} of its level, and that code runs one block again and "
+                    f"again: train with drafter.layers={first + 1}, or export to an engine that has several"
+                )
+
+
+# -- Medusa: residual blocks and an LM head a level -------------------------------------------------------------------
+
+MEDUSA_AUTHORS = {"blocks.#.#.*": "#.#.linear.*", "heads.#.weight": "#.{layers}.weight"}  # both in one row
+MEDUSA_VLLM = {"blocks.#.#.*": "blocks.#.layers.#.*", "heads.#.weight": "lm_heads.#.weight", OUTPUT: OUTPUT}
+MEDUSA_MODELOPT = (
+    {"blocks.#.#.*": "medusa_head.#.#.linear.*", "heads.#.weight": "medusa_head.#.{layers}.weight"},
+    {"blocks.#.#.*": "medusa_heads.#.#.linear.*", "heads.#.weight": "medusa_heads.#.{layers}.weight"},
+    {"blocks.#.#.*": "medusa_heads.#.medusa_layers.#.linear.*", "heads.#.weight": "medusa_heads.#.lm_head.weight"},
+)
+
+
+def _read_medusa(head: HeadFolder) -> Config:
+    """Return levels and blocks by the file, and whether each level has an LM head of its own."""
+    keys = head.keys
+    nested = keys.section("medusa")
+    # the first that is given: authors, others, ModelOpt
+    levels = [keys.read("medusa_num_heads"), keys.read("num_heads"), nested.read("num_medusa_heads")]
+    layers = [keys.read("medusa_num_layers"), nested.read("num_medusa_layers")]
+    keys.taken |= {"version", "base_model_name_or_path", "medusa_fc_bias", "max_paths", "topk", "max_seq_len"}
+    shares = bool(keys.read("original_lm_head")) or not any(name.startswith("heads.") for name in head.names)
+    scale = keys.read("logit_scale")
+    draft_vocab = keys.read("truncated_vocab_size")
+    if scale not in (None, 1.0) and not shares:
+        head.problem(f"config.json: logit_scale is {scale}, and LM heads here have none", fatal=False)
+    if draft_vocab not in (None, keys.read("vocab_size")) or "token_map" in head.tensors.stored:
+        head.problem("it drafts some tokens of the vocabulary alone (token_map), which no Medusa head here can")
+    if shares and "heads.0.weight" in head.names:
+        # vLLM's layout has the target's LM head there
+        head.names[OUTPUT] = head.names.pop("heads.0.weight")
+    read_sides(head, "blocks.0.0.weight", OUTPUT if shares else "heads.0.weight")
+    counts = _count_levels(head, next(filter(None, levels), None), next(filter(None, layers), None))
+    return {**counts, "lm_head": "target" if shares else "own"}
+
+
+def _biases_of_blocks(head: HeadFolder) -> list[str]:
+    return [name for name in head.names if name.startswith("blocks.") and name.endswith(".bias")]
+
+
+def _may_medusa_lack(head: HeadFolder, name: str) -> str:
+    """Return why biases may be absent, all of them: vLLM's heads have none unless their config says so."""
+    is_optional = name.endswith(".bias") and not _biases_of_blocks(head)
+    return "no biases: zeros, which change nothing" if is_optional else ""
+
+
+def _find_medusa_faults(head: HeadFolder) -> Iterator[FoundFault]:
+    """Yield biases that vLLM would not load, and counts that it would read instead of its own."""
+    is_served = head.layout == "vLLM"
+    if _biases_of_blocks(head) and head.config.get("medusa_fc_bias") is not True:
+        yield find(faults.MEDUSA_BIAS, fatal=is_served)
+    its_own = {"medusa_num_heads", "medusa_num_layers", "num_heads"}
+    taken_for_counts = [key for key in head.config if re.search("num.*(heads|layers)", key) and key not in its_own]
+    if taken_for_counts:
+        yield find(faults.MEDUSA_COUNTS, fatal=is_served, keys=", ".join(map(ascii, taken_for_counts))[:200])
+
+
+MEDUSA_HEADS = Network(
+    name="Medusa heads",
+    method=MEDUSA,
+    methods=(MEDUSA,),
+    tensors=r"(medusa_heads?|lm_heads|blocks\.\d+\.layers)\.|\d+\.\d+\.(linear\.)?(weight|bias)$",
+    words="medusa",
+    keys=("medusa_num_heads", "medusa_num_layers"),
+    read_settings=_read_medusa,
+    spellings=(
+        ("FasterDecoding/Medusa", MEDUSA_AUTHORS),
+        ("vLLM", MEDUSA_VLLM),
+        *(("ModelOpt", names) for names in MEDUSA_MODELOPT),
+    ),
+    prefixes=(),
+    spare={r"model\..*": "they are the target's own"},
+    has_block=False,
+    may_lack=_may_medusa_lack,
+    find_faults=_find_medusa_faults,
+)
+
+
+@dataclass(frozen=True)
+class ServedMedusa(NetworkLayout):
+    """Medusa's network for vLLM, which drafts the likeliest token of each head, whatever scales or caps the logits."""
+
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+        """Return a layout with no other key that vLLM would take for a count."""
+        settings = drafter.settings
+        shares = settings.lm_head == "target"
+        tensors = rename_tensors(tensors_of(drafter), MEDUSA_VLLM)
+        if shares:
+            tensors["lm_heads.0.weight"] = output_of(drafter, engine, "train with drafter.lm_head=own")
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            **base_config(drafter),
+            # of any key with "num" and "heads" or "layers" in it vLLM makes one of these two
+            "medusa_num_heads": settings.levels,
+            "medusa_num_layers": settings.layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": shares,
+        }
+        return Layout(config, tensors, self.serve, deepest=settings.levels)
+
+
+@dataclass(frozen=True)
+class PublishedMedusa(NetworkLayout):
+    """Medusa's network as its authors' code names it, with LM heads of its own or with the target's (version 2)."""
+
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+        """Return the layout in which the blocks and the LM head of a level are numbered in one row."""
+        settings = drafter.settings
+        tensors = tensors_of(drafter)
+        check_family(drafter, target_config, ("llama", "mistral"), engine)
+        _refuse_blocks_that_differ(tensors, 0, engine)
+        config = {
+            "model_type": "medusa",  # without one the loader takes the family from words in the folder's path
+            **base_config(drafter),
+            "medusa_num_heads": settings.levels,
+            "medusa_num_layers": settings.layers,
+            "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
+        }
+        if settings.lm_head == "target":
+            config["version"] = "2"
+        tensors = rename_tensors(tensors, MEDUSA_AUTHORS, layers=settings.layers)
+        return Layout(config, tensors, self.serve, "medusa_lm_head.pt", settings.levels)
+
+
+# -- Hydra: heads that read the drafted tokens, after a prefix layer or without one -----------------------------------
+
+PREFIX = "prefix_embeding_layer."  # as they spell it
+HYDRA_PLAIN = {
+    "blocks.#.#.residual.*": "hydra_mlp.#.#.res_connection.*",
+    "blocks.#.#.*": "hydra_mlp.#.#.linear.*",
+    "heads.#.*": "hydra_lm_head.#.*",
+    EMBEDDING: "input_embed_fn.weight",
+}
+HYDRA_PREFIXED = {
+    **HYDRA_PLAIN,
+    "heads.#.*": "hydra_lm_head.#.1.*",
+    "layers.0.*": f"{PREFIX}layers.0.*",
+    "norm.weight": f"{PREFIX}norm.weight",
+}
+
+
+def _has_prefix(head: HeadFolder) -> bool:
+    return any(name.startswith(f"{PREFIX}layers.") for name in head.tensors.stored)
+
+
+def _renumber_blocks(name: str, renumber: Callable[[int], int]) -> str:
+    """Return a tensor's name with another number of its block in its level."""
+    return re.sub(r"^(blocks\.\d+\.)(\d+)", lambda match: f"{match[1]}{renumber(int(match[2]))}", name)
+
+
+def _rename_hydra(head: HeadFolder, name: str, ours: str) -> str:
+    """Return our name: with a prefix layer each block stands after a dropout, which has a number too."""
+    is_numbered = re.match(r"blocks\.\d+\.\d*[13579]\.", ours)
+    return _renumber_blocks(ours, lambda number: number // 2) if is_numbered and _has_prefix(head) else ours
+
+
+def _read_hydra(head: HeadFolder) -> Config:
+    """Return the settings of heads that read the tokens between state and guess, over the target's last state."""
+    keys = head.keys
+    prefix = _has_prefix(head)
+    keys.taken |= {"base_model_name_or_path", "hidden_state_offset"}
+    arch = keys.read("hydra_head_arch")
+    offset = keys.values.get("hidden_state_offset")
+    if arch not in (None, "prefix-mlp" if prefix else "mlp"):
+        head.problem(f"config.json: hydra_head_arch is {short(arch)}, and the tensors are not such", fatal=False)
+    if offset not in (None, 0):
+        what = f"config.json: hidden_state_offset is {short(offset)}: heads here read the last state"
+        head.problem(what, fatal=False)
+    # a block that reads drafted tokens is wider than the state, which it reaches by a matrix of its own
+    if keys.read("grounded_heads") is False or "blocks.0.0.residual.weight" not in head.names:
+        what = "heads that do not read the drafted tokens (grounded_heads is false); none here are such"
+        head.problem(what, fatal=False)
+    read_sides(head, "heads.0.weight", "heads.0.weight")
+    if prefix and head.target is None:
+        head.problem("the sizes of the prefix layer are the target's", "Name the target with --target", fatal=False)
+    layers = count_indices(head, r"blocks\.\d+\.(\d+)")
+    if layers > 2:
+        head.notes.append(f"blocks 1 to {layers - 1} of a level are one there, and as many here that begin equal")
+    return {**_count_levels(head, keys.read("hydra_num_heads"), keys.read("hydra_num_layers")), "prefix": prefix}
+
+
+def _hydra_shape(head: HeadFolder) -> Any:
+    """Return the target's sizes, but for the base of its rotary positions, which that code never looked at."""
+    shape = usual_shape(head)
+    if head.settings["prefix"] and shape.rope_parameters["rope_theta"] != USUAL_THETA:
+        head.note_once(f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there")
+        shape.rope_parameters = {**shape.rope_parameters, "rope_theta": USUAL_THETA}
+    return shape
+
+
+HYDRA_HEADS = Network(
+    name="Hydra heads",
+    method=HYDRA,
+    methods=(HYDRA,),
+    tensors=r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer)\.",
+    words="hydra",
+    keys=("hydra_num_heads",),
+    read_settings=_read_hydra,
+    spellings=(("zankner/Hydra", HYDRA_PREFIXED), ("zankner/Hydra", HYDRA_PLAIN)),
+    prefixes=(),
+    spare={**ROTARY, r"prefix_embeding_layer\.embed_tokens\.weight": "their code never reads it"},
+    has_block=False,
+    rotates=False,  # by its config: the prefix layer has one theta for every target
+    rename=_rename_hydra,
+    read_shape=_hydra_shape,
+)
+
+
+@dataclass(frozen=True)
+class PublishedHydra(NetworkLayout):
+    """Hydra's network as its authors' code names it; in front of each block of heads with a prefix stands a dropout."""
+
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+        """Return a layout whose code takes the embedding from the target, and the sizes of the prefix layer too."""
+        settings = drafter.settings
+        tensors = tensors_of(drafter)
+        check_family(drafter, target_config, ("llama",), engine)
+        _refuse_blocks_that_differ(tensors, 1, engine)
+        theta = drafter.shape.rope_parameters["rope_theta"]
+        names = HYDRA_PLAIN
+        if settings.prefix:
+            if theta != USUAL_THETA:
+                raise ValueError(
+                    f"{engine}: the prefix layer has rope_theta {theta:g}, and that code {USUAL_THETA:g} for any "
+                    "target: train with drafter.prefix=false"
+                )
+            names = HYDRA_PREFIXED
+            tensors = {
+                _renumber_blocks(name, lambda number: 2 * number + 1): tensor for name, tensor in tensors.items()
+            }
+        config = {
+            **base_config(drafter),
+            "hydra_num_heads": settings.levels,
+            "hydra_num_layers": settings.layers,
+            "hydra_head_arch": "prefix-mlp" if settings.prefix else "mlp",
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+            "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
+        }
+        return Layout(config, rename_tensors(tensors, names), self.serve, "hydra_lm_head.pt", settings.levels)
+
+
+# -- the MLP speculator: embedding, projection, norm and LM head a level ----------------------------------------------
+
+WRAPPER = "speculator."  # of the class for transformers
+SPECULATOR_NAMES = {f"{module}.#.*": f"{WRAPPER}{module}.#.*" for module in ("emb", "proj", "ln", "head")}
+TOP_TOKENS = (5, 4, 3, 2)  # of each level of their trees, and one of any later level
+MAX_LEVELS = 64  # that any head has: a config may say anything
+
+
+def _is_tied(head: HeadFolder) -> bool:
+    """Return whether levels share tensors: as the config says, else where a file holds fewer than it has levels."""
+    tied = head.keys.read("tie_weights")
+    if tied is not None:
+        return bool(tied)
+    counts = {sum(f"{module}." in name for name in head.tensors.stored) for module in ("emb", "proj", "head")}
+    return len(counts) > 1
+
+
+def _rename_speculator(head: HeadFolder, name: str, ours: str) -> str:
+    """Return our name: of several tied tensors one, under the first level that has it."""
+    module, level, kind = ours.split(".", 2)
+    # the first projection reads the target's state, which may be of another width
+    first = min(int(level), 1 if module == "proj" else 0)
+    return f"{module}.{first}.{kind}" if _is_tied(head) else ours
+
+
+def _read_speculator(head: HeadFolder) -> Config:
+    """Return the settings; sizes are those of the tensors, whether the state is scaled stands in the config alone."""
+    keys = head.keys
+    tied = _is_tied(head)
+    keys.taken |= {"top_k_tokens_per_head", "n_candidates", "num_lookahead_tokens", "emb_dim", "inner_dim"}
+    read_sides(head, "proj.0.weight", "head.0.weight")
+    n_predict = keys.read("n_predict")
+    inner = head.side("proj.0.weight", 0)
+    width = head.side("proj.0.weight", 1)
+    inner_dim = 1 if inner is None else inner
+    compare_size(head, "emb_dim", keys.values.get("emb_dim"), width)
+    # 0 says that it is the width
+    expected = keys.values.get("inner_dim")
+    compare_size(head, "inner_dim", width if expected == 0 else expected, inner_dim)
+    if n_predict is not None and n_predict > MAX_LEVELS:
+        head.problem(f"config.json: n_predict is {n_predict}, expected at most {MAX_LEVELS}", "Correct it")
+        n_predict = None
+    numbers = (re.search(r"(?:emb|head|ln|proj)\.(\d+)\.", name) for name in head.tensors.stored)
+    levels = len({number[1] for number in numbers if number})
+    for name, default in {"scale_input": False, "tie_weights": tied}.items():
+        if keys.read(name) is None:
+            head.notes.append(f"no {name}: {str(default).lower()}")
+    # tied levels may be any number: the file holds one of each tensor
+    return {
+        "levels": (n_predict or levels) if tied else compare_count(head, n_predict, levels, "levels"),
+        "inner_dim": inner_dim,
+        "tie_weights": tied,
+        "scale_input": bool(keys.read("scale_input")),
+    }
+
+
+SPECULATOR_HEADS = Network(
+    name="an MLP speculator",
+    method=SPECULATOR,
+    methods=(SPECULATOR,),
+    tensors=r"(speculator\.)?(emb|proj|ln|head)\.\d+\.(weight|bias)$",
+    words="mlp_?speculator",
+    keys=("top_k_tokens_per_head",),
+    common=("n_predict",),
+    read_settings=_read_speculator,
+    spellings=(("fms-extras", SPECULATOR_NAMES),),
+    prefixes=(WRAPPER,),
+    spare={},
+    has_block=False,
+    rename=_rename_speculator,
+)
+
+
+@dataclass(frozen=True)
+class PublishedSpeculator(NetworkLayout):
+    """An MLP speculator as fms-extras names it; what levels share is written for each, as some readers ask for all."""
+
+    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+        """Return the layout of its wrapper for transformers."""
+        settings = drafter.settings
+        tensors = tensors_of(drafter)
+        untied = _untie(tensors, settings.levels)
+        config = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "emb_dim": drafter.shape.hidden_size,
+            "inner_dim": len(tensors["ln.0.weight"]),
+            "vocab_size": drafter.shape.vocab_size,
+            "n_predict": settings.levels,
+            "top_k_tokens_per_head": [*TOP_TOKENS, *[1] * settings.levels][: settings.levels],
+            "n_candidates": TOP_TOKENS[0],
+            "tie_weights": bool(settings.tie_weights) and settings.levels > 1,  # of one level there is nothing to tie
+            "scale_input": bool(settings.scale_input),
+            "torch_dtype": str(tensors["ln.0.weight"].dtype).removeprefix("torch."),
+        }
+        return Layout(config, rename_tensors(untied, SPECULATOR_NAMES), self.serve, deepest=settings.levels)
+
+
+def _untie(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
+    """Return a copy for each level of what it shares with an earlier one."""
+    untied = {}
+    for name in tensors:
+        module, first, kind = name.split(".")
+        if first != "0":
+            continue
+        nearest = tensors[name]
+        for level in range(levels):
+            # a level without a tensor shares that of the nearest earlier one
+            nearest = tensors.get(f"{module}.{level}.{kind}", nearest)
+            untied[f"{module}.{level}.{kind}"] = nearest.clone()
+    return untied
