@@ -22,7 +22,15 @@ EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
 def export(
     drafter: Any, target_config: TargetConfig, engine: str, out: str | Path, head: str | Path | None = None
 ) -> None:
-    """Write the head in an engine's layout; `head` is its folder, for recipe and provenance."""
+    """Write a head in an engine's layout.
+
+    Args:
+        drafter: The head, bound to its target where the layout holds a copy of the target's tensors.
+        target_config: The target's config.
+        engine: The name of the layout, one of `EXPORTERS`.
+        out: The folder to write.
+        head: The head's folder, for recipe and provenance.
+    """
     if engine not in EXPORTERS:
         raise ValueError(f"no exporter for {engine!r}: expected one of {', '.join(EXPORTERS)}")
     out = Path(out)
@@ -31,6 +39,7 @@ def export(
         raise ValueError(f"{out} holds a head of this project, which an export would overwrite: name another folder")
     target = getattr(target_config, "name_or_path", "")
     texts = write_notes(layout, drafter, engine, out, Path(head) if head else None, target)
+    # refused layouts leave no folder
     with lock_folder(out):
         write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")
         write_tensors(out / layout.file, layout.tensors, {"format": "pt"})  # which older transformers insist on

@@ -35,26 +35,36 @@ OFFLINE = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")  #
 
 
 def check_name(name: str) -> str:
-    """A repository's name, as OWNER/NAME."""
+    """Return a repository's name, which must be OWNER/NAME."""
     if not NAME.fullmatch(name) or "--" in name or ".." in name:
         raise ValueError(f"{name!r} is no name on a hub: expected OWNER/NAME, of letters, digits, '-', '_' and '.'")
     return name
 
 
 def has_token() -> bool:
-    """Whether this machine has a token of the hub."""
+    """Return whether this machine has a token of the hub."""
     return get_token() is not None
 
 
 def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
-    """Upload a head that `save_head` wrote, with a model card and what its run tells of it; returns its URL."""
+    """Upload a head that `save_head` wrote, with a model card and what its run tells of it.
+
+    Args:
+        folder: The head's folder.
+        repo_id: The repository, as OWNER/NAME, made if it is not there.
+        private: Whether a new repository is a private one.
+
+    Returns:
+        The URL of the repository.
+    """
     return send(pack_head(Path(folder), repo_id).clean(), check_name(repo_id), private=private)
 
 
 def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
     """Upload a parcel, creating its repository; what is there already is not sent again. Returns its URL."""
     api = HfApi()
-    options: dict[str, Any] = {"repo_id": repo_id, "repo_type": parcel.kind}
+    repo: dict[str, Any] = {"repo_id": repo_id, "repo_type": parcel.kind}
+    # a folder of links, for the hub's client uploads one folder
     with TemporaryDirectory() as staged, telling(repo_id):
         for name, item in parcel.files.items():
             path = Path(staged, name)
@@ -63,10 +73,10 @@ def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
                 path.write_bytes(item.source)
             else:
                 path.symlink_to(item.source.resolve())
-        url = api.create_repo(**options, private=private or None, exist_ok=True)
+        url = api.create_repo(**repo, private=private or None, exist_ok=True)
         if "index.json" in parcel.files:  # whatever interrupts it, an index names no shard that is not there
-            api.upload_folder(**options, folder_path=staged, allow_patterns=["*.safetensors"], commit_message="Shards")
-        api.upload_folder(**options, folder_path=staged, commit_message="Upload by eagle push")
+            api.upload_folder(**repo, folder_path=staged, allow_patterns=["*.safetensors"], commit_message="Shards")
+        api.upload_folder(**repo, folder_path=staged, commit_message="Upload by eagle push")
     return str(url)
 
 
@@ -88,35 +98,43 @@ def fetch(name: str, out: Path, revision: str | None = None) -> Fetched:
 
 
 def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: bool) -> Fetched:
+    """Fetch what a folder lacks of a repository into a folder beside it, and move it once every file is verified."""
+    kinds = ["dataset"] if only_data else ["model", "dataset"]
+    staging = out.absolute().with_name(f"{out.absolute().name}.part")
     with telling(repo_id):
-        kind, commit, files = _list_files(repo_id, revision, ["dataset"] if only_data else ["model", "dataset"])
+        kind, commit, files = _list_files(repo_id, revision, kinds)
         missing = _compare(out, files, repo_id)
-        part = out.absolute().with_name(f"{out.absolute().name}.part")
         if missing:
-            options: dict[str, Any] = {"repo_type": kind, "revision": commit, "local_dir": part}
-            snapshot_download(
-                repo_id, **options, allow_patterns=[re.sub(r"([*?[])", r"[\1]", each) for each in missing]
-            )
-    if wrong := [path for path in missing if not _is_same(part / path, files[path])]:
-        for path in wrong:  # so that they are fetched anew
-            (part / path).unlink(missing_ok=True)
-        raise ValueError(
-            f"{', '.join(wrong)} of {repo_id} did not come as the hub lists {'them' if len(wrong) > 1 else 'it'}: "
-            f"the bytes have another checksum. Nothing was written to {out}: give the same command again"
-        )
+            # names of files are patterns to the client
+            patterns = [re.sub(r"([*?[])", r"[\1]", path) for path in missing]
+            snapshot_download(repo_id, repo_type=kind, revision=commit, local_dir=staging, allow_patterns=patterns)
+    _refuse_differing([path for path in missing if not _is_same(staging / path, files[path])], staging, out, repo_id)
     for path in missing:
         (out / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(part / path, out / path)
-    shutil.rmtree(part, ignore_errors=True)
-    if torn := list(_torn_shards(out, files)):
+        os.replace(staging / path, out / path)
+    shutil.rmtree(staging, ignore_errors=True)
+    torn = list(_find_torn_shards(out, files))
+    if torn:
         raise ValueError(
             f"{', '.join(torn)} of {repo_id} is not what its .sha256 says: whoever pushed it, push it again"
         )
     return Fetched(kind, commit, sorted(files), missing)
 
 
+def _refuse_differing(paths: list[str], staging: Path, out: Path, repo_id: str) -> None:
+    """Refuse files that did not come as the hub lists them, and delete them, so that they are fetched again."""
+    for path in paths:
+        (staging / path).unlink(missing_ok=True)
+    if paths:
+        them = "them" if len(paths) > 1 else "it"
+        raise ValueError(
+            f"{', '.join(paths)} of {repo_id} did not come as the hub lists {them}: the bytes have another checksum. "
+            f"Nothing was written to {out}: give the same command again"
+        )
+
+
 def _list_files(repo_id: str, revision: str | None, kinds: list[str]) -> tuple[str, str, dict[str, RepoFile]]:
-    """The kind of a repository, its commit and its files by name; of two kinds the first that is there."""
+    """Return the kind of a repository, its commit and its files by name; of two kinds the first that is there."""
     api = HfApi()
     for kind in kinds:
         try:
@@ -137,25 +155,28 @@ def _list_files(repo_id: str, revision: str | None, kinds: list[str]) -> tuple[s
 
 
 def _compare(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
-    """The files that a folder lacks; one that holds anything else is refused, with the names."""
-    if out.exists() and not out.is_dir():
+    """Return the files that a folder lacks; one that holds anything else is refused, with the names."""
+    if not out.exists():
+        return sorted(files)
+    if not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder")
-    here = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"] if out.is_dir() else []
-    names = {path.relative_to(out).as_posix() for path in here}
-    differing = sorted(names - files.keys()) + sorted(
-        name for name in names & files.keys() if not _is_same(out / name, files[name])
-    )
+    paths = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"]
+    names = {path.relative_to(out).as_posix() for path in paths}
+    foreign = sorted(names - files.keys())
+    changed = sorted(name for name in names & files.keys() if not _is_same(out / name, files[name]))
+    differing = foreign + changed
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        verb = "is" if len(differing) == 1 else "are"
         raise ValueError(
-            f"{out} holds {', '.join(differing[:3])}{more}, which {'is' if len(differing) == 1 else 'are'} not in "
-            f"{repo_id} with these bytes: name another folder, or take away what is there"
+            f"{out} holds {', '.join(differing[:3])}{more}, which {verb} not in {repo_id} with these bytes: name "
+            "another folder, or take away what is there"
         )
     return sorted(files.keys() - names)
 
 
 def _is_same(path: Path, listed: Any) -> bool:
-    """Whether a file has the bytes that the hub lists: by its sha256, or of a small file by git's checksum."""
+    """Return whether a file has the bytes that the hub lists: by its sha256, or of a small file by git's checksum."""
     if not path.is_file() or path.stat().st_size != listed.size:
         return False
     if listed.lfs is not None:
@@ -164,16 +185,21 @@ def _is_same(path: Path, listed: Any) -> bool:
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == listed.blob_id
 
 
-def _torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
-    """Shards whose bytes are not those that were stored, by the checksums that lie beside them."""
+def _find_torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
+    """Yield shards whose bytes are not those that were stored, by the checksums that lie beside them."""
     for name in files:
-        if name.endswith(".safetensors.sha256"):
-            shard = name.removesuffix(".sha256")
-            words = (out / name).read_text(errors="replace").split()
-            listed = files.get(shard)
-            checksum = None if listed is None else listed.lfs.sha256 if listed.lfs else sha256(out / shard)
-            if not words or checksum != words[0]:
-                yield shard
+        if not name.endswith(".safetensors.sha256"):
+            continue
+        shard = name.removesuffix(".sha256")
+        words = (out / name).read_text(errors="replace").split()
+        listed = files.get(shard)
+        if listed is None or not words:
+            yield shard
+            continue
+        # the hub's own was compared with the file already
+        checksum = listed.lfs.sha256 if listed.lfs else sha256(out / shard)
+        if checksum != words[0]:
+            yield shard
 
 
 @contextmanager
@@ -182,34 +208,40 @@ def telling(repo_id: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ValueError) and type(error) is ValueError and error.__cause__ is None:
+        # our own sentences, and not those of a library
+        if type(error) is ValueError and error.__cause__ is None:
             raise
-        status, causes = _status(error), list(_causes(error))
+        causes = list(_list_causes(error))
+        status = _status(error)
         if status is not None:
-            fault = "it has a fault of its own: " + AGAIN if status >= 500 else STATUS.get(status, first_line(error))
+            fault = STATUS.get(status, first_line(error))
+            if status >= 500:
+                fault = f"it has a fault of its own: {AGAIN}"
             raise ValueError(f"{repo_id}: the hub answers {status}: {fault}") from error
-        if any(type(one).__module__.split(".")[0] in OFFLINE or _is_offline(one) for one in causes):
+        if any(_is_offline(cause) for cause in causes):
             raise ValueError(
                 f"{repo_id}: the hub is not reached ({first_line(causes[-1])}) Check the network, and {AGAIN}"
             ) from error
         raise ValueError(f"{repo_id}: {first_line(error)} Mend that, and {AGAIN}") from error
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what caused it, the innermost last."""
+def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what caused it, the innermost last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status of the answer that an error, or one of its causes, tells of."""
-    answers = (getattr(getattr(one, "response", None), "status_code", None) for one in _causes(error))
-    return next((status for status in answers if status is not None), None)
+    """Return the HTTP status of the answer that an error, or one of its causes, tells of."""
+    for cause in _list_causes(error):
+        status: int | None = getattr(getattr(cause, "response", None), "status_code", None)
+        if status is not None:
+            return status
+    return None
 
 
 def _is_offline(error: BaseException) -> bool:
-    return isinstance(error, ConnectionError) or type(error).__name__ in (
-        "OfflineModeIsEnabled",
-        "LocalEntryNotFoundError",
-    )
+    package = type(error).__module__.split(".")[0]
+    is_named = type(error).__name__ in ("OfflineModeIsEnabled", "LocalEntryNotFoundError")
+    return package in OFFLINE or isinstance(error, ConnectionError) or is_named

@@ -45,11 +45,16 @@ class Layout:
     whole: bool = False  # whether it guesses otherwise where fewer tokens are asked for
 
 
+def dtype_of(drafter: TrainableDrafter) -> str:
+    """Return the precision of a head's weights, as configs name it."""
+    return str(next(drafter.parameters()).dtype).removeprefix("torch.")
+
+
 def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
-    """The keys that any engine reads of Llama blocks; older readers know the rotary ones by their first two names."""
+    """Return the keys that any engine reads of Llama blocks."""
     shape = drafter.shape
     rope = rotary_of(shape)
-    scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "model_type": "llama",
         "vocab_size": target_config.vocab_size,
@@ -62,22 +67,23 @@ def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more:
         "hidden_act": "silu",
         "max_position_embeddings": shape.max_position_embeddings,
         "rms_norm_eps": shape.rms_norm_eps,
+        # older readers know the rotary ones by these names, and newer ones too
         "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaled,
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": getattr(target_config, "bos_token_id", None),
         "eos_token_id": getattr(target_config, "eos_token_id", None),
-        "torch_dtype": str(next(drafter.parameters()).dtype).removeprefix("torch."),
+        "torch_dtype": dtype_of(drafter),
         **more,
     }
 
 
 def base_config(drafter: TrainableDrafter) -> Config:
-    """The config keys for any reader of heads without attention."""
-    dtype = str(next(drafter.parameters()).dtype).removeprefix("torch.")
-    return {"hidden_size": drafter.shape.hidden_size, "vocab_size": drafter.shape.vocab_size, "torch_dtype": dtype}
+    """Return the config keys for any reader of heads without attention."""
+    shape = drafter.shape
+    return {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "torch_dtype": dtype_of(drafter)}
 
 
 def check_family(
@@ -98,48 +104,49 @@ def check_family(
 
 
 def tensors_of(drafter: TrainableDrafter) -> dict[str, Tensor]:
-    """The head's own tensors under their own names."""
+    """Return the head's own tensors under their own names."""
     return {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
 
 
 def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
-    """[V, H], the token embeddings that the head was trained on, in the dtype of its weights."""
+    """Return the token embeddings [V, H] that the head was trained on, in the dtype of its weights."""
     if not drafter.frozen:
         raise ValueError(
             f"{engine}: a copy of the target's embedding is part of this layout: call bind(target.head) first"
         )
     target_head = drafter.frozen[0]
     weight = target_head.embedding.get_parameter("weight")
+    # by a lookup, for some targets multiply its rows
     rows = target_head.embed(torch.arange(len(weight), device=weight.device))
     return rows.detach().to("cpu", next(drafter.parameters()).dtype)
 
 
 def output_of(drafter: TrainableDrafter, engine: str, advice: str = "no exporter has a layout for it") -> Tensor:
-    """[V, H], the target's LM head, in the dtype of the head's weights."""
+    """Return the target's LM head [V, H], in the dtype of the head's weights."""
     if not drafter.frozen:
         raise ValueError(f"{engine}: the target's LM head is part of this layout: call bind(target.head) first")
-    if isinstance(drafter.frozen[0], StockHead):
+    target_head = drafter.frozen[0]
+    if isinstance(target_head, StockHead):
         raise ValueError(f"{engine}: the target's LM head transforms states, and engines take a matrix: {advice}")
-    if getattr(drafter.frozen[0].output, "bias", None) is not None:
+    if getattr(target_head.output, "bias", None) is not None:
         raise ValueError(f"{engine}: the target's LM head has a bias, which would be dropped in silence: {advice}")
-    return drafter.frozen[0].weight.detach().to("cpu", next(drafter.parameters()).dtype)
+    return target_head.weight.detach().to("cpu", next(drafter.parameters()).dtype)
 
 
 def scale_of(drafter: TrainableDrafter) -> float:
-    """The factor on the target's embedding rows, which engines do not apply when they draft."""
+    """Return the factor on the target's embedding rows, which engines do not apply when they draft."""
     return drafter.frozen[0].scale if drafter.frozen else 1.0
 
 
 def has_attention(drafter: TrainableDrafter) -> bool:
-    """Whether any part uses rotary positions."""
+    """Return whether any module uses rotary positions."""
     return any(".self_attn." in name for name in drafter.state_dict())
 
 
 def rotary_of(shape: Any) -> Config:
-    """The head's rotary parameters, without those of its target that it ignores."""
-    return {
-        key: value for key, value in shape.rope_parameters.items() if value is not None and key not in PER_TARGET
-    } | {"rope_type": shape.rope_parameters.get("rope_type", "default")}
+    """Return the head's rotary parameters, without those of its target that it ignores."""
+    rope = {key: value for key, value in shape.rope_parameters.items() if value is not None and key not in PER_TARGET}
+    return {**rope, "rope_type": shape.rope_parameters.get("rope_type", "default")}
 
 
 def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
@@ -147,13 +154,14 @@ def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
     if not (head.taps or head.reads.texts):  # a language model of its own, which reads nothing but tokens
         return
     advice = "name the target that its recipe.yaml names"
-    head_sizes, sizes = ((shape.hidden_size, shape.vocab_size) for shape in (head.shape, target))
-    if head_sizes != sizes:
+    shape = head.shape
+    if (shape.hidden_size, shape.vocab_size) != (target.hidden_size, target.vocab_size):
         raise ValueError(
-            f"{name} was made for a target of width {head_sizes[0]} and {head_sizes[1]} tokens, this one has "
-            f"{sizes[0]} and {sizes[1]}: {advice}"
+            f"{name} was made for a target of width {shape.hidden_size} and {shape.vocab_size} tokens, this one has "
+            f"{target.hidden_size} and {target.vocab_size}: {advice}"
         )
-    if (deepest := max(head.taps, default=-1)) >= target.num_hidden_layers:
+    deepest = max(head.taps, default=-1)
+    if deepest >= target.num_hidden_layers:
         raise ValueError(
             f"{name} was made for a deeper target: it reads the input of layer {deepest}, this one has "
             f"{target.num_hidden_layers} layers: {advice}"

@@ -15,7 +15,7 @@ from eagle.formats.layout import Layout
 from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.recipe.plain_yaml import parse_yaml
 
-USUAL = 3  # tokens of a chain where nothing is known
+USUAL_DEPTH = 3  # tokens of a chain where nothing is known
 UNMEASURED = "the usual length; nothing was measured with this head"
 WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than it saves
 
@@ -23,27 +23,37 @@ WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than 
 def write_notes(
     layout: Layout, drafter: TrainableDrafter, engine: str, out: Path, head: Path | None, target: str = ""
 ) -> dict[str, str]:
-    """The texts of README.md and provenance.json; `head` is where the drafter came from, `target` its target's path."""
-    recipe = _read_mapping(head / "recipe.yaml", lambda text: parse_yaml(text, "it") or {}) if head else {}
-    provenance = _read_mapping(head / "provenance.json", json.loads) if head else {}
-    shares = chain_rates(provenance.get("validation", {}))[: layout.deepest]  # validation counts levels that it lacks
-    depth, why = _choose_depth(drafter, shares)
-    if layout.deepest is not None and layout.whole:
-        depth, why = layout.deepest, "as many as the head guesses at once; asked for fewer, it guesses otherwise"
-    elif layout.deepest is not None and (depth > layout.deepest or (layout.at_once and why == UNMEASURED)):
-        depth, why = layout.deepest, "as many as the head guesses"
+    """Return the texts of README.md and provenance.json.
+
+    Args:
+        layout: What is written beside them.
+        drafter: The exported head.
+        engine: The name of its layout.
+        out: The folder of the export.
+        head: The folder that the head came from.
+        target: The path of its target.
+    """
+    recipe: dict[str, Any] = {}
+    provenance: dict[str, Any] = {}
+    if head:
+        recipe = _read_mapping(head / "recipe.yaml", lambda text: parse_yaml(text, "it") or {})
+        provenance = _read_mapping(head / "provenance.json", json.loads)
+    # by position, the share of drafts of which so many tokens are kept; validation counts levels that the layout lacks
+    shares = chain_rates(provenance.get("validation", {}))[: layout.deepest]
+    depth, reason = _choose_depth(layout, drafter, shares)
     trained_on = _section(recipe, "target").get("path", "unknown")
-    trained_on = "" if trained_on == "unknown" else trained_on  # as an import writes
-    path = target or trained_on
-    path = str(Path(path).resolve()) if path and Path(path).exists() else path or "TARGET"
-    words = {"DEPTH": str(depth), "NODES": str(depth + 1), "HEAD": str(out.resolve()), "TARGET": path}
-    serve = re.sub("|".join(words), lambda match: words[match[0]], layout.serve)
+    if trained_on == "unknown":  # as an import writes
+        trained_on = ""
+    base = trained_on or target
+    kind = _section(recipe, "drafter").get("kind", "unknown")
+    path = target or trained_on or "TARGET"
+    if path != "TARGET" and Path(path).exists():
+        path = str(Path(path).resolve())
     sections = [
-        f"{front_matter(_section(recipe, 'drafter').get('kind', 'unknown'), trained_on or target, engine)}\n"
-        f"# A draft head for {trained_on or target or 'a target that is not known'}",
+        f"{front_matter(kind, base, engine)}\n# A draft head for {base or 'a target that is not known'}",
         f"Layout: {engine}. A wrong export changes no word that the target says: it shows in acceptance alone.",
-        f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{serve}",
-        f"## How long a chain\n\n{depth} tokens: {why}.",
+        f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{_fill_in(layout.serve, depth, out, path)}",
+        f"## How long a chain\n\n{depth} tokens: {reason}.",
         f"## What it was trained under\n\n{_describe_template(recipe)}",
         f"## What it accepts\n\n{_describe_acceptance(shares, head)}",
     ]
@@ -51,6 +61,12 @@ def write_notes(
     if shares:
         provenance["acceptance"] = {"tau": 1 + sum(shares), "per_position": shares, "by": "validation"}
     return {"README.md": "\n\n".join(sections) + "\n", "provenance.json": json.dumps(provenance, indent=2) + "\n"}
+
+
+def _fill_in(serve: str, depth: int, out: Path, path: str) -> str:
+    """Return the commands with their placeholders filled in, in one pass, for a path may hold such a word."""
+    words = {"DEPTH": str(depth), "NODES": str(depth + 1), "HEAD": str(out.resolve()), "TARGET": path}
+    return re.sub("|".join(words), lambda match: words[match[0]], serve)
 
 
 def _explain_paths(out: Path, path: str) -> str:
@@ -62,51 +78,65 @@ def _explain_paths(out: Path, path: str) -> str:
     return f"`{out.resolve()}` is where this folder was written: name the place where it lies now. {target}"
 
 
-def _choose_depth(drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
-    """The recommended chain length and its reason."""
+def _choose_depth(layout: Layout, drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
+    """Return the recommended chain length and its reason."""
+    depth = USUAL_DEPTH
+    reason = UNMEASURED
     if drafter.budget is not None:
-        return drafter.budget.depth, "as deep as the tree that the head was tuned to"
-    if shares:
+        depth = drafter.budget.depth
+        reason = "as deep as the tree that the head was tuned to"
+    elif shares:
         depth = max(sum(share >= WORTH for share in shares), 1)
-        return depth, f"on held-out texts {shares[depth - 1]:.0%} of such drafts are kept whole; longer ones rarely pay"
-    return USUAL, UNMEASURED
+        share = shares[depth - 1]
+        reason = f"on held-out texts {share:.0%} of such drafts are kept whole; longer ones rarely pay"
+    # what the layout can draft comes first
+    if layout.deepest is None:
+        return depth, reason
+    if layout.whole:
+        return layout.deepest, "as many as the head guesses at once; asked for fewer, it guesses otherwise"
+    if depth > layout.deepest or (layout.at_once and reason == UNMEASURED):
+        return layout.deepest, "as many as the head guesses"
+    return depth, reason
 
 
 def _describe_template(recipe: dict[str, Any]) -> str:
-    """The chat-template arguments that the server needs to match training."""
+    """Return the chat-template arguments that the server needs to match training."""
     data = _section(recipe, "data")
-    if tool := _section(recipe, "train").get("imported_from"):
+    tool = _section(recipe, "train").get("imported_from")
+    if tool:
         return (
             f"Unknown: the head was imported ({tool}). Ask whoever trained it for the chat template and its arguments."
         )
     if not {"template", "template_kwargs"} & data.keys():
         return "Unknown: the head's folder holds no recipe that tells it."
-    template, arguments = data.get("template"), data.get("template_kwargs") or {}
-    lines = [f"The chat template: {f'the one of `{template}`' if template else 'the target’s own'}."]
+    template = data.get("template")
+    owner = f"the one of `{template}`" if template else "the target’s own"
+    arguments = data.get("template_kwargs") or {}
     if arguments:
-        lines.append(f"Its arguments, which requests must repeat (`chat_template_kwargs`): `{json.dumps(arguments)}`.")
+        told = f"Its arguments, which requests must repeat (`chat_template_kwargs`): `{json.dumps(arguments)}`."
     else:
-        lines.append("It was given no arguments; requests that give some (`chat_template_kwargs`) change the prompts.")
-    return " ".join(lines)
+        told = "It was given no arguments; requests that give some (`chat_template_kwargs`) change the prompts."
+    return f"The chat template: {owner}. {told}"
 
 
 def _describe_acceptance(shares: list[float], head: Path | None) -> str:
-    """The acceptance predicted by validation, and the one measured in the head's run."""
-    parts = []
+    """Return the acceptance predicted by validation, and the one measured in the head's run."""
+    paragraphs = []
     if shares:
-        listed = ", ".join(f"{share:.2f}" for share in shares)
-        parts.append(
-            f"On held-out texts, chains of {len(shares)}: the first n tokens are kept in {listed} of the drafts, "
+        by_position = ", ".join(f"{share:.2f}" for share in shares)
+        paragraphs.append(
+            f"On held-out texts, chains of {len(shares)}: the first n tokens are kept in {by_position} of the drafts, "
             f"τ = {1 + sum(shares):.2f} tokens per forward of the target, its own included. Engines that do not count "
             f"that one say {sum(shares):.2f}."
         )
-    if head and (table := acceptance_of(head.parent)):
-        parts.append(f"Decoded by this project:\n\n{table}")
-    return "\n\n".join(parts) or "Nothing was measured: `eagle doctor` tells."
+    table = acceptance_of(head.parent) if head else ""
+    if table:
+        paragraphs.append(f"Decoded by this project:\n\n{table}")
+    return "\n\n".join(paragraphs) or "Nothing was measured: `eagle doctor` tells."
 
 
 def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """The mapping in a file, an empty one where there is no file; ValueError with its name for anything else."""
+    """Return the mapping in a file, an empty one where there is no file; ValueError with its name for anything else."""
     if not path.is_file():
         return {}
     try:
@@ -119,6 +149,6 @@ def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _section(recipe: dict[str, Any], name: str) -> dict[str, Any]:
-    """A part of a recipe, empty where it has none."""
+    """Return a section of a recipe, empty where it has none."""
     section = recipe.get(name)
     return section if isinstance(section, dict) else {}

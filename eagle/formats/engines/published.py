@@ -1,21 +1,37 @@
-"""The layouts in which the authors of methods published their heads: what their own code loads."""
+"""The layouts in which heads are published: those of the methods' authors, of speculators and of transformers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.engines.engine import Engine
-from eagle.formats.layout import Layout, TargetConfig
+from eagle.formats.engines.engine import SCALINGS, Engine
+from eagle.formats.engines.servers import explain_serving
+from eagle.formats.layout import Layout, TargetConfig, rotary_of
 from eagle.formats.networks.block_layouts import (
     DEEPSPEC_STYLES,
     DFLASH,
     DSPARK,
     SPECFORGE_STYLES,
+    SPECULATORS_STYLES,
     ZLAB_STYLES,
     InjectedLayout,
+    propose_config,
 )
-from eagle.formats.networks.eagle_layouts import FEATURES, FUSED, FeatureLayout, FusedLayout, add_embedding
+from eagle.formats.networks.eagle_layouts import (
+    FEATURES,
+    FUSED,
+    PEAGLE,
+    FeatureLayout,
+    FusedLayout,
+    ParallelLayout,
+    add_embedding,
+)
 from eagle.formats.networks.falcon_heads import FALCON, PublishedFalcon
-from eagle.formats.networks.layers_and_tokens import usual_layers
+from eagle.formats.networks.layers_and_tokens import SWITCHES, usual_layers
 from eagle.formats.networks.level_heads import (
     HYDRA,
     MEDUSA,
@@ -25,6 +41,7 @@ from eagle.formats.networks.level_heads import (
     PublishedSpeculator,
 )
 from eagle.formats.networks.mtp_layers import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
+from eagle.formats.networks.network_layout import NetworkLayout
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")  # it takes every other target for a Mixtral
 
@@ -38,11 +55,13 @@ Not run by this project: names, shapes and keys are those of the published heads
 
 
 def _finish_features(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """The config says whether `fc` has a bias, which is left out where it is zero."""
-    bias = bool(layout.tensors["fc.bias"].any())
-    tensors = {name: tensor for name, tensor in layout.tensors.items() if bias or name != "fc.bias"}
+    """Return a config that says whether `fc` has a bias, which is left out where it is zero."""
     _check_eagle(drafter, target_config)
-    return add_embedding(Layout({**layout.config, "bias": bias}, tensors, layout.serve), drafter, "eagle")
+    tensors = dict(layout.tensors)
+    has_bias = bool(tensors["fc.bias"].any())
+    if not has_bias:
+        del tensors["fc.bias"]
+    return add_embedding(Layout({**layout.config, "bias": has_bias}, tensors, layout.serve), drafter, "eagle")
 
 
 def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
@@ -247,4 +266,120 @@ Its heads say here what they say there; generation by that code was not run by t
     },
     scalings=None,
 )
-PUBLISHED = (REFERENCE, MEDUSA_CODE, HYDRA_CODE, FMS, FALCON_CODE, ZLAB, DEEPSPEC, SPECFORGE, DEEPSEEK, MIMO)
+
+
+# -- speculators (0.9.0), which vLLM and llama.cpp read too; it has none for EAGLE-1 -----------------------------------
+
+SPECULATORS_DEPTH = 3  # which the config wants to be told; a server may be told otherwise
+SPECULATORS_HEAD_KEYS = (*SWITCHES, "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "mask_token_id")
+SPECULATOR_CLASSES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
+SPECULATORS_FOLDER = "The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), "
+SPECULATORS_CHAINS = f"""{SPECULATORS_FOLDER}which vLLM 0.32.0 and llama.cpp's
+converter read too. The loader of `speculators` was run with this layout; vLLM and llama.cpp were not run with it, but
+with layouts of their own."""
+SPECULATORS_PARALLEL = f"""{SPECULATORS_FOLDER}whose loader was run with this layout.
+vLLM 0.32.0 reads it too, by its V1 model runner; it was not run."""
+SPECULATORS_BLOCKS = f"""{SPECULATORS_FOLDER}whose loader was run with this layout.
+vLLM 0.32.0 reads it too, but for blocks without a Markov head whose first slot names a token, and for Markov heads that
+are gated or recurrent; SGLang refuses DSpark's folders of this layout. Neither was run."""
+SPECULATORS_SERVE = explain_serving("eagle3", SPECULATORS_CHAINS)
+SPECULATORS_SERVE_MASKS = explain_serving("eagle3", SPECULATORS_PARALLEL, more='"parallel_drafting": true', cpu=False)
+
+
+def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
+    """Return the block's config nested in the head's; every switch is written, since readers differ in defaults."""
+    head = {key: layout.config[key] for key in SPECULATORS_HEAD_KEYS if key in layout.config}
+    block = {key: value for key, value in layout.config.items() if key not in head}
+    del block["eagle_config"]
+    del block["architectures"]
+    block |= {"rope_parameters": rotary_of(drafter.shape), "architectures": ["LlamaForCausalLM"]}
+    algorithm = "peagle" if "mask_token_id" in head else "eagle3"
+    config = {
+        "architectures": [SPECULATOR_CLASSES[algorithm]],
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.9.0",
+        **head,
+        "norm_before_fc": False,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": block["torch_dtype"],
+        "transformer_layer_config": block,
+        "speculators_config": propose_config(algorithm, layout.deepest or SPECULATORS_DEPTH, target_config),
+    }
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}
+    return add_embedding(replace(layout, config=config, tensors=tensors), drafter, "speculators")
+
+
+SPECULATORS = Engine(
+    name="speculators",
+    title="speculators",
+    networks={
+        FUSED: FusedLayout(SPECULATORS_SERVE, switches=SWITCHES, reads_embedding=True, finish=_nest_block),
+        PEAGLE: ParallelLayout(
+            SPECULATORS_SERVE_MASKS, switches=("norm_before_residual",), reads_embedding=True, finish=_nest_block
+        ),
+        DFLASH: InjectedLayout(explain_serving("dflash", SPECULATORS_BLOCKS, cpu=False), styles=SPECULATORS_STYLES),
+        DSPARK: InjectedLayout(explain_serving("dspark", SPECULATORS_BLOCKS, cpu=False), styles=SPECULATORS_STYLES),
+    },
+    scalings=(*SCALINGS, "dynamic"),  # as vLLM, which reads it
+)
+
+
+# -- a draft model as transformers itself writes one; engines load such a folder as they load any model ----------------
+
+LANGUAGE_MODEL = "draft_model"  # the network of a whole model
+
+TRANSFORMERS_SERVE = """```python
+from transformers import AutoModelForCausalLM
+
+target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "HEAD"))
+target.generate(..., assistant_model=draft)
+```
+
+```sh
+vllm serve TARGET --speculative-config '{"method": "draft_model", "model": "HEAD", "num_speculative_tokens": DEPTH}'
+```
+
+It has no tokenizer of its own, for it speaks the target's: copy those files beside it for an engine that asks.
+transformers was run with this layout, vLLM was not."""
+
+
+@dataclass(frozen=True)
+class ModelLayout(NetworkLayout):
+    """A whole language model under its own names."""
+
+    def write(self, drafter: Any, target_config: TargetConfig, engine: str) -> Layout:
+        """Return its own config and tensors; of those that are tied, one."""
+        model = drafter.model
+        tensors: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in model.state_dict().items():
+            tensors.setdefault(tensor.data_ptr(), (name, tensor.detach().cpu()))
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}
+        return Layout(config, dict(tensors.values()), self.serve)
+
+
+TRANSFORMERS = Engine(
+    name="transformers",
+    title="transformers",
+    networks={LANGUAGE_MODEL: ModelLayout(TRANSFORMERS_SERVE)},
+    scalings=None,
+    unknown="{kind!r} is a head, which is no model without its target: export to the engine that will serve it "
+    "(docs/serving.md)",
+)
+
+PUBLISHED = (
+    SPECULATORS,
+    REFERENCE,
+    MEDUSA_CODE,
+    HYDRA_CODE,
+    FMS,
+    FALCON_CODE,
+    ZLAB,
+    DEEPSPEC,
+    SPECFORGE,
+    DEEPSEEK,
+    MIMO,
+    TRANSFORMERS,
+)

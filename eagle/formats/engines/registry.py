@@ -6,59 +6,67 @@ from dataclasses import replace
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.engines.engine import Engine
-from eagle.formats.engines.llamacpp import LLAMACPP
-from eagle.formats.engines.openvino import OPENVINO
-from eagle.formats.engines.published import PUBLISHED
-from eagle.formats.engines.sglang import SGLANG
-from eagle.formats.engines.speculators import SPECULATORS
-from eagle.formats.engines.transformers import LANGUAGE_MODEL, TRANSFORMERS
-from eagle.formats.engines.trtllm import TRTLLM
-from eagle.formats.engines.vllm import VLLM
+from eagle.formats.engines.published import LANGUAGE_MODEL, PUBLISHED
+from eagle.formats.engines.servers import SERVERS
 from eagle.formats.layout import Layout, TargetConfig, check_fit, has_attention
 from eagle.formats.networks.eagle_layouts import FEATURES, FUSED, FeatureLayout, FusedLayout
 from eagle.formats.networks.network_layout import network_of
 
-SERVERS = (VLLM, SGLANG, TRTLLM, OPENVINO, LLAMACPP)
-ENGINES = (*SERVERS, SPECULATORS, *PUBLISHED, TRANSFORMERS)
-ADVICE = {
-    LANGUAGE_MODEL: "it is a model of its own: export to transformers, a folder that engines load as any other model"
-}
+ENGINES = (*SERVERS, *PUBLISHED)
 
 
 def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """The head in an engine's layout; ValueError names what it would serve badly and the engines that fit."""
+    """Return the head in an engine's layout; ValueError names what it would serve badly and the engines that fit."""
     network = network_of(drafter)
+    readers = [other for other in ENGINES if network in other.networks]
     if network not in engine.networks:
-        named = " or ".join(name_reader(other.name, drafter) for other in ENGINES if network in other.networks)
-        usual = f"export to {named} (docs/serving.md)" if named else "no exporter has one (docs/serving.md)"
-        advice = "; ".join([*filter(None, [engine.past.get(network)]), ADVICE.get(network, usual)])
+        advice = _advise(engine, drafter, readers)
         raise ValueError(f"{engine.name}: {engine.unknown.format(kind=drafter.settings.kind, advice=advice)}")
-    if has_attention(drafter) and (reason := engine.unread_rotary(drafter.shape)):
-        readers = [other for other in ENGINES if network in other.networks]
-        able = [other.name for other in readers if not other.unread_rotary(drafter.shape)]
-        advice = f"export to {' or '.join(able)} (docs/serving.md)" if able else "no exporter has a layout for it"
-        raise ValueError(f"{engine.name}: {reason}: {advice}")
+    if has_attention(drafter):
+        reason = engine.unread_rotary(drafter.shape)
+        if reason:
+            able = [other.name for other in readers if not other.unread_rotary(drafter.shape)]
+            advice = f"export to {' or '.join(able)} (docs/serving.md)" if able else "no exporter has a layout for it"
+            raise ValueError(f"{engine.name}: {reason}: {advice}")
     check_fit(drafter, target_config, f"{engine.name}: the head")
     return engine.layout(drafter, target_config)
 
 
+def _advise(engine: Engine, drafter: TrainableDrafter, readers: list[Engine]) -> str:
+    """Return where to export a head whose network an engine does not read."""
+    network = network_of(drafter)
+    if network == LANGUAGE_MODEL:
+        advice = "it is a model of its own: export to transformers, a folder that engines load as any other model"
+    elif readers:
+        names = " or ".join(name_reader(other.name, drafter) for other in readers)
+        advice = f"export to {names} (docs/serving.md)"
+    else:
+        advice = "no exporter has one (docs/serving.md)"
+    return f"{engine.past[network]}; {advice}" if network in engine.past else advice
+
+
 def name_reader(engine: str, drafter: TrainableDrafter) -> str:
-    """An engine by its name, with the last version that reads such a head where a later one does not."""
-    networks = next((listed.networks for listed in ENGINES if listed.name == engine), {})
-    layout = networks.get(network_of(drafter))
-    return f"{engine} (up to {layout.until})" if layout and layout.until else engine
+    """Return an engine's name, with the last version that reads such a head where a later one does not."""
+    for reader in ENGINES:
+        layout = reader.networks.get(network_of(drafter))
+        if reader.name == engine and layout and layout.until:
+            return f"{engine} (up to {layout.until})"
+    return engine
 
 
 # -- one folder that is right for all engines, where one can be -------------------------------------------------------
 
-
 NOT_RUN = "SGLang and TensorRT-LLM were not run with it; the others were, with the layouts that this one is made of."
-NETWORKS = {FEATURES: FeatureLayout("", reads_bias=False), FUSED: FusedLayout("")}
-PORTABLE = Engine("portable", "all engines", NETWORKS, scalings=None)
+PORTABLE = Engine(
+    name="portable",
+    title="all engines",
+    networks={FEATURES: FeatureLayout("", reads_bias=False), FUSED: FusedLayout("")},
+    scalings=None,
+)
 
 
 def write_portable(drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """EAGLE-1's for vLLM and SGLang; EAGLE-3's for all engines, with a draft vocabulary and without its switches."""
+    """Return a layout for all engines: EAGLE-1's, or EAGLE-3's with a draft vocabulary and without its switches."""
     layout = write_layout(PORTABLE, drafter, target_config)
     network = network_of(drafter)
     if network == FUSED and layout.config["draft_vocab_size"] == layout.config["vocab_size"]:
@@ -66,10 +74,15 @@ def write_portable(drafter: TrainableDrafter, target_config: TargetConfig) -> La
             "portable: vLLM refuses `d2t` where the head may say all tokens, and OpenVINO needs it: export to vllm "
             "(right for SGLang, TensorRT-LLM and llama.cpp too) or to openvino, or train with drafter.draft_vocab"
         )
-    engines = [engine for engine in SERVERS if network in engine.networks]
-    try:
-        parts = [f"### {engine.title}\n\n{write_layout(engine, drafter, target_config).serve}" for engine in engines]
-    except ValueError as error:
-        raise ValueError(f"portable: {error}; such a head has no folder for all engines") from None
-    titles = ", ".join(engine.title for engine in engines)
-    return replace(layout, serve="\n\n".join([f"One folder for {titles}. {NOT_RUN}", *parts]))
+    # whatever one of them would serve badly is refused, with its reason
+    titles = []
+    guides = []
+    for engine in SERVERS:
+        if network in engine.networks:
+            try:
+                guide = write_layout(engine, drafter, target_config).serve
+            except ValueError as error:
+                raise ValueError(f"portable: {error}; such a head has no folder for all engines") from None
+            titles.append(engine.title)
+            guides.append(f"### {engine.title}\n\n{guide}")
+    return replace(layout, serve="\n\n".join([f"One folder for {', '.join(titles)}. {NOT_RUN}", *guides]))

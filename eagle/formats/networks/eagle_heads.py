@@ -22,7 +22,15 @@ from eagle.formats.networks.layers_and_tokens import (
     find_wrong_ids,
     mark_tokens,
 )
-from eagle.formats.networks.network import ROTARY, Network, describe_kind, keep_names, list_settings, load_or_zeros
+from eagle.formats.networks.network import (
+    INDICES,
+    ROTARY,
+    Network,
+    describe_kind,
+    keep_names,
+    list_settings,
+    load_or_zeros,
+)
 from eagle.formats.networks.network_layout import MASK_HIDDEN
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import Keys
@@ -347,7 +355,7 @@ def _settle_eagle3(head: HeadFolder, taps: tuple[int, ...] | None, norm_output: 
 
 def _make_eagle3_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
     """Return offsets as whole numbers, the mask that follows from them, and all else as it is."""
-    if name not in ("d2t", "t2d"):
+    if name not in INDICES:
         return head.load(name)
     offsets = head.load("d2t").long()
     return offsets if name == "d2t" else mark_tokens(offsets + torch.arange(len(offsets)), head.shape["vocab_size"])
@@ -417,7 +425,6 @@ EAGLE3_HEADS = replace(
     read_settings=partial(_read_settings, usual=LAYERS, read_switches=_read_switches),
     spellings=((MIDLAYER, MIDLAYER_NAMES), (LAYERS, EAGLE3_NAMES)),
     borrowed={EMBEDDING: EMBEDDINGS},
-    indices=("d2t", "t2d"),
     beside={
         EMBEDDING: ("vocab_size", "hidden_size"),
         "d2t": ("draft_vocab_size",),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Config, Layout, TargetConfig, embedding_of, output_of, tensors_of
+from eagle.formats.layout import Config, Layout, TargetConfig, dtype_of, embedding_of, output_of, tensors_of
 from eagle.formats.networks.network import ROTARY, Network, Spelling, rename_tensors
 from eagle.formats.networks.network_layout import NetworkLayout, refuse_scale
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder
@@ -130,8 +130,7 @@ class MtpLayout(NetworkLayout):
                 weight = tensors[f"layers.0.self_attn.{projection}.weight"]
                 tensors.setdefault(f"layers.0.self_attn.{projection}.bias", torch.zeros_like(weight[:, 0]))
         tensors |= {EMBEDDING: embedding_of(drafter, engine), OUTPUT: output_of(drafter, engine)}
-        dtype = str(next(drafter.parameters()).dtype).removeprefix("torch.")
-        more = {"num_nextn_predict_layers": 1, "torch_dtype": dtype, "tie_word_embeddings": False}
+        more = {"num_nextn_predict_layers": 1, "torch_dtype": dtype_of(drafter), "tie_word_embeddings": False}
         renamed = rename_tensors(tensors, self.names, layer=target_config.num_hidden_layers)
         return Layout({**target_config.to_dict(), **more}, renamed, self.serve)
 

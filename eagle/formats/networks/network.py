@@ -36,6 +36,7 @@ from eagle.formats.reading.target_files import EMBEDDINGS, LM_HEADS
 from eagle.recipe import parse_section
 
 ROTARY = {r"(.*\.)?(inv_freq|cos_cached|sin_cached)": "follows from the rotary parameters"}
+INDICES = ("d2t", "t2d")  # tensors that hold no weights
 COPY_BOTH = "Correct config.json, or copy both files again"
 BORROWED = {EMBEDDING: EMBEDDINGS, OUTPUT: LM_HEADS}
 Spelling = Mapping[str, str]  # our names and another tool's
@@ -117,8 +118,6 @@ class Network:
     borrowed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BORROWED)  # of the target, by our names
     trains_embedding: bool = False  # whether its copy may differ from the target's
     beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what else may be there, with its sides
-    indices: tuple[str, ...] = ()  # tensors that hold no weights
-    zeros: str = r".*\.bias"  # what may be all zeros
     remedies: Mapping[str, str] = field(default_factory=dict)  # of missing tensors
     # its config
     has_block: bool = True  # whether the sizes of a Llama block are there
@@ -264,7 +263,7 @@ def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> 
             head.problem(f"{name} is missing, expected {list(size)}", network.remedies.get(name, usual))
     elif entry.shape != size:
         head.problem(f"{head.names[name]} is {list(entry.shape)}, expected {list(size)}", COPY_BOTH)
-    elif name in network.indices:
+    elif name in INDICES:
         if name == "d2t" and entry.dtype.is_floating_point:
             head.problem(f"d2t is in {entry.dtype}, expected whole numbers", "Export again")
     elif name not in network.borrowed and (not entry.dtype.is_floating_point or entry.dtype.itemsize < 2):
