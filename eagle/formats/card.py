@@ -70,14 +70,16 @@ def _read_origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _method_of(folder: Path, recipe: dict[str, Any]) -> tuple[str, str | None]:
     """Return the name of a head's method, and the file that its class comes from, if the head brings one."""
     path = folder / "config.json"
+    config = None
     try:
-        config = json.loads(read_text(folder, "config.json", CONFIG_BYTES)) if path.is_file() else {}
+        if path.is_file():
+            config = json.loads(read_text(folder, "config.json", CONFIG_BYTES))
     except ValueError as error:  # no text, or no JSON
         raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
-    code = config.get("code") if isinstance(config, dict) else None
-    if not isinstance(code, dict):
-        return recipe["drafter"]["kind"], None
-    return config["settings"]["kind"], code.get("file")
+    # a method that is not part of the package says where its class comes from
+    if isinstance(config, dict) and isinstance(config.get("code"), dict):
+        return config["settings"]["kind"], config["code"].get("file")
+    return recipe["drafter"]["kind"], None
 
 
 def front_matter(kind: str, target: str, *more: str) -> str:
@@ -115,20 +117,27 @@ def _describe_store(recipe: dict[str, Any]) -> str:
     if not index.is_file():
         return ""
     counts = json.loads(index.read_text())["made"].get("conversations")
-    return "" if counts is None else f"\n\n{count_conversations(counts)}"
+    if counts is None:  # as of a store that an older release made
+        return ""
+    return f"\n\n{count_conversations(counts)}"
 
 
 def count_conversations(counts: dict[str, Any]) -> str:
     """Return a sentence on the conversations that were kept and dropped, with the reasons."""
     dropped = counts["dropped"]
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    total = f"{counts['kept']:,} conversations were kept, {sum(dropped.values()):,} dropped"
-    return f"{total}: {reasons}." if reasons else f"{total}."
+    sentence = f"{counts['kept']:,} conversations were kept, {sum(dropped.values()):,} dropped"
+    if reasons:
+        sentence += f": {reasons}"
+    return f"{sentence}."
 
 
 def _describe_usage(name: str, target: str, code_file: str | None) -> str:
-    note = CODE.format(file=code_file) if code_file else ""
-    trust = ", trust_code=True" if code_file else ""
+    note = ""
+    trust = ""
+    if code_file:
+        note = CODE.format(file=code_file)
+        trust = ", trust_code=True"
     return f"""{note}```python
 from eagle import Target, generate, load_drafter
 
@@ -147,7 +156,10 @@ def _table(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:.4g}"
+    # what would end the cell or the row
     return text.replace("|", "\\|").replace("\n", " ")
 
 
@@ -157,8 +169,9 @@ def _key_table(values: dict[str, Any]) -> str:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    text = read_text(path.parent, path.name, MAX_BYTES) if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in read_text(path.parent, path.name, MAX_BYTES).splitlines()]
 
 
 def _curve_table(rows: list[dict[str, Any]]) -> str:

@@ -313,7 +313,7 @@ def load_drafter(
     drafters = []
     for each in _split_names(name):
         own_options = {key: value for key, value in options.items() if key in accepted[each]}
-        drafter = _load_one(each, target, revision, own_options, trust_code)
+        drafter = _load_one(each, target, own_options, revision=revision, trust_code=trust_code)
         if drafter.reads.view:
             drafter.bind_target(target.view())
         if drafter.taps:
@@ -335,7 +335,9 @@ def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
     accepted: dict[str, list[str]] = {}
     for each in names:
         method = method_without_files(each)
-        accepted[each] = [*inspect.signature(method).parameters] if method else []
+        accepted[each] = []
+        if method:
+            accepted[each] = [*inspect.signature(method).parameters]
     valid = sorted({option for of_one in accepted.values() for option in of_one})
     for option in options:
         if option not in valid:
@@ -358,10 +360,12 @@ def method_without_files(name: str) -> Any:
         raise ValueError(
             f"{name} has weights, expected the folder of a trained head: train it with drafter.kind={name}"
         )
-    return method if method is not None and method.stored_as == "nothing" else None
+    if method is not None and method.stored_as == "nothing":
+        return method
+    return None
 
 
-def _load_one(name: str, target: Target, revision: str | None, options: dict[str, Any], trust_code: bool) -> Drafter:
+def _load_one(name: str, target: Target, options: dict[str, Any], *, revision: str | None, trust_code: bool) -> Drafter:
     """Load one drafter by its name, folder or hub id."""
     method = method_without_files(name)
     if method is not None:
@@ -383,9 +387,14 @@ def _load_one(name: str, target: Target, revision: str | None, options: dict[str
 
 def _method_of_files(folder: Path) -> Any:
     """Return the method that loads a folder of counted tables or a language model; None for a trained head."""
-    config = _read_config(folder) if (folder / "config.json").is_file() else {}
+    config: dict[str, Any] = {}
+    if (folder / "config.json").is_file():
+        config = _read_config(folder)
     check_links(folder)
-    kind = config.get("kind", "draft_model" if "model_type" in config else None)
+    # tables name their kind, a language model its architecture, a head its settings
+    kind = config.get("kind")
+    if "kind" not in config and "model_type" in config:
+        kind = "draft_model"
     if "settings" in config or kind is None:
         return None
     file_methods = _names_stored_as("files")

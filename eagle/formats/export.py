@@ -38,7 +38,8 @@ def export(
     if (out / "recipe.yaml").exists():
         raise ValueError(f"{out} holds a head of this project, which an export would overwrite: name another folder")
     target = getattr(target_config, "name_or_path", "")
-    texts = write_notes(layout, drafter, engine, out, Path(head) if head else None, target)
+    folder = Path(head) if head else None
+    texts = write_notes(layout, drafter, engine, out, head=folder, target=target)
     # refused layouts leave no folder
     with lock_folder(out):
         write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")

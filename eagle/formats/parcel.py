@@ -57,11 +57,15 @@ class Sent(NamedTuple):
     @property
     def size(self) -> int:
         """Its bytes."""
-        return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
+        if isinstance(self.source, bytes):
+            return len(self.source)
+        return self.source.stat().st_size
 
     def read(self) -> bytes:
         """Return its bytes themselves."""
-        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+        if isinstance(self.source, bytes):
+            return self.source
+        return self.source.read_bytes()
 
 
 @dataclass

@@ -39,7 +39,9 @@ class Engine:
         window = drafter.network.get("window")
         if window:
             layout = replace(layout, config={**layout.config, **self._window_keys(network, window, blocks)})
-        return network.finish(layout, drafter, target_config) if network.finish else layout
+        if network.finish is None:
+            return layout
+        return network.finish(layout, drafter, target_config)
 
     def _window_keys(self, network: NetworkLayout, window: Mapping[str, int], blocks: int) -> Config:
         """Return the config's keys for a head's window; ValueError if this engine would ignore the window."""

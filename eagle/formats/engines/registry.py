@@ -26,7 +26,9 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Targe
         reason = engine.unread_rotary(drafter.shape)
         if reason:
             able = [other.name for other in readers if not other.unread_rotary(drafter.shape)]
-            advice = f"export to {' or '.join(able)} (docs/serving.md)" if able else "no exporter has a layout for it"
+            advice = "no exporter has a layout for it"
+            if able:
+                advice = f"export to {' or '.join(able)} (docs/serving.md)"
             raise ValueError(f"{engine.name}: {reason}: {advice}")
     check_fit(drafter, target_config, f"{engine.name}: the head")
     return engine.layout(drafter, target_config)
@@ -42,7 +44,9 @@ def _advise(engine: Engine, drafter: TrainableDrafter, readers: list[Engine]) ->
         advice = f"export to {names} (docs/serving.md)"
     else:
         advice = "no exporter has one (docs/serving.md)"
-    return f"{engine.past[network]}; {advice}" if network in engine.past else advice
+    if network in engine.past:
+        return f"{engine.past[network]}; {advice}"
+    return advice
 
 
 def name_reader(engine: str, drafter: TrainableDrafter) -> str:

@@ -80,8 +80,10 @@ def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) ->
     if more:
         asked += f", {more}"
     command = VLLM_COMMAND.format(asked=asked)
-    on_cpu = _explain_cpu(command) if cpu else ""
-    return f"```sh\n{command}\n```\n\n{text}{on_cpu}"
+    guide = f"```sh\n{command}\n```\n\n{text}"
+    if cpu:
+        guide += _explain_cpu(command)
+    return guide
 
 
 def _explain_cpu(command: str) -> str:

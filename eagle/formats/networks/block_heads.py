@@ -235,7 +235,9 @@ def _read_both(head: HeadFolder, name: str) -> list[Any]:
 def _side(head: HeadFolder, name: str, dim: int) -> int:
     """Return one side of a matrix; 1 if it is none."""
     side = head.side(name, dim)
-    return 1 if side is None else side
+    if side is None:
+        return 1
+    return side
 
 
 # -- the tables -------------------------------------------------------------------------------------------------------
@@ -249,7 +251,9 @@ def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
 
 def _list_facts(head: HeadFolder) -> Config:
     """Return the head's convention among the two named DFlash."""
-    rule = AFTER_POSITION if head.settings.get("sample_from_anchor") else AT_POSITION
+    rule = AT_POSITION
+    if head.settings.get("sample_from_anchor"):
+        rule = AFTER_POSITION
     return {**list_settings(head), "method": head.method, "slots": f"{head.settings.get('slots')}: {rule}"}
 
 

@@ -37,7 +37,10 @@ Style = Callable[[TrainableDrafter, Any], Config]  # the config of a head with t
 def _count_levels(drafter: TrainableDrafter) -> int:
     """Return the number of tokens that a block predicts: one less if its first slot only reads the root."""
     settings: Any = drafter.settings
-    return int(settings.slots) - (0 if settings.sample_from_anchor else 1)
+    levels = int(settings.slots)
+    if not settings.sample_from_anchor:
+        levels -= 1
+    return levels
 
 
 def _outputs_of(drafter: TrainableDrafter) -> list[int]:
@@ -69,13 +72,19 @@ def _nested_config(drafter: TrainableDrafter, target_config: TargetConfig, archi
 def _markov_keys(drafter: TrainableDrafter) -> Config:
     """Return the keys for a head's Markov correction and confidence, common to all readers of DSpark."""
     tensors = drafter.state_dict()
-    # a confidence reads the state alone, or what the Markov head reads too
-    columns = tensors[CONFIDENCE].shape[1] if CONFIDENCE in tensors else 0
+    columns = 0
+    if CONFIDENCE in tensors:
+        # it reads the state alone, or what the Markov head reads too
+        columns = tensors[CONFIDENCE].shape[1]
     kind = getattr(drafter.settings, "markov", "none")
-    has_markov = kind != "none"
+    rank = 0
+    if kind == "none":
+        kind = "vanilla"  # which readers know, of rank 0
+    else:
+        rank = drafter.settings.rank
     return {
-        "markov_rank": drafter.settings.rank if has_markov else 0,
-        "markov_head_type": kind if has_markov else "vanilla",
+        "markov_rank": rank,
+        "markov_head_type": kind,
         "enable_confidence_head": columns > 0,
         "confidence_head_with_markov": columns > drafter.shape.hidden_size,
         "sample_from_anchor": bool(drafter.settings.sample_from_anchor),
@@ -134,13 +143,18 @@ def domino_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Con
 
 def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """Return the config of `speculators`, which counts layer inputs and nests the blocks' sizes."""
-    is_corrected = drafter.settings.kind == DSPARK
-    algorithm = "dspark" if is_corrected else "dflash"
+    algorithm = "dflash"
+    architecture = "DFlashSpeculator"
+    markov: Config = {}
+    if drafter.settings.kind == DSPARK:
+        algorithm = "dspark"
+        architecture = "DSparkSpeculator"
+        markov = _markov_keys(drafter)
     block = _qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
     for key in ("block_size", "num_target_layers"):  # which stand at the top, or nowhere
         del block[key]
     return {
-        "architectures": ["DSparkSpeculator" if is_corrected else "DFlashSpeculator"],
+        "architectures": [architecture],
         "speculators_model_type": algorithm,
         "speculators_version": "0.9.0",
         "draft_vocab_size": drafter.shape.vocab_size,
@@ -149,7 +163,7 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
         "aux_hidden_state_layer_ids": sorted(drafter.taps),
         "sliding_window_non_causal": True,
         "sample_from_anchor": bool(drafter.settings.sample_from_anchor),
-        **(_markov_keys(drafter) if is_corrected else {}),
+        **markov,
         "tie_word_embeddings": False,
         "torch_dtype": block["torch_dtype"],
         "transformer_layer_config": block,

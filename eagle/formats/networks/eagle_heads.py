@@ -89,14 +89,19 @@ def _read_block(head: HeadFolder) -> int | None:
 def _read_window(block: Keys) -> int | None:
     """Return the window switched on by `layer_types`, as engines read it; without `layer_types` engines differ."""
     kinds = block.read("layer_types") or []
-    return block.read("sliding_window") if "sliding_attention" in kinds[:1] else None
+    if "sliding_attention" not in kinds[:1]:
+        return None
+    window: int | None = block.read("sliding_window")
+    return window
 
 
 def _slides(block: Keys) -> bool:
     window = block.read("sliding_window")
     is_used = block.read("use_sliding_window")
     kinds = block.read("layer_types")
-    return "sliding_attention" in kinds[:1] if kinds else bool(window and is_used is not False)
+    if kinds:
+        return "sliding_attention" in kinds[:1]
+    return bool(window and is_used is not False)
 
 
 def _refuse_foreign_settings(head: HeadFolder) -> None:
@@ -123,9 +128,13 @@ def _find_layout(head: HeadFolder, usual: str) -> str:
     if any(name.startswith("model.") for name in head.tensors.stored):
         return AUTOMODEL
     if head.has_block("midlayer."):
-        return REFERENCE if head.architectures[:1] == ["LlamaForCausalLM"] else MIDLAYER
+        if head.architectures[:1] == ["LlamaForCausalLM"]:
+            return REFERENCE
+        return MIDLAYER
     nested = head.config.get("eagle_config")
-    return MODELOPT if isinstance(nested, dict) and "next_layer_regular" in nested else usual
+    if isinstance(nested, dict) and "next_layer_regular" in nested:
+        return MODELOPT
+    return usual
 
 
 def _find_unknown_names(head: HeadFolder, classes: set[str]) -> Iterator[FoundFault]:
@@ -274,14 +283,15 @@ def _read_switches(head: HeadFolder) -> Config:
         head.problem("config.json: eagle_config.use_aux_hidden_state is false, but this is EAGLE-3's network")
     inputs = head.keys.read(LAYER_IDS)
     outputs = head.nested.read(LAYER_IDS)
-    head.inputs = None if inputs is None else tuple(inputs)
-    head.outputs = tuple(outputs) if outputs else None  # ModelOpt writes [] for its default
-    is_reduced = head.draft_vocab_size < head.shape["vocab_size"]
-    return {
-        **switches,
-        "taps": tuple(range(head.tap_count)),  # until an import settles them
-        "draft_vocab": head.draft_vocab_size if is_reduced else None,
-    }
+    if inputs is not None:
+        head.inputs = tuple(inputs)
+    if outputs:  # ModelOpt writes [] for its default
+        head.outputs = tuple(outputs)
+    draft_vocab = None
+    if head.draft_vocab_size < head.shape["vocab_size"]:
+        draft_vocab = head.draft_vocab_size
+    # the taps until an import settles them
+    return {**switches, "taps": tuple(range(head.tap_count)), "draft_vocab": draft_vocab}
 
 
 def _read_draft_vocab(head: HeadFolder) -> None:
@@ -290,8 +300,12 @@ def _read_draft_vocab(head: HeadFolder) -> None:
     vocab_size = head.shape["vocab_size"]
     size = head.keys.read("draft_vocab_size")
     if size is None:
-        size = output.shape[0] if output and output.shape else vocab_size
-        where = "the rows of lm_head.weight" if output else "the whole vocabulary"
+        size = vocab_size
+        where = "the whole vocabulary"
+        if output:
+            where = "the rows of lm_head.weight"
+            if output.shape:
+                size = output.shape[0]
         head.notes.append(f"no draft_vocab_size: {size}, {where}")
     if size > vocab_size:
         head.problem(f"draft_vocab_size is {size}, more than the vocabulary of {vocab_size}", fatal=False)
@@ -307,7 +321,7 @@ def _read_switch(head: HeadFolder, name: str) -> bool:
         head.problem(f"config.json: {name} is {outer} and eagle_config.{name} is {inner}", "Correct one of them")
     if outer is None and inner is None:
         head.notes.append(f"no {name}: false")
-    return bool(outer if outer is not None else inner)
+    return bool(inner) if outer is None else bool(outer)
 
 
 def _is_ambiguous(head: HeadFolder) -> bool:
@@ -357,8 +371,14 @@ def _make_eagle3_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor
     """Return offsets as whole numbers, the mask that follows from them, and all else as it is."""
     if name not in INDICES:
         return head.load(name)
-    offsets = head.load("d2t").long()
-    return offsets if name == "d2t" else mark_tokens(offsets + torch.arange(len(offsets)), head.shape["vocab_size"])
+    offsets = head.load("d2t").long()  # [D]
+    if name == "d2t":
+        return offsets
+    return mark_tokens(offsets + torch.arange(len(offsets)), head.shape["vocab_size"])
+
+
+def _may_lack_mask(head: HeadFolder, name: str) -> str:
+    return "no t2d: made from d2t" if name == "t2d" else ""
 
 
 def _knows(layout: Any, switch: str) -> bool:
@@ -413,8 +433,9 @@ def _list_eagle3_facts(head: HeadFolder) -> Config:
 
 
 def _describe_eagle3(head: HeadFolder) -> str:
-    is_newer = head.settings.get("fc_norm") or head.settings.get("norm_output")
-    return "EAGLE-3.1" if is_newer else "EAGLE-3"
+    if head.settings.get("fc_norm") or head.settings.get("norm_output"):
+        return "EAGLE-3.1"
+    return "EAGLE-3"
 
 
 EAGLE3_HEADS = replace(
@@ -437,7 +458,7 @@ EAGLE3_HEADS = replace(
         "d2t": "Engines take the draft's numbers for tokens: export it",
     },
     takes_taps=True,
-    may_lack=lambda head, name: "no t2d: made from d2t" if name == "t2d" else "",
+    may_lack=_may_lack_mask,
     settle=_settle_eagle3,
     make_tensor=_make_eagle3_tensor,
     find_faults=_find_eagle3_faults,

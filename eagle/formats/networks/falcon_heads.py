@@ -35,7 +35,9 @@ def _read_falcon(head: HeadFolder) -> Config:
 
 def _size_with_forget_gate(name: str, size: Size) -> Size:
     """Return the size in the file: an LSTM has a fourth gate, the second of its rows."""
-    return (size[0] // 3 * 4, *size[1:]) if name.startswith("gates.") else size
+    if not name.startswith("gates."):
+        return size
+    return size[0] // 3 * 4, *size[1:]
 
 
 def _may_lack(head: HeadFolder, name: str) -> str:
@@ -87,7 +89,9 @@ class PublishedFalcon(NetworkLayout):
             forget_gate = torch.zeros_like(input_gate)
             read = torch.cat([input_gate, forget_gate, cell_gate, output_gate])
             # [4 H, H], or of a bias [4 H]
-            recurrent = torch.zeros_like(read) if read.ndim == 1 else read.new_zeros(len(read), len(input_gate))
+            recurrent = torch.zeros_like(read)
+            if read.ndim == 2:
+                recurrent = read.new_zeros(len(read), len(input_gate))
             (theirs,) = rename_tensors({name: read}, GATES)
             tensors[theirs] = read
             tensors[theirs.replace("_ih_", "_hh_")] = recurrent

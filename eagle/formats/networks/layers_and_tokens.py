@@ -61,9 +61,13 @@ def usual_layers(layers: int) -> tuple[int, int, int]:
 
 def _check_taps(taps: tuple[int, ...], count: int, layers: int | None) -> None:
     """Refuse taps that are not as many as the head reads, or not of this target."""
-    end = layers if layers is not None else max(taps, default=0) + 1
+    end = max(taps, default=0) + 1
+    valid = ""
+    if layers is not None:
+        end = layers
+        valid = f" of 0 to {layers - 1}, the inputs of the layers of this target"
+    # -1 is the state after the last layer
     if len(taps) != count or len(set(taps)) != len(taps) or not all(-1 <= tap < end for tap in taps):
-        valid = "" if layers is None else f" of 0 to {layers - 1}, the inputs of the layers of this target"
         expected = f"{count} different ones (fc.weight reads so many){valid}"
         raise ValueError(f"the taps are {taps}, expected {expected}: use --taps")
 
@@ -75,7 +79,9 @@ def find_wrong_ids(head: HeadFolder) -> Iterator[FoundFault]:
     by_outputs = head.inputs_by_outputs
     target = head.target
     if inputs and by_outputs and inputs != by_outputs:
-        same = " (they are the same numbers, but the inner ones count outputs)" if inputs == head.outputs else ""
+        same = ""
+        if inputs == head.outputs:
+            same = " (they are the same numbers, but the inner ones count outputs)"
         yield find(faults.IDS_DISAGREE, inputs=inputs, outputs=head.outputs, same=same)
     ids = inputs or by_outputs
     if not ids:
@@ -122,8 +128,10 @@ def _find_wrong_mask(mask: Tensor, tokens: Tensor, offsets: Tensor) -> Iterator[
     if bool(mask[tokens].all()) and int(mask.sum()) == len(tokens):
         return
     # offsets that are all marked themselves may be ids
-    are_ids = bool(((offsets >= 0) & (offsets < len(mask))).all()) and bool(mask[offsets].all())
-    yield find(faults.OTHER_T2D, ids=": d2t holds token ids, expected offsets" if are_ids else "")
+    reason = ""
+    if bool(((offsets >= 0) & (offsets < len(mask))).all()) and bool(mask[offsets].all()):
+        reason = ": d2t holds token ids, expected offsets"
+    yield find(faults.OTHER_T2D, ids=reason)
 
 
 def check_draft_vocab(head: HeadFolder) -> list[str]:

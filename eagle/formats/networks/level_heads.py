@@ -207,8 +207,9 @@ def _renumber_blocks(name: str, renumber: Callable[[int], int]) -> str:
 
 def _rename_hydra(head: HeadFolder, name: str, ours: str) -> str:
     """Return our name: with a prefix layer each block stands after a dropout, which has a number too."""
-    is_numbered = re.match(r"blocks\.\d+\.\d*[13579]\.", ours)
-    return _renumber_blocks(ours, lambda number: number // 2) if is_numbered and _has_prefix(head) else ours
+    if _has_prefix(head) and re.match(r"blocks\.\d+\.\d*[13579]\.", ours):
+        return _renumber_blocks(ours, lambda number: number // 2)
+    return ours
 
 
 def _read_hydra(head: HeadFolder) -> Config:
@@ -316,10 +317,12 @@ def _is_tied(head: HeadFolder) -> bool:
 
 def _rename_speculator(head: HeadFolder, name: str, ours: str) -> str:
     """Return our name: of several tied tensors one, under the first level that has it."""
+    if not _is_tied(head):
+        return ours
     module, level, kind = ours.split(".", 2)
     # the first projection reads the target's state, which may be of another width
-    first = min(int(level), 1 if module == "proj" else 0)
-    return f"{module}.{first}.{kind}" if _is_tied(head) else ours
+    first = 1 if module == "proj" and level != "0" else 0
+    return f"{module}.{first}.{kind}"
 
 
 def _read_speculator(head: HeadFolder) -> Config:
@@ -329,13 +332,15 @@ def _read_speculator(head: HeadFolder) -> Config:
     keys.taken |= {"top_k_tokens_per_head", "n_candidates", "num_lookahead_tokens", "emb_dim", "inner_dim"}
     read_sides(head, "proj.0.weight", "head.0.weight")
     n_predict = keys.read("n_predict")
-    inner = head.side("proj.0.weight", 0)
+    inner_dim = head.side("proj.0.weight", 0)
     width = head.side("proj.0.weight", 1)
-    inner_dim = 1 if inner is None else inner
+    if inner_dim is None:
+        inner_dim = 1
     compare_size(head, "emb_dim", keys.values.get("emb_dim"), width)
-    # 0 says that it is the width
     expected = keys.values.get("inner_dim")
-    compare_size(head, "inner_dim", width if expected == 0 else expected, inner_dim)
+    if expected == 0:  # which says that it is the width
+        expected = width
+    compare_size(head, "inner_dim", expected, inner_dim)
     if n_predict is not None and n_predict > MAX_LEVELS:
         head.problem(f"config.json: n_predict is {n_predict}, expected at most {MAX_LEVELS}", "Correct it")
         n_predict = None
@@ -344,9 +349,12 @@ def _read_speculator(head: HeadFolder) -> Config:
     for name, default in {"scale_input": False, "tie_weights": tied}.items():
         if keys.read(name) is None:
             head.notes.append(f"no {name}: {str(default).lower()}")
-    # tied levels may be any number: the file holds one of each tensor
+    if not tied:
+        levels = compare_count(head, n_predict, levels, "levels")
+    elif n_predict:  # any number, for the file holds one of each tensor
+        levels = n_predict
     return {
-        "levels": (n_predict or levels) if tied else compare_count(head, n_predict, levels, "levels"),
+        "levels": levels,
         "inner_dim": inner_dim,
         "tie_weights": tied,
         "scale_input": bool(keys.read("scale_input")),

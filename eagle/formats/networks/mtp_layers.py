@@ -52,7 +52,9 @@ def _layer_of_head(head: HeadFolder) -> str:
     if with_projection:
         return with_projection[0]
     numbers = set(_find_numbers(head, r"^(?:model\.)?layers\.(\d+)\."))
-    return numbers.pop() if len(numbers) == 1 else "none"
+    if len(numbers) == 1:
+        return numbers.pop()
+    return "none"
 
 
 def _rename(head: HeadFolder, name: str, ours: str) -> str | None:
@@ -60,7 +62,9 @@ def _rename(head: HeadFolder, name: str, ours: str) -> str | None:
     # found once, for a whole model has many tensors
     head.layer_number = head.layer_number or _layer_of_head(head)
     layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-    return None if layer and layer[1] != head.layer_number else ours
+    if layer and layer[1] != head.layer_number:
+        return None
+    return ours
 
 
 def _read_mtp(head: HeadFolder) -> Config:
@@ -86,7 +90,8 @@ def _read_mtp(head: HeadFolder) -> Config:
         section.taken |= section.values.keys()
     if "num_nextn_predict_layers" in head.config:
         count = keys.read("num_hidden_layers")
-        head.target_layers = None if count == 1 else count  # one layer is the head's own
+        if count != 1:  # one layer is the head's own
+            head.target_layers = count
     head.overrides = {
         "qk_norm": "layers.0.self_attn.q_norm.weight" in head.names,
         "qkv_bias": "layers.0.self_attn.q_proj.bias" in head.names,

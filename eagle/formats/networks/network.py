@@ -80,7 +80,9 @@ def settle_nothing(head: HeadFolder, taps: tuple[int, ...] | None, norm_output: 
 
 def load_or_zeros(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
     """Return one of our tensors by the file's; one that may be absent is zeros."""
-    return head.load(name) if name in head.names else torch.zeros(size)
+    if name not in head.names:
+        return torch.zeros(size)
+    return head.load(name)
 
 
 def find_no_faults(head: HeadFolder) -> Iterator[FoundFault]:
@@ -196,7 +198,10 @@ def _find_name(network: Network, head: HeadFolder, name: str) -> tuple[str, str 
                 if full_name in network.borrowed:
                     return writer, full_name
                 return writer, network.rename(head, name, full_name)
-    return "", OUTPUT if name == OUTPUT and OUTPUT in network.borrowed else None
+    # some trainers put a copy of the target's LM head beside any network
+    if name == OUTPUT and OUTPUT in network.borrowed:
+        return "", OUTPUT
+    return "", None
 
 
 def _strip(network: Network, name: str) -> str:
@@ -278,7 +283,9 @@ def convert(
 ) -> tuple[TrainableDrafter, list[str]]:
     """Return the head as one of this project, with notes on all that was assumed or left out."""
     _check_target_sizes(head)
-    positions = _take_positions(head) if network.takes_positions else []
+    positions = []
+    if network.takes_positions:
+        positions = _take_positions(head)
     if head.problems:
         raise ValueError(describe_problems(head))
     reads = tuple(head.settings.get("taps", (-1,)))
@@ -329,8 +336,7 @@ def describe_problems(head: HeadFolder) -> str:
     """Return all problems that prevent an import."""
     lines = [f"{head.path}, {head.kind}, cannot become a head of this project:"]
     for problem in head.problems:
-        fix = f". {problem.fix}" if problem.fix else ""
-        lines.append(f"- {problem.what}{fix}")
+        lines.append(f"- {problem.sentence}")
     return "\n".join(lines)
 
 

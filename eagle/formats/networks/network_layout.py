@@ -38,7 +38,9 @@ def network_of(drafter: TrainableDrafter) -> str:
 def mask_of(drafter: TrainableDrafter) -> int:
     """Return the mask token; written into every config, because readers assume different ones."""
     token: int | None = drafter.settings.mask_token
-    return drafter.shape.vocab_size - 1 if token is None else token
+    if token is None:
+        token = drafter.shape.vocab_size - 1
+    return token
 
 
 def refuse_scale(drafter: TrainableDrafter, engine: str) -> None:

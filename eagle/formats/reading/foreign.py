@@ -71,7 +71,7 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
             match(network, head)
     except ValueError as error:
         finding = Finding(str(error), fix="Copy or export it again")
-        return Inspection(str(folder), _kind_of_unreadable(path), UNKNOWN, {}, (finding,))
+        return Inspection(str(folder), _kind_of_unreadable(path), UNKNOWN, facts={}, findings=(finding,))
     findings = lint(head, network)
     if head.layout == OWN:
         findings = [*_try_own(path, target), *findings]
@@ -80,7 +80,7 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     if network is not None:
         kind = network.describe(head)
         facts |= network.list_facts(head)
-    return Inspection(str(folder), kind, head.layout, facts, tuple(findings), tuple(head.notes))
+    return Inspection(str(folder), kind, head.layout, facts=facts, findings=tuple(findings), notes=tuple(head.notes))
 
 
 def _try_own(path: Path, target: str | None) -> list[Finding]:
@@ -181,7 +181,9 @@ def _kind_of_unreadable(path: Path) -> str:
         kind = kind_by_config(read_json(path, "config.json"))
     except ValueError:
         kind = ""
-    return f"unreadable, by its config {kind}" if kind else "unreadable"
+    if not kind:
+        return "unreadable"
+    return f"unreadable, by its config {kind}"
 
 
 def _list_facts(head: HeadFolder) -> dict[str, Any]:

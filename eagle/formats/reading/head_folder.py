@@ -54,11 +54,19 @@ class Finding:
     fatal: bool = True
     fix: str = ""
 
+    @property
+    def sentence(self) -> str:
+        """The fault, the engines and the remedy."""
+        text = self.what
+        if self.engines:
+            text += f" [{', '.join(self.engines)}]"
+        if self.fix:
+            text += f". {self.fix}"
+        return text
+
     def __str__(self) -> str:
         severity = "FATAL" if self.fatal else "note "
-        where = f" [{', '.join(self.engines)}]" if self.engines else ""
-        fix = f". {self.fix}" if self.fix else ""
-        return f"{severity} {self.what}{where}{fix}"
+        return f"{severity} {self.sentence}"
 
 
 @dataclass
@@ -133,7 +141,9 @@ class HeadFolder:
     def side(self, name: str, dim: int) -> int | None:
         """Return one side of a matrix by this project's name, if present."""
         entry = self.entry(name)
-        return entry.shape[dim] if entry and len(entry.shape) == 2 else None
+        if entry is None or len(entry.shape) != 2:
+            return None
+        return entry.shape[dim]
 
     def load(self, name: str) -> Tensor:
         """Return a tensor's values by this project's name."""
@@ -153,7 +163,7 @@ class HeadFolder:
         for name, is_refused in settings.items():
             if is_refused:
                 values = [section.values[name] for section in self.sections if name in section.values]
-                value = values[0] if values else None
+                value = next(iter(values), None)
                 self.problem(f"config.json: {name} is {short(value)}, which no {what} here can be", fatal=False)
 
     def take(self, *names: str) -> None:
@@ -174,9 +184,11 @@ def usual_name(name: str) -> str:
 
 def list_some(names: Iterable[str]) -> str:
     """Return the first names of a list, and the number of the others."""
-    first, rest = [*names][:4], [*names][4:]
-    more = f" and {len(rest)} more" if rest else ""
-    return f"{', '.join(first):.300}{more}"
+    listed = list(names)
+    text = f"{', '.join(listed[:4]):.300}"
+    if len(listed) > 4:
+        text += f" and {len(listed) - 4} more"
+    return text
 
 
 def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
@@ -225,12 +237,12 @@ def compare_borrowed(head: HeadFolder, name: str, known_as: tuple[str, ...], may
         # engines know nothing of the factor, so exports hold the product
         head.notes.append(f"{left_out}; they are equal but for the target's own factor, {target.embed_scale:g}")
     else:
-        _compare_rows(head, name, count_differing_rows(ours, theirs), len(ours), may_differ)
+        _compare_rows(head, stored, count_differing_rows(ours, theirs), may_differ)
 
 
-def _compare_rows(head: HeadFolder, name: str, differing: int, total: int, may_differ: bool) -> None:
+def _compare_rows(head: HeadFolder, stored: str, differing: int, may_differ: bool) -> None:
     """Record how many rows of a copy are not the target's."""
-    stored = head.names[name]
+    total = head.tensors.stored[stored].shape[0]
     left_out = f"{stored} is left out, heads here use the target's"
     if not differing:
         head.notes.append(f"{left_out}; they are equal")
@@ -268,15 +280,14 @@ def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) ->
 
 def read_sides(head: HeadFolder, width_of: str, rows_of: str) -> None:
     """Read width and vocabulary by the tensors that have them, else as the config or the target says."""
-    target = head.target
-    sources = {
-        "hidden_size": (head.side(width_of, 1), target.width if target else None),
-        "vocab_size": (head.side(rows_of, 0), target.vocab_size if target else None),
-    }
-    for key, (size, of_target) in sources.items():
+    by_tensors = {"hidden_size": head.side(width_of, 1), "vocab_size": head.side(rows_of, 0)}
+    by_target = {}
+    if head.target:
+        by_target = {"hidden_size": head.target.width, "vocab_size": head.target.vocab_size}
+    for key, size in by_tensors.items():
         expected = head.keys.read(key)
         compare_size(head, key, expected, size)
-        size = size or expected or of_target
+        size = size or expected or by_target.get(key)
         if not size:
             what = f"no {key} in config.json, and no tensor tells it"
             head.problem(what, "Name the target with --target", fatal=False)

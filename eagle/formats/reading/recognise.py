@@ -79,7 +79,8 @@ def _recognise_foreign(head: HeadFolder) -> Network | None:
     """Return the network of another tool's checkpoint, by its tensors and its config."""
     head.kind, advice = kind_by_tensors(head.names, head.config)
     if not head.kind and any(name.startswith("layers.0.") for name in head.names):
-        head.kind = (EAGLE3_HEADS if _is_fused(head) else EAGLE1_HEADS).name
+        network = EAGLE3_HEADS if _is_fused(head) else EAGLE1_HEADS
+        head.kind = network.name
     if head.kind in NETWORKS:
         return NETWORKS[head.kind]
     head.kind = head.kind or "nothing that is known here"
@@ -167,8 +168,12 @@ def _read_words(config: dict[str, Any]) -> list[str]:
 
 def _architecture(config: dict[str, Any]) -> str:
     names = config.get("architectures")
-    first = names[0] if isinstance(names, list) and names else ""
-    return first[:80] if isinstance(first, str) and first.isprintable() else ""
+    if not isinstance(names, list) or not names:
+        return ""
+    first = names[0]
+    if not isinstance(first, str) or not first.isprintable():
+        return ""
+    return first[:80]
 
 
 def _is_fused(head: HeadFolder) -> bool:

@@ -69,7 +69,9 @@ class TargetFiles:
     @property
     def embed_scale(self) -> float:
         """The factor on its embedding's rows, of which heads elsewhere know nothing."""
-        usual = math.sqrt(self.width) if "gemma" in str(self.config.get("model_type")) else 1.0
+        usual = 1.0
+        if "gemma" in str(self.config.get("model_type")):  # whose configs do not say it
+            usual = math.sqrt(self.width)
         return float(self.config.get("embedding_multiplier") or usual)
 
     def ordinary_tokens(self) -> dict[int, str]:
@@ -88,7 +90,9 @@ class TargetFiles:
         matching = [name for name in self.tensors.stored if name.endswith(names)]
         if not matching and names is LM_HEADS and self.tied:
             return self.matrix(EMBEDDINGS)
-        return self.tensors.load(matching[0]) if len(matching) == 1 else None
+        if len(matching) != 1:
+            return None
+        return self.tensors.load(matching[0])
 
 
 def embedding_dtype(path: str) -> torch.dtype:
