@@ -53,6 +53,7 @@ def model_card(folder: Path, name: str) -> str:
 
 def _read_origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a head's recipe and provenance, of which its card is made."""
+    # a head from the hub may lack them
     absent = [file for file in ("recipe.yaml", "provenance.json") if not (folder / file).is_file()]
     if absent:
         verb = "are" if len(absent) > 1 else "is"
@@ -179,6 +180,7 @@ def _curve_table(rows: list[dict[str, Any]]) -> str:
     steps = [row for row in rows if "total" in row]
     if not steps:
         return ""
+    # of long runs some points
     count = min(CURVE_POINTS, len(steps))
     names = ["step", *(name for name in ("total", "regression", "cross_entropy") if name in steps[0])]
     lines = []
@@ -218,6 +220,7 @@ def _pool_lengths(rows: list[dict[str, Any]]) -> float:
     tokens = 0
     cycles = 0
     for row in rows:
+        # rows of traces list them
         if isinstance(row["cycles"], list):
             tokens += sum(cycle["committed"] for cycle in row["cycles"])
             cycles += len(row["cycles"])

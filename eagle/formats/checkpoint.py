@@ -60,6 +60,7 @@ def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
     """Write a head's config.json and model.safetensors into a folder, and the file of a method that is not our own."""
     folder = Path(folder)
     config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
+    # None for a method of this package
     code = describe_code(type(head))
     if code is not None:
         config["code"] = code
@@ -74,6 +75,7 @@ def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenanc
     """Save a head with recipe and provenance, replacing the folder once everything is written beside it."""
     folder = Path(folder)
     staging = folder.with_name(folder.name + ".part")
+    # of a run that was interrupted
     shutil.rmtree(staging, ignore_errors=True)
     save_pretrained(head, staging)
     (staging / "recipe.yaml").write_text(recipe)
@@ -109,10 +111,12 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
             f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
+    # before it may be run: no link out of the folder
     if has(folder, METHOD_FILE):
         plain_file(folder, METHOD_FILE)
     DRAFTERS.admit(folder, config, trust_code=trust_code)
     source = str(folder / "config.json")
+    # first sizes alone, of the file and of what the config asks for; then memory is taken
     entries = _read_entries(folder)
     with torch.device("meta"):  # which takes no memory, whatever sizes the config names
         expected = build_head(config, source).state_dict()
@@ -165,6 +169,7 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
             f"(--plugin PATH.py)? This one is {__version__}"
         ) from None
     try:
+        # what a config asks for is bounded before it is made
         with bounded_weights():
             head = DRAFTERS[settings.kind](settings, _read_shape(config["shape"]))
     except Exception as error:  # of many kinds: transformers and torch check the sizes
@@ -181,6 +186,7 @@ def _read_shape(shape: dict[str, Any]) -> Any:
     layers = shape.get("num_hidden_layers", 1)
     if "auto_map" in shape:
         raise ValueError("the shape has auto_map, which names code to run: take it out")
+    # transformers fetches a kernel from the hub by such a name
     for name in ("attn_implementation", "_attn_implementation"):
         if "/" in str(shape.get(name)):
             raise ValueError(f"{name} is {shape[name]!r:.200}, which names code to fetch and run: take it out")
@@ -212,6 +218,7 @@ def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
     if values is None:
         return None
     try:
+        # JSON has lists for tuples
         paths = values["paths"] and tuple(map(tuple, values["paths"]))
         for name in ("nodes", "depth", "top_k"):
             limit = values.get(name, 0)
@@ -309,6 +316,7 @@ def load_drafter(
     """
     if not isinstance(target, Target):
         raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
+    # an option goes to each drafter that takes it
     accepted = check_options(name, options)
     drafters = []
     for each in _split_names(name):
@@ -420,6 +428,7 @@ def _check_name(name: str) -> None:
 
 def _split_names(name: Any) -> list[str]:
     """Return the names in a string with commas or in a list; a path is one name."""
+    # a path may hold a comma
     items = name
     if isinstance(name, str):
         items = name.split(",")

@@ -160,6 +160,7 @@ def _compare(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
         return sorted(files)
     if not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder")
+    # .lock is our own, while this runs
     paths = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"]
     names = {path.relative_to(out).as_posix() for path in paths}
     foreign = sorted(names - files.keys())
@@ -181,6 +182,7 @@ def _is_same(path: Path, listed: Any) -> bool:
         return False
     if listed.lfs is not None:
         return sha256(path) == listed.lfs.sha256
+    # the hub stores small files as git does
     data = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == listed.blob_id
 

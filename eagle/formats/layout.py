@@ -126,6 +126,7 @@ def output_of(drafter: TrainableDrafter, engine: str, advice: str = "no exporter
     if not drafter.frozen:
         raise ValueError(f"{engine}: the target's LM head is part of this layout: call bind(target.head) first")
     target_head = drafter.frozen[0]
+    # what is not one matrix cannot be copied as one
     if isinstance(target_head, StockHead):
         raise ValueError(f"{engine}: the target's LM head transforms states, and engines take a matrix: {advice}")
     if getattr(target_head.output, "bias", None) is not None:
@@ -160,6 +161,7 @@ def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
             f"{name} was made for a target of width {shape.hidden_size} and {shape.vocab_size} tokens, this one has "
             f"{target.hidden_size} and {target.vocab_size}: {advice}"
         )
+    # taps count the inputs of layers
     deepest = max(head.taps, default=-1)
     if deepest >= target.num_hidden_layers:
         raise ValueError(

@@ -102,11 +102,13 @@ def _choose_depth(layout: Layout, drafter: TrainableDrafter, shares: list[float]
 def _describe_template(recipe: dict[str, Any]) -> str:
     """Return the chat-template arguments that the server needs to match training."""
     data = _section(recipe, "data")
+    # as an import writes
     tool = _section(recipe, "train").get("imported_from")
     if tool:
         return (
             f"Unknown: the head was imported ({tool}). Ask whoever trained it for the chat template and its arguments."
         )
+    # an older recipe, or none
     if not {"template", "template_kwargs"} & data.keys():
         return "Unknown: the head's folder holds no recipe that tells it."
     template = data.get("template")

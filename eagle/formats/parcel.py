@@ -102,6 +102,7 @@ class Parcel:
 
     def leave(self, folder: Path) -> None:
         """Note what stays of a folder, hidden files apart."""
+        # a folder that anything is sent from does not stay
         sent: set[Path] = set()
         for item in self.files.values():
             if isinstance(item.source, Path):
@@ -178,6 +179,7 @@ def _read_values(name: str, text: bytes) -> Iterator[tuple[str, str]]:
     try:
         if name.endswith("results.jsonl"):
             for line in text.splitlines():
+                # the other rows hold answers, not settings
                 if line.startswith(b'{"run": {'):
                     yield from _flatten("", json.loads(line))
         elif Path(name).suffix in PARSERS:
@@ -201,6 +203,7 @@ def _flatten(key: str, values: Any) -> Iterator[tuple[str, str]]:
 def pack_head(folder: Path, name: str) -> Parcel:
     """Pack a trained head, its card, and what its run tells of it; a head that does not load is refused."""
     folder = folder.absolute()
+    # whoever fetches a damaged head would be told of it too late
     from_pretrained(folder)
     parcel = Parcel("model", Path.home())
     for file in ON_HUB:

@@ -36,6 +36,7 @@ class Engine:
                 f"{self.name}: the head has {blocks} blocks, expected {network.blocks}: more were never run there"
             )
         layout = network.write(drafter, target_config, self.name)
+        # of EAGLE-3 alone, whose config says which layers slide
         window = drafter.network.get("window")
         if window:
             layout = replace(layout, config={**layout.config, **self._window_keys(network, window, blocks)})
@@ -68,6 +69,7 @@ class Engine:
             scalings = ", ".join(self.scalings) or "none"
             return f"the head's rotary scaling is {kind!r}, of which this engine knows {scalings}"
         for key in self.ignored_rotary:
+            # true is what an engine computes that does not know the key
             is_default = key == "truncate" and rotary.get(key) is True
             if key in rotary and not is_default:
                 silence = "would be left out in silence there, and acceptance lost"

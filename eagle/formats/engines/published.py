@@ -288,6 +288,7 @@ SPECULATORS_SERVE_MASKS = explain_serving("eagle3", SPECULATORS_PARALLEL, more='
 
 def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
     """Return the block's config nested in the head's; every switch is written, since readers differ in defaults."""
+    # speculators has two configs, the head's and inside of it the block's
     head = {key: layout.config[key] for key in SPECULATORS_HEAD_KEYS if key in layout.config}
     block = {key: value for key, value in layout.config.items() if key not in head}
     del block["eagle_config"]
@@ -352,6 +353,7 @@ class ModelLayout(NetworkLayout):
     def write(self, drafter: Any, target_config: TargetConfig, engine: str) -> Layout:
         """Return its own config and tensors; of those that are tied, one."""
         model = drafter.model
+        # by their memory, which tied tensors share
         tensors: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in model.state_dict().items():
             tensors.setdefault(tensor.data_ptr(), (name, tensor.detach().cpu()))

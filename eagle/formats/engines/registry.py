@@ -30,6 +30,7 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Targe
             if able:
                 advice = f"export to {' or '.join(able)} (docs/serving.md)"
             raise ValueError(f"{engine.name}: {reason}: {advice}")
+    # else the engine alone would say so, in other words
     check_fit(drafter, target_config, f"{engine.name}: the head")
     return engine.layout(drafter, target_config)
 

@@ -56,6 +56,7 @@ def _read_blocks(head: HeadFolder, anchor_key: str, names_next: bool) -> Config:
     refused = _list_refused(head)
     count = count_indices(head, r"layers\.(\d+)\.")
     blocks = max(compare_count(head, layers, count, "layers"), 1)
+    # the blocks are Qwen3's, which norm queries and keys
     head.overrides = {"num_hidden_layers": blocks, "qk_norm": True}
     head.refuse(refused, "block")
     if has(head.path, MASK_ROW):
@@ -82,6 +83,7 @@ def _find_layout(head: HeadFolder) -> str:
     """Return the project that writes configs like this one."""
     if head.is_of_speculators:
         return SPECULATORS
+    # DeepSpec's configs are flat
     is_deepspec = "markov_rank" in head.config or "Qwen3DSparkModel" in head.architectures
     if is_deepspec and "dflash_config" not in head.config:
         return DEEPSPEC
@@ -110,6 +112,7 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
 
 def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
     """Return inputs of layers, of ids that count outputs, or inputs in the layout of speculators."""
+    # a config may tell how deep its target is
     layers = head.target.layers if head.target else head.keys.read("num_target_layers")
     inputs = head.keys.read("aux_hidden_state_layer_ids")
     outputs = _first(head.nested.read("target_layer_ids"), head.keys.read("target_layer_ids"))
@@ -162,6 +165,7 @@ def _read_mask(head: HeadFolder) -> int:
     """Return the mask token, which only the config gives."""
     mask: int | None = _first(head.nested.read("mask_token_id"), head.keys.read("mask_token_id"))
     size = head.shape["vocab_size"]
+    # no default: a slot that reads another token guesses otherwise
     if mask is None:
         head.problem("config.json: no mask_token_id", FROM_RUN)
     elif mask >= size:
@@ -194,6 +198,7 @@ def _read_correction(head: HeadFolder) -> Config:
     flags = _read_both(head, "enable_confidence_head")
     for section in (head.keys, head.nested):
         section.taken |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
+    # tensors decide, and what the config says of them is checked
     correction: Config = {"markov": "none", "rank": 1, "confidence": CONFIDENCE in head.names}
     if DOMINO_INPUT in head.names:
         correction |= {"markov": "domino", "rank": _side(head, DOMINO_INPUT, 0), **_read_gru(head)}

@@ -51,6 +51,7 @@ def _outputs_of(drafter: TrainableDrafter) -> list[int]:
 def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
     """Return the config of the blocks, which are Qwen3's, for any reader."""
     blocks = drafter.shape.num_hidden_layers
+    # which kind of attention each block has is said three times, for old and new readers
     entries = {
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * blocks,
@@ -173,6 +174,7 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
 
 def propose_config(algorithm: str, tokens: int, target_config: TargetConfig) -> Config:
     """Return the drafting defaults in a config of `speculators`; a server may override them."""
+    # exact verification: one candidate a position, and no tolerance
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -216,10 +218,12 @@ class InjectedLayout(NetworkLayout):
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Return the layout with ascending layer ids; ValueError for settings that the reader would misread."""
+        # what a reader would take for something else is refused first
         style = self._choose_style(drafter.settings, engine)
         self._check(drafter, engine)
         self._check_confidence(drafter, engine, is_domino=style is domino_config)
         _check_taps(drafter, target_config, engine)
+        # readers sort the ids, so fc must read the taps in that order
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
         tensors = reorder_taps(tensors_of(drafter), order)
         if self.copies:

@@ -107,6 +107,7 @@ def _slides(block: Keys) -> bool:
 def _refuse_foreign_settings(head: HeadFolder) -> None:
     """Record the settings that neither EAGLE-1's network nor EAGLE-3's has here."""
     keys, block, nested = head.sections
+    # each of them changes what is computed, and no tensor shows it
     refused = {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
         "sliding_window": _slides(block) and not _read_window(block),
@@ -123,6 +124,7 @@ def _refuse_foreign_settings(head: HeadFolder) -> None:
 
 def _find_layout(head: HeadFolder, usual: str) -> str:
     """Return the project that writes checkpoints like this one."""
+    # by keys first, then by names of tensors
     if head.is_of_speculators:
         return SPECULATORS
     if any(name.startswith("model.") for name in head.tensors.stored):
@@ -141,6 +143,7 @@ def _find_unknown_names(head: HeadFolder, classes: set[str]) -> Iterator[FoundFa
     """Yield names of tensors and architectures that engines do not know."""
     count = sum(name.startswith("model.") for name in head.tensors.stored)
     if count:
+        # these projects take the prefix off when they load
         is_fatal = AUTOMODEL_CLASS not in head.architectures and not has(head.path, "eagle_meta.pt")
         yield find(faults.MODEL_PREFIX, fatal=is_fatal, count=count)
     if not set(head.architectures) & classes:
@@ -155,6 +158,7 @@ def _find_broken_promises(head: HeadFolder, is_tied_fatal: bool) -> Iterator[Fou
             yield find(faults.PROMISED_BIAS, name=name)
     if True in (block.get("tie_word_embeddings"), head.keys.values.get("tie_word_embeddings")):
         yield find(faults.TIED, fatal=is_tied_fatal)
+    # a head has one layer, whatever its target has
     layers = block.get("num_hidden_layers")
     if layers != 1 and not (layers is None and head.layout == SPECULATORS):
         yield find(faults.LAYER_COUNT, layers=layers)
@@ -202,6 +206,7 @@ def _read_fc_bias(head: HeadFolder) -> Config:
 
 def _settle_eagle1(head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None) -> list[str]:
     """Drop a bias of zeros, which is none; what scales the target's embedding comes out of `fc`."""
+    # such heads read the rows as they are stored, heads here as the target multiplies them
     notes = []
     if head.target and head.target.embed_scale != 1.0 and "fc.weight" in head.names:
         notes = [f"the target multiplies its embedding with {head.target.embed_scale:g}, by which fc is divided"]
@@ -423,6 +428,7 @@ def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
 def _list_eagle3_facts(head: HeadFolder) -> Config:
     """Return sizes, the layers that are read, and what is switched on."""
     reads = "layers that are not named"
+    # in both ways of counting, to be compared with any config
     inputs = head.inputs or head.inputs_by_outputs
     if inputs:
         outputs = tuple(layer - 1 for layer in inputs)
@@ -503,6 +509,7 @@ def _refuse_foreign_peagle(head: HeadFolder) -> None:
 def _read_peagle_mask(head: HeadFolder) -> int:
     """Return the token that stands where none is known, by any of its names."""
     values = {name: head.keys.read(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")}
+    # three projects have three names for it
     masks = {name: token for name, token in values.items() if token is not None}
     size = head.shape["vocab_size"]
     if not masks:

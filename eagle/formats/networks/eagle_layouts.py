@@ -84,6 +84,7 @@ class FusedLayout(NetworkLayout):
 
     def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
         """Raise ValueError with the reason why the head cannot be served."""
+        # an engine without a switch computes as if it were off
         for switch in SWITCHES:
             if getattr(drafter.settings, switch, False) and switch not in self.switches:
                 raise ValueError(
@@ -113,6 +114,7 @@ class ParallelLayout(FusedLayout):
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Return EAGLE-3's layout and the mask token, for which readers have no default."""
         layout = super().write(drafter, target_config, engine)
+        # the first block is called as the further ones are
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}
         config = {**layout.config, "mask_token_id": mask_of(drafter)}
         if getattr(drafter.shape, "qk_norm", False):

@@ -24,6 +24,7 @@ MIN_VOCAB = 16  # tokens of a draft vocabulary, below which chance may look like
 def choose_taps(head: HeadFolder, requested: tuple[int, ...] | None) -> tuple[tuple[int, ...], list[str]]:
     """Return the layers whose inputs a head reads, with notes; two statements in its config must agree."""
     layers = head.target.layers if head.target else None
+    # what the config says, by its two keys
     explicit = {}
     if head.inputs is not None:
         explicit[LAYER_IDS] = head.inputs
@@ -112,6 +113,7 @@ def find_wrong_vocabulary(head: HeadFolder) -> Iterator[FoundFault]:
         if bool(offsets.any()):
             yield find(faults.FULL_D2T_NOT_ZERO)
         return
+    # ids instead of offsets are the usual mistake
     tokens, reason = read_draft_tokens(offsets, vocab_size)
     if tokens is None:
         yield find(faults.NO_OFFSETS, why=reason)
@@ -142,6 +144,7 @@ def check_draft_vocab(head: HeadFolder) -> list[str]:
             raise ValueError(
                 "d2t is not zero though the head says all tokens: correct draft_vocab_size, or leave it out"
             )
+        # without a draft vocabulary both say nothing
         return [f"{name} is left out: the head says all tokens" for name in ("d2t", "t2d") if name in head.names]
     tokens, reason = read_draft_tokens(head.load("d2t").long(), vocab_size)
     if tokens is None:

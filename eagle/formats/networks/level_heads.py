@@ -46,6 +46,7 @@ def _count_levels(head: HeadFolder, levels: int | None, layers: int | None) -> C
 def _refuse_blocks_that_differ(tensors: Mapping[str, Tensor], first: int, engine: str) -> None:
     """Refuse different residual blocks where the published code runs one block, the first, again and again."""
     for name, tensor in tensors.items():
+        # level, block, weight or bias
         block = re.fullmatch(r"blocks\.(\d+)\.(\d+)\.(weight|bias)", name)
         if block and int(block[2]) > first:
             shared = tensors[f"blocks.{block[1]}.{first}.{block[3]}"]
@@ -105,6 +106,7 @@ def _find_medusa_faults(head: HeadFolder) -> Iterator[FoundFault]:
     is_served = head.layout == "vLLM"
     if _biases_of_blocks(head) and head.config.get("medusa_fc_bias") is not True:
         yield find(faults.MEDUSA_BIAS, fatal=is_served)
+    # vLLM finds its counts by these words in a key
     its_own = {"medusa_num_heads", "medusa_num_layers", "num_heads"}
     taken_for_counts = [key for key in head.config if re.search("num.*(heads|layers)", key) and key not in its_own]
     if taken_for_counts:
@@ -274,6 +276,7 @@ class PublishedHydra(NetworkLayout):
         tensors = tensors_of(drafter)
         check_family(drafter, target_config, ("llama",), engine)
         _refuse_blocks_that_differ(tensors, 1, engine)
+        # its own modelling file reads no theta from a config
         theta = drafter.shape.rope_parameters["rope_theta"]
         names = HYDRA_PLAIN
         if settings.prefix:
@@ -344,8 +347,10 @@ def _read_speculator(head: HeadFolder) -> Config:
     if n_predict is not None and n_predict > MAX_LEVELS:
         head.problem(f"config.json: n_predict is {n_predict}, expected at most {MAX_LEVELS}", "Correct it")
         n_predict = None
+    # by the names in the file, for of tied tensors one has our name
     numbers = (re.search(r"(?:emb|head|ln|proj)\.(\d+)\.", name) for name in head.tensors.stored)
     levels = len({number[1] for number in numbers if number})
+    # no tensor tells the first, and tensors the second only by their number
     for name, default in {"scale_input": False, "tie_weights": tied}.items():
         if keys.read(name) is None:
             head.notes.append(f"no {name}: {str(default).lower()}")

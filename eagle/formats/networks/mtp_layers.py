@@ -141,6 +141,7 @@ class MtpLayout(NetworkLayout):
 
     def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
         """Raise ValueError for settings that the family's code does not support."""
+        # engines read the layer among the tensors of its own family
         if self.families and target_config.model_type not in self.families:
             raise ValueError(
                 f"{engine}: the target is a {target_config.model_type}, and such a layer is read there in the files of "

@@ -56,6 +56,7 @@ def usual_shape(head: HeadFolder) -> Any:
     width = head.shape["hidden_size"]
     if "rope_parameters" in head.shape:
         return head_shape(SimpleNamespace(**head.shape), **head.overrides)
+    # a target whose layers turn in several ways has no one rotary
     if head.target:
         sizes = {**head.target.config, "rope_parameters": head.target.rope or None}
     else:
@@ -145,6 +146,7 @@ class Network:
 def match(network: Network, head: HeadFolder) -> None:
     """Match each tensor and key of a recognised head; obstacles to an import become problems."""
     head.method = network.method
+    # a head of this project has our names and its settings as they are
     if head.layout == OWN:
         read_own(head)
     else:
@@ -190,6 +192,7 @@ def _name_tensors(network: Network, head: HeadFolder) -> dict[str, str]:
 def _find_name(network: Network, head: HeadFolder, name: str) -> tuple[str, str | None]:
     """Return whose spelling a tensor's name fits, and this project's name."""
     bare = _strip(network, name)
+    # the first that fits: a pattern may cover what a later one spells out
     for writer, spelling in network.spellings:
         for ours, theirs in spelling.items():
             parts = match_name(_strip(network, theirs), bare)
@@ -214,6 +217,7 @@ def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
     """Return a head with these settings and sizes, and uninitialised weights."""
     if head.layout == OWN:
         return build_head(head.config, str(head.path / "config.json"))
+    # settings and sizes of unknown origin, which the method checks itself
     method: Any = DRAFTERS[head.method]
     settings = parse_section(method.Settings, head.settings, "no head of these settings can be made")
     try:
@@ -258,6 +262,7 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
 
 def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> None:
     """Record what is wrong with one tensor."""
+    # what is missing, of another size or no weights
     entry = head.entry(name)
     if entry is None:
         reason = network.may_lack(head, name)
@@ -288,6 +293,7 @@ def convert(
         positions = _take_positions(head)
     if head.problems:
         raise ValueError(describe_problems(head))
+    # without taps a head reads the last state, as -1 says
     reads = tuple(head.settings.get("taps", (-1,)))
     if not network.takes_taps and taps not in (None, reads):
         raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
@@ -297,9 +303,11 @@ def convert(
     if unknown_keys:
         notes.append(f"unknown keys of config.json, not used: {unknown_keys:.400}")
     notes += [*settled, *positions]
+    # by the settings that are settled now
     head.kind = network.describe(head)
     drafter = _build(network, head)
     weights = {name: network.make_tensor(head, name, tensor.shape) for name, tensor in drafter.state_dict().items()}
+    # the names are those of the file, which may be a sum or a cut of several tensors
     for name, weight in weights.items():
         if not bool(weight.float().isfinite().all()):
             raise ValueError(f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint")
@@ -326,6 +334,7 @@ def _take_positions(head: HeadFolder) -> list[str]:
     """Take the target's number of positions where it changes nothing."""
     ours = head.shape["max_position_embeddings"]
     theirs = head.target.positions if head.target else None
+    # a scaling reads the number, and the default rotary does not
     if theirs in (None, ours) or head.shape["rope_parameters"]["rope_type"] != "default":
         return []
     head.shape["max_position_embeddings"] = theirs

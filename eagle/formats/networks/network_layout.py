@@ -18,6 +18,7 @@ MASK_HIDDEN = "mask_hidden"
 def reorder_taps(tensors: Mapping[str, Tensor], order: list[int]) -> dict[str, Tensor]:
     """Return tensors with the columns of `fc` and the norms of the taps in another order."""
     reordered = dict(tensors)
+    # fc [H, taps x H] reads the states of all taps side by side
     columns = tensors["fc.weight"].chunk(len(order), dim=1)
     reordered["fc.weight"] = torch.cat([columns[tap] for tap in order], dim=1)
     if MASK_HIDDEN in tensors:  # what stands for taps that are not known

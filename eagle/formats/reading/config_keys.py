@@ -9,25 +9,25 @@ from typing import Any
 
 USUAL_THETA = 10000.0  # of Llama when the first methods were written, which some trainers keep whatever the target has
 MAX_SIZE = 2**31  # of any size
-# of a Llama config or a speculators one, and without any bearing on what a head computes
-NO_MATTER = {
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "auto_map", "_name_or_path",
-    "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id",
-    "use_cache", "initializer_range", "pretraining_tp", "attention_dropout", "hidden_dropout", "resid_pdrop",
-    "embd_pdrop", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward",
-    "is_encoder_decoder", "id2label", "label2id", "problem_type", "_attn_implementation", "attn_implementation",
-    "_attn_implementation_autoset", "has_no_defaults_at_init", "speculators_version", "speculators_model_type",
-    "embed_requires_grad", "max_window_layers", "use_last_layernorm", "next_layer_regular", "num_target_layers",
-    "parallel_draft_heads_num_layers", "eagle_decoder_type", "has_lm_head", "target_model_type", "ttt_length",
-    "torchscript", "tokenizer_class", "task_specific_params", "prefix", "finetuning_task",
-    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder", "pruned_heads",
-    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature", "top_k",
-    "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "output_scores",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "return_dict_in_generate",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty", "use_bfloat16",
-    "tf_legacy_loss", "bias_heads", "modules_in_block_to_quantize",
-}  # fmt: skip
+# keys without any bearing on what a head computes, by where they come from
+IGNORED = {
+    "any config of transformers": "architectures model_type torch_dtype dtype transformers_version auto_map "
+    "_name_or_path name_or_path bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id "
+    "decoder_start_token_id use_cache initializer_range pretraining_tp attention_dropout hidden_dropout resid_pdrop "
+    "embd_pdrop chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention cross_attention_hidden_size "
+    "tie_encoder_decoder pruned_heads id2label label2id problem_type finetuning_task task_specific_params "
+    "tokenizer_class prefix _attn_implementation attn_implementation _attn_implementation_autoset torchscript "
+    "use_bfloat16 tf_legacy_loss max_window_layers",
+    "what generation and outputs are asked for": "return_dict output_attentions output_hidden_states output_scores "
+    "return_dict_in_generate max_length min_length do_sample early_stopping num_beams num_beam_groups "
+    "num_return_sequences temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty "
+    "exponential_decay_length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id remove_invalid_values",
+    "speculators and trainers of heads": "has_no_defaults_at_init speculators_version speculators_model_type "
+    "embed_requires_grad use_last_layernorm next_layer_regular num_target_layers parallel_draft_heads_num_layers "
+    "eagle_decoder_type has_lm_head target_model_type ttt_length bias_heads modules_in_block_to_quantize",
+}
+NO_MATTER = set(" ".join(IGNORED.values()).split())
 ROPE = {
     "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim",

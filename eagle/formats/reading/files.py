@@ -268,6 +268,7 @@ def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
         entries = {key: TensorEntry(tensor.dtype, tuple(tensor.shape), path) for key, tensor in mapped.items()}
     else:
         raise ValueError(f"{shown}: expected weights in .safetensors, .bin or .pt")
+    # names are shown on a terminal
     for key in entries:
         if not key.isprintable() or len(key) > 200:
             raise ValueError(f"{shown} holds a tensor called {key!r:.200}: this is no name")
@@ -311,6 +312,7 @@ def read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
 
 def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """Return dtype, shape, start and stop of one entry of a header."""
+    # any JSON may stand here
     try:
         dtype = entry["dtype"]
         shape = entry["shape"]

@@ -63,6 +63,7 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
         target: The target with which it is compared, a folder or a hub id.
     """
     path = folder_at(folder)
+    # a target that cannot be read is no fault of the checkpoint
     target_files = _read_target(target)
     try:
         head, network = read_folder(path)

@@ -123,6 +123,7 @@ class HeadFolder:
     def unknown_keys(self) -> str:
         """Return the keys of its config with a value that nothing here reads, and that may matter."""
         shown = []
+        # a config without a nested block is its own block
         for section in {id(section): section for section in self.sections}.values():
             with_value = {name for name, value in section.values.items() if value is not None}
             for name in sorted(with_value - section.taken - NO_MATTER):
@@ -196,6 +197,7 @@ def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
     by_meaning: dict[str, list[str]] = {}
     for name in names:
         by_meaning.setdefault(describe_tensor(usual_name(name)), []).append(name)
+    # one line for each kind of tensor, not for each tensor
     for meaning, stored in by_meaning.items():
         if meaning:
             head.problem(f"{meaning}: {list_some(stored)}; no head here has that", fatal=False)
@@ -280,6 +282,7 @@ def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) ->
 
 def read_sides(head: HeadFolder, width_of: str, rows_of: str) -> None:
     """Read width and vocabulary by the tensors that have them, else as the config or the target says."""
+    # tensors are what they are; a config may be copied from another head
     by_tensors = {"hidden_size": head.side(width_of, 1), "vocab_size": head.side(rows_of, 0)}
     by_target = {}
     if head.target:
@@ -332,6 +335,7 @@ def read_sizes(head: HeadFolder) -> None:
 
 def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
     """Return a size by the config, else the rows of a tensor."""
+    # some trainers leave out what tensors tell
     size: int | None = head.block.read(name)
     entry = head.entry(tensor)
     if size is None and entry is not None and entry.shape:

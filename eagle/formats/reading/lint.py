@@ -34,6 +34,7 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     kind = rope["rope_type"]
     if head.block.values.get("rope_theta") is None and theta != USUAL_THETA:
         yield find(faults.ROPE_THETA_NESTED, theta=theta)
+    # empty where the target turns each kind of layer in its own way
     theirs = head.target.rope if head.target else None
     if theirs:
         if theirs["rope_theta"] != theta:
@@ -51,6 +52,7 @@ def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     """Check config keys that contradict the tensors, and those that nothing here knows."""
     block = head.block.values
     config = head.config
+    # newer configs say `dtype`
     dtype = block.get("torch_dtype") or block.get("dtype") or config.get("torch_dtype") or config.get("dtype")
     stored = _list_dtypes([head.tensors.stored[name] for name in head.names.values()])
     if isinstance(dtype, str) and head.layout != OWN and set(stored) - {dtype.removeprefix("torch.")}:
@@ -88,6 +90,7 @@ def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     """Check the head against the given target."""
     if head.target is None:
         return
+    # an import refuses these, and inspection goes on
     for name, theirs in (("hidden_size", head.target.width), ("vocab_size", head.target.vocab_size)):
         if head.shape[name] != theirs:
             yield find(faults.OTHER_SIZE, name=name, size=head.shape[name], theirs=theirs)
@@ -108,6 +111,7 @@ def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         return
     if not isinstance(made_for, dict):
         return
+    # by checksums, as training writes them
     identity = target_identity(TargetSection(path=head.target.path))
     for part in ("weights", "config"):
         recorded = made_for.get(part)
@@ -153,6 +157,7 @@ def describe_fault(found: FoundFault) -> Finding:
         engines = _name_engines(found.is_struck)
     else:
         engines = tuple(engine.title for engine in SERVERS if found.fault in engine.faults)
+    # a value may be a question to the engines' tables
     values = dict(found.values)
     for key, value in values.items():
         if callable(value):  # which engines can serve it

@@ -78,6 +78,7 @@ def _recognise_own(head: HeadFolder) -> Network | None:
 def _recognise_foreign(head: HeadFolder) -> Network | None:
     """Return the network of another tool's checkpoint, by its tensors and its config."""
     head.kind, advice = kind_by_tensors(head.names, head.config)
+    # EAGLE's two networks have the same names but for a few tensors
     if not head.kind and any(name.startswith("layers.0.") for name in head.names):
         network = EAGLE3_HEADS if _is_fused(head) else EAGLE1_HEADS
         head.kind = network.name
@@ -96,9 +97,11 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
     """Return the kind of a checkpoint with these tensors, and what to do with it; empty strings for an EAGLE head."""
     names = list(names)
     words = _read_words(config)
+    # tensors or config, for either may be of an older release
     for network in WITH_SIGNS:
         if any(re.match(network.tensors, name) for name in names) or _is_named(network, words, config):
             return network.name, ""
+    # an EAGLE head has one layer under a language model's names
     if not _is_eagle(names, words, config):
         kind, advice = _kind_of_model(names, config)
         if kind:
@@ -136,6 +139,7 @@ def kind_by_config(config: dict[str, Any]) -> str:
             return network.name
     layers = config.get("num_hidden_layers")
     architecture = _architecture(config)
+    # a head has one layer
     is_deep = isinstance(layers, int) and layers > 1
     if is_deep and LANGUAGE_MODEL.search(architecture) and not _is_eagle([], words, config):
         return f"a causal language model ({architecture})"
@@ -162,6 +166,7 @@ def _read_words(config: dict[str, Any]) -> list[str]:
     """Return the names of model and method in a config, in lower case."""
     nested = config.get("dflash_config")
     projector = nested.get("projector_type") if isinstance(nested, dict) else None
+    # any of these may be missing or of another type
     words = [config.get("model_type"), config.get("speculators_model_type"), projector, _architecture(config)]
     return [word.lower() for word in words if isinstance(word, str) and word]
 

@@ -99,6 +99,7 @@ def embedding_dtype(path: str) -> torch.dtype:
     """Return the precision in which a target's files hold its embedding, or float32, which rounds none."""
     try:
         folder = folder_at(folder_of(path, None, ("*.safetensors", "*.json")))
+        # headers alone: no tensor is read
         stored = read_tensors(folder, max_bytes=None).stored
     except (OSError, ValueError):  # whoever loads the target says what is wrong with it
         return torch.float32
