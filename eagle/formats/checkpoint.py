@@ -234,13 +234,13 @@ def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
 
 def _read_entries(folder: Path) -> dict[str, TensorEntry]:
     """Return what the header of a head's weights says; ValueError if the file cannot be read."""
-    shown = folder / WEIGHTS
+    display_path = folder / WEIGHTS
     try:
         path = plain_file(folder, WEIGHTS)
-        check_not_hollow(path, shown)
-        return read_header(path, shown)
+        check_not_hollow(path, display_path)
+        return read_header(path, display_path)
     except ValueError as error:
-        raise ValueError(f"{shown} cannot be read: {error}; is it cut short? Copy it again") from None
+        raise ValueError(f"{display_path} cannot be read: {error}; is it cut short? Copy it again") from None
 
 
 def _compare_entries(folder: Path, entries: dict[str, TensorEntry], expected: dict[str, Tensor]) -> None:
@@ -319,9 +319,9 @@ def load_drafter(
     # an option goes to each drafter that takes it
     accepted = check_options(name, options)
     drafters = []
-    for each in _split_names(name):
-        own_options = {key: value for key, value in options.items() if key in accepted[each]}
-        drafter = _load_one(each, target, own_options, revision=revision, trust_code=trust_code)
+    for drafter_name in _split_names(name):
+        own_options = {key: value for key, value in options.items() if key in accepted[drafter_name]}
+        drafter = _load_one(drafter_name, target, own_options, revision=revision, trust_code=trust_code)
         if drafter.reads.view:
             drafter.bind_target(target.view())
         if drafter.taps:
@@ -332,20 +332,20 @@ def load_drafter(
 
 def check_drafter(name: Names, options: Iterable[str] = ()) -> None:
     """Refuse what `load_drafter` would refuse without a look into files, before a target is loaded for it."""
-    for each in check_options(name, options):
-        if method_without_files(each) is None:
-            _check_name(each)
+    for drafter_name in check_options(name, options):
+        if method_without_files(drafter_name) is None:
+            _check_name(drafter_name)
 
 
 def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
     """Return the options of each drafter, by its name; options that no drafter takes are refused."""
     names = _split_names(name)
     accepted: dict[str, list[str]] = {}
-    for each in names:
-        method = method_without_files(each)
-        accepted[each] = []
+    for drafter_name in names:
+        method = method_without_files(drafter_name)
+        accepted[drafter_name] = []
         if method:
-            accepted[each] = [*inspect.signature(method).parameters]
+            accepted[drafter_name] = [*inspect.signature(method).parameters]
     valid = sorted({option for of_one in accepted.values() for option in of_one})
     for option in options:
         if option not in valid:

@@ -176,15 +176,15 @@ def _compare(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
     return sorted(files.keys() - names)
 
 
-def _is_same(path: Path, listed: Any) -> bool:
+def _is_same(path: Path, entry: Any) -> bool:
     """Return whether a file has the bytes that the hub lists: by its sha256, or of a small file by git's checksum."""
-    if not path.is_file() or path.stat().st_size != listed.size:
+    if not path.is_file() or path.stat().st_size != entry.size:
         return False
-    if listed.lfs is not None:
-        return sha256(path) == listed.lfs.sha256
+    if entry.lfs is not None:
+        return sha256(path) == entry.lfs.sha256
     # the hub stores small files as git does
     data = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == listed.blob_id
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == entry.blob_id
 
 
 def _find_torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
@@ -194,12 +194,12 @@ def _find_torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
             continue
         shard = name.removesuffix(".sha256")
         words = (out / name).read_text(errors="replace").split()
-        listed = files.get(shard)
-        if listed is None or not words:
+        entry = files.get(shard)
+        if entry is None or not words:
             yield shard
             continue
         # the hub's own was compared with the file already
-        checksum = listed.lfs.sha256 if listed.lfs else sha256(out / shard)
+        checksum = entry.lfs.sha256 if entry.lfs else sha256(out / shard)
         if checksum != words[0]:
             yield shard
 

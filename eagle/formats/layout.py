@@ -38,7 +38,7 @@ class Layout:
 
     config: Config
     tensors: dict[str, Tensor]
-    serve: str  # where HEAD, TARGET and DEPTH stand for themselves
+    serve: str = ""  # where HEAD, TARGET and DEPTH stand for themselves
     file: str = "model.safetensors"  # of the weights; one that torch.save writes by any other ending
     deepest: int | None = None  # the longest chain that can be drafted with it
     at_once: bool = False  # whether one forward drafts all of it

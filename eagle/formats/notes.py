@@ -115,10 +115,10 @@ def _describe_template(recipe: dict[str, Any]) -> str:
     owner = f"the one of `{template}`" if template else "the target’s own"
     arguments = data.get("template_kwargs") or {}
     if arguments:
-        told = f"Its arguments, which requests must repeat (`chat_template_kwargs`): `{json.dumps(arguments)}`."
+        explained = f"Its arguments, which requests must repeat (`chat_template_kwargs`): `{json.dumps(arguments)}`."
     else:
-        told = "It was given no arguments; requests that give some (`chat_template_kwargs`) change the prompts."
-    return f"The chat template: {owner}. {told}"
+        explained = "It was given no arguments; requests that give some (`chat_template_kwargs`) change the prompts."
+    return f"The chat template: {owner}. {explained}"
 
 
 def _describe_acceptance(shares: list[float], head: Path | None) -> str:

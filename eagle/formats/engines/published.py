@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -30,15 +30,15 @@ from eagle.formats.networks.eagle_layouts import (
     ParallelLayout,
     add_embedding,
 )
-from eagle.formats.networks.falcon_heads import FALCON, PublishedFalcon
+from eagle.formats.networks.falcon_heads import FALCON, write_falcon
 from eagle.formats.networks.layers_and_tokens import SWITCHES, usual_layers
 from eagle.formats.networks.level_heads import (
     HYDRA,
     MEDUSA,
     SPECULATOR,
-    PublishedHydra,
-    PublishedMedusa,
-    PublishedSpeculator,
+    write_hydra,
+    write_medusa,
+    write_speculator,
 )
 from eagle.formats.networks.mtp_layers import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
 from eagle.formats.networks.network_layout import NetworkLayout
@@ -105,7 +105,7 @@ MEDUSA_CODE = Engine(
     name="medusa",
     title="FasterDecoding/Medusa",
     networks={
-        MEDUSA: PublishedMedusa(
+        MEDUSA: NetworkLayout(
             """```python
 # of FasterDecoding/Medusa: for LM heads of their own, and for the target's (drafter.lm_head=target)
 from medusa.model.medusa_model import MedusaModelLlama
@@ -117,7 +117,8 @@ model = MedusaModelLlama.from_pretrained("HEAD")
 The first class makes five heads whatever the config says: one that is missing stays random, and costs acceptance at its
 place alone. Both draw "typically" at a temperature above 0, which is not the target's distribution.
 
-Its heads say here what they say there; generation by that code was not run by this project."""
+Its heads say here what they say there; generation by that code was not run by this project.""",
+            writer=write_medusa,
         )
     },
 )
@@ -125,7 +126,7 @@ HYDRA_CODE = Engine(
     name="hydra",
     title="zankner/Hydra",
     networks={
-        HYDRA: PublishedHydra(
+        HYDRA: NetworkLayout(
             """```python
 from hydra.model.hydra_model import HydraModel  # of zankner/Hydra
 
@@ -134,7 +135,8 @@ model = HydraModel.from_pretrained("HEAD", base_model="TARGET")
 
 At a temperature above 0 it accepts "typically", which is not the target's distribution.
 
-Its heads say here what they say there; generation by that code was not run by this project."""
+Its heads say here what they say there; generation by that code was not run by this project.""",
+            writer=write_hydra,
         )
     },
     scalings=(),  # of its own modelling file, which knows none of today's
@@ -143,7 +145,7 @@ FMS = Engine(
     name="fms",
     title="fms-extras",
     networks={
-        SPECULATOR: PublishedSpeculator(
+        SPECULATOR: NetworkLayout(
             """```python
 from fms_extras.models.hf.modeling_mlp_speculator import MLPSpeculatorPreTrainedModel
 
@@ -151,7 +153,8 @@ speculator = MLPSpeculatorPreTrainedModel.from_pretrained("HEAD")
 ```
 
 vLLM served such a folder up to 0.9.2. What it says is what it says here; generation by that code was not run by this
-project."""
+project.""",
+            writer=write_speculator,
         )
     },
 )
@@ -159,7 +162,7 @@ FALCON_CODE = Engine(
     name="falcon",
     title="Bestpay-inc/Falcon",
     networks={
-        FALCON: PublishedFalcon(
+        FALCON: NetworkLayout(
             """```python
 from models.falcon_model import FaModel  # of Bestpay-inc/Falcon
 
@@ -167,7 +170,8 @@ model = FaModel.from_pretrained(base_model_path="TARGET", fa_model_path="HEAD")
 ```
 
 As published, that code feeds the whole tuple of its LSTM to the next layer and does not run: take the first part of it.
-Names, shapes and keys are those of its source."""
+Names, shapes and keys are those of its source.""",
+            writer=write_falcon,
         )
     },
     scalings=(),
@@ -346,26 +350,22 @@ It has no tokenizer of its own, for it speaks the target's: copy those files bes
 transformers was run with this layout, vLLM was not."""
 
 
-@dataclass(frozen=True)
-class ModelLayout(NetworkLayout):
-    """A whole language model under its own names."""
-
-    def write(self, drafter: Any, target_config: TargetConfig, engine: str) -> Layout:
-        """Return its own config and tensors; of those that are tied, one."""
-        model = drafter.model
-        # by their memory, which tied tensors share
-        tensors: dict[int, tuple[str, Tensor]] = {}
-        for name, tensor in model.state_dict().items():
-            tensors.setdefault(tensor.data_ptr(), (name, tensor.detach().cpu()))
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}
-        return Layout(config, dict(tensors.values()), self.serve)
+def write_model(drafter: Any, target_config: TargetConfig, engine: str) -> Layout:
+    """Return a whole language model under its own names; of tensors that are tied, one."""
+    model = drafter.model
+    # by their memory, which tied tensors share
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        tensors.setdefault(tensor.data_ptr(), (name, tensor.detach().cpu()))
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": dtype}
+    return Layout(config, dict(tensors.values()))
 
 
 TRANSFORMERS = Engine(
     name="transformers",
     title="transformers",
-    networks={LANGUAGE_MODEL: ModelLayout(TRANSFORMERS_SERVE)},
+    networks={LANGUAGE_MODEL: NetworkLayout(TRANSFORMERS_SERVE, writer=write_model)},
     scalings=None,
     unknown="{kind!r} is a head, which is no model without its target: export to the engine that will serve it "
     "(docs/serving.md)",

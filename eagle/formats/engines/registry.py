@@ -18,14 +18,14 @@ ENGINES = (*SERVERS, *PUBLISHED)
 def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
     """Return the head in an engine's layout; ValueError names what it would serve badly and the engines that fit."""
     network = network_of(drafter)
-    readers = [other for other in ENGINES if network in other.networks]
+    readers = [reader for reader in ENGINES if network in reader.networks]
     if network not in engine.networks:
         advice = _advise(engine, drafter, readers)
         raise ValueError(f"{engine.name}: {engine.unknown.format(kind=drafter.settings.kind, advice=advice)}")
     if has_attention(drafter):
         reason = engine.unread_rotary(drafter.shape)
         if reason:
-            able = [other.name for other in readers if not other.unread_rotary(drafter.shape)]
+            able = [reader.name for reader in readers if not reader.unread_rotary(drafter.shape)]
             advice = "no exporter has a layout for it"
             if able:
                 advice = f"export to {' or '.join(able)} (docs/serving.md)"
@@ -41,7 +41,7 @@ def _advise(engine: Engine, drafter: TrainableDrafter, readers: list[Engine]) ->
     if network == LANGUAGE_MODEL:
         advice = "it is a model of its own: export to transformers, a folder that engines load as any other model"
     elif readers:
-        names = " or ".join(name_reader(other.name, drafter) for other in readers)
+        names = " or ".join(name_reader(reader.name, drafter) for reader in readers)
         advice = f"export to {names} (docs/serving.md)"
     else:
         advice = "no exporter has one (docs/serving.md)"

@@ -23,8 +23,9 @@ from eagle.formats.networks.eagle_layouts import (
     ParallelLayout,
 )
 from eagle.formats.networks.layers_and_tokens import SWITCHES
-from eagle.formats.networks.level_heads import MEDUSA, SPECULATOR, ServedMedusa
+from eagle.formats.networks.level_heads import MEDUSA, SPECULATOR, write_vllm_medusa
 from eagle.formats.networks.mtp_layers import MIMO_NAMES, MTP, MtpLayout
+from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading import faults
 
 # -- vLLM (0.32.0): it shares the target's embedding and, with EAGLE-1, its LM head ------------------------------------
@@ -110,7 +111,11 @@ VLLM = Engine(
         FUSED: FusedLayout(
             explain_serving("eagle3", VLLM_COUNTS), switches=SWITCHES, reads_embedding=True, slides=True
         ),
-        MEDUSA: ServedMedusa(explain_serving("medusa", MEDUSA_ENDS + VLLM_COUNTS) + VLLM_PATH, until="0.32.0"),
+        MEDUSA: NetworkLayout(
+            explain_serving("medusa", MEDUSA_ENDS + VLLM_COUNTS) + VLLM_PATH,
+            writer=write_vllm_medusa,
+            until="0.32.0",
+        ),
         MTP: MtpLayout(VLLM_IN_TARGET, names=MIMO_NAMES, hidden_first=True, biased=True, families=("mimo",)),
         PEAGLE: ParallelLayout(
             explain_serving("eagle3", VLLM_PARALLEL, more='"parallel_drafting": true'),

@@ -252,7 +252,7 @@ EAGLE1_HEADS = Network(
     read_settings=partial(_read_settings, usual=EAGLE1, read_switches=_read_fc_bias),
     spellings=((EAGLE1, EAGLE1_NAMES),),
     trains_embedding=True,
-    beside=dict.fromkeys((EMBEDDING, OUTPUT), ("vocab_size", "hidden_size")),
+    optional=dict.fromkeys((EMBEDDING, OUTPUT), ("vocab_size", "hidden_size")),
     remedies={"fc.weight": "Engines start from random numbers there without a word: export again"},
     lists_all=True,
     takes_positions=True,
@@ -452,7 +452,7 @@ EAGLE3_HEADS = replace(
     read_settings=partial(_read_settings, usual=LAYERS, read_switches=_read_switches),
     spellings=((MIDLAYER, MIDLAYER_NAMES), (LAYERS, EAGLE3_NAMES)),
     borrowed={EMBEDDING: EMBEDDINGS},
-    beside={
+    optional={
         EMBEDDING: ("vocab_size", "hidden_size"),
         "d2t": ("draft_vocab_size",),
         "t2d": ("vocab_size",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, check_family, embedding_of, llama_config, tensors_of
 from eagle.formats.networks.network import ROTARY, Network, Size, keep_names, load_or_zeros, rename_tensors
-from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder
 
 FALCON = "falcon"
@@ -73,27 +71,24 @@ FALCON_HEADS = Network(
 )
 
 
-@dataclass(frozen=True)
-class PublishedFalcon(NetworkLayout):
-    """Falcon's network as its authors' code names it."""
-
-    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return an LSTM whose forget gate and recurrent weights are zeros: from a state of zeros neither matters."""
-        check_family(drafter, target_config, ("llama", "qwen2"), engine)
-        tensors = {EMBEDDING: embedding_of(drafter, engine)}
-        for name, tensor in tensors_of(drafter).items():
-            if not name.startswith("gates."):
-                tensors[name] = tensor
-                continue
-            input_gate, cell_gate, output_gate = tensor.chunk(3)
-            forget_gate = torch.zeros_like(input_gate)
-            read = torch.cat([input_gate, forget_gate, cell_gate, output_gate])
-            # [4 H, H], or of a bias [4 H]
-            recurrent = torch.zeros_like(read)
-            if read.ndim == 2:
-                recurrent = read.new_zeros(len(read), len(input_gate))
-            (theirs,) = rename_tensors({name: read}, GATES)
-            tensors[theirs] = read
-            tensors[theirs.replace("_ih_", "_hh_")] = recurrent
-        more = {"architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": drafter.settings.k}
-        return Layout(llama_config(drafter, target_config, **more), tensors, self.serve, "pytorch_model.bin")
+def write_falcon(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+    """Return Falcon's network as its authors' code names it."""
+    check_family(drafter, target_config, ("llama", "qwen2"), engine)
+    tensors = {EMBEDDING: embedding_of(drafter, engine)}
+    for name, tensor in tensors_of(drafter).items():
+        if not name.startswith("gates."):
+            tensors[name] = tensor
+            continue
+        input_gate, cell_gate, output_gate = tensor.chunk(3)
+        # from a state of zeros neither the forget gate nor the recurrent weights matter
+        forget_gate = torch.zeros_like(input_gate)
+        read = torch.cat([input_gate, forget_gate, cell_gate, output_gate])
+        # [4 H, H], or of a bias [4 H]
+        recurrent = torch.zeros_like(read)
+        if read.ndim == 2:
+            recurrent = read.new_zeros(len(read), len(input_gate))
+        (theirs,) = rename_tensors({name: read}, GATES)
+        tensors[theirs] = read
+        tensors[theirs.replace("_ih_", "_hh_")] = recurrent
+    more = {"architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": drafter.settings.k}
+    return Layout(llama_config(drafter, target_config, **more), tensors, file="pytorch_model.bin")

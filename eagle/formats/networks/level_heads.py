@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from eagle.core.drafter import TrainableDrafter
 from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, output_of, tensors_of
 from eagle.formats.networks.network import ROTARY, Network, rename_tensors, usual_shape
-from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import USUAL_THETA, short
 from eagle.formats.reading.faults import FoundFault, find
@@ -134,51 +132,43 @@ MEDUSA_HEADS = Network(
 )
 
 
-@dataclass(frozen=True)
-class ServedMedusa(NetworkLayout):
-    """Medusa's network for vLLM, which drafts the likeliest token of each head, whatever scales or caps the logits."""
-
-    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return a layout with no other key that vLLM would take for a count."""
-        settings = drafter.settings
-        shares = settings.lm_head == "target"
-        tensors = rename_tensors(tensors_of(drafter), MEDUSA_VLLM)
-        if shares:
-            tensors["lm_heads.0.weight"] = output_of(drafter, engine, "train with drafter.lm_head=own")
-        config = {
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            **base_config(drafter),
-            # of any key with "num" and "heads" or "layers" in it vLLM makes one of these two
-            "medusa_num_heads": settings.levels,
-            "medusa_num_layers": settings.layers,
-            "medusa_fc_bias": True,
-            "original_lm_head": shares,
-        }
-        return Layout(config, tensors, self.serve, deepest=settings.levels)
+def write_vllm_medusa(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+    """Return Medusa's heads for vLLM, which drafts the likeliest token of each, whatever scales or caps the logits."""
+    settings = drafter.settings
+    shares = settings.lm_head == "target"
+    tensors = rename_tensors(tensors_of(drafter), MEDUSA_VLLM)
+    if shares:
+        tensors["lm_heads.0.weight"] = output_of(drafter, engine, "train with drafter.lm_head=own")
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        **base_config(drafter),
+        # of any key with "num" and "heads" or "layers" in it vLLM makes one of these two
+        "medusa_num_heads": settings.levels,
+        "medusa_num_layers": settings.layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": shares,
+    }
+    return Layout(config, tensors, deepest=settings.levels)
 
 
-@dataclass(frozen=True)
-class PublishedMedusa(NetworkLayout):
-    """Medusa's network as its authors' code names it, with LM heads of its own or with the target's (version 2)."""
-
-    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return the layout in which the blocks and the LM head of a level are numbered in one row."""
-        settings = drafter.settings
-        tensors = tensors_of(drafter)
-        check_family(drafter, target_config, ("llama", "mistral"), engine)
-        _refuse_blocks_that_differ(tensors, 0, engine)
-        config = {
-            "model_type": "medusa",  # without one the loader takes the family from words in the folder's path
-            **base_config(drafter),
-            "medusa_num_heads": settings.levels,
-            "medusa_num_layers": settings.layers,
-            "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
-        }
-        if settings.lm_head == "target":
-            config["version"] = "2"
-        tensors = rename_tensors(tensors, MEDUSA_AUTHORS, layers=settings.layers)
-        return Layout(config, tensors, self.serve, "medusa_lm_head.pt", settings.levels)
+def write_medusa(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+    """Return Medusa's heads as their authors' code names them."""
+    settings = drafter.settings
+    tensors = tensors_of(drafter)
+    check_family(drafter, target_config, ("llama", "mistral"), engine)
+    _refuse_blocks_that_differ(tensors, 0, engine)
+    config = {
+        "model_type": "medusa",  # without one the loader takes the family from words in the folder's path
+        **base_config(drafter),
+        "medusa_num_heads": settings.levels,
+        "medusa_num_layers": settings.layers,
+        "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
+    }
+    if settings.lm_head == "target":  # instead of LM heads of their own
+        config["version"] = "2"
+    tensors = rename_tensors(tensors, MEDUSA_AUTHORS, layers=settings.layers)
+    return Layout(config, tensors, file="medusa_lm_head.pt", deepest=settings.levels)
 
 
 # -- Hydra: heads that read the drafted tokens, after a prefix layer or without one -----------------------------------
@@ -266,39 +256,33 @@ HYDRA_HEADS = Network(
 )
 
 
-@dataclass(frozen=True)
-class PublishedHydra(NetworkLayout):
-    """Hydra's network as its authors' code names it; in front of each block of heads with a prefix stands a dropout."""
-
-    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return a layout whose code takes the embedding from the target, and the sizes of the prefix layer too."""
-        settings = drafter.settings
-        tensors = tensors_of(drafter)
-        check_family(drafter, target_config, ("llama",), engine)
-        _refuse_blocks_that_differ(tensors, 1, engine)
-        # its own modelling file reads no theta from a config
-        theta = drafter.shape.rope_parameters["rope_theta"]
-        names = HYDRA_PLAIN
-        if settings.prefix:
-            if theta != USUAL_THETA:
-                raise ValueError(
-                    f"{engine}: the prefix layer has rope_theta {theta:g}, and that code {USUAL_THETA:g} for any "
-                    "target: train with drafter.prefix=false"
-                )
-            names = HYDRA_PREFIXED
-            tensors = {
-                _renumber_blocks(name, lambda number: 2 * number + 1): tensor for name, tensor in tensors.items()
-            }
-        config = {
-            **base_config(drafter),
-            "hydra_num_heads": settings.levels,
-            "hydra_num_layers": settings.layers,
-            "hydra_head_arch": "prefix-mlp" if settings.prefix else "mlp",
-            "grounded_heads": True,
-            "hidden_state_offset": 0,
-            "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
-        }
-        return Layout(config, rename_tensors(tensors, names), self.serve, "hydra_lm_head.pt", settings.levels)
+def write_hydra(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+    """Return Hydra's heads as their authors' code names them; it takes the embedding from the target, and sizes too."""
+    settings = drafter.settings
+    tensors = tensors_of(drafter)
+    check_family(drafter, target_config, ("llama",), engine)
+    _refuse_blocks_that_differ(tensors, 1, engine)
+    # its own modelling file reads no theta from a config
+    theta = drafter.shape.rope_parameters["rope_theta"]
+    names = HYDRA_PLAIN
+    if settings.prefix:
+        if theta != USUAL_THETA:
+            raise ValueError(
+                f"{engine}: the prefix layer has rope_theta {theta:g}, and that code {USUAL_THETA:g} for any "
+                "target: train with drafter.prefix=false"
+            )
+        names = HYDRA_PREFIXED
+        tensors = {_renumber_blocks(name, lambda number: 2 * number + 1): tensor for name, tensor in tensors.items()}
+    config = {
+        **base_config(drafter),
+        "hydra_num_heads": settings.levels,
+        "hydra_num_layers": settings.layers,
+        "hydra_head_arch": "prefix-mlp" if settings.prefix else "mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
+    }
+    return Layout(config, rename_tensors(tensors, names), file="hydra_lm_head.pt", deepest=settings.levels)
 
 
 # -- the MLP speculator: embedding, projection, norm and LM head a level ----------------------------------------------
@@ -383,29 +367,25 @@ SPECULATOR_HEADS = Network(
 )
 
 
-@dataclass(frozen=True)
-class PublishedSpeculator(NetworkLayout):
-    """An MLP speculator as fms-extras names it; what levels share is written for each, as some readers ask for all."""
-
-    def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return the layout of its wrapper for transformers."""
-        settings = drafter.settings
-        tensors = tensors_of(drafter)
-        untied = _untie(tensors, settings.levels)
-        config = {
-            "architectures": ["MLPSpeculatorPreTrainedModel"],
-            "model_type": "mlp_speculator",
-            "emb_dim": drafter.shape.hidden_size,
-            "inner_dim": len(tensors["ln.0.weight"]),
-            "vocab_size": drafter.shape.vocab_size,
-            "n_predict": settings.levels,
-            "top_k_tokens_per_head": [*TOP_TOKENS, *[1] * settings.levels][: settings.levels],
-            "n_candidates": TOP_TOKENS[0],
-            "tie_weights": bool(settings.tie_weights) and settings.levels > 1,  # of one level there is nothing to tie
-            "scale_input": bool(settings.scale_input),
-            "torch_dtype": str(tensors["ln.0.weight"].dtype).removeprefix("torch."),
-        }
-        return Layout(config, rename_tensors(untied, SPECULATOR_NAMES), self.serve, deepest=settings.levels)
+def write_speculator(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+    """Return an MLP speculator for fms-extras; what levels share is written for each, as some readers ask for all."""
+    settings = drafter.settings
+    tensors = tensors_of(drafter)
+    untied = _untie(tensors, settings.levels)
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "emb_dim": drafter.shape.hidden_size,
+        "inner_dim": len(tensors["ln.0.weight"]),
+        "vocab_size": drafter.shape.vocab_size,
+        "n_predict": settings.levels,
+        "top_k_tokens_per_head": [*TOP_TOKENS, *[1] * settings.levels][: settings.levels],
+        "n_candidates": TOP_TOKENS[0],
+        "tie_weights": bool(settings.tie_weights) and settings.levels > 1,  # of one level there is nothing to tie
+        "scale_input": bool(settings.scale_input),
+        "torch_dtype": str(tensors["ln.0.weight"].dtype).removeprefix("torch."),
+    }
+    return Layout(config, rename_tensors(untied, SPECULATOR_NAMES), deepest=settings.levels)
 
 
 def _untie(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:

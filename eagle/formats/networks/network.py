@@ -120,7 +120,7 @@ class Network:
     spare: Mapping[str, str] = field(default_factory=lambda: ROTARY)  # patterns of what is not needed, and why
     borrowed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BORROWED)  # of the target, by our names
     trains_embedding: bool = False  # whether its copy may differ from the target's
-    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what else may be there, with its sides
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what else may be there, with its sides
     remedies: Mapping[str, str] = field(default_factory=dict)  # of missing tensors
     # its config
     has_block: bool = True  # whether the sizes of a Llama block are there
@@ -241,7 +241,7 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
     # the sizes of tensors that may be there come from the config, those of the head's own from a head made of it
     sides = {**head.shape, "draft_vocab_size": head.draft_vocab_size}
     sizes: dict[str, Size] = {}
-    for name, names in network.beside.items():
+    for name, names in network.optional.items():
         sizes[name] = tuple(sides[side] for side in names)
     expected = drafter.state_dict()
     for name, tensor in expected.items():
@@ -252,12 +252,10 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
             _check_tensor(network, head, name, size)
     others = [head.names[name] for name in sorted(head.names.keys() - sizes.keys() - network.borrowed.keys())]
     # heads of this network may have such, all of them or none
-    optional = [name for name in others if not network.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
-    if optional:
-        head.problem(f"tensors of no part of this head: {list_some(optional)}", COPY_BOTH)
-    unknown = [name for name in others if name not in optional]
-    if unknown:
-        refuse_tensors(head, unknown)
+    partial = [name for name in others if not network.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
+    if partial:
+        head.problem(f"tensors of no part of this head: {list_some(partial)}", COPY_BOTH)
+    refuse_tensors(head, [name for name in others if name not in partial])
 
 
 def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,9 +55,10 @@ def refuse_scale(drafter: TrainableDrafter, engine: str) -> None:
 
 @dataclass(frozen=True)
 class NetworkLayout:
-    """One engine's layout of one network."""
+    """One engine's layout of one network: what a function writes, or what a class for several engines does."""
 
     serve: str  # Markdown, in which HEAD, TARGET and DEPTH stand for themselves
+    writer: Callable[[Any, Any, str], Layout] | None = None  # of a head, a target's config and the engine's name
     architectures: tuple[str, ...] = ()
     until: str = ""  # the last version of the engine that reads it, where a later one does not
     blocks: int = 1  # the most that a head may have: none of several was run in any engine
@@ -66,4 +67,6 @@ class NetworkLayout:
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Return the layout of a head; ValueError with the settings that the engine cannot serve."""
-        raise NotImplementedError
+        if self.writer is None:
+            raise NotImplementedError
+        return replace(self.writer(drafter, target_config, engine), serve=self.serve)

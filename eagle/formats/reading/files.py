@@ -100,13 +100,13 @@ def has(folder: Path, name: str) -> bool:
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
-def check_not_hollow(path: Path, shown: Path) -> None:
+def check_not_hollow(path: Path, display_path: Path) -> None:
     """Refuse sparse files: a long file without data on disk would fill memory with zeros."""
     status = path.stat()
     size = status.st_size
     # blocks of 512 bytes; some file systems compress, so an eighth of the size is enough
     if getattr(status, "st_blocks", size) * 512 * 8 < size - 4096:
-        raise ValueError(f"{shown} says to have {size:,} bytes, and almost none are on the disk: copy it again")
+        raise ValueError(f"{display_path} says to have {size:,} bytes, and almost none are on the disk: copy it again")
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ def read_tensors(folder: Path, max_bytes: int | None = TENSOR_BYTES) -> FolderTe
     if "" not in weight_map:
         differing = sorted(weight_map.keys() ^ tensors.stored.keys())
         if differing:
-            shown = ", ".join(map(repr, differing[:4]))
-            raise ValueError(f"{folder}: index and files differ in {shown:.300}: copy them all again")
+            display_path = ", ".join(map(repr, differing[:4]))
+            raise ValueError(f"{folder}: index and files differ in {display_path:.300}: copy them all again")
     total = sum(entry.bytes for entry in tensors.stored.values())
     if max_bytes is not None and total > max_bytes:
         raise ValueError(
@@ -258,55 +258,57 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
     """Add the entries of one weight file."""
     path = plain_file(folder, name)
-    shown = folder / name
-    check_not_hollow(path, shown)
+    display_path = folder / name
+    check_not_hollow(path, display_path)
     if name.endswith(".safetensors"):
-        entries = read_header(path, shown)
+        entries = read_header(path, display_path)
     elif name.endswith((".bin", ".pt")):
-        mapped = _map_pickle(path, shown)
+        mapped = _map_pickle(path, display_path)
         tensors.pickled[path] = mapped
         entries = {key: TensorEntry(tensor.dtype, tuple(tensor.shape), path) for key, tensor in mapped.items()}
     else:
-        raise ValueError(f"{shown}: expected weights in .safetensors, .bin or .pt")
+        raise ValueError(f"{display_path}: expected weights in .safetensors, .bin or .pt")
     # names are shown on a terminal
     for key in entries:
         if not key.isprintable() or len(key) > 200:
-            raise ValueError(f"{shown} holds a tensor called {key!r:.200}: this is no name")
+            raise ValueError(f"{display_path} holds a tensor called {key!r:.200}: this is no name")
     duplicates = sorted(entries.keys() & tensors.stored.keys())
     if duplicates:
-        raise ValueError(f"{shown} holds {duplicates[0]}, which another file holds too")
+        raise ValueError(f"{display_path} holds {duplicates[0]}, which another file holds too")
     tensors.stored.update(entries)
-    tensors.files.append(shown)
+    tensors.files.append(display_path)
 
 
-def read_header(path: Path, shown: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path, display_path: Path) -> dict[str, TensorEntry]:
     """Return the header of a safetensors file, whose tensors must cover the file exactly and in order."""
     # 8 bytes with the header's length, the header, the tensors
     size = path.stat().st_size
     length = int.from_bytes(read_start(path, 8), "little")
     if size < 8 or length > size - 8 or length > HEADER_BYTES:
         raise ValueError(
-            f"{shown} has {size:,} bytes and a header of {length:,}: it is cut short, or no safetensors file"
+            f"{display_path} has {size:,} bytes and a header of {length:,}: it is cut short, or no safetensors file"
         )
-    header = parse_json(read_start(path, 8 + length)[8:], f"the header of {shown}")
+    header = parse_json(read_start(path, 8 + length)[8:], f"the header of {display_path}")
     header.pop("__metadata__", None)
     entries = {}
     spans = []
     for name, values in header.items():
-        dtype, shape, start, stop = _parse_entry(values, f"{shown}: {name!r:.100}")
+        dtype, shape, start, stop = _parse_entry(values, f"{display_path}: {name!r:.100}")
         entry = TensorEntry(dtype, shape, path)
         if stop - start != entry.bytes:
             needed = f"needs {entry.bytes:,} bytes, it has {stop - start:,}"
-            raise ValueError(f"{shown}: {name!r:.100} of shape {list(shape)} in {dtype} {needed}")
+            raise ValueError(f"{display_path}: {name!r:.100} of shape {list(shape)} in {dtype} {needed}")
         entries[name] = entry
         spans.append((start, stop))
     end = 0
     for start, stop in sorted(spans):
         if start != end:
-            raise ValueError(f"{shown}: its tensors overlap or leave gaps at byte {min(start, end):,}")
+            raise ValueError(f"{display_path}: its tensors overlap or leave gaps at byte {min(start, end):,}")
         end = stop
     if end != size - 8 - length:
-        raise ValueError(f"{shown}: its tensors take {end:,} bytes and the file has {size - 8 - length:,} for them")
+        raise ValueError(
+            f"{display_path}: its tensors take {end:,} bytes and the file has {size - 8 - length:,} for them"
+        )
     return entries
 
 
@@ -333,10 +335,10 @@ def _are_counts(values: list[Any], end: int) -> bool:
     return all(type(value) is int and 0 <= value < end for value in values)
 
 
-def _map_pickle(path: Path, shown: Path) -> dict[str, Tensor]:
+def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
     """Return a .bin file's tensors, memory-mapped, without running code of its pickle."""
     size = path.stat().st_size
-    _check_uncompressed(path, shown, size)
+    _check_uncompressed(path, display_path, size)
     try:
         # on the device without memory first, for the sizes that the pickle claims
         for name, tensor in _claimed_tensors(path):
@@ -347,8 +349,8 @@ def _map_pickle(path: Path, shown: Path) -> dict[str, Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
         raise ValueError(
-            f"{shown} cannot be read as weights alone (torch.load, weights_only=True): {_shorten(error)}; expected "
-            "names and plain tensors: save it again, or as safetensors"
+            f"{display_path} cannot be read as weights alone (torch.load, weights_only=True): {_shorten(error)}; "
+            "expected names and plain tensors: save it again, or as safetensors"
         ) from None
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
@@ -360,15 +362,16 @@ def _claimed_tensors(path: Path) -> Iterator[tuple[str, Any]]:
     yield from claimed.items()
 
 
-def _check_uncompressed(path: Path, shown: Path, size: int) -> None:
+def _check_uncompressed(path: Path, display_path: Path, size: int) -> None:
     """Refuse compressed archives before reading them: a small one may hold any number of zeros."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"{shown} is not what torch.save has written since 1.6: {_shorten(error)}. Save it again, or as safetensors"
+            f"{display_path} is not what torch.save has written since 1.6: {_shorten(error)}. Save it again, or as "
+            "safetensors"
         ) from None
     is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     if is_compressed or sum(member.file_size for member in members) > size:
-        raise ValueError(f"{shown} holds compressed parts, expected what torch.save writes: save it again")
+        raise ValueError(f"{display_path} holds compressed parts, expected what torch.save writes: save it again")
