@@ -216,7 +216,7 @@ def _read_hydra(head: HeadFolder) -> Config:
     if offset not in (None, 0):
         what = f"config.json: hidden_state_offset is {short(offset)}: heads here read the last state"
         head.problem(what, fatal=False)
-    # a block that reads drafted tokens is wider than the state, which it reaches by a matrix of its own
+    # a block that reads drafted tokens is wider than its output: what it adds to goes through a matrix too
     if keys.read("grounded_heads") is False or "blocks.0.0.residual.weight" not in head.names:
         what = "heads that do not read the drafted tokens (grounded_heads is false); none here are such"
         head.problem(what, fatal=False)
