@@ -32,7 +32,7 @@ from eagle.formats.networks.eagle_layouts import (
 )
 from eagle.formats.networks.falcon_heads import FALCON, write_falcon
 from eagle.formats.networks.layers_and_tokens import SWITCHES, usual_layers
-from eagle.formats.networks.level_heads import (
+from eagle.formats.networks.level_networks import (
     HYDRA,
     MEDUSA,
     SPECULATOR,

@@ -23,7 +23,7 @@ from eagle.formats.networks.eagle_layouts import (
     ParallelLayout,
 )
 from eagle.formats.networks.layers_and_tokens import SWITCHES
-from eagle.formats.networks.level_heads import MEDUSA, SPECULATOR, write_vllm_medusa
+from eagle.formats.networks.level_networks import MEDUSA, SPECULATOR, write_vllm_medusa
 from eagle.formats.networks.mtp_layers import MIMO_NAMES, MTP, MtpLayout
 from eagle.formats.networks.network_layout import NetworkLayout
 from eagle.formats.reading import faults

@@ -10,7 +10,7 @@ from typing import Any
 from eagle.formats.networks.block_heads import DFLASH_HEADS, DOMINO_HEADS, DSPARK_HEADS
 from eagle.formats.networks.eagle_heads import EAGLE1_HEADS, EAGLE3_HEADS, PEAGLE_HEADS
 from eagle.formats.networks.falcon_heads import FALCON_HEADS
-from eagle.formats.networks.level_heads import HYDRA_HEADS, MEDUSA_HEADS, SPECULATOR_HEADS
+from eagle.formats.networks.level_networks import HYDRA_HEADS, MEDUSA_HEADS, SPECULATOR_HEADS
 from eagle.formats.networks.mtp_layers import MTP_HEADS
 from eagle.formats.networks.network import Network
 from eagle.formats.reading.config_keys import Keys, short
