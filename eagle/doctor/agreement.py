@@ -1,62 +1,67 @@
 """Agreement of a head's guesses with the target, slot by slot, so that two wirings of one head can be paired."""
 
-# S slots, K levels, V vocabulary, M texts
+# S slots (supervised positions that a head drafts from), K levels, V vocabulary
+# M sequences, T slots of the longest sequence
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Batch
-from eagle.doctor.cycles import expect_accepted, visit_slots
 from eagle.doctor.wiring import Wiring, draft_ids
 
-ROWS = 128  # of logits held at once
-MOST_KEPT = 2**27  # probs of the target, half a gigabyte
+ROWS = 128  # of logits in memory at a time
+MAX_BUFFER = 2**27  # probs of the target that are kept in memory, half a gigabyte
 
 
 @dataclass(frozen=True)
 class Agreement:
     """A head's results at every slot [S] in K levels; level 1 reads the target's states, later levels its own."""
 
-    overlap: Tensor  # [K, S], of its probs with the target's: how often a draft drawn from them is accepted
+    overlap: Tensor  # [K, S], of its probs with the target's: how often a draft sampled from them is accepted
     hits: Tensor  # [K, S], whether its likeliest token is the target's
-    in_text: Tensor  # [K, S], whether the text goes on that far
-    is_greedy: Tensor  # [S], whether the text goes on as the greedy target would
-    text_ids: Tensor  # [S], the text of each slot
-    places: Tensor  # [S], tokens of its text before the one that a slot names first
-    drawn_kept: Tensor  # [K, S], how often a drawn draft is accepted where the target chose the text's token
+    in_seq: Tensor  # [K, S], whether the sequence goes on that far
+    is_greedy: Tensor  # [S], whether the sequence goes on as the greedy target would
+    seq_ids: Tensor  # [S], the sequence of each slot
+    context_lengths: Tensor  # [S], tokens of the sequence before the one that a slot names first
+    sampled_accepted: Tensor  # [K, S], how often a sampled draft is accepted where the target chose this token
     recurrent: bool = True  # whether later levels read what the head has drafted
 
     def between(self, start: int, end: int | None = None) -> Agreement:
-        """The results at slots with `start` to `end` tokens before them."""
-        inside = (self.places >= start) & (self.places < (2**62 if end is None else end))
-        return replace(self, in_text=self.in_text & inside)
+        """Return the results at slots with `start` to `end` tokens before them."""
+        inside = self.context_lengths >= start
+        if end is not None:
+            inside &= self.context_lengths < end
+        return replace(self, in_seq=self.in_seq & inside)
 
     @cached_property
     def reached(self) -> Tensor:
-        """[K, S], whether a greedy chain reaches that level and the text contains the right token."""
-        hits, rows = self.hits & self.in_text, [self.in_text[0]]
-        for level in range(1, len(hits)):
-            known = _look_ahead(self.is_greedy, level - 1) & self.in_text[level]
-            rows.append(rows[-1] & hits[level - 1] & known)
-        return torch.stack(rows)
+        """[K, S], whether a greedy chain reaches that level and the sequence contains the right token."""
+        reached = [self.in_seq[0]]
+        for level in range(1, len(self.hits)):
+            # the sequence shows what is right at this level only if it went the greedy way up to here
+            is_known = _look_ahead(self.is_greedy, level - 1) & self.in_seq[level]
+            reached.append(reached[-1] & self.hits[level - 1] & is_known)
+        return torch.stack(reached)
 
-    def rates(self, hits: Tensor | None = None) -> list[float]:
-        """The rate at which each level is right after the levels before it were."""
-        hits = self.hits if hits is None else hits
-        accepted = zip(hits, self.reached, strict=True)
-        return [float((hit & reached).sum() / reached.sum().clamp(min=1)) for hit, reached in accepted]
+    def rates(self) -> list[float]:
+        """Return the rate at which each level is right after the levels before it were."""
+        return self._rates(self.hits)
 
     @property
     def teacher_forced_rates(self) -> list[float]:
         """[K], the rate at which each level is right on the target's states (level 1 of a later slot)."""
-        return self.rates(torch.stack([_look_ahead(self.hits[0], level) for level in range(len(self.hits))]))
+        levels = range(len(self.hits))
+        return self._rates(torch.stack([_look_ahead(self.hits[0], level) for level in levels]))
+
+    def _rates(self, hits: Tensor) -> list[float]:
+        accepted = (hits & self.reached).sum(1)
+        return (accepted.double() / self.reached.sum(1).clamp(min=1)).tolist()
 
     @property
     def own_state_ratio(self) -> float:
@@ -72,61 +77,54 @@ class Agreement:
         return chain_length(self.rates())
 
     def counts(self) -> Tensor:
-        """[M, 2, K], for each text the number of slots that reach a level and that pass it."""
+        """[M, 2, K], for each sequence the number of slots that reach a level and that pass it."""
         both = torch.stack([self.reached, self.reached & self.hits]).double()  # [2, K, S]
-        return self._sum_by_text(both).movedim(-1, 0)
+        return self._sum_by_seq(both).movedim(-1, 0)
 
     @cached_property
-    def drawn_cycles(self) -> tuple[Tensor, Tensor]:
-        """[M] tokens and [M] cycles of each text when it is decoded with chains of K drafts drawn from the probs."""
-        return self._count_cycles(self.drawn_kept, self.overlap)
+    def sampled_cycles(self) -> tuple[Tensor, Tensor]:
+        """[M] tokens and [M] cycles of decoding each sequence with chains of K drafts sampled from the head."""
+        return self._count_cycles(self.sampled_accepted, self.overlap)
 
     @cached_property
     def greedy_cycles(self) -> tuple[Tensor, Tensor]:
-        """[M] tokens and [M] cycles with chains of K likeliest tokens, kept where the greedy target agrees.
+        """[M] tokens and [M] cycles with chains of K likeliest tokens, accepted where the greedy target agrees.
 
-        On a greedy answer this is decoding itself; on a drawn one it goes on along the text.
+        On a greedy answer this is decoding itself; on a sampled one it goes on along the sequence.
         """
         return self._count_cycles(self.hits.double(), self.hits.double())
 
-    def _count_cycles(self, kept: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-        cycles = visit_slots(kept, self.in_text, self.text_ids)
-        tokens = cycles * (1 + expect_accepted(kept, expected, self.in_text))
-        return self._sum_by_text(tokens), self._sum_by_text(cycles)
+    def _count_cycles(self, accepted: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        cycles = visit_slots(accepted, self.in_seq, self.seq_ids)
+        tokens = cycles * (1 + expect_accepted(accepted, expected, self.in_seq))
+        return self._sum_by_seq(tokens), self._sum_by_seq(cycles)
 
     @property
-    def decoded_tau(self) -> float:
+    def greedy_tau(self) -> float:
         """The acceptance length of greedy decoding with chains of K drafts."""
         tokens, cycles = self.greedy_cycles
         return float(tokens.sum() / cycles.sum())
 
     @property
-    def drawn_tau(self) -> float:
-        """The acceptance length of decoding with drawn drafts."""
-        tokens, cycles = self.drawn_cycles
+    def sampled_tau(self) -> float:
+        """The acceptance length of decoding with sampled drafts."""
+        tokens, cycles = self.sampled_cycles
         return float(tokens.sum() / cycles.sum())
 
-    def drawn_lengths(self) -> Tensor:
-        """[M], each text's mean acceptance length of chains drawn from the head's probs."""
-        return self._mean_lengths(self.overlap)
+    def mean_lengths(self, accepted: Tensor) -> Tensor:
+        """Return [M], 1 + the mean over slots of the number of consecutive accepted levels [K, S]."""
+        chains = (accepted.double() * self.in_seq).cumprod(0).sum(0)
+        slots = self._sum_by_seq(torch.ones_like(chains))
+        return 1 + self._sum_by_seq(chains) / slots.clamp(min=1)
 
-    def greedy_lengths(self) -> Tensor:
-        """[M], each text's mean length of chains that match the target's likeliest token along the text."""
-        return self._mean_lengths(self.hits.double())
-
-    def _mean_lengths(self, accepted: Tensor) -> Tensor:
-        """[M], 1 + the mean over slots of the number of consecutive accepted levels [K, S]."""
-        chains = (accepted * self.in_text).cumprod(0).sum(0)
-        return 1 + self._sum_by_text(chains) / self._sum_by_text(torch.ones_like(chains)).clamp(min=1)
-
-    def _sum_by_text(self, values: Tensor) -> Tensor:
-        """[.., M], sums of [.., S]."""
-        sums = values.new_zeros(*values.shape[:-1], int(self.text_ids.max()) + 1)
-        return sums.index_add_(-1, self.text_ids, values)
+    def _sum_by_seq(self, values: Tensor) -> Tensor:
+        """Return [.., M], sums of [.., S]."""
+        sums = values.new_zeros(*values.shape[:-1], int(self.seq_ids.max()) + 1)
+        return sums.index_add_(-1, self.seq_ids, values)
 
 
 def chain_length(rates: list[float]) -> float:
-    """The acceptance length of a chain with these acceptance rates by level."""
+    """Return the acceptance length of a chain with these acceptance rates by level."""
     total = reach = 1.0
     for rate in rates:
         reach *= rate
@@ -135,73 +133,135 @@ def chain_length(rates: list[float]) -> float:
 
 
 def chain_lengths(counts: Tensor) -> Tensor:
-    """[N], acceptance lengths from counts [N, 2, K] of slots that reach and pass each level."""
+    """Return [N], acceptance lengths from counts [N, 2, K] of slots that reach and pass each level."""
     return 1 + (counts[:, 1] / counts[:, 0].clamp(min=1)).cumprod(-1).sum(-1)
 
 
-def _look_ahead(values: Tensor, places: int) -> Tensor:
-    """[S], the value `places` slots later; False after the last."""
-    later = torch.zeros_like(values)
-    later[: len(values) - places or None] = values[places:] if places else values
-    return later
+def _look_ahead(values: Tensor, count: int) -> Tensor:
+    """Return [S], the value `count` slots later; False after the last."""
+    return torch.cat([values[count:], torch.zeros_like(values[:count])])
 
 
-class Reference:
-    """The target's probs after the tokens of some texts, computed once for all changes where they fit in memory."""
+def visit_slots(accepted: Tensor, in_seq: Tensor, seq_ids: Tensor) -> Tensor:
+    """Return [S], the probability that a cycle of chains begins at a slot.
+
+    The next draft begins where the last one was rejected, not at every slot alike. A sequence's first token comes with
+    the prompt, so that its first cycle begins at its second slot, as in decoding.
+
+    Args:
+        accepted: [K, S], the probability that a level's draft is accepted after those before it were.
+        in_seq: [K, S], whether the sequence goes on that far.
+        seq_ids: [S], the sequence of each slot.
+    """
+    levels = len(accepted)
+    counts = torch.bincount(seq_ids)
+    columns = torch.arange(len(seq_ids)) - (counts.cumsum(0) - counts)[seq_ids]
+    # [K, M, T + K + 1]: one row a sequence, with room for chains that end behind its last slot
+    padded = accepted.new_zeros(levels, len(counts), int(counts.max()) + levels + 1)
+    padded[:, seq_ids, columns] = accepted * in_seq
+    at_least = torch.cat([torch.ones_like(padded[:1]), padded.cumprod(0)])
+    exactly = torch.cat([at_least[:-1] - at_least[1:], at_least[-1:]])  # [K + 1, M, ..], so many drafts accepted
+    begins = torch.zeros_like(padded[0])
+    begins[:, 1] = 1.0
+    begins[counts == 1, 0] = 1.0
+    for column in range(int(counts.max())):
+        for length in range(levels + 1):
+            begins[:, column + length + 1] += begins[:, column] * exactly[length, :, column]
+    return begins[seq_ids, columns]
+
+
+def expect_accepted(accepted: Tensor, expected: Tensor, in_seq: Tensor) -> Tensor:
+    """Return [S], the expected number of accepted tokens of a chain that begins at a slot.
+
+    `accepted` [K, S] is the chance that a level's draft is accepted given the sequence's token. `expected` is its mean
+    over the tokens that the target might have chosen there, which has the same mean and less variance.
+    """
+    accepted = accepted * in_seq
+    before = torch.cat([torch.ones_like(accepted[:1]), accepted[:-1]]).cumprod(0)
+    return (before * expected * in_seq).sum(0)
+
+
+class TargetProbs:
+    """The target's probs after the tokens of a batch, computed once for all changes where they fit in memory."""
 
     @torch.no_grad()
-    def __init__(self, batch: Batch, target: TargetHead) -> None:
-        self.target, self.true = target, batch.select_taps((-1,))[:, 0]
-        fits = len(self.true) * len(target.weight) <= MOST_KEPT
-        self.kept = torch.cat([self._compute(part) for part in self.true.split(ROWS)]) if fits else None
+    def __init__(self, batch: Batch, target_head: TargetHead) -> None:
+        self.target_head = target_head
+        self.hidden = batch.select_taps((-1,))[:, 0]
+        self.buffer: Tensor | None = None
+        if len(self.hidden) * len(target_head.weight) <= MAX_BUFFER:
+            self.buffer = torch.cat([self._compute(rows) for rows in self.hidden.split(ROWS)])
 
-    def probs(self, places: Tensor) -> Tensor:
-        """[n, V], the probs of the token after each place [n]."""
-        return self._compute(self.true[places]) if self.kept is None else self.kept[places]
+    def after(self, positions: Tensor) -> Tensor:
+        """Return [n, V], the probs of the token after each position [n]."""
+        return self._compute(self.hidden[positions]) if self.buffer is None else self.buffer[positions]
 
     def _compute(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden).float().softmax(-1)
+        return self.target_head.logits(hidden).float().softmax(-1)
 
 
 @torch.no_grad()
 def measure(
-    wiring: Wiring, batch: Batch, target: TargetHead, levels: int, reference: Reference | None = None
+    wiring: Wiring, batch: Batch, target_head: TargetHead, levels: int, reference: TargetProbs | None = None
 ) -> Agreement:
-    """Run the head at every supervised slot of the texts, each level on the states that it drafts from."""
-    reference = reference or Reference(batch, target)
-    device, count, tokens = batch.tokens.device, len(batch.tokens), batch.tokens
-    slots = batch.loss_mask.nonzero()[:, 0].to(device) - 2
-    owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)).to(device)
-    text_ids, drafts = owner[slots], draft_ids(wiring.head)
-    columns: list[list[Tensor]] = []
+    """Run the head at every supervised slot of the sequences, each level on the states that it drafts from.
+
+    Args:
+        wiring: The head with its inputs.
+        batch: The target's answers with its states.
+        target_head: The target's own LM head, which says what the target would choose.
+        levels: The number of levels of a chain.
+        reference: The target's probs after this batch's tokens, if another head was measured on them.
+    """
+    reference = reference or TargetProbs(batch, target_head)
+    tokens = batch.tokens
+    last = len(tokens) - 1
+    lengths = torch.tensor(batch.lengths)
+    starts = lengths.cumsum(0) - lengths
+    seq_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(tokens.device)
+    # a slot is the position of the last state that a draft reads: two before the token that it names first
+    slots = batch.loss_mask.nonzero()[:, 0].to(tokens.device) - 2
+    seq_ids = seq_of_token[slots]
+    draft_tokens = draft_ids(wiring.head)
+    figures = []
+    in_seq = []
     for level, (states, logits) in enumerate(wiring.draft_levels(batch, levels)):
-        place = slots + 1 + level
-        following = (place + 1).clamp(max=count - 1)
-        in_text = (place + 1 < count) & (owner[following] == text_ids)
-        parts = zip(*(part.split(ROWS) for part in (states, place.clamp(max=count - 1), following)), strict=True)
-        rows = [_compare_probs(logits(part), reference.probs(at), tokens[after], drafts) for part, at, after in parts]
-        columns.append([*torch.cat(rows).unbind(1), in_text])
-    overlap, kept, hits, choices, in_text = (torch.stack(column).cpu() for column in zip(*columns, strict=True))
-    is_greedy = choices[0].long() == tokens[(slots + 2).clamp(max=count - 1)].cpu()
-    starts = torch.tensor([0, *accumulate(batch.lengths)])[text_ids.cpu()]
-    places = is_greedy, text_ids.cpu(), slots.cpu() + 2 - starts
-    return Agreement(overlap, hits.bool(), in_text.bool(), *places, kept, wiring.recurrent)
+        # after the token at `position` the target chooses the one that stands, if it does, at `following`
+        position = slots + 1 + level
+        following = (position + 1).clamp(max=last)
+        in_seq.append((position < last) & (seq_of_token[following] == seq_ids))
+        chunks = []
+        for start in range(0, len(slots), ROWS):
+            rows = slice(start, start + ROWS)
+            target_probs = reference.after(position[rows].clamp(max=last))
+            chunks.append(_compare_probs(logits(states[rows]), target_probs, tokens[following[rows]], draft_tokens))
+        figures.append(torch.cat(chunks))
+    overlap, sampled_accepted, hits, choices = torch.stack(figures).cpu().unbind(-1)  # each [K, S]
+    return Agreement(
+        overlap=overlap,
+        hits=hits.bool(),
+        in_seq=torch.stack(in_seq).cpu(),
+        is_greedy=choices[0].long() == tokens[slots + 2].cpu(),
+        seq_ids=seq_ids.cpu(),
+        context_lengths=slots.cpu() + 2 - starts[seq_ids.cpu()],
+        sampled_accepted=sampled_accepted,
+        recurrent=wiring.recurrent,
+    )
 
 
-def _compare_probs(logits: Tensor, target_probs: Tensor, tokens: Tensor, drafts: Tensor | None) -> Tensor:
-    """[n, 4]: overlap, min(1, q / p) of the text's token, whether the likeliest tokens agree, and the target's."""
+def _compare_probs(logits: Tensor, target_probs: Tensor, tokens: Tensor, draft_tokens: Tensor | None) -> Tensor:
+    """Return [n, 4]: overlap, min(1, q / p) of the sequence's token, whether the likeliest agree, and the target's."""
     probs = logits.float().softmax(-1)
-    choice, guess = target_probs.argmax(-1), probs.argmax(-1)
-    p, common = target_probs.gather(1, tokens[:, None])[:, 0], target_probs
-    if drafts is None:
-        q = probs.gather(1, tokens[:, None])[:, 0]
-    else:
-        drafts = drafts.clamp(0, target_probs.shape[-1] - 1)
-        row = torch.full((target_probs.shape[-1],), -1, device=drafts.device)
-        row[drafts] = torch.arange(len(drafts), device=drafts.device)
-        row = row[tokens]
-        q = torch.where(row >= 0, probs.gather(1, row.clamp(min=0)[:, None])[:, 0], 0.0)
-        common, guess = target_probs[:, drafts], drafts[guess]
-    overlap = torch.minimum(probs, common).sum(-1)
-    kept = (q / p.clamp(min=1e-30)).clamp(max=1.0)
-    return torch.stack([part.double() for part in (overlap, kept, guess == choice, choice)], dim=1)
+    guess = probs.argmax(-1)
+    if draft_tokens is not None:
+        # a wrong d2t may name no token, or one twice
+        draft_tokens = draft_tokens.clamp(0, target_probs.shape[-1] - 1)
+        guess = draft_tokens[guess]
+        probs = torch.zeros_like(target_probs).index_add_(1, draft_tokens, probs)
+    choice = target_probs.argmax(-1)
+    overlap = torch.minimum(probs, target_probs).sum(-1)
+    p = target_probs.gather(1, tokens[:, None])[:, 0]
+    q = probs.gather(1, tokens[:, None])[:, 0]
+    accepted = (q / p.clamp(min=1e-30)).clamp(max=1.0)
+    columns = [overlap, accepted, guess == choice, choice]
+    return torch.stack([column.double() for column in columns], dim=1)

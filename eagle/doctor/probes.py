@@ -1,14 +1,14 @@
 """Possible faults of a head's conversion: each probe undoes one of them and nothing else."""
 
-# H width, D tokens that can be drafted, w of an attention head
+# H width, L taps, D tokens that can be drafted, w of an attention head
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, product
+from itertools import chain, combinations, permutations
 from typing import Any
 
 import torch
@@ -18,30 +18,28 @@ from eagle.doctor.changes import (
     Change,
     map_tensors,
     on_head,
+    reorder_blocks,
     reorder_rows,
     set_rope,
     set_setting,
     set_taps,
+    swap_rows,
     swap_tensors,
-)
-from eagle.doctor.part_probes import (
-    Found,
-    probe_alike,
-    probe_branches,
-    probe_halves,
-    probe_numbered_parts,
-    probe_rows,
-    probe_tap_order,
-    probe_tokens,
 )
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.parts.decoder_block import Rotary
 from eagle.target.target import Target
 
+Found = Iterator[tuple[str, str, Change]]  # kind, fault and change
+
 THETA = "rope_theta"
 COUNTED = {1: " (outputs were counted)", -1: " (they were taken for outputs)"}  # the two conventions are one apart
 GUESS = "another rope"  # of values that nothing speaks for
-PROJECTIONS = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", **{part: f"self_attn.{part}_proj" for part in "qkv"}}
+ATTENTION = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
+PROJECTIONS = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", **ATTENTION}
+BRANCHES = {"mlp.down_proj": "MLP", "self_attn.o_proj": "attention"}  # the last matrix of what adds to the residual
+LAST_TOKENS = 4  # of a vocabulary, where those are that no sequence has
+MAX_TOKENS = 24  # that are tried in place of a mask token
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,153 +52,324 @@ class Probe:
 
 
 def list_probes(wiring: Wiring, target: Target) -> list[Probe]:
-    """All single changes that apply to this head."""
-    return [Probe(*probe) for check in CHECKS for probe in check(wiring.head, wiring, target)]
+    """Return all single changes that apply to this head."""
+    probes = []
+    for check in CHECKS:
+        probes += [Probe(*found) for found in check(wiring.head, wiring, target)]
+    return probes
 
 
 def list_missing(wiring: Wiring, target: Target) -> list[str]:
-    """The probes that do not apply to this head."""
+    """Return the names of the probes that do not apply to this head."""
     checks = [check for check in CHECKS if next(check(wiring.head, wiring, target), None) is None]
     return [check.__name__.removeprefix("probe_").replace("_", " ") for check in checks]
 
 
-def list_removals(wiring: Wiring, target: Target) -> list[Probe]:
-    """The removal of each part that adds to a residual stream."""
-    return [Probe(*probe) for probe in probe_branches(wiring.head, wiring, target)]
+def list_removals(wiring: Wiring) -> list[Probe]:
+    """Return the removal of each branch that adds to a residual stream."""
+    probes = []
+    for ending, branch in BRANCHES.items():
+        for name in find_tensors(wiring.head, f"{ending}.weight"):
+            block = name.removesuffix(f".{ending}.weight")
+            fault = f"the {branch} of {block} does nothing that helps"
+            probes.append(Probe("ablation", fault, map_tensors([name], torch.zeros_like)))
+    return probes
 
 
 # -- what it reads of the target --------------------------------------------------------------------------------------
 
 
 def probe_layer_ids(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Change which layers' inputs are read: one or two more or less, all together or one alone."""
     last = len(target.layers)
-    sides = {(-1,): ("in front of", "behind", last), (last,): ("behind", "in front of", -1)}
-    if head.taps in sides:
-        trained, read, tap = sides[head.taps]
-        yield "final norm", f"trained on the state {trained} the final norm, reads the one {read} it", set_taps((tap,))
-        return
-    layers = [last if tap == -1 else tap for tap in head.taps]
+    if head.taps == (-1,):
+        fault = "trained on the state in front of the final norm, reads the one behind it"
+        yield "final norm", fault, set_taps((last,))
+    elif head.taps == (last,):
+        fault = "trained on the state behind the final norm, reads the one in front of it"
+        yield "final norm", fault, set_taps((-1,))
+    else:
+        yield from _shift_layer_ids(head.taps, last)
+
+
+def _shift_layer_ids(taps: tuple[int, ...], last: int) -> Found:
+    """Yield other layer ids than these; `last` is the id of the last layer's output."""
+    layers = [last if tap == -1 else tap for tap in taps]
     for shift in (1, -1, 2, -2):
-        taps = tuple(layer + shift for layer in layers)
-        if min(taps) >= 0 and max(taps) <= last:
-            amount = f"{abs(shift)} too {'low' if shift > 0 else 'high'}{COUNTED.get(shift, '')}"
-            fault = f"layer ids {list(head.taps)} are {amount}: inputs of {list(taps)} were meant"
-            yield "layer ids", fault, set_taps(taps)
-    for place, shift in product(range(len(layers)), (1, -1)):
-        tap = layers[place] + shift
-        if 0 <= tap <= last and tap not in layers and len(layers) > 1:
-            fault = f"layer id {layers[place]} of {list(head.taps)} is 1 too {'low' if shift > 0 else 'high'}"
-            taps = (*layers[:place], tap, *layers[place + 1 :])
-            yield "layer ids", f"{fault}: the input of {tap} was meant", set_taps(taps)
+        shifted = tuple(layer + shift for layer in layers)
+        if min(shifted) >= 0 and max(shifted) <= last:
+            amount = f"{abs(shift)} {_too(shift)}{COUNTED.get(shift, '')}"
+            fault = f"layer ids {list(taps)} are {amount}: inputs of {list(shifted)} were meant"
+            yield "layer ids", fault, set_taps(shifted)
+    if len(layers) == 1:
+        return
+    for i, layer in enumerate(layers):
+        for shift in (1, -1):
+            meant = layer + shift
+            if 0 <= meant <= last and meant not in layers:
+                fault = f"layer id {layer} of {list(taps)} is 1 {_too(shift)}: the input of {meant} was meant"
+                yield "layer ids", fault, set_taps((*layers[:i], meant, *layers[i + 1 :]))
+
+
+def _too(shift: int) -> str:
+    """Return what is wrong with a number to which `shift` must be added."""
+    return "too low" if shift > 0 else "too high"
 
 
 def probe_positions(head: Any, wiring: Wiring, target: Target) -> Found:
-    # both could be served; a token or a state from further on would be the answer itself
+    """Give the token or the state of the position before."""
+    # Both could be served. A token or a state from further on would be the answer itself.
     if wiring.token_back == wiring.state_back == 0:
-        for field, what in (("token_back", "token"), ("state_back", "state")):
-            change = lambda wiring, field=field: replace(wiring, **{field: 1})  # noqa: E731
-            yield "position", f"trained with the {what} one place earlier than it is given", change
+        fault = "trained with the {} one place earlier than it is given"
+        yield "position", fault.format("token"), lambda wiring: replace(wiring, token_back=1)
+        yield "position", fault.format("state"), lambda wiring: replace(wiring, state_back=1)
 
 
 def probe_embedding(head: Any, wiring: Wiring, target: Target) -> Found:
-    usual, scale = target.head.embed_scale, target.head.scale
-    if wiring.frozen.embedding is not target.head.embedding:
-        change = lambda wiring: replace(wiring, frozen=target.head)  # noqa: E731
-        yield "embedding", "its folder's embed_tokens are not the target's, with which it drafts better", change
-    elif scale != 1.0:
-        as_target = wiring.frozen.embed_scale != usual
-        other = usual if as_target else usual / scale
-        fault = f"trained {'with' if as_target else 'without'} the target's embedding scale of {scale:g}"
-        change = lambda wiring: replace(wiring, frozen=replace(wiring.frozen, embed_scale=other))  # noqa: E731
-        yield "embedding", fault, change
+    """Read the target's embedding instead of the folder's, or scale it otherwise."""
+    borrowed = wiring.target_head
+    if borrowed.embedding is not target.head.embedding:
+        fault = "its folder's embed_tokens are not the target's, with which it drafts better"
+        yield "embedding", fault, lambda wiring: replace(wiring, target_head=target.head)
+        return
+    scale = target.head.scale
+    if scale == 1.0:
+        return
+    usual = target.head.embed_scale
+    if borrowed.embed_scale == usual:
+        fault = f"trained without the target's embedding scale of {scale:g}"
+        rescaled = replace(borrowed, embed_scale=usual / scale)
+    else:
+        fault = f"trained with the target's embedding scale of {scale:g}"
+        rescaled = replace(borrowed, embed_scale=usual)
+    yield "embedding", fault, lambda wiring: replace(wiring, target_head=rescaled)
 
 
-# -- how its parts are put together -----------------------------------------------------------------------------------
+def probe_tap_order(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Fuse the target's states in another order."""
+    names = head.parts.by_tap
+    if not names:
+        return
+    for order in list_orders(len(head.taps)):
+        if "fc.weight" in names:
+            change = map_tensors(find_tensors(head, "fc.weight"), partial(reorder_blocks, order=order))
+            yield "tap order", f"the blocks of fc stand in the order {list(order)} of the layers", change
+        if names != ("fc.weight",):  # else the same as with another order of fc
+            taps = tuple(head.taps[order.index(i)] for i in range(len(order)))
+            yield "tap order", f"layer ids {list(head.taps)} are out of order: {list(taps)} was meant", set_taps(taps)
+
+
+def list_orders(count: int) -> list[tuple[int, ...]]:
+    """Return all other orders of up to three taps; of more those with two exchanged, turned round, or reversed."""
+    usual = tuple(range(count))
+    if count <= 3:
+        return list(permutations(usual))[1:]
+    orders = [usual[::-1]]
+    orders += [usual[shift:] + usual[:shift] for shift in range(1, count)]
+    for first, second in combinations(usual, 2):
+        order = list(usual)
+        order[first], order[second] = second, first
+        orders.append(tuple(order))
+    return list(dict.fromkeys(orders))
+
+
+def probe_tokens(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Read another token as the mask token."""
+    special = getattr(target.tokenizer, "all_special_ids", None) or []
+    last = reversed(range(target.vocab_size)[-LAST_TOKENS:])
+    likely = [token for token in dict.fromkeys((*last, *special)) if 0 <= token < target.vocab_size]
+    for name in head.parts.tokens:
+        read = getattr(head.settings, name)
+        meant = [token for token in likely if token != read]
+        for token in meant[:MAX_TOKENS]:
+            yield "token", f"{name} is {read}, expected {token}", set_setting(name, token)
+
+
+# -- how its modules are put together ---------------------------------------------------------------------------------
 
 
 def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> Found:
-    if names := find_tensors(head, "fc.bias"):
+    """Drop the bias of the fusion."""
+    names = find_tensors(head, "fc.bias")
+    if names:
         yield "fc.bias", "fc.bias is added, but was not there in training", map_tensors(names, torch.zeros_like)
 
 
+def probe_halves(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Exchange the columns of a matrix that reads token and state together."""
+    order = ["embedding; state", "state; embedding"]  # as it is trained, and as it may have been written
+    if reads_state_first(head):
+        order.reverse()
+    for names in head.parts.halves:
+        short = [name.split(".")[-2].removesuffix("_proj") for name in names]
+        if short == ["eh"]:
+            taking = "eh_proj takes"
+        elif len(short) == 1:
+            taking = f"{short[0]} takes"
+        else:
+            taking = f"{', '.join(short[:-1])} and {short[-1]} take"
+        fault = f"{taking} [{order[1]}], expected [{order[0]}]"
+        yield "halves", fault, map_tensors(list(names), partial(reorder_blocks, order=(1, 0)))
+
+
+def reads_state_first(head: Any) -> bool:
+    """Whether a head is said to read the state before the embedding."""
+    return bool(head.network.get("hidden_first", False))
+
+
+def probe_alike(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Exchange tensors that the head calls alike."""
+    for pair in head.parts.alike:
+        names = " and ".join(name.removesuffix(".weight") for name in pair)
+        yield "alike", f"{names} are swapped", swap_tensors([pair])
+
+
 def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
-    gains = [name for name, part in head.named_parameters() if part.shape == (head.shape.hidden_size,)]
-    names = [name.removesuffix(".weight") for name in gains if name.endswith(".weight")]
-    for first, second in combinations(names, 2):
-        blocks = {found[0] for name in (first, second) if (found := re.match(r"layers\.\d+\.", name))}
-        if len(blocks) > 1:
-            continue  # other than whole blocks, no conversion mixes two of them up
-        change = swap_tensors([(f"{first}.weight", f"{second}.weight")])
-        yield "norms", f"{first} and {second} are swapped", change
-    for name in names:
+    """Exchange two norms, leave one out, or read gains as offsets."""
+    width = (head.shape.hidden_size,)
+    gains = [name for name, gain in head.named_parameters() if gain.shape == width and name.endswith(".weight")]
+    norms = [name.removesuffix(".weight") for name in gains]
+    for first, second in combinations(norms, 2):
+        matches = [re.match(r"layers\.\d+\.", name) for name in (first, second)]
+        blocks = {match[0] for match in matches if match}
+        if len(blocks) < 2:  # other than whole blocks, no conversion mixes two of them up
+            change = swap_tensors([(f"{first}.weight", f"{second}.weight")])
+            yield "norms", f"{first} and {second} are swapped", change
+    for name in norms:
         change = on_head(lambda head, name=name: head.set_submodule(name, nn.Identity()))  # type: ignore[misc]
         yield "norm off", f"{name} is applied, but was not there in training", change
-    if names:
-        change = map_tensors([f"{name}.weight" for name in names], lambda gain: gain + 1)
-        yield "norm gains", "the norms' gains are offsets from 1, as Gemma's, and are taken for gains", change
+    if gains:
+        fault = "the norms' gains are offsets from 1, as Gemma's, and are taken for gains"
+        yield "norm gains", fault, map_tensors(gains, lambda gain: gain + 1)
 
 
 def probe_switches(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Negate a switch of the network, such as `norm_before_residual`."""
     for name, value in head.network.items():
-        if value is True or value is False:
+        if isinstance(value, bool):
             yield name, f"{name} is {value}, expected {not value}", set_setting(name, not value)
 
 
 def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
-    names = [name for name, part in head.named_modules() if isinstance(part, Rotary)]
-    if not names:
+    """Change the rotary base and scaling, or the order of the rows that are rotated."""
+    rotaries = [name for name, module in head.named_modules() if isinstance(module, Rotary)]
+    if not rotaries:
         return
-    own, its = dict(head.shape.rope_parameters), dict(getattr(target.config, "rope_parameters", None) or {})
-    theta = own[THETA]
-    wanted: list[tuple[str, str, dict[str, Any]]] = []
-    if isinstance(its.get(THETA), float | int):
-        wanted.append(("rope", f"that of the target: {its[THETA]:g}", {**own, THETA: its[THETA]}))
-        wanted.append(("rope", "theta and scaling of the target", its))
-        wanted.append(("rope", "scaled as the target's", {**its, THETA: theta}))
-    wanted.append((GUESS, f"ten times lower: {theta / 10:g}", {**own, THETA: theta / 10}))
-    wanted.append((GUESS, f"ten times higher: {theta * 10:g}", {**own, THETA: theta * 10}))
-    wanted.append((GUESS, "no scaling", {"rope_type": "default", THETA: theta}))
-    seen = [own]
-    for kind, what, values in wanted:
-        if values not in seen:
-            seen.append(values)
-            has = f"rope theta is {theta:g} ({own.get('rope_type', 'default')})"
-            yield kind, f"{has}, expected {what}", set_rope(names, values)
-    for parts, interleaved in product(("qk", "q", "k"), (False, True)):
-        order = "interleaved" if interleaved else "in halves"
-        names = [name for part in parts for name in find_tensors(head, f"{PROJECTIONS[part]}.weight")]
-        change = map_tensors(names, partial(reorder_rows, width=head.shape.head_dim, interleaved=interleaved))
-        yield "rope order", f"rows of {' and '.join(parts)} are not {order}, as rope expects them", change
+    current = dict(head.shape.rope_parameters)
+    theta = current[THETA]
+    stated = f"rope theta is {theta:g} ({current.get('rope_type', 'default')})"
+    tried = [current]
+    for kind, meant, rope_parameters in _list_ropes(current, target):
+        if rope_parameters not in tried:
+            tried.append(rope_parameters)
+            yield kind, f"{stated}, expected {meant}", set_rope(rotaries, rope_parameters)
+    for projections in ("qk", "q", "k"):
+        names = []
+        for projection in projections:
+            names += find_tensors(head, f"{ATTENTION[projection]}.weight")
+        for interleaved, order in ((False, "in halves"), (True, "interleaved")):
+            change = map_tensors(names, partial(reorder_rows, width=head.shape.head_dim, interleaved=interleaved))
+            yield "rope order", f"rows of {' and '.join(projections)} are not {order}, as rope expects them", change
+
+
+def _list_ropes(current: dict[str, Any], target: Target) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield kind, words and rotary parameters of what a head may have been trained with."""
+    theta = current[THETA]
+    of_target = dict(getattr(target.config, "rope_parameters", None) or {})
+    target_theta = of_target.get(THETA)
+    if isinstance(target_theta, float | int):
+        yield "rope", f"that of the target: {target_theta:g}", {**current, THETA: target_theta}
+        yield "rope", "theta and scaling of the target", of_target
+        yield "rope", "scaled as the target's", {**of_target, THETA: theta}
+    yield GUESS, f"ten times lower: {theta / 10:g}", {**current, THETA: theta / 10}
+    yield GUESS, f"ten times higher: {theta * 10:g}", {**current, THETA: theta * 10}
+    yield GUESS, "no scaling", {"rope_type": "default", THETA: theta}
 
 
 def probe_projections(head: Any, wiring: Wiring, target: Target) -> Found:
-    tensors = dict(head.named_parameters())
-    for parts in (("gate", "up"), ("q", "k"), ("k", "v"), ("q", "v")):
-        first, second = (PROJECTIONS[part] for part in parts)
-        pairs = list(zip(*(find_tensors(head, f"{name}.weight") for name in (first, second)), strict=False))
-        if pairs and all(tensors[one].shape == tensors[other].shape for one, other in pairs):
+    """Exchange two projections in all blocks."""
+    for name, peer_name in (("gate", "up"), ("q", "k"), ("k", "v"), ("q", "v")):
+        first = PROJECTIONS[name]
+        second = PROJECTIONS[peer_name]
+        # one pair in each block
+        names = find_tensors(head, f"{first}.weight")
+        pairs = list(zip(names, find_tensors(head, f"{second}.weight"), strict=False))
+        if pairs and all(_shape(head, one) == _shape(head, peer) for one, peer in pairs):
             yield "projections", f"{first} and {second} are swapped", swap_tensors(pairs)
 
 
+def _shape(head: Any, name: str) -> torch.Size:
+    shape: torch.Size = head.get_parameter(name).shape
+    return shape
+
+
+def probe_rows(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Exchange rows of two projections of attention."""
+    # as where a joint matrix is cut into queries, keys and values by another split than it was made with
+    for projection, peer_projection in combinations(ATTENTION.values(), 2):
+        names = find_tensors(head, f"{projection}.weight")
+        peer_names = find_tensors(head, f"{peer_projection}.weight")
+        for name, peer_name in zip(names, peer_names, strict=False):
+            size = len(head.get_parameter(name))
+            peer_size = len(head.get_parameter(peer_name))
+            # keys of grouped heads are fewer than queries: all of them for as many queries, else half for half
+            count = peer_size if size > peer_size else peer_size // 2
+            for start in range(0, size - count + 1, count):
+                peer_start = start if size == peer_size else 0
+                rows = f"{start} to {start + count - 1} of {name}"
+                peer_rows = f"{peer_start} to {peer_start + count - 1} of {peer_name}"
+                change = swap_rows(name, peer_name, (start, peer_start), count)
+                yield "rows", f"rows {rows} and {peer_rows} are swapped", change
+
+
 def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Transpose a matrix whose shape does not tell."""
     square: dict[str, list[str]] = {}
     for name, tensor in head.named_parameters():
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
-            part = re.sub(r"(\.\d+)*(\.weight)?$", "", name)  # a list's parts are called as the list
-            square.setdefault(re.sub(r"^.*\.\d+\.", "", part), []).append(name)
-    for part, names in square.items():
-        yield "transposed", f"{part} is transposed", map_tensors(names, lambda matrix: matrix.T.contiguous())
+            # matrices of all blocks, or of a list, are transposed together
+            module = re.sub(r"(\.\d+)*(\.weight)?$", "", name)
+            square.setdefault(re.sub(r"^.*\.\d+\.", "", module), []).append(name)
+    for module, names in square.items():
+        yield "transposed", f"{module} is transposed", map_tensors(names, lambda matrix: matrix.T.contiguous())
+
+
+def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Exchange two blocks of a stack, or two levels."""
+    # modules with a number are blocks of a stack, or one for each level: the shapes of their tensors
+    shapes: dict[tuple[str, str], dict[str, torch.Size]] = {}
+    for name, tensor in head.named_parameters():
+        match = re.match(r"(.*?)\.(\d+)\.(.*)", name)
+        if match:
+            shapes.setdefault((match[1], match[2]), {})[match[3]] = tensor.shape
+    # by two numbers and the stack in which both are alike, the pairs of their tensors
+    alike: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {}
+    for (stack, first), (peer_stack, second) in combinations(shapes, 2):
+        tensors = shapes[stack, first]
+        if stack != peer_stack or tensors != shapes[stack, second]:
+            continue
+        pairs = [(f"{stack}.{first}.{name}", f"{stack}.{second}.{name}") for name in tensors]
+        alike.setdefault((first, second), {})[stack] = pairs
+        if max(map(len, tensors.values())) > 1:  # norms are asked about one by one
+            yield "numbered parts", f"{stack}.{first} and {stack}.{second} are swapped", swap_tensors(pairs)
+    for (first, second), stacks in alike.items():
+        if len(stacks) > 1:
+            fault = f"{first} and {second} are swapped in all of {', '.join(stacks)}"
+            yield "numbered parts", fault, swap_tensors([*chain.from_iterable(stacks.values())])
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
 def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> Found:
-    rows, drafts = target.head.weight.data * target.head.logit_scale, draft_ids(head)
-    if drafts is not None:
-        rows = rows[drafts.clamp(0, len(rows) - 1).to(rows.device)]
+    """Put the target's own rows into the LM head."""
+    rows = target.head.weight.data * target.head.logit_scale
+    draft_tokens = draft_ids(head)
+    if draft_tokens is not None:
+        rows = rows[draft_tokens.clamp(0, len(rows) - 1).to(rows.device)]
+    # tables that are alike, as Markov's, may have the shape of an LM head
     tables = {name for pair in head.parts.alike for name in pair}
-    names = [name for name, part in head.named_parameters() if part.shape == rows.shape and name not in tables]
+    names = [name for name, tensor in head.named_parameters() if tensor.shape == rows.shape and name not in tables]
     if names:
         what = "its LM head fits" if len(names) == 1 else "its LM heads fit"
         fault = f"{what} worse than the target's own rows: it is missing, or another's"
@@ -208,26 +377,33 @@ def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> Found:
 
 
 def probe_d2t(head: Any, wiring: Wiring, target: Target) -> Found:
-    drafts = draft_ids(head)
-    if drafts is None:
+    """Read the draft vocabulary otherwise."""
+    draft_tokens = draft_ids(head)
+    if draft_tokens is None:
         return
-    d2t, size, places = head.get_buffer("d2t"), head.shape.vocab_size, torch.arange(len(drafts)).to(drafts)
-    others: list[tuple[str, Tensor]] = []
-    if int(d2t.min()) >= 0 and int(d2t.max()) < size and not torch.equal(d2t, drafts):
-        others.append(("holds token ids, expected offsets from the row's number", d2t.clone()))
+    d2t = head.get_buffer("d2t")
+    vocab_size = head.shape.vocab_size
+    row_ids = torch.arange(len(draft_tokens)).to(draft_tokens)
+    # what is wrong, and the tokens that the rows stand for if so
+    meant: list[tuple[str, Tensor]] = []
+    if int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size and not torch.equal(d2t, draft_tokens):
+        meant.append(("holds token ids, expected offsets from the row's number", d2t.clone()))
     for t2d in find_tensors(head, "t2d"):
         marked = head.get_buffer(t2d).nonzero()[:, 0]
-        if len(marked) == len(d2t) and not torch.equal(marked, drafts):
-            others.append(("and t2d disagree: t2d was right", marked))
-    others += [(f"is 1 too {'high' if shift > 0 else 'low'}", (drafts - shift).clamp(0, size - 1)) for shift in (1, -1)]
-    if bool(drafts.any()) and not torch.equal(places, drafts):
-        others.append(("is not this head's: its rows stand for the first tokens", places))
-    for what, tokens in others:
-        change = on_head(lambda head, tokens=tokens: head.get_buffer("d2t").copy_(tokens - places))  # type: ignore[misc]
+        if len(marked) == len(d2t) and not torch.equal(marked, draft_tokens):
+            meant.append(("and t2d disagree: t2d was right", marked))
+    for shift in (-1, 1):
+        meant.append((f"is 1 {_too(shift)}", (draft_tokens + shift).clamp(0, vocab_size - 1)))
+    if bool(draft_tokens.any()) and not torch.equal(row_ids, draft_tokens):
+        meant.append(("is not this head's: its rows stand for the first tokens", row_ids))
+    for what, tokens in meant:
+        offsets = tokens - row_ids
+        change = on_head(lambda head, offsets=offsets: head.get_buffer("d2t").copy_(offsets))  # type: ignore[misc]
         yield "d2t", f"d2t {what}", change
 
 
 def probe_precision(head: Any, wiring: Wiring, target: Target) -> Found:
+    """Compute in float32."""
     stored = next(head.parameters()).dtype
     if stored != torch.float32:
         fault = f"it loses acceptance in {str(stored).removeprefix('torch.')}, and would not in float32"

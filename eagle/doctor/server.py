@@ -14,8 +14,10 @@ ENOUGH = 0.9  # of what drafts were expected to add
 SECONDS = 10  # in which a server must give its whole page
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*?)(?:_total)?(?:\{(.*)\})?\s+(\S+)")
 POSITION = re.compile(r'position="(\d+)"')
-DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
-PLACES = "vllm:spec_decode_num_accepted_tokens_per_pos"
+# names of counters, without the ending `_total`
+DRAFTS = "vllm:spec_decode_num_drafts"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos"
 LENGTH = "sglang:spec_accept_length"
 
 
@@ -29,33 +31,39 @@ class ServerCounts:
     drafts: int = 0
 
     def __str__(self) -> str:
-        places = ", ".join(f"{rate:.3f}" for rate in self.per_position)
-        counted = f" over {self.drafts:,} drafts" if self.drafts else ""
-        text = f"{self.engine} accepts {self.tau:.3f} tokens a step{counted}"
-        return f"{text}, up to each place {places}" if places else text
+        text = f"{self.engine} accepts {self.tau:.3f} tokens a step"
+        if self.drafts:
+            text += f" over {self.drafts:,} drafts"
+        if self.per_position:
+            text += f", up to each place {', '.join(f'{rate:.3f}' for rate in self.per_position)}"
+        return text
 
     def compare(self, per_position: Sequence[float], source: str) -> str:
-        """Compare the server's acceptance at each place of a chain with that of `source`."""
-        places = min(len(self.per_position) or len(per_position), len(per_position))
-        counted = 1 + sum(self.per_position[:places]) if self.per_position else self.tau
-        expected = 1 + sum(per_position[:places])
-        ratio = (counted - 1) / max(expected - 1, 1e-9)
-        text = f"{self}. {source} keeps {expected:.3f} with chains of {places}"
+        """Compare the server's acceptance at each position of a chain with that of `source`."""
+        text = str(self)
+        positions = len(per_position)
+        counted = self.tau
+        if self.per_position:
+            positions = min(positions, len(self.per_position))
+            counted = 1 + sum(self.per_position[:positions])
+        expected = 1 + sum(per_position[:positions])
+        text += f". {source} keeps {expected:.3f} with chains of {positions}"
         if not self.per_position:
-            text += f" ({self.engine} does not tell how many tokens it drafts: start it with {places})"
-        elif places < len(self.per_position):
+            text += f" ({self.engine} does not tell how many tokens it drafts: start it with {positions})"
+        elif positions < len(self.per_position):
             text += f", where the server keeps {counted:.3f}"
+        ratio = (counted - 1) / max(expected - 1, 1e-9)
         text += f": drafts add {ratio:.0%} of what they should"
-        if ratio >= ENOUGH:
-            return text
-        return (
-            f"{text}. Other prompts, or a temperature, explain some of it; else the server runs something else "
-            "than this head: look there at the layer ids, fc, d2t and the norms' switches"
-        )
+        if ratio < ENOUGH:
+            text += (
+                ". Other prompts, or a temperature, explain some of it; else the server runs something else "
+                "than this head: look there at the layer ids, fc, d2t and the norms' switches"
+            )
+        return text
 
 
 def read_server(url: str) -> ServerCounts:
-    """The counters of a running vLLM or SGLang."""
+    """Return the counters of a running vLLM or SGLang."""
     check_address(url, "the server", "show its metrics without one")
     address = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
     try:
@@ -68,16 +76,24 @@ def read_server(url: str) -> ServerCounts:
 
 def parse_metrics(text: str, source: str) -> ServerCounts:
     """Parse acceptance counts from Prometheus' text format, summed over models and ranks."""
-    samples = list(_read_samples(text))
-    drafts, accepted = (sum(value for name, _, value in samples if name == wanted) for wanted in (DRAFTS, ACCEPTED))
+    drafts = accepted = 0.0
+    by_position: dict[int, float] = {}
+    lengths = []
+    for name, labels, value in _read_samples(text):
+        if name == DRAFTS:
+            drafts += value
+        elif name == ACCEPTED:
+            accepted += value
+        elif name == ACCEPTED_AT:
+            match = POSITION.search(labels)
+            if match:
+                position = int(match[1])
+                by_position[position] = by_position.get(position, 0.0) + value
+        elif name == LENGTH and value > 0:
+            lengths.append(value)
     if drafts:
-        places: dict[int, float] = {}
-        for name, labels, value in samples:
-            if name == PLACES and (place := POSITION.search(labels)):
-                places[int(place[1])] = places.get(int(place[1]), 0.0) + value
-        rates = tuple(places[place] / drafts for place in sorted(places))
+        rates = tuple(by_position[position] / drafts for position in sorted(by_position))
         return ServerCounts("vLLM", 1 + accepted / drafts, rates, int(drafts))
-    lengths = [value for name, _, value in samples if name == LENGTH and value > 0]
     if lengths:
         return ServerCounts("SGLang", sum(lengths) / len(lengths))
     raise ValueError(
@@ -87,12 +103,14 @@ def parse_metrics(text: str, source: str) -> ServerCounts:
 
 
 def _read_samples(text: str) -> Iterator[tuple[str, str, float]]:
-    """Name, labels and value of each line with a number; NaN (an idle gauge) is skipped."""
+    """Yield name, labels and value of each line with a number; NaN (an idle gauge) is skipped."""
     for line in text.splitlines():
-        if sample := SAMPLE.match(line):
-            try:
-                value = float(sample[3])
-            except ValueError:
-                continue
-            if not math.isnan(value):
-                yield sample[1], sample[2] or "", value
+        sample = SAMPLE.match(line)
+        if not sample:
+            continue
+        try:
+            value = float(sample[3])
+        except ValueError:
+            continue
+        if not math.isnan(value):
+            yield sample[1], sample[2] or "", value

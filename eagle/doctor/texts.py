@@ -1,6 +1,6 @@
 """The target's answers to a few prompts, with its states of every layer."""
 
-# T tokens of one text, L layers, D target width
+# T tokens of one sequence, L layers, D target width
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from eagle.log import progress
 from eagle.target.target import Target
 
 NEW_TOKENS = 96  # of an answer
-TOGETHER = 16  # answers that are written side by side
+BATCH_SIZE = 16  # answers that are decoded together
 TEMPERATURES = (0.0, *[1.0] * 11)  # of the answers to each prompt; greedy ones repeat themselves
 ENOUGH_TOKENS = 5760  # of all answers, after which none is asked for again: twelve prompts, five full answers each
 PROMPTS = (
@@ -45,41 +45,47 @@ LIST_KEYS = ("turns", "messages", "conversations")
 
 
 def read_prompts(file: str | None) -> list[str]:
-    """The built-in prompts, or the first user turn of every line of a JSONL file."""
+    """Return the built-in prompts, or the first user turn of every line of a JSONL file."""
     if file is None:
         return list(PROMPTS)
     if not Path(file).is_file():
         raise ValueError(f"no prompts at {file}: expected a JSONL file, each line a prompt, a question or messages")
-    prompts: list[str] = []
+    prompts = []
     for number, line in enumerate(Path(file).read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
-            prompt = _first_turn(json.loads(line)) if line.strip() else ""
+            prompt = _first_turn(json.loads(line))
         except ValueError:
             raise ValueError(f"{file}:{number} is no JSON: expected one record a line") from None
         if prompt is None:
             keys = ", ".join(TEXT_KEYS + LIST_KEYS)
             raise ValueError(f"{file}:{number} asks nothing: expected one of the keys {keys}")
-        prompts += [prompt] if prompt else []
+        if prompt:
+            prompts.append(prompt)
     if not prompts:
         raise ValueError(f"no prompts in {file}: expected at least one line")
     return prompts
 
 
 def _first_turn(record: Any) -> str | None:
-    """The first user text of a record, or None."""
+    """Return the first user text of a record, or None."""
     if isinstance(record, str):
         return record
     if isinstance(record, list):
-        turns = [
-            turn for turn in record if not isinstance(turn, dict) or turn.get("role", turn.get("from")) != "system"
-        ]
-        return _first_turn(turns[0]) if turns else None
-    values = [record[key] for key in TEXT_KEYS + LIST_KEYS if record.get(key)] if isinstance(record, dict) else []
-    return _first_turn(values[0]) if values else None
+        for turn in record:
+            role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else "user"
+            if role != "system":
+                return _first_turn(turn)
+    if isinstance(record, dict):
+        for key in TEXT_KEYS + LIST_KEYS:
+            if record.get(key):
+                return _first_turn(record[key])
+    return None
 
 
 def render_prompts(target: Target, prompts: Sequence[str], **template_kwargs: Any) -> list[list[int]]:
-    """Token ids of the prompts, as the target's chat template asks them where it has one."""
+    """Return token ids of the prompts, as the target's chat template asks them where it has one."""
     if target.tokenizer is None:
         raise ValueError("this target has no tokenizer: load it from a folder with its tokenizer's files")
     if getattr(target.tokenizer, "chat_template", None):
@@ -92,35 +98,52 @@ def answer_prompts(
     prompts: Sequence[Sequence[int]],
     new_tokens: int = NEW_TOKENS,
     temperatures: Sequence[float] = TEMPERATURES,
-    enough: int | None = ENOUGH_TOKENS,
+    enough: int = ENOUGH_TOKENS,
 ) -> Batch:
-    """The target's answers with its states of all layers: one text for every prompt and temperature.
+    """Return the target's answers with its states of all layers: one sequence for every prompt and temperature.
 
-    All prompts are answered side by side. No further temperature is begun once the answers have `enough` tokens.
-    Every third prompt comes first and the texts of a prompt are adjacent, so that the first third has other prompts
-    than the rest.
+    Every third prompt comes first and the answers to a prompt are adjacent, so that the first third of the answers has
+    other prompts than the rest.
+
+    Args:
+        target: The model that answers.
+        prompts: Token ids.
+        new_tokens: Tokens of an answer, at most.
+        temperatures: Of a round of answers to all prompts each.
+        enough: Tokens of all answers, after which no further round begins.
     """
-    examples: list[tuple[int, Example]] = []
+    rounds: list[list[Example]] = [[] for _ in prompts]
     total = 0
-    for heat in progress(temperatures, "the target's answers", len(temperatures), unit="rounds"):
-        if enough is not None and total >= enough:
+    requests = 0
+    for temperature in progress(temperatures, "the target's answers", len(temperatures), unit="rounds"):
+        if total >= enough:
             break
-        samplings = [Sampling(heat, request=len(examples) + number) for number in range(len(prompts))]
-        rows = [list(prompt) for prompt in prompts]
-        none = DRAFTERS["none"]()
-        traces = generate(target, none, rows, sampling=samplings, max_new_tokens=new_tokens, batch_size=TOGETHER)
-        for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
-            text = torch.tensor([*prompt, *trace.tokens])
-            examples.append((number, Example(text, torch.arange(len(text)) >= len(prompt), read_states(target, text))))
+        # each answer is sampled with a noise of its own
+        samplings = [Sampling(temperature, request=requests + i) for i in range(len(prompts))]
+        requests += len(prompts)
+        traces = generate(
+            target,
+            DRAFTERS["none"](),
+            [list(prompt) for prompt in prompts],
+            sampling=samplings,
+            max_new_tokens=new_tokens,
+            batch_size=BATCH_SIZE,
+        )
+        for answers, trace in zip(rounds, traces, strict=True):
+            tokens = torch.tensor([*trace.prompt, *trace.tokens])
+            mask = torch.arange(len(tokens)) >= len(trace.prompt)
             total += len(trace.tokens)
+            if mask[2:].any():
+                answers.append(Example(tokens, mask, read_states(target, tokens)))
     target.forget()
-    examples.sort(key=lambda pair: (pair[0] % 3, pair[0]))
-    answered = [example for _, example in examples if example.loss_mask[2:].any()]
-    return collate(answered, every_tap(target)).to(target.device)
+    examples = []
+    for answers in [*rounds[0::3], *rounds[1::3], *rounds[2::3]]:
+        examples += answers
+    return collate(examples, every_tap(target)).to(target.device)
 
 
 def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
-    """The first 1 / `parts` of the texts, and the others; all texts twice if there are too few."""
+    """Return the first 1 / `parts` of the sequences, and the others; all of them twice if there are too few."""
     count = len(batch.lengths) // parts
     if count < 2:
         return batch, batch
@@ -128,39 +151,50 @@ def split_texts(batch: Batch, parts: int) -> tuple[Batch, Batch]:
 
 
 def select_texts(batch: Batch, start: int, end: int) -> Batch:
-    """A range of a batch's texts, without copying."""
+    """Return a range of a batch's sequences, without copying."""
     rows = slice(sum(batch.lengths[:start]), sum(batch.lengths[:end]))
-    columns = (batch.tokens[rows], batch.loss_mask[rows], batch.features[rows])
-    return Batch(*columns, batch.lengths[start:end], batch.taps, batch.seeds[start:end])
+    return Batch(
+        tokens=batch.tokens[rows],
+        loss_mask=batch.loss_mask[rows],
+        features=batch.features[rows],
+        lengths=batch.lengths[start:end],
+        taps=batch.taps,
+        seeds=batch.seeds[start:end],
+    )
 
 
-def count_chains(
-    target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int, new_tokens: int = NEW_TOKENS
-) -> list[float]:
-    """Acceptance at each place of a chain when this decoder answers the prompts greedily, counted as engines count."""
-    drafter, budget = head.bind(target.head), Budget.fixed(chain_paths(depth))
-    accepted: list[int] = []
+def count_chains(target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int) -> list[float]:
+    """Return the acceptance at each position of a chain in greedy answers of this decoder, counted as engines count."""
+    drafter = head.bind(target.head)
+    budget = Budget.fixed(chain_paths(depth))
+    accepted = []
     for prompt in progress(prompts, "chains as the server's", len(prompts), unit="prompts"):
-        trace = generate(target, drafter, list(prompt), budget=budget, max_new_tokens=new_tokens)
-        accepted += [cycle.accepted for cycle in trace.cycles if cycle.depth == depth]  # none cut at the answer's end
+        trace = generate(target, drafter, list(prompt), budget=budget, max_new_tokens=NEW_TOKENS)
+        # chains that the answer's end cut short are not counted
+        accepted += [cycle.accepted for cycle in trace.cycles if cycle.depth == depth]
     target.forget()
-    return [sum(count > place for count in accepted) / max(len(accepted), 1) for place in range(depth)]
+    rates = []
+    for position in range(depth):
+        passed = sum(count > position for count in accepted)
+        rates.append(passed / max(len(accepted), 1))
+    return rates
 
 
 def every_tap(target: Target) -> tuple[int, ...]:
-    """The inputs of all layers, the last layer's output, and that output after the final norm."""
+    """Return the taps of the inputs of all layers, the last layer's output, and that output after the final norm."""
     return (*range(len(target.layers) + 1), -1)
 
 
-def read_states(target: Target, text: Tensor) -> Tensor:
-    """[T, L + 2, D], the states that `every_tap` names."""
+def read_states(target: Target, tokens: Tensor) -> Tensor:
+    """Return [T, L + 2, D], the states that `every_tap` names."""
     taps = every_tap(target)
     outputs: list[Tensor] = []
 
-    def keep(layer: nn.Module, inputs: Any, output: Any) -> None:
+    def record(layer: nn.Module, inputs: Any, output: Any) -> None:
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    with target.layers[-1].register_forward_hook(keep):
-        states = target.features(text[None], (*taps[:-2], -1))[0]
-    last = outputs[0].reshape(-1, states.shape[-1]).to(states)
-    return torch.cat([states[:, :-1], last[:, None], states[:, -1:]], dim=1)
+    # the last layer's output is no layer's input
+    with target.layers[-1].register_forward_hook(record):
+        states = target.features(tokens[None], (*taps[:-2], -1))[0]
+    last = outputs[0].reshape(-1, 1, states.shape[-1]).to(states)
+    return torch.cat([states[:, :-1], last, states[:, -1:]], dim=1)

@@ -1,6 +1,6 @@
 """The doctor's verdict: effects of single changes, and the diagnosis with its figures."""
 
-# K levels, M texts
+# K levels, M sequences
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from torch import Tensor
 from eagle.doctor.agreement import Agreement
 from eagle.doctor.probes import GUESS, Probe
 
-Cycles = tuple[Tensor, Tensor]  # tokens and cycles of each text
-SURE, SURE_GREEDY = 4.0, 2.5  # standard errors over texts that had no part in choosing the change
-CLEAR, LEAST_CLEAR = 10.0, 0.25  # errors, and share of the drafted tokens, of a gain in drawn drafts alone
-LEAST = 0.005  # of what drawn drafts add to the acceptance length
-LEAST_GREEDY = 0.015  # of what greedy ones add; no change of the healthy heads it was chosen on brought both
-LEAST_GUESSED = 0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
+Cycles = tuple[Tensor, Tensor]  # tokens [M] and cycles [M]
+# standard errors over sequences that had no part in choosing the change
+SURE = 4.0
+SURE_GREEDY = 2.5
+# errors, and share of the drafted tokens, of a gain in sampled drafts that needs little of greedy ones
+CLEAR = 10.0
+MIN_CLEAR = 0.25
+SURE_BESIDE_CLEAR = 1.0
+# shares of what drafts add to the acceptance length, from which on a gain is a fault
+MIN_SAMPLED = 0.005
+MIN_GREEDY = 0.015  # no change of the healthy heads it was chosen on brought both
+MIN_GUESSED = 0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
 ABLE = 0.35  # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
-LEAST_ELSE, ABLE_ELSE = 0.06, 0.1
-LEAST_WORTH = 0.01  # of what drafts add; a block's attention and MLP were worth 0.04 and more in healthy heads
+MIN_OF_WEAK = 0.06
+ABLE_OF_WEAK = 0.1
+MIN_WORTH = 0.01  # of what drafts add; a block's attention and MLP were worth 0.04 and more in healthy heads
 HEALTHY = 0.5  # of level 1
 FALLEN = 0.6  # of what later levels would add, were they given the target's states
-HELD = 0.8  # of that; heads that were trained on their own states stand at 0.84 to 1.03
+EASED = 0.8  # of that; heads that were trained on their own states stand at 0.84 to 1.03
 LOST = 0.05  # of level 1; what has learned for twenty steps is right more often
 MOVED = 0.01  # of norms, which start at 1: after some twenty steps
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain of a change in the acceptance length of decoding, with its standard error over texts."""
+    """The gain of a change in the acceptance length of decoding, with its standard error over sequences."""
 
     before: float
     after: float
@@ -40,14 +47,17 @@ class Gain:
 
     @classmethod
     def between(cls, before: Cycles, after: Cycles) -> Gain:
-        """From tokens and cycles of each text; the error is that of a difference of ratios, paired by text."""
-        lengths = [float(tokens.sum() / cycles.sum()) for tokens, cycles in (before, after)]
-        parts = [
-            (tokens - length * cycles) / cycles.mean()
-            for length, (tokens, cycles) in zip(lengths, (before, after), strict=True)
-        ]
-        spread = float((parts[1] - parts[0]).std()) if len(parts[0]) > 1 else 0.0
-        return cls(lengths[0], lengths[1], spread / len(parts[0]) ** 0.5)
+        """Compare tokens and cycles of each sequence before and after a change, paired by sequence."""
+        lengths = []
+        residuals = []
+        for tokens, cycles in (before, after):
+            length = float(tokens.sum() / cycles.sum())
+            lengths.append(length)
+            # the ratio's first-order change if a sequence is drawn once more (delta method)
+            residuals.append((tokens - length * cycles) / cycles.mean())
+        count = len(residuals[0])
+        spread = float((residuals[1] - residuals[0]).std()) if count > 1 else 0.0
+        return cls(lengths[0], lengths[1], spread / count**0.5)
 
     @property
     def share(self) -> float:
@@ -60,23 +70,24 @@ class Gain:
         return (self.after - self.before) / max(self.error, 1e-12)
 
     def __str__(self) -> str:
-        low, high = (self.after - self.before + sign * 1.96 * self.error for sign in (-1, 1))
-        interval = f"{low:+.3f} to {high:+.3f}, {self.errors:.1f} standard errors"
+        gain = self.after - self.before
+        margin = 1.96 * self.error
+        interval = f"{gain - margin:+.3f} to {gain + margin:+.3f}, {self.errors:.1f} standard errors"
         return f"{self.before:.3f} -> {self.after:.3f} ({interval})"
 
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of one change on the acceptance of decoded cycles of chains, paired by text."""
+    """The effect of one change on the acceptance of decoded cycles of chains, paired by sequence."""
 
     probe: Probe
     before: Agreement
     after: Agreement
 
     @cached_property
-    def drawn(self) -> Gain:
-        """The gain where drafts are drawn from the head's probs."""
-        return Gain.between(self.before.drawn_cycles, self.after.drawn_cycles)
+    def sampled(self) -> Gain:
+        """The gain where drafts are sampled from the head's probs."""
+        return Gain.between(self.before.sampled_cycles, self.after.sampled_cycles)
 
     @cached_property
     def greedy(self) -> Gain:
@@ -84,48 +95,54 @@ class Effect:
         return Gain.between(self.before.greedy_cycles, self.after.greedy_cycles)
 
     @property
-    def least(self) -> float:
+    def min_share(self) -> float:
         """The smaller of both gains, as a share of the drafted tokens: what flattens probs raises only one."""
-        return min(self.drawn.share, self.greedy.share)
+        return min(self.sampled.share, self.greedy.share)
 
     @property
     def is_harmful(self) -> bool:
         """Whether the head drafts worse with the change, beyond doubt."""
-        return self.drawn.errors <= -SURE and self.greedy.errors <= -SURE_GREEDY
+        return self.sampled.errors <= -SURE and self.greedy.errors <= -SURE_GREEDY
 
     @property
     def is_idle(self) -> bool:
-        """Whether a part that the change removes does no good to a head that can draft."""
-        return self.before.rates()[0] >= ABLE and min(self.drawn.share, self.greedy.share) >= -LEAST_WORTH
+        """Whether a branch that the change removes does no good to a head that can draft."""
+        return self.before.rates()[0] >= ABLE and self.min_share >= -MIN_WORTH
 
     @property
-    def is_none(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the change left all guesses as they were."""
-        unchanged = torch.equal(self.before.overlap, self.after.overlap)
-        return unchanged and torch.equal(self.before.hits, self.after.hits)
+        same_probs = torch.equal(self.before.overlap, self.after.overlap)
+        return same_probs and torch.equal(self.before.hits, self.after.hits)
 
     @property
     def only_eases(self) -> bool:
         """Whether it only makes own states less disturbing for a head that never saw them, and mends no fault."""
-        right_before, right_after = self.before.rates()[0], self.after.rates()[0]
-        return self.after.own_state_ratio < HELD and right_after < (1 + LEAST_GREEDY) * right_before
+        gained = self.after.rates()[0] >= (1 + MIN_GREEDY) * self.before.rates()[0]
+        return self.after.own_state_ratio < EASED and not gained
 
     @property
     def is_sure(self) -> bool:
-        """Whether this was the fault; greedy drafts must gain too, as flatter probs alone raise drawn ones."""
-        right_after = self.after.rates()[0]
-        least, least_greedy = LEAST, LEAST_GUESSED if self.probe.kind == GUESS else LEAST_GREEDY
-        if right_after < ABLE:
-            least = least_greedy = LEAST_ELSE
-        # a head that is sure of its tokens loses its drawn drafts first: greedy ones then need only point the same way
-        is_clear = self.drawn.errors >= CLEAR and self.drawn.share >= LEAST_CLEAR
-        sure = self.drawn.errors >= SURE and self.greedy.errors >= (1.0 if is_clear else SURE_GREEDY)
-        enough = self.drawn.share >= least and self.greedy.share >= least_greedy and right_after >= ABLE_ELSE
-        return sure and enough and not self.only_eases
+        """Whether this was the fault; greedy drafts must gain too, as flatter probs alone raise sampled ones."""
+        first_rate = self.after.rates()[0]
+        min_sampled = MIN_SAMPLED
+        min_greedy = MIN_GUESSED if self.probe.kind == GUESS else MIN_GREEDY
+        if first_rate < ABLE:
+            min_sampled = min_greedy = MIN_OF_WEAK
+        # a head that is sure of its tokens loses its sampled drafts first: greedy ones need only point the same way
+        is_clear = self.sampled.errors >= CLEAR and self.sampled.share >= MIN_CLEAR
+        min_greedy_errors = SURE_BESIDE_CLEAR if is_clear else SURE_GREEDY
+        return (
+            self.sampled.errors >= SURE
+            and self.sampled.share >= min_sampled
+            and self.greedy.errors >= min_greedy_errors
+            and self.greedy.share >= min_greedy
+            and first_rate >= ABLE_OF_WEAK
+            and not self.only_eases
+        )
 
     def __str__(self) -> str:
-        gains = (f"{what} {gain}" for what, gain in (("τ", self.greedy), ("drawn drafts", self.drawn)))
-        return f"{self.probe.fault}: {', '.join(gains)}"
+        return f"{self.probe.fault}: τ {self.greedy}, drawn drafts {self.sampled}"
 
 
 @dataclass(frozen=True)
@@ -149,63 +166,76 @@ class Diagnosis:
             lines += ["", *describe_levels(self.figures)]
         helped = [fault for fault in self.faults if fault.is_sure]
         idle = [fault for fault in self.faults if not fault.is_sure]
-        if helped:
-            lines += ["", "what raised acceptance, one change after the other:", *(f"  {fault}" for fault in helped)]
-        if idle:
-            lines += ["", "what was left out and cost nothing:", *(f"  {fault}" for fault in idle)]
-        if self.tried:
-            lines += ["", describe_tried(self.tried, bool(self.faults)), *(f"  {effect}" for effect in self.tried[:3])]
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes)]).rstrip()
+        for title, effects in (
+            ("what raised acceptance, one change after the other:", helped),
+            ("what was left out and cost nothing:", idle),
+            (describe_tried(self.tried, bool(self.faults)), self.tried[:3]),
+        ):
+            if effects:
+                lines += ["", title]
+                lines += [f"  {effect}" for effect in effects]
+        lines += ["", *(f"- {note}" for note in self.notes)]
+        return "\n".join(lines).rstrip()
 
 
 def describe_tried(tried: Sequence[Effect], has_faults: bool) -> str:
-    """The changes that are no fault and their effects, as the list below shows them."""
+    """Describe the changes that are no fault and their effects, as the list below shows them."""
     what = f"{len(tried)} {'further ' if has_faults else ''}single changes"
-    gains = [effect for effect in tried if effect.least > 0 and effect.drawn.errors >= SURE]
-    if not gains:
+    shares = [effect.min_share for effect in tried if effect.sampled.errors >= SURE and effect.min_share > 0]
+    if not shares:
         return f"{what}, of which none helps; the nearest:"
-    most = max(effect.least for effect in gains)
     return (
-        f"{what}, of which {len(gains)} help by up to {most:.1%} of the drafted tokens, "
+        f"{what}, of which {len(shares)} help by up to {max(shares):.1%} of the drafted tokens, "
         "too little or too uncertain to be a fault; the nearest:"
     )
 
 
 def describe_levels(figures: Agreement) -> list[str]:
-    """A table of the levels, and the chain's acceptance length."""
-    rows = zip(figures.rates(), figures.teacher_forced_rates, figures.overlap, figures.in_text, strict=True)
+    """Return a table of the levels, and the chain's acceptance length."""
     lines = [
-        f"{len(figures.text_ids)} places in {int(figures.text_ids.max()) + 1} answers of the target:",
+        f"{len(figures.seq_ids)} places in {int(figures.seq_ids.max()) + 1} answers of the target:",
         "  level   accepted   fed with the target's states   overlap of the probs",
     ]
-    for level, (rate, forced, overlap, in_text) in enumerate(rows, start=1):
-        shared = float(overlap[in_text].mean()) if in_text.any() else 0.0
-        lines.append(f"  {level:5}   {rate:8.3f}   {forced:28.3f}   {shared:20.3f}")
+    rates = zip(figures.rates(), figures.teacher_forced_rates, strict=True)
+    for level, (rate, forced) in enumerate(rates):
+        in_seq = figures.in_seq[level]
+        overlap = float(figures.overlap[level, in_seq].mean()) if in_seq.any() else 0.0
+        lines.append(f"  {level + 1:5}   {rate:8.3f}   {forced:28.3f}   {overlap:20.3f}")
     chain = f"  acceptance length of a chain of {len(figures.hits)}"
-    return [*lines, f"{chain}: greedy τ {figures.decoded_tau:.3f}, drawn drafts {figures.drawn_tau:.3f}"]
+    return [*lines, f"{chain}: greedy τ {figures.greedy_tau:.3f}, drawn drafts {figures.sampled_tau:.3f}"]
 
 
-def decide(figures: Agreement, faults: Sequence[Effect], fatal: Sequence[str], moved: float) -> str:
-    """The verdict; `fatal`: what `inspect` finds in the files, `moved`: how far its norms are from their start."""
+def decide(figures: Agreement, faults: Sequence[Effect], fatal: Sequence[str], norm_shift: float) -> str:
+    """Return the verdict.
+
+    Args:
+        figures: The head's agreement as it is.
+        faults: The changes that help, one after the other, or the branches that do nothing.
+        fatal: What `inspect` finds in the files.
+        norm_shift: How far the head's norms are from where training starts.
+    """
     rates = figures.rates()
+    summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.greedy_tau:.2f}"
     elsewhere = [what for what in fatal if "target" in what and "rope" not in what]
-    has_rope = any(effect.probe.kind.endswith("rope") for effect in faults)
-    in_files = [what for what in fatal if what not in elsewhere and not (has_rope and what.startswith("rope"))]
-    summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.decoded_tau:.2f}"
-    causes = [*(effect.probe.fault for effect in faults if effect.is_sure), *in_files]
-    broken = f"broken: {'; '.join([effect.probe.fault for effect in faults] + in_files)}"
-    if faults and not causes:  # a part is idle where another one gives it what it was not trained on, too
-        broken = f"broken, cause not found: {'; '.join(effect.probe.fault for effect in faults)}; {summary}"
+    in_files = [what for what in fatal if what not in elsewhere]
+    if any(effect.probe.kind.endswith("rope") for effect in faults):
+        # the change tells more
+        in_files = [what for what in in_files if not what.startswith("rope")]
+    names = [effect.probe.fault for effect in faults]
+    broken = f"broken: {'; '.join(names + in_files)}"
+    if faults and not in_files and not any(effect.is_sure for effect in faults):
+        # a branch is idle, too, where another one gives it what it was not trained on
+        broken = f"broken, cause not found: {'; '.join(names)}; {summary}"
     if faults and faults[-1].after.rates()[0] >= ABLE:
         return broken
     if elsewhere and rates[0] < HEALTHY:
         return f"made for another target: {summary}"
     if faults or in_files:
         return broken
-    if rates[0] < LOST and moved > MOVED:
+    if rates[0] < LOST and norm_shift > MOVED:
         return (
             f"made for another target, or broken in a way that was not tried: {summary}, although its norms have moved "
-            f"by {moved:.3f} from where training starts"
+            f"by {norm_shift:.3f} from where training starts"
         )
     if rates[0] >= ABLE and figures.own_state_ratio < FALLEN:
         return (

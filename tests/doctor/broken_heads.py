@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from bench.machine import made_on
 from eagle.core.examples import Batch
 from eagle.doctor import Diagnosis, diagnose
-from eagle.doctor.examine import open_head
-from eagle.doctor.own_embedding import borrow_embedding
+from eagle.doctor.examine import borrow_embedding, open_head
 from eagle.doctor.texts import answer_prompts, read_prompts, render_prompts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head, save_pretrained
@@ -103,7 +102,7 @@ class Rows:
                 return row
         diagnosis = examine()
         figures = diagnosis.figures
-        tau = None if figures is None else [round(figures.decoded_tau, 4), round(figures.drawn_tau, 4)]
+        tau = None if figures is None else [round(figures.greedy_tau, 4), round(figures.sampled_tau, 4)]
         row = {**key, "doctor": diagnosis.verdict, "broken": diagnosis.broken, "tau": tau}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -15,7 +15,7 @@ from eagle.doctor import contexts
 from eagle.doctor.agreement import measure
 from eagle.doctor.contexts import TEXTS, examine_contexts, join_texts
 from eagle.doctor.texts import answer_prompts
-from eagle.doctor.wiring import Wiring, cut_texts
+from eagle.doctor.wiring import Wiring, cut_seqs
 from eagle.drafters.parts.decoder_block import Rotary
 from tests.doctor.test_doctor import trained
 from tests.families import build, random_tokens
@@ -69,7 +69,7 @@ def test_joined_texts_are_the_same_tokens(target: Target, texts: Batch, monkeypa
 def test_a_slot_sees_a_window(window: int, head: Any, target: Target, texts: Batch) -> None:
     """Every slot in its order, with half to all of the window before it; a wide one changes nothing."""
     joined = join_texts(target, texts, head.taps)
-    cut, slots, first = cut_texts(joined, window, LEVELS), [], 0
+    cut, slots, first = cut_seqs(joined, window, LEVELS), [], 0
     seen = list[int]()
     for length in cut.lengths:
         places = cut.loss_mask[first : first + length].nonzero()[:, 0]
@@ -77,7 +77,7 @@ def test_a_slot_sees_a_window(window: int, head: Any, target: Target, texts: Bat
         seen += places.tolist()
         first += length
     assert slots == joined.tokens[joined.loss_mask].tolist()
-    before = measure(Wiring(head, target.head), joined, target.head, LEVELS).places.tolist()
+    before = measure(Wiring(head, target.head), joined, target.head, LEVELS).context_lengths.tolist()
     halves = [min(place, window // 2) for place in before]
     assert all(half <= place <= window for half, place in zip(halves, seen, strict=True))
     plain, other = (Wiring(head, target.head, window=each).draft_levels(joined, LEVELS) for each in (None, window))
@@ -102,11 +102,11 @@ def test_a_head_that_fades_is_found_and_a_healthy_one_is_not(
     head: Any, target: Target, texts: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: attention that goes astray behind 32 tokens. What the head does before is as it was."""
-    healthy, (note,) = examine_contexts(Wiring(head, target.head), target, texts, LEVELS)
+    healthy, note = examine_contexts(Wiring(head, target.head), target, texts, LEVELS)
     longest = max(join_texts(target, texts, head.taps).lengths)
     assert healthy is None and f"nothing is known beyond {longest} tokens" in note
     monkeypatch.setattr(Rotary, "forward", sharp_behind(32))
-    fading, (worse,) = examine_contexts(Wiring(head, target.head), target, texts, LEVELS)
+    fading, worse = examine_contexts(Wiring(head, target.head), target, texts, LEVELS)
     assert fading is not None and fading.window == 32
     assert str(fading).startswith("fades behind 32 tokens of text: there τ")
     parts = [told.split(", ") for told in (note, worse)]
@@ -119,7 +119,7 @@ def test_ranges_are_counted_one_by_one(head: Any, target: Target, texts: Batch) 
     near, far = figures.between(0, 20), figures.between(20)
     for part, keep in ((near, lambda place: place < 20), (far, lambda place: place >= 20)):
         for level in range(LEVELS):
-            slots = [slot for slot in range(len(figures.places)) if keep(int(figures.places[slot]))]
+            slots = [slot for slot in range(len(figures.context_lengths)) if keep(int(figures.context_lengths[slot]))]
             reached = [slot for slot in slots if figures.reached[level, slot]]
             right = sum(bool(figures.hits[level, slot]) for slot in reached)
             assert part.rates()[level] == pytest.approx(right / max(len(reached), 1))

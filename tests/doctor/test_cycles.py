@@ -10,8 +10,7 @@ from torch import Tensor
 
 from eagle import Budget, Target, generate
 from eagle.core.tree import chain_paths
-from eagle.doctor.agreement import measure
-from eagle.doctor.cycles import expect_accepted, visit_slots
+from eagle.doctor.agreement import expect_accepted, measure, visit_slots
 from eagle.doctor.texts import answer_prompts
 from eagle.doctor.wiring import Wiring
 from eagle.drafters import DRAFTERS, settings_of
@@ -51,8 +50,8 @@ def test_cycles_are_those_of_generate(kind: dict[str, Any], target: Target) -> N
     head, prompts = learn(kind, target), [random_tokens(6, seed) for seed in range(3)]
     texts = answer_prompts(target, prompts, NEW, (0.0,))
     figures = measure(Wiring(head, target.head), texts, target.head, LEVELS)
-    kept, in_text = figures.hits.double(), figures.in_text
-    visits = visit_slots(kept, in_text, figures.text_ids)
+    kept, in_text = figures.hits.double(), figures.in_seq
+    visits = visit_slots(kept, in_text, figures.seq_ids)
     drafter = head.bind(target.head)
     for number, text in enumerate(texts.tokens.split(texts.lengths)):
         place = next(place for place, prompt in enumerate(prompts) if prompt == text[:6].tolist())
@@ -64,7 +63,7 @@ def test_cycles_are_those_of_generate(kind: dict[str, Any], target: Target) -> N
             max_new_tokens=NEW,
         )
         assert [*prompts[place], *trace.tokens] == text.tolist()
-        assert float(visits[figures.text_ids == number].sum()) == len(trace.cycles)
+        assert float(visits[figures.seq_ids == number].sum()) == len(trace.cycles)
     accepted = expect_accepted(kept, kept, in_text)
     assert accepted[visits > 0].sum() > 0  # the head is sometimes right, or the count tells nothing
 
@@ -81,7 +80,7 @@ def follow(kept: Tensor, begin: int) -> float:
     return total + chance * follow(kept, begin + len(kept) + 1)
 
 
-def test_drawn_cycles_are_a_recursion_over_outcomes() -> None:
+def test_sampled_cycles_are_a_recursion_over_outcomes() -> None:
     """Two texts of unequal length; what begins at a text's end keeps nothing beyond it."""
     lengths = (7, 4)
     kept = torch.rand(LEVELS, sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.double)
@@ -108,5 +107,5 @@ def test_the_chance_of_a_drawn_draft_is_its_mean_over_texts(target: Target) -> N
     for token in range(len(p)):
         texts.tokens[slot + 2] = token
         figures = measure(Wiring(head, target.head), texts, target.head, 1)
-        mean += float(p[token] * figures.drawn_kept[0, 0])
+        mean += float(p[token] * figures.sampled_accepted[0, 0])
     assert mean == pytest.approx(float(figures.overlap[0, 0]), abs=1e-5)

@@ -82,12 +82,12 @@ def test_figures_are_those_of_validation(kind: str, heads: dict[str, Any], targe
 def test_drawn_drafts_are_accepted_as_their_laws_overlap(heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """The mean of a text is a naive sum over its slots and the levels that the text still has."""
     found = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
-    for text, mean in enumerate(found.drawn_lengths().tolist()):
+    for text, mean in enumerate(found.mean_lengths(found.overlap).tolist()):
         lengths = []
-        for slot in (found.text_ids == text).nonzero()[:, 0].tolist():
+        for slot in (found.seq_ids == text).nonzero()[:, 0].tolist():
             total, chance = 1.0, 1.0
             for level in range(LEVELS):
-                chance *= float(found.overlap[level, slot]) if found.in_text[level, slot] else 0.0
+                chance *= float(found.overlap[level, slot]) if found.in_seq[level, slot] else 0.0
                 total += chance
             lengths.append(total)
         assert mean == pytest.approx(sum(lengths) / len(lengths))
@@ -98,8 +98,8 @@ def test_level_two_fed_by_the_target_is_level_one_of_the_next_slot(
 ) -> None:
     """Counted by hand from the hits of level 1."""
     found = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
-    asked = [slot for slot in range(len(found.text_ids)) if found.reached[1, slot]]
-    assert asked and all(found.text_ids[slot] == found.text_ids[slot + 1] for slot in asked)
+    asked = [slot for slot in range(len(found.seq_ids)) if found.reached[1, slot]]
+    assert asked and all(found.seq_ids[slot] == found.seq_ids[slot + 1] for slot in asked)
     right = sum(bool(found.hits[0, slot + 1]) for slot in asked)
     assert found.teacher_forced_rates[1] == pytest.approx(right / len(asked))
 
@@ -227,12 +227,12 @@ def test_an_effect_is_paired_by_text(heads: dict[str, Any], target: Target, text
     """No change is no gain; the interval holds the gain, and far more narrowly than the texts differ."""
     before = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
     none = compare("none", "none", before, before)
-    assert (none.least, none.drawn.errors, none.greedy.error, none.is_sure) == (0, 0, 0, False)
+    assert (none.min_share, none.sampled.errors, none.greedy.error, none.is_sure) == (0, 0, 0, False)
     better = replace(before, overlap=before.overlap * 1.02)
     some = compare("some", "some", before, better)
-    tokens, cycles = before.drawn_cycles
-    assert some.drawn.before == pytest.approx(float(tokens.sum() / cycles.sum())) and some.drawn.errors > 3
-    assert some.drawn.error < 0.2 * float((tokens / cycles).std())
+    tokens, cycles = before.sampled_cycles
+    assert some.sampled.before == pytest.approx(float(tokens.sum() / cycles.sum())) and some.sampled.errors > 3
+    assert some.sampled.error < 0.2 * float((tokens / cycles).std())
 
 
 def test_the_error_of_a_gain_is_that_of_drawing_texts_again() -> None:
@@ -262,7 +262,7 @@ def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
     flat, flatter = (replace(one, overlap=one.overlap + 0.2) for one in (before, worse))
     for changed in (flat, flatter):
         said = compare("projections", "gate and up are swapped", before, changed)
-        assert said.drawn.errors > 10 and said.drawn.share > 0.3 and not said.is_sure
+        assert said.sampled.errors > 10 and said.sampled.share > 0.3 and not said.is_sure
     assert compare("projections", "k and v are swapped", before, replace(mended, overlap=flat.overlap)).is_sure
     assert not compare("projections", "k and v are swapped", before, mended).is_sure  # right more often by chance alone
 
@@ -283,10 +283,10 @@ def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> 
 def test_greedy_drafts_are_counted_along_the_text(heads: dict[str, Any], target: Target, texts: Batch) -> None:
     """The mean of a text is a naive count of how many levels in a row name the target's likeliest token."""
     found = measure(Wiring(heads["eagle3"], target.head), texts, target.head, LEVELS)
-    for text, mean in enumerate(found.greedy_lengths().tolist()):
+    for text, mean in enumerate(found.mean_lengths(found.hits).tolist()):
         lengths = []
-        for slot in (found.text_ids == text).nonzero()[:, 0].tolist():
-            right = [bool(found.hits[level, slot] & found.in_text[level, slot]) for level in range(LEVELS)]
+        for slot in (found.seq_ids == text).nonzero()[:, 0].tolist():
+            right = [bool(found.hits[level, slot] & found.in_seq[level, slot]) for level in range(LEVELS)]
             lengths.append(1 + next((level for level in range(LEVELS) if not right[level]), LEVELS))
         assert mean == pytest.approx(sum(lengths) / len(lengths))
 

@@ -15,10 +15,8 @@ from torch import Tensor
 from eagle import Target
 from eagle.core.examples import Batch
 from eagle.doctor.agreement import Agreement
-from eagle.doctor.examine import weigh_findings
-from eagle.doctor.own_embedding import borrow_embedding
-from eagle.doctor.part_probes import list_orders
-from eagle.doctor.probes import Probe, list_probes, list_removals
+from eagle.doctor.examine import borrow_embedding, weigh_findings
+from eagle.doctor.probes import Probe, list_orders, list_probes, list_removals
 from eagle.doctor.texts import answer_prompts
 from eagle.doctor.verdict import Diagnosis, Effect, Gain, decide
 from eagle.doctor.wiring import Wiring
@@ -167,7 +165,7 @@ def test_a_removed_part_adds_nothing(target: Target, texts: Batch) -> None:
     """As if the block had no MLP, or no attention."""
     head = new_head("mtp", target)
     wiring = Wiring(head, target.head)
-    removals = {probe.fault.split(" of ")[0]: probe.change(wiring) for probe in list_removals(wiring, target)}
+    removals = {probe.fault.split(" of ")[0]: probe.change(wiring) for probe in list_removals(wiring)}
     assert set(removals) == {"the MLP", "the attention"}
     bare = copy.deepcopy(head)
     bare.layers[0].mlp.forward = lambda hidden: torch.zeros_like(hidden)
@@ -239,7 +237,7 @@ def test_a_cause_is_named_only_where_undoing_it_helps() -> None:
 def test_a_large_gain_in_drawn_drafts_needs_less_of_greedy_ones(drawn: Gain, greedy: Gain, sure: bool) -> None:
     """Greedy drafts of a head that is sure of its tokens hide a fault that halves its drawn ones."""
     change = effect("projections", 0.8, 0.85)
-    change.__dict__["drawn"], change.__dict__["greedy"] = drawn, greedy
+    change.__dict__["sampled"], change.__dict__["greedy"] = drawn, greedy
     assert change.is_sure == sure
 
 
@@ -247,11 +245,11 @@ def test_the_list_says_what_its_heading_says() -> None:
     """Changes that help a little are no list of which none helps."""
     assert "of which none helps" in str(Diagnosis("healthy: x", tried=(effect("norms", 0.6, 0.5),)))
     helps = Effect(Probe("a", "a", lambda wiring: wiring), figures_of(0.6), figures_of(0.6))
-    helps.__dict__["drawn"], helps.__dict__["greedy"] = Gain(2.0, 2.02, 0.002), Gain(2.0, 2.01, 0.01)
+    helps.__dict__["sampled"], helps.__dict__["greedy"] = Gain(2.0, 2.02, 0.002), Gain(2.0, 2.01, 0.01)
     told = str(Diagnosis("healthy: x", tried=(helps,)))
     assert "of which none helps" not in told and "1 help by up to 1.0% of the drafted tokens" in told
     # more than what makes a fault, and uncertain in greedy drafts
-    helps.__dict__["drawn"], helps.__dict__["greedy"] = Gain(2.0, 2.05, 0.002), Gain(2.0, 2.04, 0.04)
+    helps.__dict__["sampled"], helps.__dict__["greedy"] = Gain(2.0, 2.05, 0.002), Gain(2.0, 2.04, 0.04)
     told = str(Diagnosis("healthy: x", tried=(helps,)))
     assert "1 help by up to 4.0% of the drafted tokens, too little or too uncertain to be a fault" in told
 
