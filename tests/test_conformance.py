@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from eagle import Budget, Sampling, Target, Trace, load_drafter
-from eagle.conformance import agreeing, drafting, learning, shipping
+from eagle.conformance import drafting, learning, shipping
 from eagle.conformance.learning import TREES as TREES
 from eagle.conformance.own_answers import chi_square_p, make_letters
 from eagle.conformance.own_answers import reference as own_reference
@@ -196,7 +196,7 @@ QUICK = ("eagle1", "medusa", "mtp")
 )
 def test_what_is_drafted_is_what_was_validated(name: str, tiny_target: Target, answers: Batch) -> None:
     """Chains behind every slot of a text, each drafted for anew, are accepted where validation says that they are."""
-    agreeing.check_drafted_as_validated(partial(new_head, name, tiny_target), tiny_target, answers)
+    learning.check_drafted_as_validated(partial(new_head, name, tiny_target), tiny_target, answers)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -1,4 +1,4 @@
-"""What every drafter must hold in decoding: the output, the trees, what is kept of texts, the noise of their places."""
+"""What every drafter must hold in decoding: output, trees, what is kept of sequences, the noise of positions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product, zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 
 from eagle.conformance.own_answers import chi_square_p, own_logits
@@ -40,6 +39,9 @@ SAMPLINGS = [
     Sampling(temperature=0.5, top_k=5, seed=3),
 ]
 REQUESTS = 600  # whose first three tokens are counted
+LETTERS = 4  # tokens of the target of these requests
+MIN_COUNT = 5  # rarer answers are counted together, so that the statistic follows its law
+NEW_TOKENS = 12  # of the answers that are drafted alone and in a batch
 
 
 def check_output(
@@ -53,33 +55,37 @@ def check_output(
     """Whatever is drafted, in whatever tree, the output is plain decoding's."""
     drafter = make()
     for budget in budgets:
-        options: dict[str, Any] = {"sampling": sampling, "budget": budget, "stop": []}
-        got = generate(target, drafter, prompt, max_new_tokens=len(expected), **options).tokens
-        if got != expected:
+        trace = generate(
+            target, drafter, prompt, sampling=sampling, budget=budget, max_new_tokens=len(expected), stop=[]
+        )
+        if trace.tokens != expected:
             raise Fault(
                 f"{describe_sampling(sampling)} with {describe_budget(budget)} the output is not the untouched "
-                f"model's: token {first_difference(got, expected)}; a tree starts at update.root, and drawn drafts "
-                "hold their probs"
+                f"model's: token {first_difference(trace.tokens, expected)}; a tree starts at update.root, and drawn "
+                "drafts hold their probs"
             )
 
 
 def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -> None:
-    """The first three tokens of many requests with drawn drafts follow the law of the untouched model."""
-    prompt, drafter, counts = [1, 2, 3, 0, 1], make(), np.zeros([4] * 3)
+    """The first three tokens of many requests with sampled drafts follow the law of the untouched model."""
+    prompt = [1, 2, 3, 0, 1]
+    drafter = make()
+    counts = torch.zeros(LETTERS, LETTERS, LETTERS, dtype=torch.double)
     for request in range(REQUESTS):
-        options: dict[str, Any] = {"sampling": replace(sampling, request=request), "budget": budget, "stop": []}
-        counts[tuple(generate(letters, drafter, prompt, max_new_tokens=4, **options).tokens[:3])] += 1
-    law = np.ones_like(counts)
-    with torch.no_grad():
-        for said in product(range(4), repeat=3):
-            for end in range(3):
-                scores = warp(own_logits(letters.model, [*prompt, *said[:end]])[-1:], sampling)
-                law[said] *= scores.softmax(-1)[0, said[end]].item()
+        request_sampling = replace(sampling, request=request)
+        trace = generate(letters, drafter, prompt, sampling=request_sampling, budget=budget, max_new_tokens=4, stop=[])
+        counts[tuple(trace.tokens[:3])] += 1
+    law = _law_of_three(letters, prompt, sampling)
     expected = REQUESTS * law / law.sum()
-    rare = expected < 5  # for which together the statistic is what it is taken for
-    seen, due = (np.array([*cells[~rare], cells[rare].sum()]) for cells in (counts, expected))
+    # Pearson's statistic over the answers that are common, and all others as one
+    is_rare = expected < MIN_COUNT
+    observed_cells = [*counts[~is_rare].tolist(), float(counts[is_rare].sum())]
+    expected_cells = [*expected[~is_rare].tolist(), float(expected[is_rare].sum())]
+    if expected_cells[-1] == 0:
+        observed_cells.pop()
+        expected_cells.pop()
+    p = chi_square_p(observed_cells, expected_cells)
     impossible = int(counts[law == 0].sum())
-    p = chi_square_p(seen[due > 0].tolist(), due[due > 0].tolist())
     if impossible or p <= 1e-4:
         raise Fault(
             f"{describe_sampling(sampling)} with {describe_budget(budget)} the target's law is changed: {impossible} "
@@ -88,13 +94,23 @@ def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -
         )
 
 
+@torch.no_grad()
+def _law_of_three(letters: Target, prompt: list[int], sampling: Sampling) -> torch.Tensor:
+    """Return [LETTERS, LETTERS, LETTERS], the probability of each three tokens after the prompt."""
+    law = torch.ones(LETTERS, LETTERS, LETTERS, dtype=torch.double)
+    for answer in product(range(LETTERS), repeat=3):
+        for end in range(3):
+            scores = warp(own_logits(letters.model, [*prompt, *answer[:end]])[-1:], sampling)
+            law[answer] *= scores.softmax(-1)[0, answer[end]].item()
+    return law
+
+
 def check_begin(make: Make, target: Target, earlier: list[int], prompt: list[int], sampling: Sampling) -> None:
-    """A second text is drafted as if it were the first, by the noise of its own places."""
+    """A second sequence is drafted as if it were the first, by the noise of its own positions."""
     used = make()
     generate(target, used, earlier, max_new_tokens=8, stop=[])
-    got, expected = (
-        generate(target, drafter, prompt, sampling=sampling, max_new_tokens=16, stop=[]) for drafter in (used, make())
-    )
+    got = generate(target, used, prompt, sampling=sampling, max_new_tokens=16, stop=[])
+    expected = generate(target, make(), prompt, sampling=sampling, max_new_tokens=16, stop=[])
     if got.cycles != expected.cycles or trees_of(got) != trees_of(expected):
         raise Fault(
             f"{describe_sampling(sampling)} a second text is not drafted as if it were the first: cycle "
@@ -104,36 +120,32 @@ def check_begin(make: Make, target: Target, earlier: list[int], prompt: list[int
 
 
 def check_fork(make: Make, target: Target, budget: Budget) -> None:
-    """After a fork both rows, and the second once the first is gone, draft as texts that were told all of it do."""
+    """After a fork both rows, and the second once the first is gone, draft as sequences that were read whole do."""
     drafter = make()
     if drafter.reads.view:
         drafter.bind_target(target.view())
     shared = [5, 6, 7, 8, 5, 6, 7]
-    texts = {0: [*shared, 8, 5, 9, 5, 6, 7, 8], 1: [*shared, 9, 5, 6, 7, 8, 5, 6]}
+    sequences = {0: [*shared, 8, 5, 9, 5, 6, 7, 8], 1: [*shared, 9, 5, 6, 7, 8, 5, 6]}
 
-    def tell(state: Any, start: int, end: int, rows: list[int]) -> Any:
-        updates = {}
-        for row in rows:
-            tokens = torch.tensor(texts[row])
-            features = target.features(tokens[None, :end], drafter.taps)[0, start:] if drafter.taps else None
-            updates[row] = Committed(tokens[start:end], features, texts[row][end])
+    def propose(state: Any, start: int, end: int, rows: list[int]) -> list[Any]:
+        updates = {row: _commit(drafter, target, sequences[row], start, end) for row in rows}
         trees = state.propose(updates, dict.fromkeys(rows, budget))
         return [(row, trees[row].tokens.tolist(), trees[row].parents.tolist()) for row in rows]
 
-    def open_state(rows: list[int]) -> Any:
-        state = drafter.open()
-        for row in rows:
-            state.admit(row)
-        return state
-
-    forked, alone = open_state([0]), open_state([0, 1])
-    tell(forked, 0, 6, [0])
+    forked = drafter.open()
+    forked.admit(0)
+    propose(forked, 0, 6, [0])
     forked.fork(0, 1)
-    tell(alone, 0, 6, [0, 1])
-    both = tell(forked, 6, 10, [0, 1]), tell(alone, 6, 10, [0, 1])
-    forked.release(0)
-    second = tell(forked, 10, 12, [1]), tell(alone, 10, 12, [1])
-    for got, expected in (both, second):
+    whole = drafter.open()
+    for row in sequences:
+        whole.admit(row)
+    propose(whole, 0, 6, [0, 1])
+    # both rows go on, then the second alone
+    for start, end, rows in ((6, 10, [0, 1]), (10, 12, [1])):
+        if rows == [1]:
+            forked.release(0)
+        got = propose(forked, start, end, rows)
+        expected = propose(whole, start, end, rows)
         if got != expected:
             raise Fault(
                 f"a text that was forked is drafted for otherwise than one that was told all of it: row "
@@ -141,62 +153,91 @@ def check_fork(make: Make, target: Target, budget: Budget) -> None:
             )
 
 
+def _commit(drafter: Any, target: Target, sequence: list[int], start: int, end: int) -> Committed:
+    """Return the update with the tokens from `start` to `end`, whose root is the token after them."""
+    tokens = torch.tensor(sequence[:end])
+    features = target.features(tokens[None], drafter.taps)[0, start:] if drafter.taps else None
+    return Committed(tokens[start:], features, sequence[end])
+
+
 def draft_alone(make: Make, target: Target, prompts: list[list[int]], sampling: Sampling) -> list[Trace]:
-    """An answer to each prompt, one after the other, each with a drafter of its own."""
-    options: dict[str, Any] = {"max_new_tokens": 12, "stop": []}
-    samplings = [replace(sampling, request=row) for row in range(len(prompts))]
-    pairs = zip(prompts, samplings, strict=True)
-    return [generate(target, make(), prompt, sampling=own, **options) for prompt, own in pairs]
+    """Return an answer to each prompt, one after the other, each with a drafter of its own."""
+    traces = []
+    for row, prompt in enumerate(prompts):
+        row_sampling = replace(sampling, request=row)
+        traces.append(generate(target, make(), prompt, sampling=row_sampling, max_new_tokens=NEW_TOKENS, stop=[]))
+    return traces
 
 
 def draft_beside(make: Make, target: Target, prompts: list[list[int]], sampling: Sampling) -> list[Trace]:
-    """The same answers in one batch of one drafter."""
-    options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 12, "stop": [], "batch_size": len(prompts)}
-    return generate(target, make(), prompts, **options)
+    """Return the same answers, in one batch of one drafter."""
+    return generate(
+        target,
+        make(),
+        prompts,
+        sampling=sampling,
+        max_new_tokens=NEW_TOKENS,
+        stop=[],
+        batch_size=len(prompts),
+    )
 
 
 def check_side_by_side(make: Make, target: Target, prompts: list[list[int]], sampling: Sampling) -> None:
     """Cycle by cycle as each alone: a batch of three, and two streams on one drafter that are asked in turn."""
-    alone, drafter = draft_alone(make, target, prompts, sampling), make()
-    beside = draft_beside(make, target, prompts, sampling)
-    _compare_traces(beside, alone, "in a batch", sampling)
-    traces = [Trace([]), Trace([])]
-    options: dict[str, Any] = {"max_new_tokens": 12, "stop": []}
-    streams = [
-        stream(target, drafter, alone[row].prompt, sampling=replace(sampling, request=row), trace=trace, **options)
-        for row, trace in enumerate(traces)
-    ]
-    for _ in zip_longest(*streams):
+    alone = draft_alone(make, target, prompts, sampling)
+    _compare_traces(draft_beside(make, target, prompts, sampling), alone, "in a batch", sampling)
+    drafter = make()
+    traces = []
+    streams = []
+    for row in range(2):
+        trace = Trace([])
+        traces.append(trace)
+        row_sampling = replace(sampling, request=row)
+        streams.append(
+            stream(
+                target,
+                drafter,
+                prompts[row],
+                sampling=row_sampling,
+                trace=trace,
+                max_new_tokens=NEW_TOKENS,
+                stop=[],
+            )
+        )
+    for _ in zip_longest(*streams):  # a cycle of each in turn
         pass
     _compare_traces(traces, alone[:2], "in streams that are asked in turn", sampling)
 
 
 def _compare_traces(got: list[Trace], expected: list[Trace], how: str, sampling: Sampling) -> None:
-    for row, (one, other) in enumerate(zip(got, expected, strict=True)):
-        if (one.tokens, one.cycles) != (other.tokens, other.cycles):
+    for row, (trace, alone) in enumerate(zip(got, expected, strict=True)):
+        if trace.tokens != alone.tokens or trace.cycles != alone.cycles:
             raise Fault(
                 f"{describe_sampling(sampling)} text {row} {how} is drafted otherwise than alone: cycle "
-                f"{first_difference(trees_of(one), trees_of(other))}; what is kept of a text must not be shared"
+                f"{first_difference(trees_of(trace), trees_of(alone))}; what is kept of a text must not be shared"
             )
 
 
 def check_noise(make: Make, target: Target) -> None:
-    """What follows a root behind n tokens stands at place n + 1; two tokens more, and it stands two places further."""
-    drafter, choose = make(), Choose(SAMPLINGS[2])
+    """What follows a root after n tokens is at position n + 1; two tokens more, and it is two positions further."""
+    drafter = make()
+    choose = Choose(SAMPLINGS[2])
     noise = choose.offer(target.vocab_size, target.device)
     assert choose.noise is not None
     text, update = begin_text(drafter, target, [5, 6, 7, 5, 6], choose, noise)
     more = Committed(torch.tensor([7, 8]), None if update.features is None else update.features[:2], 9)
-    for told, first in ((Committed(update.tokens, update.features, 7), 6), (more, 8)):
+    for committed, first in ((Committed(update.tokens, update.features, 7), 6), (more, 8)):
         choose.noise.forget(99)
-        if drafter.reads.texts and told is more:
+        # a drafter of the target's own rows sees what the target has read
+        if drafter.reads.texts and committed is more:
             text.read([7, 8])
-        text.propose(told, Budget(8, 3, 2))
-        got, expected = sorted(choose.noise.rows), [first, first + 1, first + 2]
-        if got != expected:
+        text.propose(committed, Budget(8, 3, 2))
+        positions = sorted(choose.noise.rows)
+        expected = [first, first + 1, first + 2]
+        if positions != expected:
             raise Fault(
-                f"three levels behind a root at place {first - 1} are drafted with the noise of the places {got}, "
-                f"expected {expected}; count the tokens of the text: the root is behind all that were committed"
+                f"three levels behind a root at place {first - 1} are drafted with the noise of the places {positions}"
+                f", expected {expected}; count the tokens of the text: the root is behind all that were committed"
             )
 
 
@@ -204,13 +245,13 @@ def check_tree(make: Make, target: Target, budget: Budget) -> None:
     """The root is the token that the target chose; nodes, levels and children stay within the budget."""
     text, update = begin_text(make(), target, [5, 6, 7, 5, 6], Choose(Sampling()))
     tree = text.propose(Committed(update.tokens, update.features, 7), budget)
-    most = max(budget.top_k, 0 if budget.nodes == 0 else 1)
     if int(tree.tokens[0]) != 7:
         raise Fault(f"a tree is rooted at {int(tree.tokens[0])}, expected 7, the root of its update")
+    max_children = max(len(children) for children in tree.children())
     for what, got, limit in (
         ("nodes behind its root", len(tree) - 1, budget.nodes),
         ("levels", max(tree.depths()), budget.depth),
-        ("children of one node", max(len(children) for children in tree.children()), most),
+        ("children of one node", max_children, max(budget.top_k, min(budget.nodes, 1))),
     ):
         if got > limit:
             raise Fault(

@@ -1,4 +1,4 @@
-"""What every head must hold in training: what its loss depends on, that it falls, that validation adds up."""
+"""What every head must hold in training: what its loss depends on, that it falls, that validation tells of drafting."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ import torch
 from torch import Tensor
 
 from eagle.conformance.own_answers import own_answer
-from eagle.conformance.trial import Fault, Make
+from eagle.conformance.trial import Fault, Make, begin_text
+from eagle.core.budget import Budget
+from eagle.core.drafter import Committed
 from eagle.core.examples import Batch, Example
 from eagle.core.tree import PUBLISHED_TREE, chain_paths
+from eagle.core.verify import Choose, Sampling
 from eagle.data.features import LiveFeatures
 from eagle.drafters.parts.validation import add_sums, figures
 from eagle.target.target import Target
 
 TREES = {"chain": chain_paths(3), "tree": PUBLISHED_TREE}
-PROMPT = 6  # tokens of a text before what is supervised
-LAST = 12  # of a text with so many tokens before the first that counts for nothing
+CHAIN = TREES["chain"]
+LEVELS = len(CHAIN)
+PROMPT = 6  # tokens of a sequence before what is supervised
+LAST = 12  # of a sequence with so many tokens before the first that counts for nothing
+STEPS = 30  # in which a head learns one batch
+TIES = 1  # slots that rounding may decide otherwise in a batch
+# of a loss after these steps; confidence follows what would be accepted, which moves with the head
+MAX_LOSS = {"regression": 0.7}
+NOT_FALLING = {"confidence"}
 
 
 def make_examples(target: Target, taps: list[int], *, answered: bool = False) -> LiveFeatures:
-    """Two short texts of different length, random or the target's answers, with its features at all taps."""
+    """Return two short sequences of different length, random or the target's answers, with features at all taps."""
     generator = torch.Generator().manual_seed(1)
     examples = []
     for length in (24, 17):
@@ -34,18 +44,19 @@ def make_examples(target: Target, taps: list[int], *, answered: bool = False) ->
     return LiveFeatures(target, examples, {"taps": taps, "dtype": "float32"})
 
 
-def distance(head: Any, target: Target, batch: Batch) -> float:
-    """How far its laws are from the target's: their cross-entropy without the part that no head can learn."""
-    before = batch.loss_mask.nonzero()[:, 0] - 1
-    law = target.head.logits(batch.select_taps((-1,))[before, 0]).log_softmax(-1)
+def divergence(head: Any, target: Target, batch: Batch) -> float:
+    """Return KL(target || head): their cross-entropy without the target's entropy, which no head can learn."""
+    previous = batch.loss_mask.nonzero()[:, 0] - 1
+    law = target.head.logits(batch.select_taps((-1,))[previous, 0]).log_softmax(-1)
     entropy = -(law.exp() * law).sum(-1).mean().item()
     return float(figures(head.validate(batch, target.head, TREES))["cross_entropy"]) - entropy
 
 
 def teach(head: Any, target: Target, batch: Batch) -> list[dict[str, Tensor]]:
-    """Thirty steps on one batch; the losses before each."""
-    optimizer, losses = torch.optim.AdamW(head.train().parameters(), lr=1e-3), []
-    for _ in range(30):
+    """Take thirty steps on one batch; return the losses before each."""
+    optimizer = torch.optim.AdamW(head.train().parameters(), lr=1e-3)
+    losses = []
+    for _ in range(STEPS):
         losses.append(head(batch, target.head))
         optimizer.zero_grad()
         losses[-1]["total"].backward()
@@ -56,57 +67,58 @@ def teach(head: Any, target: Target, batch: Batch) -> list[dict[str, Tensor]]:
 def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
     """Thirty steps on one batch teach a head half of what the target says there."""
     head = make().train()
-    first_distance = distance(head, target, batch)
+    first_divergence = divergence(head, target, batch)
     losses = teach(head, target, batch)
-    first, last = losses[0], losses[-1]
-    # a confidence follows what would be accepted, which moves with the head
-    for part in first.keys() - {"confidence"}:
-        most = 0.7 if part == "regression" else 1.0
-        if not last[part] < first[part] * most:
+    first = losses[0]
+    last = losses[-1]
+    for term in first.keys() - NOT_FALLING:
+        max_share = MAX_LOSS.get(term, 1.0)
+        if not last[term] < first[term] * max_share:
             raise Fault(
-                f"after 30 steps on one batch the loss {part!r} is {last[part].item():.4g}, was "
-                f"{first[part].item():.4g}: expected below {most:.0%} of that; does every part reach weights?"
+                f"after {STEPS} steps on one batch the loss {term!r} is {last[term].item():.4g}, was "
+                f"{first[term].item():.4g}: expected below {max_share:.0%} of that; does every part reach weights?"
             )
-    left = distance(head, target, batch)
-    if not 0 < left < first_distance / 2:
+    left = divergence(head, target, batch)
+    if not 0 < left < first_divergence / 2:
         raise Fault(
-            f"after 30 steps on one batch the head's probs are {left:.4g} nats from the target's, before "
-            f"{first_distance:.4g}: expected half of that at most, and more than none: does the loss teach the token "
+            f"after {STEPS} steps on one batch the head's probs are {left:.4g} nats from the target's, before "
+            f"{first_divergence:.4g}: expected half of that at most, and more than none: does the loss teach the token "
             "that validate looks at?"
         )
 
 
-def _loss_and_gradients(head: Any, batch: Batch, target: Target) -> tuple[float, list[Tensor | None]]:
+def _loss_and_gradients(head: Any, batch: Batch, target: Target) -> tuple[float, dict[str, Tensor | None]]:
     head.zero_grad()
     loss = head(batch, target.head)["total"]
     loss.backward()
-    return loss.item(), [None if p.grad is None else p.grad.clone() for p in head.parameters()]
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in head.named_parameters()}
+    return loss.item(), gradients
 
 
 def check_supervised_alone(make: Make, target: Target, batch: Batch) -> None:
-    """What follows the last supervised token of a text changes neither the loss nor a gradient."""
+    """What follows the last supervised token of a sequence changes neither the loss nor a gradient."""
     head = make().eval()
-    places = torch.cat([torch.arange(length) for length in batch.lengths])
-    mask = batch.loss_mask & (places < LAST)
-    assert batch.features is not None
-    changed_tokens, changed_features = batch.tokens.clone(), batch.features.clone()
-    changed_tokens[places >= LAST] = 9
-    changed_features[places >= LAST] += 1
-    results = [
-        _loss_and_gradients(head, replace(batch, tokens=tokens, features=features, loss_mask=mask), target)
-        for tokens, features in ((batch.tokens, batch.features), (changed_tokens, changed_features))
-    ]
-    (loss, gradients), (changed_loss, changed_gradients) = results
+    positions = torch.cat([torch.arange(length) for length in batch.lengths])
+    is_after = positions >= LAST
+    batch = replace(batch, loss_mask=batch.loss_mask & ~is_after)
+    tokens = batch.tokens.clone()
+    tokens[is_after] = 9
+    features = batch.features.clone()
+    features[is_after] += 1
+    loss, gradients = _loss_and_gradients(head, batch, target)
+    changed = replace(batch, tokens=tokens, features=features)
+    changed_loss, changed_gradients = _loss_and_gradients(head, changed, target)
     if loss != changed_loss:
         raise Fault(
             f"the loss is {changed_loss:.6g} once tokens and states behind the last supervised token are others, "
             f"expected {loss:.6g} as before: it counts what loss_mask leaves out, or looks into the future"
         )
-    named = [name for name, _ in head.named_parameters()]
-    for name, one, other in zip(named, gradients, changed_gradients, strict=True):
-        if one is None or other is None:
+    for name, gradient in gradients.items():
+        changed_gradient = changed_gradients[name]
+        if gradient is None or changed_gradient is None:
             raise Fault(f"the weight {name} gets no gradient: the loss must reach it, or it is a buffer")
-        if not torch.equal(one, other):
+        # equal losses may hide what reaches a gradient alone, as through a detached target
+        if not torch.equal(gradient, changed_gradient):
             raise Fault(
                 f"the gradient of {name} depends on what follows the last supervised token: it counts what loss_mask "
                 "leaves out, or looks into the future"
@@ -116,7 +128,6 @@ def check_supervised_alone(make: Make, target: Target, batch: Batch) -> None:
 def check_supervised_counts(make: Make, target: Target, batch: Batch) -> None:
     """A change inside the supervised part does change the loss: the check above can fail."""
     head = make().eval()
-    assert batch.features is not None
     features = batch.features.clone()
     features[8] += 1
     changed = replace(batch, features=features)
@@ -126,7 +137,8 @@ def check_supervised_counts(make: Make, target: Target, batch: Batch) -> None:
 
 def check_progress(make: Make, target: Target, batch: Batch) -> None:
     """A step of a longer run is the same step, unless the head says otherwise."""
-    head, losses = make().train(), []
+    head = make().train()
+    losses = []
     for progress in (0.0, 0.9):
         torch.manual_seed(1)
         losses.append(head(replace(batch, progress=progress), target.head)["total"].item())
@@ -138,32 +150,94 @@ def check_progress(make: Make, target: Target, batch: Batch) -> None:
 
 
 def check_validation(make: Make, target: Target, batch: Batch, part: Callable[[int], Batch]) -> None:
-    """Sums of two texts are those of each; the loss terms are those of training; nothing is drawn at random."""
+    """Sums of two sequences are those of each; the loss terms are those of training; nothing is drawn at random.
+
+    `part` returns a batch of one of the two sequences in `batch`.
+    """
     head = make()
+    # dropout and sampled noise of training must not reach a validation
     whole = head.train().validate(batch, target.head, TREES)
     sums: dict[str, Tensor] = {}
-    for place in (0, 1):
-        sums = add_sums(sums, head.eval().validate(part(place), target.head, TREES))
+    for index in (0, 1):
+        sums = add_sums(sums, head.eval().validate(part(index), target.head, TREES))
     if sums.keys() != whole.keys():
         raise Fault(f"validate gives other sums for one text than for two: {sorted(sums.keys() ^ whole.keys())}")
     for key, value in whole.items():
-        if sums[key].shape != value.shape or not torch.allclose(
-            sums[key].double(), value.double(), rtol=1e-6, atol=1e-6
-        ):
+        total = sums[key]
+        if total.shape != value.shape or not torch.allclose(total.double(), value.double(), rtol=1e-6, atol=1e-6):
             raise Fault(
-                f"validate does not add up: {key!r} of two texts is {value.tolist()}, and {sums[key].tolist()} as the "
+                f"validate does not add up: {key!r} of two texts is {value.tolist()}, and {total.tolist()} as the "
                 "sum of each: give sums, no means, and nothing that is drawn at random or depends on train()"
             )
-    found, losses = figures(whole), head(batch, target.head)
-    for term in found.keys() & losses.keys():
-        if abs(found[term] - losses[term].item()) > 1e-5 * abs(losses[term].item()):
-            raise Fault(f"validate has {found[term]:.6g} for the loss {term!r}, and forward {losses[term].item():.6g}")
-    if int(whole["slots"]) != batch.slots:
-        raise Fault(f"validate counts {int(whole['slots'])} slots, expected {batch.slots}: one a supervised token")
-    if missing := {"cross_entropy", "agreement", "overlap", "chain/tau", "tree/5"} - found.keys():
+    slots = int(whole["slots"])
+    if slots != batch.slots:
+        raise Fault(f"validate counts {slots} slots, expected {batch.slots}: one a supervised token")
+    losses = {term: loss.item() for term, loss in head(batch, target.head).items()}
+    _check_figures(figures(whole), losses)
+
+
+def _check_figures(validated: dict[str, float], losses: dict[str, float]) -> None:
+    """Compare the figures of a validation with the losses of training, and with one another."""
+    for term in validated.keys() & losses.keys():
+        if abs(validated[term] - losses[term]) > 1e-5 * abs(losses[term]):
+            raise Fault(f"validate has {validated[term]:.6g} for the loss {term!r}, and forward {losses[term]:.6g}")
+    missing = {"cross_entropy", "agreement", "overlap", "chain/tau", "tree/5"} - validated.keys()
+    if missing:
         raise Fault(f"validate lacks {sorted(missing)}: return what eagle.drafters.parts.validation makes")
-    if not 1 <= found["chain/tau"] <= found["tree/tau"] <= 6:
+    # a tree that holds the chain accepts at least as much
+    if not 1 <= validated["chain/tau"] <= validated["tree/tau"] <= 6:
         raise Fault(
-            f"validate says that a chain keeps {found['chain/tau']:.3g} and the tree that holds it "
-            f"{found['tree/tau']:.3g} tokens a cycle, expected 1 to 6, and no fewer of the tree"
+            f"validate says that a chain keeps {validated['chain/tau']:.3g} and the tree that holds it "
+            f"{validated['tree/tau']:.3g} tokens a cycle, expected 1 to 6, and no fewer of the tree"
         )
+
+
+def check_drafted_as_validated(make: Make, target: Target, batch: Batch) -> None:
+    """A chain after each slot is accepted as far as `validate` says, once the head has learned these sequences."""
+    head = make()
+    teach(head, target, batch)
+    head.eval().bind(target.head)
+    sums = head.validate(batch, target.head, {"chain": CHAIN})
+    reached, accepted = count_drafts(head, target, batch)
+    for level in range(LEVELS):
+        validated_reached = int(sums["chain/reached"][level])
+        validated_accepted = int(sums["chain/accepted"][level])
+        difference = max(abs(validated_reached - reached[level]), abs(validated_accepted - accepted[level]))
+        if difference > TIES:
+            raise Fault(
+                f"validate says that of {validated_reached} chains that come to level {level + 1} {validated_accepted} "
+                f"are accepted there, and of {reached[level]} that are drafted {accepted[level]} are: training reads "
+                "other states or tokens than drafting has; behind a root at place n the states end at n - 1, and the "
+                "tokens at n"
+            )
+
+
+@torch.no_grad()
+def count_drafts(head: Any, target: Target, batch: Batch) -> tuple[list[int], list[int]]:
+    """Return how many chains come to each level, and are accepted there; each slot is drafted for from the start.
+
+    A chain is followed as long as the sequence goes on as the target would, and inside what is supervised.
+    """
+    reached = [0] * LEVELS
+    accepted = [0] * LEVELS
+    budget = Budget.fixed(CHAIN)
+    for tokens, is_supervised in zip(batch.tokens.split(batch.lengths), batch.masks, strict=True):
+        # what the target chooses after each token
+        choices = target.head.logits(target.features(tokens[None], (-1,))[0, :, 0]).argmax(-1)
+        for slot in range(2, len(tokens)):
+            if not is_supervised[slot]:
+                continue
+            root = slot - 1
+            text, update = begin_text(head, target, tokens[:root].tolist(), Choose(Sampling()))
+            chain = text.propose(Committed(update.tokens, update.features, int(tokens[root])), budget)
+            for level, guess in enumerate(chain.tokens[1:].tolist()):
+                position = slot + level  # of the token that is guessed
+                if position >= len(tokens) or not is_supervised[position]:
+                    break
+                if level and tokens[position - 1] != choices[position - 2]:
+                    break
+                reached[level] += 1
+                if guess != int(choices[position - 1]):
+                    break
+                accepted[level] += 1
+    return reached, accepted

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from math import erfc, exp, gamma, sqrt
 from typing import Any
 
 import torch
@@ -24,9 +22,9 @@ from eagle.target.target import Target
 
 
 @torch.no_grad()
-def own_logits(model: PreTrainedModel, text: list[int]) -> Tensor:
-    """[T, V], what the model says by itself after each token of the text."""
-    ids = torch.tensor([text], device=model.device)
+def own_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """Return [T, V], what the model says by itself after each token."""
+    ids = torch.tensor([tokens], device=model.device)
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return logits
 
@@ -38,34 +36,50 @@ def own_answer(
     warp: Any = None,
     noise: Callable[[int], Tensor] | None = None,
 ) -> list[int]:
-    """The model's own answer: a forward over the whole text for each token, with nothing of ours and no cache."""
-    warp, text = warp or LogitsProcessorList(), list(prompt)
+    """Return the model's own answer: a forward over all tokens for each new one, with no cache.
+
+    Args:
+        model: An untouched model.
+        prompt: Token ids.
+        count: The number of tokens of the answer.
+        warp: A processor of logits.
+        noise: Returns what is added to the logits of the token at a position, so that the largest is a sample.
+    """
+    tokens = list(prompt)
     for _ in range(count):
-        logits = own_logits(model, text)[-1:]
-        scores = warp(torch.tensor([text], device=logits.device), logits)[0]
-        text.append(int((scores if noise is None else scores + noise(len(text))).argmax()))
-    return text[len(prompt) :]
+        scores = own_logits(model, tokens)[-1:]
+        if warp is not None:
+            scores = warp(torch.tensor([tokens], device=scores.device), scores)
+        if noise is not None:
+            scores = scores + noise(len(tokens))
+        tokens.append(int(scores.argmax()))
+    return tokens[len(prompt) :]
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:
-    """Transformers' own processors of a sampling above temperature 0."""
-    listed: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
-    listed += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-    listed += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-    return LogitsProcessorList(listed)
+    """Return transformers' own processors of a sampling above temperature 0."""
+    processors: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    return LogitsProcessorList(processors)
 
 
 def reference(target: Target, prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
-    """The untouched model's own uncached continuation, warped by transformers, with the noise of the place at T > 0."""
+    """Return the untouched model's continuation, warped by transformers, with the noise of the position at T > 0."""
     noise = Choose(sampling).noise
     if noise is None:
         return own_answer(target.model, prompt, count)
-    place = partial(noise, vocab_size=target.vocab_size, device=target.device)
-    return own_answer(target.model, prompt, count, warpers(sampling), lambda position: place([position])[0])
+
+    def noise_at(position: int) -> Tensor:
+        return noise([position], vocab_size=target.vocab_size, device=target.device)[0]
+
+    return own_answer(target.model, prompt, count, warpers(sampling), noise_at)
 
 
 def make_model(vocab_size: int = 96, width: int = 128) -> PreTrainedModel:
-    """A llama of random weights, the same each time, whose tokens depend on all that it has read; it never ends."""
+    """Return a llama of random weights, always the same, whose tokens depend on all that it has read; it never ends."""
     generator = torch.Generator().manual_seed(0)
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],  # as a saved model's config has
@@ -83,6 +97,7 @@ def make_model(vocab_size: int = 96, width: int = 128) -> PreTrainedModel:
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
+            # 1.7 times the usual spread, so that attention and logits are far from flat
             if weight.ndim > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * width**-0.5 * 1.7)
     return model
@@ -96,10 +111,9 @@ def make_letters(device: torch.device | str = "cpu") -> Target:
     return Target(model.to(device))
 
 
-def chi_square_p(seen: Sequence[float], due: Sequence[float]) -> float:
-    """The probability of counts as far from those that are due, or farther: the chi-square law's tail, summed."""
-    half = sum((one - other) ** 2 / other for one, other in zip(seen, due, strict=True)) / 2
-    freedom = len(seen) - 1
-    odd = freedom % 2
-    terms = (half**power / gamma(power + 1) for power in (step + odd / 2 for step in range((freedom - odd) // 2)))
-    return exp(-half) * sum(terms) + (erfc(sqrt(half)) if odd else 0.0)
+def chi_square_p(observed: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the probability of counts as far from the expected ones, or farther: the tail of the chi-square law."""
+    statistic = sum((count - mean) ** 2 / mean for count, mean in zip(observed, expected, strict=True))
+    # Q(degrees of freedom / 2, statistic / 2), the regularised upper incomplete gamma function
+    shape = torch.tensor((len(observed) - 1) / 2, dtype=torch.double)
+    return float(torch.special.gammaincc(shape, torch.tensor(statistic / 2, dtype=torch.double)))

@@ -21,11 +21,8 @@ def check_saved(head: Any, target: Target, prompt: list[int], folder: Path) -> N
     """A head from disk drafts what it drafted before it was saved."""
     save_head(folder, head, "recipe", {})
     loaded = load_drafter(folder, target)
-    drafts = []
-    for drafter in (head.bind(target.head), loaded):
-        text, update = begin_text(drafter, target, prompt, Choose(Sampling()))
-        drafts.append(text.propose(update, Budget(12, 4, 3)))
-    before, after = (list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)) for tree in drafts)
+    before = _draft(head.bind(target.head), target, prompt)
+    after = _draft(loaded, target, prompt)
     if before != after:
         raise Fault(
             f"a head that was saved and loaded drafts {after}, expected {before} (token, parent) as before: all that "
@@ -33,39 +30,57 @@ def check_saved(head: Any, target: Target, prompt: list[int], folder: Path) -> N
         )
 
 
-def check_export(
-    name: str, make: Callable[[], Any], engine: str, target: Target, folder: Path, out: Path
-) -> str | None:
-    """Nothing that was learned is lost on the way into an engine's layout; the refusal of one that cannot serve it.
+def _draft(drafter: Any, target: Target, prompt: list[int]) -> list[tuple[int, int]]:
+    """Return token and parent of each node of a draft."""
+    text, update = begin_text(drafter, target, prompt, Choose(Sampling()))
+    tree = text.propose(update, Budget(12, 4, 3))
+    return list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
 
-    `folder` holds the target's files.
+
+def check_export(
+    method: str, make: Callable[[], Any], engine: str, target: Target, folder: Path, out: Path
+) -> str | None:
+    """Nothing that was learned is lost on the way into an engine's layout.
+
+    Args:
+        method: The name of the head's method.
+        make: Makes the head.
+        engine: The name of an exporter.
+        target: The head's target.
+        folder: The target's files.
+        out: A folder to export to.
+
+    Returns:
+        The refusal of an exporter that cannot serve the head, else None.
     """
     head = make().bind(target.head)
-    if hasattr(head.settings, "fc_bias"):  # which some have no place for
-        head = make_head(name, target, fc_bias=False).bind(target.head)
+    if hasattr(head.settings, "fc_bias"):  # for which some layouts have no tensor
+        head = make_head(method, target, fc_bias=False).bind(target.head)
     try:
         layout = EXPORTERS[engine](head, target.config)
     except ValueError as error:
         if f"{engine}: " not in str(error):
             raise Fault(f"the exporter to {engine} refuses the head without its own name: {error}") from None
         return str(error)
-    held = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}
-    held |= {f"model.{name}": tensor for name, tensor in held.items()}  # a draft model is one part of its drafter
+    exported = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}
+    # a draft model is one module of its drafter
+    exported |= {f"model.{name}": tensor for name, tensor in exported.items()}
     weights = head.state_dict()
-    if not weights.keys() <= held.keys():  # by names of its own: an import of the files must find all again
+    if not weights.keys() <= exported.keys():
+        # the layout has names of its own: an import of the files must find all weights again
         export(head, target.config, engine, out)
         try:
-            held = read_head(out, str(folder)).state_dict()
+            exported = read_head(out, str(folder)).state_dict()
         except ValueError as error:
-            lost = sorted(weights.keys() - held.keys())
+            lost = sorted(weights.keys() - exported.keys())
             raise Fault(
                 f"the export to {engine} loses the weights {', '.join(lost)}, and cannot be read back: {error!s:.300}; "
                 "a layout holds every tensor by its own name, or by those of a network in eagle/formats/networks"
             ) from None
-    for key, tensor in weights.items():
-        if key not in held or not torch.equal(held[key].to(tensor.device), tensor):
+    for name, tensor in weights.items():
+        if name not in exported or not torch.equal(exported[name].to(tensor.device), tensor):
             raise Fault(
-                f"the export to {engine} {'changes' if key in held else 'loses'} the weight {key}: a head whose "
+                f"the export to {engine} {'changes' if name in exported else 'loses'} the weight {name}: a head whose "
                 f"network is {head.network['network']!r} has that network's tensors; name another network, else "
                 "exporters and engines take it for one"
             )

@@ -105,9 +105,7 @@ def test_a_planted_drift_is_found(
     drift = measure_drift(head, base, base, prompts)
     assert isinstance(drift, Drift) and drift.verdict.startswith("keep the head: its drafts add 100%")
     assert drift.pooled.before > 3
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", head, "--target", tuned, "--base", base, "--prompts", prompts])
-    assert ended.value.code == 0
+    main(["doctor", head, "--target", tuned, "--base", base, "--prompts", prompts])
     said = capsys.readouterr().out
     assert said.startswith("verdict: train a new head: its drafts add 0%") and "T = 1: " in said
 
