@@ -15,7 +15,8 @@ from eagle.decoding.decode import stream
 from eagle.recipe.plain_yaml import lay_over
 from eagle.target.target import Target
 
-GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+GREEN = "\x1b[32m"
+PLAIN = "\x1b[0m"
 # control characters in an answer must not move the cursor or set a title
 HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -36,10 +37,9 @@ class TimedTrace:
         return len(self.trace.tokens) / self.seconds
 
     def __str__(self) -> str:
-        tokens, forwards = len(self.trace.tokens), len(self.trace.cycles)
         return (
-            f"{tokens} tokens, {self.speed:.1f} tokens/s; {forwards} forwards after the prompt's, "
-            f"acceptance length {self.trace.acceptance_length:.2f}"
+            f"{len(self.trace.tokens)} tokens, {self.speed:.1f} tokens/s; {len(self.trace.cycles)} forwards after the "
+            f"prompt's, acceptance length {self.trace.acceptance_length:.2f}"
         )
 
 
@@ -56,29 +56,36 @@ def stream_text(
 
     A prefix that the target's last text shares is not read again: `target.forget()` before what is timed whole.
     """
-    spell, trace, seconds, prompt_seconds = Spelling(target.tokenizer), Trace([]), 0.0, 0.0
-    pieces: Any = stream(target, drafter, prompt, trace=trace, **options)
+    spell = Spelling(target.tokenizer)
+    trace = Trace([])
+    seconds = 0.0
+    prompt_seconds = 0.0
+    cycles: Any = stream(target, drafter, prompt, trace=trace, **options)
     while trace.finish == "running" and not is_stopped():
         start = perf_counter()
-        new = next(pieces)
+        tokens = next(cycles)
         seconds += perf_counter() - start
-        prompt_seconds = prompt_seconds or seconds
-        for token, drafted in zip(new, trace.drafted[-len(new) :], strict=True):
-            if text := spell(token):
-                write(text, drafted)
-    pieces.close()
-    if text := spell.rest():
-        write(text, False)
+        # the first tokens come with the prompt's forward
+        if not prompt_seconds:
+            prompt_seconds = seconds
+        for token, is_drafted in zip(tokens, trace.drafted[-len(tokens) :], strict=True):
+            text = spell(token)
+            if text:
+                write(text, is_drafted)
+    cycles.close()
+    rest = spell.rest()
+    if rest:
+        write(rest, False)
     return TimedTrace(trace, seconds, prompt_seconds)
 
 
 def writer_to(out: TextIO, coloured: bool) -> Write:
-    """A function that writes pieces of an answer: drafted ones in green, on a terminal without control characters."""
+    """Return what writes pieces of an answer: drafted ones in green, to a terminal without control characters."""
 
-    def write(text: str, drafted: bool) -> None:
+    def write(text: str, is_drafted: bool) -> None:
         if out.isatty():
             text = text.translate(HARMLESS)
-        out.write(f"{GREEN}{text}{PLAIN}" if drafted and coloured else text)
+        out.write(f"{GREEN}{text}{PLAIN}" if is_drafted and coloured else text)
         out.flush()
 
     return write
@@ -90,7 +97,7 @@ def supports_colour(out: TextIO) -> bool:
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Options of a drafter from KEY=VALUE each, the values as YAML."""
+    """Return options of a drafter from KEY=VALUE each, the values as YAML."""
     options: dict[str, Any] = {}
     for pair in pairs:
         lay_over(options, pair)

@@ -15,14 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from eagle.command.answering import (
-    TimedTrace,
-    Write,
-    parse_options,
-    stream_text,
-    supports_colour,
-    writer_to,
-)
+from eagle.command.answering import TimedTrace, Write, parse_options, stream_text, supports_colour, writer_to
 from eagle.core.drafter import Drafter
 from eagle.core.verify import Sampling
 from eagle.decoding.decode import generate
@@ -64,9 +57,12 @@ class Chat:
     """A conversation with a target, whose answers are drafted, or plain while `drafts` is off."""
 
     def __init__(self, target: Target, drafter: Drafter, sampling: Sampling, max_new_tokens: int) -> None:
-        self.target, self.sampling, self.max_new_tokens = target, sampling, max_new_tokens
+        self.target = target
+        self.sampling = sampling
+        self.max_new_tokens = max_new_tokens
+        # by whether answers are drafted
         self.drafters = {True: drafter, False: load_drafter("none", target)}
-        self.paces = {True: Pace(), False: Pace()}  # of the whole session
+        self.paces = {True: Pace(), False: Pace()}
         self.drafts = True
         self.system: list[dict[str, Any]] = []  # one message, or none
         self.turns: list[dict[str, Any]] = []
@@ -85,6 +81,7 @@ class Chat:
                 f"the chat template refuses these messages: {error}; /system without a text removes the system "
                 "message, /reset forgets the conversation"
             ) from None
+        # an answer ends at the model's last position
         room = self.target.room(prompt)
         if not room:
             raise ValueError(
@@ -106,42 +103,47 @@ class Chat:
         return answer
 
     def describe(self, answer: TimedTrace) -> str:
-        """A line on the last answer: tokens per forward, speed, and how much faster drafts are where both were timed.
+        """Return a line on the last answer: tokens per forward, speed, and the gain of drafts where both were timed.
 
         The speed of this answer is compared with that of all answers of this session that were written the other way.
         """
-        trace, pace = answer.trace, Pace()
+        trace = answer.trace
+        pace = Pace()
         pace.add(answer)
         text = f"{len(trace.tokens)} tokens, {len(trace.cycles)} forwards after the prompt's"
         if pace.speed is not None:
             text += f": τ = {trace.acceptance_length:.2f}, {pace.speed:.0f} tokens/s"
             text += self._compare(pace.speed, self.paces[not self.drafts].speed)
         if trace.finish == "running":
-            text += "; stopped"
-        elif trace.finish == "length":
-            is_full = len(trace.tokens) < self.max_new_tokens
-            text += "; cut off at " + ("the model's last position" if is_full else "--max-new-tokens")
+            return f"{text}; stopped"
+        if trace.finish == "length":
+            is_at_limit = len(trace.tokens) == self.max_new_tokens
+            limit = "--max-new-tokens" if is_at_limit else "the model's last position"
+            return f"{text}; cut off at {limit}"
         return text
 
-    def _compare(self, speed: float, other: float | None) -> str:
-        """Drafts against plain decoding, once both were timed."""
-        if other is None:
+    def _compare(self, speed: float, other_speed: float | None) -> str:
+        """Return a phrase on drafts against plain decoding, once both were timed."""
+        if other_speed is None:
             return "; /plain answers without drafts, to compare" if self.drafts else ""
         if self.drafts:
-            return f", {speed / other:.2f} × as fast as without drafts ({other:.0f})"
-        return f"; with drafts {other / speed:.2f} × as fast ({other:.0f})"
+            return f", {speed / other_speed:.2f} × as fast as without drafts ({other_speed:.0f})"
+        return f"; with drafts {other_speed / speed:.2f} × as fast ({other_speed:.0f})"
 
     def command(self, line: str) -> str:
-        """Obey a line that begins with `/`, but /quit; returns what is to be said of it."""
+        """Obey a line that begins with `/`, but /quit; return what is to be said of it."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if rest and name in ("/help", "/plain", "/draft", "/reset"):
             raise ValueError(f"{name} got {rest!r}, expected nothing behind it: ask on a line of its own")
         if name == "/help":
             return HELP
-        if name in ("/plain", "/draft"):
-            self.drafts = name == "/draft"
-            return f"{'with' if self.drafts else 'without'} drafts from here on; the conversation stays"
+        if name == "/plain":
+            self.drafts = False
+            return "without drafts from here on; the conversation stays"
+        if name == "/draft":
+            self.drafts = True
+            return "with drafts from here on; the conversation stays"
         if name == "/reset":
             self.turns = []
             return "the conversation is forgotten" + ("; the system message stays" if self.system else "")
@@ -149,20 +151,21 @@ class Chat:
             self.system = [{"role": "system", "content": rest}] if rest else []
             return "the system message is set" if rest else "there is no system message"
         if name == "/temperature":
-            with suppress(ValueError):
+            try:
                 self.sampling = replace(self.sampling, temperature=float(rest))
-                return f"temperature {self.sampling.temperature:g}"
-            raise ValueError(f"/temperature got {rest!r}, expected a number: 0 (greedy) or more")
+            except ValueError:  # of a word, or a negative number
+                raise ValueError(f"/temperature got {rest!r}, expected a number: 0 (greedy) or more") from None
+            return f"temperature {self.sampling.temperature:g}"
         raise ValueError(f"there is no command {name}: /help lists them; text that begins with / needs a space before")
 
 
 @contextmanager
 def noting_interrupt() -> Iterator[Callable[[], bool]]:
-    """In the block the first Ctrl-C is noted, for the function that is given to tell; a second one interrupts."""
+    """Note the first Ctrl-C in the block, for the function that is yielded to tell; a second one interrupts."""
     received: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+    def note(signal_number: int, frame: FrameType | None) -> None:
+        received.append(signal_number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     handler = signal.signal(signal.SIGINT, note)
@@ -173,15 +176,16 @@ def noting_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def read_lines() -> Iterator[str]:
-    """The lines that a user types at a prompt, or that are piped in, to their end."""
+    """Yield the lines that a user types at a prompt, or that are piped in, to their end."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.rstrip("\r\n")
         return
+    # gives `input` keys to edit a line and to bring back earlier ones
     with suppress(ImportError):
-        import readline  # noqa: F401  # which gives `input` keys to edit a line and to bring back earlier ones
+        import readline  # noqa: F401
     while True:
         try:
             line = input("> ")
@@ -195,7 +199,7 @@ def read_lines() -> Iterator[str]:
 
 
 def converse(chat: Chat, write: Write) -> None:
-    """Answer lines and obey commands until the input ends; what a user can mend is told, and no line ends the rest."""
+    """Answer lines and obey commands until the input ends; an error that a user can mend is told and ends nothing."""
     for line in read_lines():
         if line.partition(" ")[0] == "/quit":
             return
@@ -225,6 +229,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help="of the target; by default what is fastest here")
     args = parser.parse_args(argv)
     sampling = Sampling(args.temperature, seed=args.seed)
+    # a wrong drafter is refused before the target is loaded
     options = parse_options(args.option)
     check_drafter(args.drafter, options)
     target = Target.load(args.target, dtype=args.dtype)
@@ -235,7 +240,8 @@ def main(argv: list[str]) -> None:
     if sys.stdin.isatty():
         green = ", and drafted text is green" if coloured else ""
         print(f"/help lists commands, Ctrl-D leaves{green}", file=sys.stderr)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a stopped answer is no stopped command
+    # a stopped answer is no stopped command
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         converse(chat, writer_to(sys.stdout, coloured))
     finally:
@@ -244,7 +250,8 @@ def main(argv: list[str]) -> None:
 
 def warm_up(chat: Chat) -> None:
     """Choose the number of threads, and run both ways of decoding once, so that first answers are timed fairly."""
-    target, prompt = chat.target, chat.target.chat("Hello")
+    target = chat.target
+    prompt = target.chat("Hello")
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, chat.drafters[False], prompt, max_new_tokens=2))
     for drafter in chat.drafters.values():

@@ -18,19 +18,18 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     find_method(args.method)
     device = check_device(args.device)
-    print(
-        f"checking {args.method}, {'a minute at most' if args.fast else 'some minutes'} ...",
-        file=sys.stderr,
-        flush=True,
-    )
-    faults = count = 0
+    duration = "a minute at most" if args.fast else "some minutes"
+    print(f"checking {args.method}, {duration} ...", file=sys.stderr, flush=True)
+    count = 0
+    faults = 0
     for outcome in run_checks(args.method, fast=args.fast, device=device):
         count += 1
-        faults += outcome.fault is not None
-        note = f" ({outcome.note})" if outcome.note else ""
-        print(f"{'ok   ' if outcome.fault is None else 'FAULT'} {outcome.about}{note}", flush=True)
-        if outcome.fault is not None:
-            print(f"      {outcome.fault}", flush=True)
-    print(f"{args.method}: {count - faults} of {count} checks hold" + ("" if faults else ", as they must"))
+        if outcome.fault is None:
+            note = f" ({outcome.note})" if outcome.note else ""
+            print(f"ok    {outcome.about}{note}", flush=True)
+        else:
+            faults += 1
+            print(f"FAULT {outcome.about}\n      {outcome.fault}", flush=True)
+    print(f"{args.method}: {count - faults} of {count} checks hold{'' if faults else ', as they must'}")
     if faults:
         sys.exit(1)

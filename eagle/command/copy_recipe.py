@@ -35,11 +35,12 @@ def main(argv: list[str]) -> None:
 
 
 def listing() -> str:
-    """The names by folder, each with the first line of its file."""
+    """Return the names by folder, each with the first line of its file."""
     lines = []
     for folder, names in groupby(recipe_names(), key=lambda name: name.split("/")[0]):
-        lines.append(f"\n{folder}{f': {FOLDERS[folder]}' if folder in FOLDERS else ''}")
+        about = f": {FOLDERS[folder]}" if folder in FOLDERS else ""
+        lines.append(f"\n{folder}{about}")
         for name in names:
-            first = find_recipe(name).read_text().partition("\n")[0].removeprefix("# ")
-            lines.append(f"  {name:<30}{shorten(first, 90, placeholder=' ...')}")
+            first_line = find_recipe(name).read_text().partition("\n")[0].removeprefix("# ")
+            lines.append(f"  {name:<30}{shorten(first_line, 90, placeholder=' ...')}")
     return "\n".join(lines).lstrip()

@@ -10,15 +10,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any
 
-from eagle.command.answering import (
-    GREEN,
-    HARMLESS,
-    PLAIN,
-    parse_options,
-    stream_text,
-    supports_colour,
-    writer_to,
-)
+from eagle.command.answering import GREEN, HARMLESS, PLAIN, parse_options, stream_text, supports_colour, writer_to
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.sampling import PUBLISHED_TYPICAL
@@ -52,16 +44,26 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--beams", type=int, metavar="N", help="the best answer of a beam search, not a greedy one")
     parser.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
     args = parser.parse_args(argv)
+    # a beam search keeps several answers: it has none to stream
     if args.beams is None:
         _generate(args)
     else:
         _search(args)
 
 
+def _load(args: argparse.Namespace, options: dict[str, Any]) -> tuple[Target, Drafter]:
+    # a wrong drafter is refused before the target is loaded
+    check_drafter(args.drafter, options)
+    target = Target.load(args.target, dtype=args.dtype or "auto", images=bool(args.image))
+    return target, load_drafter(args.drafter, target, **options)
+
+
 def read_prompt(target: Target, args: argparse.Namespace) -> list[int]:
-    """The tokens of the command line's prompt, behind its images."""
-    images = [{"type": "image", "image": path} for path in args.image]
-    content = [*images, {"type": "text", "text": args.prompt}] if images else args.prompt
+    """Return the tokens of the command line's prompt, after its images."""
+    content = args.prompt
+    if args.image:
+        content = [{"type": "image", "image": path} for path in args.image]
+        content.append({"type": "text", "text": args.prompt})
     return target.chat([{"role": "user", "content": content}])
 
 
@@ -69,82 +71,92 @@ def _generate(args: argparse.Namespace) -> None:
     """Stream an answer, and say what it took and, if asked, how it compares with plain decoding."""
     if args.typical and args.policy:
         raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
-    options = parse_options(args.option)
-    check_drafter(args.drafter, options)
-    target = Target.load(args.target, dtype=args.dtype or "auto", images=bool(args.image))
-    drafter = load_drafter(args.drafter, target, **options)
-    none = load_drafter("none", target)
+    target, drafter = _load(args, parse_options(args.option))
+    plain = load_drafter("none", target)
     prompt = read_prompt(target, args)
     if target.device.type == "cpu":
-        choose_threads(partial(generate, target, none, prompt, max_new_tokens=2))
+        choose_threads(partial(generate, target, plain, prompt, max_new_tokens=2))
     sampling = Sampling(args.temperature, typical=PUBLISHED_TYPICAL if args.typical else None)
-    decoding: dict[str, Any] = {"sampling": sampling, "max_new_tokens": args.max_new_tokens}
-    if args.compare:  # warm both up
-        for drafts in (drafter, none):
-            generate(target, drafts, prompt, **{**decoding, "max_new_tokens": min(8, args.max_new_tokens)})
-    coloured = supports_colour(sys.stdout)
-    policy = _measure_policy(target, drafter, prompt, sampling) if args.policy else None
-    budget: Any = policy
-    if args.typical:
+    if args.compare:
+        # the first forwards are slow, and would count for one of both
+        for warmed in (drafter, plain):
+            generate(target, warmed, prompt, sampling=sampling, max_new_tokens=min(8, args.max_new_tokens))
+    policy = None
+    budget: Any = None
+    if args.policy:
+        budget = policy = _measure_policy(target, drafter, prompt, sampling)
+    elif args.typical:
         # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
         budget = replace(drafter.budget or Budget(), draw="likeliest")
+    is_coloured = supports_colour(sys.stdout)
+    decode = partial(stream_text, target, prompt=prompt, sampling=sampling, max_new_tokens=args.max_new_tokens)
     target.forget()
-    drafted = stream_text(target, drafter, prompt, writer_to(sys.stdout, coloured), budget=budget, **decoding)
+    drafted = decode(drafter, write=writer_to(sys.stdout, is_coloured), budget=budget)
     print()
-    legend = f" ({GREEN}green{PLAIN}: drafted)" if coloured else ""
-    print(f"{args.drafter}: {drafted}{legend}", file=sys.stderr)
-    trees = target.describe()
-    if trees != "mask":
-        print(f"trees are read by {trees}", file=sys.stderr)
+    legend = f" ({GREEN}green{PLAIN}: drafted)" if is_coloured else ""
+    _tell(f"{args.drafter}: {drafted}{legend}")
+    if target.describe() != "mask":
+        _tell(f"trees are read by {target.describe()}")
     if policy is not None:
         depths = [cycle.depth for cycle in drafted.trace.cycles]
-        print(f"policy: {fmean(depths or [0]):.1f} levels a cycle, of 0 to {policy.budget.depth}", file=sys.stderr)
+        _tell(f"policy: {fmean(depths or [0]):.1f} levels a cycle, of 0 to {policy.budget.depth}")
     if args.typical:
-        print("typical acceptance is LOSSY: the answer does not follow the model's distribution", file=sys.stderr)
+        _tell("typical acceptance is LOSSY: the answer does not follow the model's distribution")
     if args.compare:
         target.forget()
-        plain = stream_text(target, none, prompt, lambda *_: None, **decoding)
-        print(f"none: {plain}", file=sys.stderr)
-        verdict = _compare_answers(target, drafted.trace, plain.trace, sampling, is_lossy=args.typical)
-        print(f"{drafted.speed / plain.speed:.2f} × as fast, {verdict}", file=sys.stderr)
+        undrafted = decode(plain, write=lambda *_: None)
+        _tell(f"none: {undrafted}")
+        verdict = _compare_answers(target, drafted.trace, undrafted.trace, sampling, is_lossy=args.typical)
+        _tell(f"{drafted.speed / undrafted.speed:.2f} × as fast, {verdict}")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _search(args: argparse.Namespace) -> None:
     """Print the best answer of a beam search, and what it took."""
-    options = {"--temperature": args.temperature, "--compare": args.compare, "--policy": args.policy}
-    if given := [name for name, value in {**options, "--typical": args.typical}.items() if value]:
-        raise ValueError(f"--beams searches by the target's own probabilities: leave {', '.join(given)} out")
-    check_drafter(args.drafter)
-    target = Target.load(args.target, dtype=args.dtype or "auto", images=bool(args.image))
-    drafter, prompt = load_drafter(args.drafter, target), read_prompt(target, args)
-    begun = perf_counter()
+    names = ("temperature", "compare", "policy", "typical")
+    unfit = [f"--{name}" for name in names if getattr(args, name)]
+    if unfit:
+        raise ValueError(f"--beams searches by the target's own probabilities: leave {', '.join(unfit)} out")
+    target, drafter = _load(args, {})
+    prompt = read_prompt(target, args)
+    start = perf_counter()
     result = beam_search(target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens)
-    seconds, (answer,), (score,) = perf_counter() - begun, result.tokens, result.scores
+    seconds = perf_counter() - start
+    # of one prompt, and its best answer alone
+    [answer] = result.tokens
+    [score] = result.scores
     text = target.tokenizer.decode(answer, skip_special_tokens=True)
     print(text.translate(HARMLESS) if sys.stdout.isatty() else text)
-    counts = f"{result.steps} steps, {result.forwards} forwards after the prompt's"
-    counts += f", {result.steps_per_forward:.2f} steps each"
-    print(f"{args.drafter}: score {score:.4f}; {counts}; {len(answer) / seconds:.1f} tokens/s", file=sys.stderr)
+    _tell(
+        f"{args.drafter}: score {score:.4f}; {result.steps} steps, {result.forwards} forwards after the prompt's, "
+        f"{result.steps_per_forward:.2f} steps each; {len(answer) / seconds:.1f} tokens/s"
+    )
 
 
 def _measure_policy(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling) -> Goodput:
-    """A policy with costs from a short generation, as long as the model has positions for it."""
-    room = 256 if target.max_positions is None else min(256, target.max_positions - len(prompt))
-    return Goodput.measure(target, drafter, prompt, sampling=sampling, max_new_tokens=max(room, 1))
+    """Return a policy with costs from a short generation, as long as the model has positions for it."""
+    new_tokens = 256
+    if target.max_positions is not None:
+        new_tokens = max(min(256, target.max_positions - len(prompt)), 1)
+    return Goodput.measure(target, drafter, prompt, sampling=sampling, max_new_tokens=new_tokens)
 
 
 def _compare_answers(
     target: Target, drafted: Trace, plain: Trace, sampling: Sampling, *, is_lossy: bool = False
 ) -> str:
-    """A phrase on whether two answers are the same, and at which token and how near a tie they part."""
+    """Return a phrase on whether two answers are the same, and at which token and how near a tie they part."""
     if drafted.tokens == plain.tokens:
         return "and the output is the same"
     first = first_difference(drafted.tokens, plain.tokens) + 1
     if is_lossy:
         return f"but the output parts from it at token {first}, as a lossy rule of acceptance makes it"
-    dtype = str(target.model.dtype).removeprefix("torch.")
     if target.model.dtype not in HALF:
         return f"but the output differs from token {first} on, which must not be"
+    # a half-precision forward over a tree rounds otherwise than one over a token
     tie = measure_tie(target, plain.prompt, plain.tokens, drafted.tokens, sampling)
+    dtype = str(target.model.dtype).removeprefix("torch.")
     how = "" if tie is None else f", at a near-tie of {tie:.2g} units in the last place of {dtype}"
     return f"but 0 of 1 answers are identical: they part at token {first}{how}; --dtype float32 is exact"

@@ -14,52 +14,57 @@ USAGE = """\
   --config_file FILE   settings of accelerate: a file, or ddp, zero2, zero3, two_machines; with N the default is ddp
   --machine_rank N, --main_process_ip IP, --main_process_port PORT   for two_machines"""
 
-
 SHARED = {"prepare", "regenerate", "extract", "measure", "lossless"}  # whose work several processes share
 
 
 def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's options, none where one process needs no launcher, and the arguments of the stage."""
+    """Return the launcher's options, none where one process needs no launcher, and the arguments of the stage."""
     parser = argparse.ArgumentParser(prog="eagle", add_help=False, allow_abbrev=False)
     parser.add_argument("--processes", "--num_processes", dest="num_processes", type=int)
     parser.add_argument("--config_file")
     for name in ("--machine_rank", "--main_process_ip", "--main_process_port"):
         parser.add_argument(name)
     args, rest = parser.parse_known_args(argv)
-    if args.num_processes is not None and args.num_processes < 1:
-        raise ValueError(f"--processes is {args.num_processes}, expected how many share the work: 1 or more")
-    if args.config_file is None and args.num_processes is not None:
-        args.config_file = "ddp"
+    if args.num_processes is not None:
+        if args.num_processes < 1:
+            raise ValueError(f"--processes is {args.num_processes}, expected how many share the work: 1 or more")
+        args.config_file = args.config_file or "ddp"
     if args.config_file == "ddp" and args.num_processes == 1:
         return [], rest
-    if args.config_file in ("ddp", "zero2", "zero3", "two_machines"):
-        args.config_file = f"accelerate/{args.config_file}"
     if args.config_file is not None:
-        args.config_file = find_recipe(args.config_file)
+        # the short names are those of files that come with the package
+        is_short = args.config_file in ("ddp", "zero2", "zero3", "two_machines")
+        args.config_file = find_recipe(f"accelerate/{args.config_file}" if is_short else args.config_file)
     return [f"--{name}={value}" for name, value in vars(args).items() if value is not None], rest
+
+
+def asks_for_help(argv: list[str]) -> bool:
+    """Whether a command line asks for help."""
+    return "-h" in argv or "--help" in argv
 
 
 def run_stage(name: str, module: str, argv: list[str]) -> None:
     """Run a stage in this process, or on as many as the options ask for."""
     options, rest = launcher_options(argv)
-    if not options or {"-h", "--help"} & set(argv):
-        sys.argv[1:] = rest
-        try:
-            import_module(module).main(rest)
-        except SystemExit as ended:
-            if not ended.code and name in SHARED and {"-h", "--help"} & set(argv):
-                print(f"\nseveral processes:\n{USAGE}")
-            raise
+    if options and not asks_for_help(argv):
+        check_recipe(rest)
+        # which imports torch and accelerate, and takes seconds
+        import_module("eagle.training.launch").launch_processes(options, ["-m", "eagle", name, *rest])
         return
-    check_recipe(rest)
-    # which imports torch and accelerate, and takes seconds
-    import_module("eagle.training.launch").launch_processes(options, ["-m", "eagle", name, *rest])
+    sys.argv[1:] = rest
+    try:
+        import_module(module).main(rest)
+    except SystemExit as ended:
+        if not ended.code and name in SHARED and asks_for_help(argv):
+            print(f"\nseveral processes:\n{USAGE}")
+        raise
 
 
 def check_recipe(argv: list[str]) -> None:
     """Read the recipe, its drafter's settings and the target's config once, instead of failing on every process."""
-    parser = command_line("eagle", None)
-    args, _ = parser.parse_known_intermixed_args(argv if argv and "=" not in argv[0] else [DEMO, *argv])
+    if not argv or "=" in argv[0]:
+        argv = [DEMO, *argv]
+    args, _ = command_line("eagle", None).parse_known_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, [word for word in args.overrides if "=" in word])
     import_module("eagle.drafters").settings_of(recipe.drafter.model_dump(), args.recipe)
     target = recipe.target
@@ -69,15 +74,20 @@ def check_recipe(argv: list[str]) -> None:
 
 def train(argv: list[str]) -> None:
     """Train the head of a recipe; a recipe with a section `joint` trains its target too."""
-    if {"-h", "--help"} & set(argv):
+    if asks_for_help(argv):
         print(f"usage: eagle train [RECIPE] [key=value ...] [--check] [options]\n\n{train.__doc__}\n")
         print(f"  --check              try every stage on two batches, tell memory and hours, and stop\n{USAGE}")
         sys.exit()
     options, rest = launcher_options(argv)
     args = parse_train(rest)
+    module = "recipes.train_eagle"
     if args.check:
+        # one process checks the settings of all
         argv = rest
-        count = [word.replace("--num_processes", "train.processes") for word in options if "num_processes" in word]
-        argv += count if not any(word.startswith("train.processes=") for word in argv) else []
-    is_joint = not args.check and Recipe.load(args.recipe or DEMO, args.overrides).joint is not None
-    run_stage("train", "recipes.train_medusa2" if is_joint else "recipes.train_eagle", argv)
+        if not any(word.startswith("train.processes=") for word in argv):
+            argv += [
+                option.replace("--num_processes", "train.processes") for option in options if "num_processes" in option
+            ]
+    elif Recipe.load(args.recipe or DEMO, args.overrides).joint is not None:
+        module = "recipes.train_medusa2"
+    run_stage("train", module, argv)

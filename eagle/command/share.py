@@ -7,13 +7,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
+from data_prep.dataset_card import dataset_card
+from eagle.data.store import FeatureStore
 from eagle.formats.custom_generate import CODE, CUSTOM_GENERATE
 from eagle.formats.hub import LOG_IN, check_name, fetch, has_token, send
 from eagle.formats.parcel import Parcel, Sent, is_export, pack_export, pack_head
 from eagle.formats.reading.files import CONFIG_BYTES, read_text
+from eagle.log import progress
 from eagle.recipe.plain_yaml import parse_yaml
 
 
@@ -44,7 +46,7 @@ def run_push(argv: list[str]) -> None:
 
 
 def pack(path: Path, name: str, also: list[Path]) -> Parcel:
-    """All that goes of a head, an export, a feature store or answers, without what names this machine."""
+    """Return all that goes of a head, an export, a feature store or answers, without what names this machine."""
     if path.is_file():
         parcel = pack_answers(path, name)
     elif (path / "index.json").is_file():
@@ -52,6 +54,7 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
     elif (path / "config.json").is_file():
         parcel = pack_export(path) if is_export(path) else pack_head(path, name)
     else:
+        # the run's folder is named where its head is meant
         near = f"; did you mean {path / 'head'}?" if (path / "head").is_dir() else ""
         raise ValueError(f"nothing to push at {path}: expected a head, an export, a feature store or answers{near}")
     if also and "recipe.yaml" not in parcel.files:
@@ -61,10 +64,11 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
             raise ValueError(f"--also {folder} holds no export: expected a folder that `eagle export` wrote")
         parcel.stays.pop(str(folder.absolute()), None)
         parcel.add_folder(folder, f"{folder.resolve().name}/", "an export of it, as `eagle export` wrote it")
-    if "recipe.yaml" in parcel.files:  # a head, which `model.generate(custom_generate="OWNER/NAME")` drafts with
-        own = path / CUSTOM_GENERATE
-        parcel.stays.pop(str(own.parent.absolute()), None)
-        code = own if own.is_file() else CODE.encode()
+    if "recipe.yaml" in parcel.files:
+        # a head, which `model.generate(custom_generate="OWNER/NAME")` drafts with
+        written = path / CUSTOM_GENERATE
+        parcel.stays.pop(str(written.parent.absolute()), None)
+        code = written if written.is_file() else CODE.encode()
         parcel.add(CUSTOM_GENERATE, code, "drafts in transformers' own generate", path)
     parcel.clean()
     if parcel.changed.keys() >= {"config.json"} and "index.json" in parcel.files:
@@ -73,33 +77,31 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
 
 
 def pack_store(folder: Path, name: str) -> Parcel:
-    """A feature store whole: its shards with their checksums, its index, its card."""
-    FeatureStore = import_module("eagle.data.store").FeatureStore
+    """Return a feature store whole: its shards with their checksums, its index, its README."""
     store = FeatureStore(folder)  # which refuses a store that is not complete
     store.borrowed_folder()
-    progress = import_module("eagle.log").progress
+    # whoever fetches the store would be told of a damaged shard
     count = len(store.plan)
     for _ in progress(store.verify(range(count)), "verify", count, unit="shards"):
-        pass  # whoever fetches the store would be told of a damaged shard
+        pass
     parcel = Parcel("dataset", Path.home())
     parcel.add_folder(folder, "", "a part of the store")
     parcel.frozen = parcel.files.keys() - {"README.md", "index.json", "config.json"}
     if "README.md" not in parcel.files:
-        card = import_module("data_prep.dataset_card").dataset_card(folder, name)
-        parcel.add("README.md", card.encode(), "its card")
+        parcel.add("README.md", dataset_card(folder, name).encode(), "its card")
     return parcel
 
 
 def pack_answers(path: Path, name: str) -> Parcel:
-    """Conversations that `eagle prepare` wrote, with the settings that made them, and their card."""
+    """Return conversations that `eagle prepare` wrote, with the settings that made them, and their README."""
     note = Path(f"{path}.settings")
-    card = import_module("data_prep.dataset_card").dataset_card(path, name)  # which needs that note
+    card = dataset_card(path, name)  # which needs that note
     parcel = Parcel("dataset", Path.home())
     parcel.add(path.name, path, "the conversations, as they are")
     parcel.frozen = {path.name}
     parcel.add(note.name, note, "what made them")
-    own = path.with_name("README.md")
-    parcel.add("README.md", own if own.is_file() else card.encode(), "their card")
+    readme = path.with_name("README.md")
+    parcel.add("README.md", readme if readme.is_file() else card.encode(), "their card")
     if json.loads(note.read_text()).get("data", {}).get("images"):
         parcel.stays["images"] = "are named by the conversations, and are not yours to give by this command"
     return parcel
@@ -114,32 +116,36 @@ def _note_checksum(parcel: Parcel) -> None:
 
 
 def describe(parcel: Parcel, name: str, private: bool) -> Iterator[str]:
-    """Where a parcel goes, each of its files, what was hidden, and what stays."""
-    seen = "private" if private else "public"
-    yield f"to {name}, a {seen} {parcel.kind} repository; one that is there stays as visible as it is"
+    """Yield where a parcel goes, each of its files, what was hidden, and what stays."""
+    visibility = "private" if private else "public"
+    yield f"to {name}, a {visibility} {parcel.kind} repository; one that is there stays as visible as it is"
     lines: dict[str, list[Sent]] = {}
     for file, item in parcel.files.items():
-        lines.setdefault(re.sub(r"\d{5}", "*", file), []).append(item)  # the shards of a store are one line
+        # the shards of a store are one line
+        lines.setdefault(re.sub(r"\d{5}", "*", file), []).append(item)
     width = max(map(len, lines))
     for file, items in lines.items():
+        size = _size(sum(item.size for item in items))
         count = f" ({len(items)} files)" if len(items) > 1 else ""
-        yield f"  {file:<{width}}  {_size(sum(item.size for item in items)):>9}  {items[0].why}{count}"
+        yield f"  {file:<{width}}  {size:>9}  {items[0].why}{count}"
     yield f"  {len(parcel.files)} files, {_size(sum(item.size for item in parcel.files.values()))}"
     for file, words in parcel.changed.items():
-        listed = ", ".join(f"{old} is now {parcel.hidden[old]}" for old in words)
-        yield f"hidden in {file}: {listed}"
+        changes = ", ".join(f"{word} is now {parcel.hidden[word]}" for word in words)
+        yield f"hidden in {file}: {changes}"
     for file, paths in parcel.named.items():
         yield f"still named in {file}: {', '.join(paths[:5])}; edit it if others should not read that"
     for path, why in parcel.stays.items():
         yield f"stays here: {path} {why}"
 
 
-def _size(number: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000  # type: ignore[assignment]
-    return f"{number:,.2f} GB"
+def _size(count: float) -> str:
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB"):
+        count /= 1000
+        if count < 1000:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:,.2f} GB"
 
 
 def run_pull(argv: list[str]) -> None:
@@ -152,27 +158,25 @@ def run_pull(argv: list[str]) -> None:
     parser.add_argument("--revision", help="a branch, a tag or a commit")
     args = parser.parse_args(argv)
     fetched = fetch(args.name, args.out, args.revision)
+    count = len(fetched.files)
     if not fetched.new:
-        print(f"{args.out} holds all {len(fetched.files)} files of {args.name} already, with the same bytes")
+        print(f"{args.out} holds all {count} files of {args.name} already, with the same bytes")
     else:
-        count = (
-            f"{len(fetched.new)} of {len(fetched.files)} files"
-            if len(fetched.new) < len(fetched.files)
-            else f"{len(fetched.files)} files"
-        )
-        print(
-            f"{count} of {args.name} at {fetched.commit[:12]} in {args.out}, each with the checksum that the hub lists"
-        )
+        missing = f"{len(fetched.new)} of " if len(fetched.new) < count else ""
+        what = f"{missing}{count} files of {args.name} at {fetched.commit[:12]}"
+        print(f"{what} in {args.out}, each with the checksum that the hub lists")
     print(next_step(args.out))
 
 
 def next_step(folder: Path) -> str:
-    """What to do with what was fetched."""
+    """Return what to do with what was fetched."""
     if (folder / "index.json").is_file():
         return f"train on these features with features.store={folder}"
-    if answers := sorted(folder.glob("*.settings")):
+    answers = sorted(folder.glob("*.settings"))
+    if answers:
         return f"train on these conversations with data.train={answers[0].with_suffix('')}"
     if (folder / "recipe.yaml").is_file():
+        # a recipe from elsewhere may hold anything
         recipe = parse_yaml(read_text(folder, "recipe.yaml", CONFIG_BYTES), str(folder / "recipe.yaml"))
         target = recipe.get("target", {}).get("path") if isinstance(recipe, dict) else None
         return f'decode with it: eagle generate {folder} "What is a draft head?" --target {target or "TARGET"}'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from eagle.doctor import Diagnosis, examine, measure_drift
+from eagle.doctor import Diagnosis, Drift, examine, measure_drift
 from eagle.formats.checkpoint import load_head
 from eagle.formats.engines.registry import name_reader
 from eagle.formats.export import EXPORTERS, export
@@ -69,12 +69,14 @@ def run_doctor(argv: list[str]) -> None:
     parser.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
     parser.add_argument("--base", help="the head's own target; tells what it loses on TARGET, a fine-tune or adapter")
     args = parser.parse_args(argv)
-    if args.base:
-        if args.server:
-            raise ValueError("--base compares two targets without a server: got --server too, expected one of both")
-        print(drift := measure_drift(args.head, args.base, args.target, args.prompts))
-        sys.exit(int(isinstance(drift, Diagnosis) and drift.broken))
-    diagnosis = examine(args.head, args.target, args.prompts, args.server)
-    print(diagnosis)
-    if diagnosis.broken:
+    report: Diagnosis | Drift
+    if not args.base:
+        report = examine(args.head, args.target, args.prompts, args.server)
+    elif args.server:
+        raise ValueError("--base compares two targets without a server: got --server too, expected one of both")
+    else:
+        report = measure_drift(args.head, args.base, args.target, args.prompts)
+    print(report)
+    # a drift calls for training, not for repairs
+    if isinstance(report, Diagnosis) and report.broken:
         sys.exit(1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 
+from data_prep.dataset_card import dataset_card
 from eagle.disk import write_text
 from eagle.formats.card import model_card
 
@@ -17,14 +17,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--name", metavar="OWNER/NAME", help="on the hub; by default the name of the folder")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: README.md in the folder")
     args = parser.parse_args(argv)
-    folder = args.path if args.path.is_dir() else args.path.parent
-    if not args.path.exists():
-        raise ValueError(f"nothing is at {args.path}: expected a head, a feature store, or a file of conversations")
-    out = args.out or folder / "README.md"
+    path = args.path
+    if not path.exists():
+        raise ValueError(f"nothing is at {path}: expected a head, a feature store, or a file of conversations")
+    out = args.out or (path if path.is_dir() else path.parent) / "README.md"
     if out.exists():
         raise ValueError(f"{out} is there already: delete it, or name another file with --out")
-    name = args.name or (args.path.parent.name if args.path.name == "head" else args.path.stem)
-    is_head = (args.path / "model.safetensors").is_file()
-    make = model_card if is_head else import_module("data_prep.dataset_card").dataset_card
-    write_text(out, make(args.path, name))
+    # a run's head lies in a folder of the run
+    name = args.name or (path.parent.name if path.name == "head" else path.stem)
+    is_head = (path / "model.safetensors").is_file()
+    text = model_card(path, name) if is_head else dataset_card(path, name)
+    write_text(out, text)
     print(f"{out}: choose a licence in it before you publish it")
