@@ -68,7 +68,9 @@ GROUPS = {
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 LIGHT = {"recipes"}  # verbs that need no torch
 VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
-PLUGINS, TRUST_CODE = "EAGLE_PLUGINS", "EAGLE_TRUST_CODE"  # in which the processes that a verb starts are told
+# in which the processes that a verb starts are told
+PLUGINS = "EAGLE_PLUGINS"
+TRUST_CODE = "EAGLE_TRUST_CODE"
 HELP = {"-h", "--help"}
 USAGE = "usage: eagle VERB [arguments]      `eagle VERB --help` tells the arguments of one"
 
@@ -82,14 +84,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
-    """Return what runs the verb, its arguments and the status of its refusals; ends with what asks for no verb."""
-    plugins, trusts, argv = take_code_options(sys.argv[1:] if argv is None else argv)
-    name, *rest = argv or [""]
-    if name in HELP:
-        show(overview())
-    if not name:
+    """Return what runs the verb, its arguments and the status of its refusals; end if no verb is to run."""
+    plugins, trusts_heads, words = take_code_options(sys.argv[1:] if argv is None else argv)
+    if not words:
         print(overview(), file=sys.stderr)
         sys.exit(2)
+    name, *rest = words
+    if name in HELP:
+        show(overview())
     if name == "--version":
         show(f"eagle {__version__}")
     if name not in VERBS:
@@ -97,10 +99,13 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(VERBS)}"
         print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
-    if HELP & set(rest) and (text := printed_help(name)):
-        show(text)
+    if HELP & set(rest):
+        # the verb's own parser would import torch first
+        text = printed_help(name)
+        if text:
+            show(text)
     reach_stages()
-    verb = partial(run_verb, name, VERBS[name], plugins=plugins, trusts_heads=trusts)
+    verb = partial(run_verb, name, VERBS[name], plugins=plugins, trusts_heads=trusts_heads)
     return verb, rest, 2 if name in VERDICTS else 1
 
 
@@ -111,10 +116,11 @@ def show(text: str) -> NoReturn:
 
 
 def overview() -> str:
-    """Usage, and all verbs by group."""
+    """Return usage, and all verbs by group."""
     lines = [USAGE]
     for title, group in GROUPS.items():
-        lines += [f"\n{title}:", *(f"  {name:<14}{verb.about}" for name, verb in group.items())]
+        lines.append(f"\n{title}:")
+        lines += [f"  {name:<14}{verb.about}" for name, verb in group.items()]
     lines.append("\ntrain, prepare, extract, measure and lossless take --processes N: see `eagle train --help`.")
     lines.append("All verbs take --plugin PATH.py (methods of your own, by the names that they have there) and")
     lines.append("--trust-code (run the method.py beside a head that another has made: read it first).")
@@ -122,31 +128,39 @@ def overview() -> str:
 
 
 def printed_help(verb: str) -> str | None:
-    """The `--help` of a verb, from the page that is made of it: its module imports torch for seconds."""
+    """Return the `--help` of a verb, from the page that is made of it: its module imports torch for seconds."""
     if not HELP_PAGE.is_file():
         return None
-    text = re.search(rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$", HELP_PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return text[1] if text else None
+    section = rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$"
+    match = re.search(section, HELP_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return match[1] if match else None
 
 
 def reach_stages() -> None:
     """Let this process and those that it starts import data_prep, eval and recipes."""
     if str(STAGES) not in sys.path:
         sys.path.insert(0, str(STAGES))
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if str(STAGES) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(STAGES), *filter(None, paths)])
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(STAGES), *paths])
 
 
 def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:
-    """The plugins and whether heads' code is trusted, of this command line or of the process that began this one."""
+    """Return the plugins, whether heads' code is trusted, and the other arguments.
+
+    Both are those of this command line or of the process that began this one.
+    """
     parser = argparse.ArgumentParser(prog="eagle", usage=USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--plugin", action="append", default=[])
     parser.add_argument("--trust-code", action="store_true")
     args, rest = parser.parse_known_args(argv)
-    inherited = filter(None, os.environ.get(PLUGINS, "").split(os.pathsep))
-    plugins = dict.fromkeys([*inherited, *(str(Path(path).expanduser().resolve()) for path in args.plugin)])
-    return list(plugins), args.trust_code or bool(os.environ.get(TRUST_CODE)), rest
+    plugins = [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
+    for path in args.plugin:
+        # a process that begins here may run in another folder
+        absolute = str(Path(path).expanduser().resolve())
+        if absolute not in plugins:
+            plugins.append(absolute)
+    return plugins, args.trust_code or bool(os.environ.get(TRUST_CODE)), rest
 
 
 def admit_code(plugins: Sequence[str], trusts_heads: bool) -> None:

@@ -1,4 +1,4 @@
-"""The best device, its fastest dtype and number of threads, casting modules, and what crosses to a device and back."""
+"""The best device, its fastest dtype and number of threads, and transfers between it and the host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ PINNED = {"cuda"}  # devices that copy from page-locked memory while they comput
 
 
 def best_device() -> str:
-    """An accelerator where there is one, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    """Return an accelerator where there is one, else the CPU."""
+    if not torch.accelerator.is_available():
+        return "cpu"
+    accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator else "cpu"
 
 
 def check_device(name: Any) -> str:
-    """The name of a device that is there; "auto" is the best one."""
+    """Return the name of a device that is there; "auto" is the best one."""
     if isinstance(name, torch.device):
         name = str(name)
     try:
@@ -32,21 +34,24 @@ def check_device(name: Any) -> str:
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"device is {name!r}, expected 'auto', 'cpu', 'cuda' or another of torch's") from None
     backends = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}
-    if device.type in backends and (device.index or 0) >= (count := backends[device.type].device_count()):
-        raise ValueError(
-            f"device is {name!r}, and torch {torch.__version__} sees {count} of its kind: use 'auto' or 'cpu'"
-        )
+    if device.type in backends:
+        count = backends[device.type].device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(
+                f"device is {name!r}, and torch {torch.__version__} sees {count} of its kind: use 'auto' or 'cpu'"
+            )
     return str(device)
 
 
 def fastest_dtype(device: str) -> torch.dtype:
-    """bf16 where the device multiplies it by instructions of its own, else fp32: the same in every process."""
+    """Return bf16 where the device multiplies it by instructions of its own, else fp32: the same in every process."""
     if device == "cpu":
         return torch.bfloat16 if multiplies_bf16(cpu_capabilities()) else torch.float32
     if device == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     try:
-        torch.ones(2, 2, dtype=torch.bfloat16, device=device) @ torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        matrix = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        matrix @ matrix
     except (RuntimeError, TypeError):  # a device without bf16
         return torch.float32
     return torch.bfloat16
@@ -58,42 +63,43 @@ def multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """The instructions of this processor that torch's kernels may use; {} from a torch that does not tell."""
+    """Return the instructions of this processor that torch's kernels may use; {} from a torch that does not tell."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return {}
     return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def choose_threads(forward: Callable[[], Any], seconds: float = 1.0, clock: Callable[[], float] = perf_counter) -> int:
-    """Set torch's number of threads to that which makes a forward fastest; tells and returns that number."""
-    most = torch.get_num_threads()
-    best = set_fastest_threads(forward, most, seconds, clock)
-    if most > 1:
+    """Set torch's number of threads to that which makes a forward fastest; print and return that number."""
+    max_threads = torch.get_num_threads()
+    best = set_fastest_threads(forward, max_threads, seconds, clock)
+    if max_threads > 1:
         hint = "OMP_NUM_THREADS sets the most that are tried"
-        print(f"threads: {best} of {most}, by timing; {hint}", file=sys.stderr)
+        print(f"threads: {best} of {max_threads}, by timing; {hint}", file=sys.stderr)
     return best
 
 
 def set_fastest_threads(
-    forward: Callable[[], Any], most: int, seconds: float = 1.0, clock: Callable[[], float] = perf_counter
+    forward: Callable[[], Any], max_threads: int, seconds: float = 1.0, clock: Callable[[], float] = perf_counter
 ) -> int:
     """Set torch's number of threads to that which makes a forward fastest, and return it.
 
-    Tries 1, 2, 4, ... up to `most`, in turns, for about `seconds`. More threads must be clearly faster: on a busy
-    machine they wait for one another.
+    Tries 1, 2, 4, ... up to `max_threads`, in turns, for about `seconds`. More threads must be clearly faster: on a
+    busy machine they wait for one another.
     """
-    counts = [count for count in (2**power for power in range(most.bit_length())) if count < most] + [most]
-    times: dict[int, list[float]] = {count: [] for count in counts}
+    times: dict[int, list[float]] = {2**power: [] for power in range(max_threads.bit_length())}
+    times[max_threads] = []
     begin = clock()
-    while len(counts) > 1 and (len(times[most]) < 2 or clock() - begin < seconds):  # the first warms up
-        for count in counts:
+    # the first forward of each number warms up
+    while len(times) > 1 and (len(times[max_threads]) < 2 or clock() - begin < seconds):
+        for count, seconds_of_count in times.items():
             torch.set_num_threads(count)
             start = clock()
             forward()
-            times[count].append(clock() - start)
+            seconds_of_count.append(clock() - start)
     best = 1
-    for count in counts[1:]:
-        if median(times[count][1:]) < 0.9 * median(times[best][1:]):
+    for count in times:
+        if count > 1 and median(times[count][1:]) < 0.9 * median(times[best][1:]):
             best = count
     torch.set_num_threads(best)
     return best
@@ -113,53 +119,62 @@ class ThreadsOfLongWork:
         load: Callable[[], float] | None = None,
         most: int | None = None,
     ) -> None:
-        self.forward, self.clock, self.load = forward, clock, load or load_of_machine
-        self.most = most or torch.get_num_threads()
+        self.forward = forward
+        self.clock = clock
+        self.load = load or load_of_machine
+        self.max_threads = most or torch.get_num_threads()
         self.times = 0
-        self.timed_at = self.load_then = 0.0
+        self.timed_at = 0.0
+        self.load_then = 0.0
         if most is not None:
             self._note()
 
     def settle(self) -> int:
-        """Time the numbers of threads where that is due; returns the one that is set."""
+        """Time the numbers of threads where that is due; return the one that is set."""
         before = torch.get_num_threads()
         if not self._is_due():
             return before
-        best = set_fastest_threads(self.forward, self.most, clock=self.clock)
-        if not self.times or best != before:
-            print(f"threads: {best} of {self.most}, by timing", file=sys.stderr)
-        self._note()
+        is_first = self.times == 0
+        best = self._time()
+        if is_first or best != before:
+            print(f"threads: {best} of {self.max_threads}, by timing", file=sys.stderr)
         return best
 
     def faster(self) -> int | None:
-        """Time the numbers of threads where that is due; returns one that is faster than the one set, which stays."""
-        before = torch.get_num_threads()
+        """Time the numbers of threads where that is due; return one that is faster than the one set, which stays."""
         if not self._is_due():
             return None
-        best = set_fastest_threads(self.forward, self.most, clock=self.clock)
+        before = torch.get_num_threads()
+        best = self._time()
         torch.set_num_threads(before)
-        self._note()
         return None if best == before else best
+
+    def _time(self) -> int:
+        best = set_fastest_threads(self.forward, self.max_threads, clock=self.clock)
+        self._note()
+        return best
 
     def _note(self) -> None:
         """Note that the numbers were timed now, and at which load."""
         self.times += 1
-        self.timed_at, self.load_then = self.clock(), self.load()
+        self.timed_at = self.clock()
+        self.load_then = self.load()
 
     def _is_due(self) -> bool:
         """Whether to time: at first, a minute later, when the start of the work is over, and at another load."""
-        if self.most == 1:
+        if self.max_threads == 1:
             return False
-        if not self.times:
+        if self.times == 0:
             return True
         if self.clock() - self.timed_at < RETIMED_AFTER:
             return False
-        same = abs(self.load() - self.load_then) < LOAD_CHANGE  # never, where the load is not known
-        return self.times == 1 or not same
+        # nan, a load that is not known, is never the same
+        is_same_load = abs(self.load() - self.load_then) < LOAD_CHANGE
+        return self.times == 1 or not is_same_load
 
 
 def load_of_machine() -> float:
-    """How many processes run or wait to run, over the last minute; nan where the system does not tell."""
+    """Return how many processes run or wait to run, over the last minute; nan where the system does not tell."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -175,7 +190,7 @@ def in_dtype(module: Any, dtype: torch.dtype) -> Any:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, for which the host does not wait."""
+    """Return the tensor on a device, for which the host does not wait."""
     return tensor.to(device, non_blocking=True)
 
 
@@ -184,17 +199,20 @@ def must_wait(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def to_host(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one dtype in host memory, by one transfer, for which the host waits: decoding waits here alone."""
-    if len(parts) == 1:
-        return [parts[0].cpu()]
-    flat = torch.cat([part.flatten() for part in parts]).cpu() if parts else torch.empty(0)
-    pieces = flat.split([part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors of one dtype in host memory, by one transfer, for which the host waits.
+
+    Decoding waits here alone.
+    """
+    if len(tensors) < 2:
+        return [tensor.cpu() for tensor in tensors]
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    chunks = flat.split([tensor.numel() for tensor in tensors])
+    return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors, strict=True)]
 
 
 def pick_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows of [B, ..], without waiting; all of them, in their order, without a copy."""
+    """Return these rows of [B, ..], without waiting; all of them, in their order, without a copy."""
     if len(rows) == len(tensor) and list(rows) == list(range(len(rows))):
         return tensor
     return tensor[upload(torch.tensor(rows), tensor.device)]

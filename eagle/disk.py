@@ -20,13 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 LOCK = ".lock"
+ATTEMPTS = 1000  # at a lock whose folder other runs make and remove
 
 
 class DiskError(ValueError):
     """A disk refused to write; the message says it in words."""
-
-
-ATTEMPTS = 1000  # at a lock whose folder other runs make and remove
 
 
 @contextmanager
@@ -37,7 +35,7 @@ def lock_folder(folder: str | Path, *, hold: bool = True, wait: bool = False) ->
     that holds it is waited for, else it is an error.
     """
     folder = Path(folder)
-    with _leave_no_empty(folder, hold), _hold_lock(folder / LOCK, folder, hold, wait):
+    with _hold_lock(folder / LOCK, folder, hold, wait):
         yield
 
 
@@ -45,40 +43,39 @@ def lock_folder(folder: str | Path, *, hold: bool = True, wait: bool = False) ->
 def lock_path(path: str | Path, *, hold: bool = True) -> Iterator[None]:
     """Lock a file, or a folder that is replaced whole, against other runs, by a lock file beside it."""
     path = Path(path)
-    with _leave_no_empty(path.parent, hold), _hold_lock(path.with_name(path.name + LOCK), path, hold, wait=False):
+    with _hold_lock(path.with_name(path.name + LOCK), path, hold, wait=False):
         yield
-
-
-@contextmanager
-def _leave_no_empty(folder: Path, hold: bool) -> Iterator[None]:
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    finally:
-        if hold:
-            with suppress(OSError):  # it holds something
-                for path in new:
-                    path.rmdir()
 
 
 @contextmanager
 def _hold_lock(lock: Path, what: Path, hold: bool, wait: bool) -> Iterator[None]:
-    file = _acquire(lock, what, wait) if hold else None
+    if not hold:
+        yield
+        return
+    # folders that this run makes are removed with the lock if it leaves nothing in them
+    new_folders = [folder for folder in lock.parents if not folder.exists()]
+    file = None
     try:
+        file = _acquire(lock, what, wait)
         yield
     finally:
         if file is not None:
+            # removed before it is free: a run that waits sees by its inode that it must open another
             lock.unlink(missing_ok=True)
             file.close()
+        with suppress(OSError):
+            for folder in new_folders:
+                folder.rmdir()
 
 
 def _acquire(lock: Path, what: Path, wait: bool) -> TextIO | None:
-    """The lock file, locked by this process; None, with a warning, where the filesystem has no locks."""
+    """Return the lock file, locked by this process; None, with a warning, where the filesystem has no locks."""
     fault: OSError | None = None
     for _ in range(ATTEMPTS):
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            if file := _lock_file(lock, what, wait):
+            file = _lock_file(lock, what, wait)
+            if file:
                 return file
         except FileNotFoundError as error:  # another run has just removed the folder, empty; or none can be made there
             fault = error
@@ -107,6 +104,7 @@ def _lock_file(path: Path, what: Path, wait: bool) -> TextIO | None:
             f"another run is writing {what} ({file.read() or 'it began just now'}): wait for its end, stop it, "
             "or write somewhere else"
         ) from None
+    # the run that held the lock may have removed this file between opening and locking
     if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
         file.close()
         return None
@@ -117,24 +115,27 @@ def _lock_file(path: Path, what: Path, wait: bool) -> TextIO | None:
 
 
 def part_file(path: Path) -> Path:
-    """A temporary path beside a file, under which it is written until it is complete."""
+    """Return a temporary path beside a file, under which it is written until it is complete."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` unless the block fails; its folder is created."""
+    """Yield a temporary file that replaces `path` unless the block fails; its folder is created."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file to write")
-    if path.exists() and not path.is_file():  # a device or a pipe, as /dev/stdout
+    # a device or a pipe, as /dev/stdout, is written to
+    if path.exists() and not path.is_file():
         yield path
         return
-    path = path.resolve()  # a link stays, and its file is replaced
+    # a link stays, and its file is replaced
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_file(path)
     part.touch(exist_ok=False)
-    mode = part.stat().st_mode  # by the umask; safetensors would leave a file that only its owner can read
+    # by the umask: safetensors would leave a file that only its owner can read
+    mode = part.stat().st_mode
     try:
         yield part
         part.chmod(mode)
@@ -176,7 +177,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
 
 @contextmanager
 def open_tensors(path: str | Path) -> Iterator[Any]:
-    """A safetensors file, opened to be read; one that is cut off, or none, is refused by its name."""
+    """Open a safetensors file to read it; one that is cut off, or none, is refused by its name."""
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -196,9 +197,9 @@ def apply_umask(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file."""
+    """Return the checksum of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
+        for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()

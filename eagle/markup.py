@@ -16,12 +16,16 @@ class Html(str):
 
 
 def readable(text: object) -> str:
-    """The text with its control, direction and half characters spelt out, so that they act on nothing."""
-    return "".join(c if c.isprintable() or c in PLAIN else f"⟨U+{ord(c):04X}⟩" for c in str(text))
+    """Return the text with its control, direction and half characters spelt out, so that they act on nothing."""
+    characters = []
+    for character in str(text):
+        is_harmless = character.isprintable() or character in PLAIN
+        characters.append(character if is_harmless else f"⟨U+{ord(character):04X}⟩")
+    return "".join(characters)
 
 
 def html(value: object) -> Html:
-    """A value as markup: `Html` stays, an iterable is joined, everything else is escaped."""
+    """Return a value as markup: `Html` stays, an iterable is joined, everything else is escaped."""
     if isinstance(value, Html):
         return value
     if isinstance(value, Iterable) and not isinstance(value, str):
@@ -30,15 +34,24 @@ def html(value: object) -> Html:
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element; `class_` and `stroke_width` stand for `class` and `stroke-width`, None for no attribute."""
+    """Return an element.
+
+    `class_` and `stroke_width` stand for the attributes `class` and `stroke-width`; None is no attribute.
+    """
     start = f"<{name}"
     for key, value in attributes.items():
         if value is not None:
-            start += f' {key.rstrip("_").replace("_", "-")}="{escape(readable(value))}"'
-    return Html(f"{start}>" if name in VOID else f"{start}>{html(children)}</{name}>")
+            attribute = key.rstrip("_").replace("_", "-")
+            start += f' {attribute}="{escape(readable(value))}"'
+    if name in VOID:
+        return Html(f"{start}>")
+    return Html(f"{start}>{html(children)}</{name}>")
 
 
 def table(rows: Iterable[Iterable[object]], heading: Iterable[object] = ()) -> Html:
-    """A table with plain cells, which takes its colours from the page that shows it."""
-    head = tag("tr", [tag("th", cell) for cell in heading]) if heading else ""
-    return tag("table", head, [tag("tr", [tag("td", cell) for cell in row]) for row in rows])
+    """Return a table with plain cells, which takes its colours from the page that shows it."""
+    lines = [tag("tr", [tag("th", cell) for cell in heading])] if heading else []
+    for row in rows:
+        cells = [tag("td", cell) for cell in row]
+        lines.append(tag("tr", cells))
+    return tag("table", lines)

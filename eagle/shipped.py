@@ -18,15 +18,17 @@ DEMO = "recipes/tiny/demo.yaml"  # what training runs where no recipe is named
 
 
 def recipe_names() -> list[str]:
-    """The names of the recipes that come with the package, comparisons and settings of accelerate among them."""
-    return sorted(path.relative_to(RECIPES).as_posix().removesuffix(".yaml") for path in RECIPES.glob("*/*.yaml"))
+    """Return the names of the recipes that come with the package, comparisons and settings of accelerate among them."""
+    paths = RECIPES.glob("*/*.yaml")
+    return sorted(path.relative_to(RECIPES).as_posix().removesuffix(".yaml") for path in paths)
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file at this path, else the one in the package: `tiny/eagle1`, or `recipes/tiny/eagle1.yaml`."""
+    """Return the file at this path, else the one in the package: `tiny/eagle1`, or `recipes/tiny/eagle1.yaml`."""
     if Path(name).is_file():
         return Path(name)
-    short, names = str(name).removeprefix("recipes/").removesuffix(".yaml"), recipe_names()
+    short = str(name).removeprefix("recipes/").removesuffix(".yaml")
+    names = recipe_names()
     if short in names:
         return RECIPES / f"{short}.yaml"
     near = difflib.get_close_matches(short, names, n=3) or ["tiny/eagle1", "llama-3.1-8b/eagle3"]
@@ -37,8 +39,9 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def commit() -> str:
-    """The git commit that figures are measured at; of an installed package, its version."""
-    if STAGES.parent == PACKAGE:  # git would tell of the repository that the installation lies in
+    """Return the git commit that figures are measured at; of an installed package, its version."""
+    # git would tell of the repository that an installation lies in
+    if STAGES.parent == PACKAGE:
         return f"eagle {__version__}"
     command = ["git", "rev-parse", "--short", "HEAD"]
     output = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True).stdout
@@ -46,13 +49,20 @@ def commit() -> str:
 
 
 def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
-    """The values, with paths in `runs/RECIPE/` moved to `runs/TARGET/` if an override has replaced the target."""
+    """Move paths in `runs/RECIPE/` to `runs/TARGET/` if an override has replaced the target.
+
+    Args:
+        values: A recipe with its overrides.
+        original: The recipe without them.
+        overridden: The keys of the overrides, whose values stay.
+    """
     try:
         folder = Path(original["train"]["out"]).parent
-        old, new = (
-            Path(target.get("adapter") or target["path"]).name for target in (original["target"], values["target"])
-        )
+        old_name = _target_name(original["target"])
+        new_name = _target_name(values["target"])
     except (KeyError, TypeError, AttributeError):  # which parsing explains
+        return values
+    if new_name == old_name:
         return values
 
     def move(value: Any, key: str) -> Any:
@@ -60,7 +70,12 @@ def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
             return value
         if isinstance(value, dict):
             return {name: move(child, f"{key}.{name}" if key else name) for name, child in value.items()}
-        is_inside = isinstance(value, str) and value.startswith(f"{folder}/")
-        return str(folder.with_name(new) / Path(value).relative_to(folder)) if is_inside else value
+        if isinstance(value, str) and value.startswith(f"{folder}/"):
+            return str(folder.with_name(new_name) / Path(value).relative_to(folder))
+        return value
 
-    return values if new == old else move(values, "")
+    return move(values, "")
+
+
+def _target_name(target: Any) -> str:
+    return Path(target.get("adapter") or target["path"]).name

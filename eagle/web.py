@@ -16,15 +16,16 @@ USER = re.compile(r"(?<=://)(?:[^/\s]*@|[^/\s:@\[]+:(?!\d+(?:[/\s]|$))\S*@)")
 
 
 def hide_users(text: str) -> str:
-    """The text with asterisks in place of users and passwords in its addresses."""
+    """Return the text with asterisks in place of users and passwords in its addresses."""
     return USER.sub("***@", text)
 
 
 def check_address(address: str, name: str, instead: str) -> str:
-    """The address of a server; one that holds a user or a key is refused without showing it."""
+    """Return the address of a server; one that holds a user or a key is refused without showing it."""
     if not address.lower().startswith(("http://", "https://")):
-        given = "no address" if "@" in address else repr(address)  # what stands before an @ may be a key
-        raise ValueError(f"{name} is {given}, expected an address such as http://localhost:8000/v1")
+        # what is before an @ may be a key
+        shown = "no address" if "@" in address else repr(address)
+        raise ValueError(f"{name} is {shown}, expected an address such as http://localhost:8000/v1")
     if USER.search(address):
         raise ValueError(f"{name} holds a user or a key before its @, where others would read it: {instead}")
     return address
@@ -34,7 +35,9 @@ class ReaderUntil(RawIOBase):
     """What a socket receives until a deadline, however often a byte comes."""
 
     def __init__(self, sock: Any, raw: Any, deadline: float) -> None:
-        self.sock, self.raw, self.deadline = sock, raw, deadline
+        self.sock = sock
+        self.raw = raw
+        self.deadline = deadline
 
     def readable(self) -> bool:
         """Whether it can be read."""
@@ -63,13 +66,14 @@ class ResponseUntil(HTTPResponse):
 
 
 def make_opener(connect_seconds: float | None = None) -> OpenerDirector:
-    """An opener for which `timeout` limits a whole request, and `connect_seconds` the time until a connection stands.
+    """Return an opener for which `timeout` limits a whole request, and `connect_seconds` the time to connect.
 
     The timeout of Python's own opener limits a silence: a server that sends a byte a second would never end.
     """
 
     def connect(connection: Any, connect_socket: Callable[[], None]) -> None:
         seconds = connection.timeout
+        # the deadline is that of one request: a response that comes before it may be read until then
         connection.response_class = partial(ResponseUntil, deadline=monotonic() + seconds)
         connection.timeout = seconds if connect_seconds is None else connect_seconds
         connect_socket()
