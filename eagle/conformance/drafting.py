@@ -224,7 +224,7 @@ def check_noise(make: Make, target: Target) -> None:
     choose = Choose(SAMPLINGS[2])
     noise = choose.offer(target.vocab_size, target.device)
     assert choose.noise is not None
-    text, update = begin_text(drafter, target, [5, 6, 7, 5, 6], choose, noise)
+    text, update = begin_text(drafter, target, [5, 6, 7, 5, 6], choose, noise=noise)
     more = Committed(torch.tensor([7, 8]), None if update.features is None else update.features[:2], 9)
     for committed, first in ((Committed(update.tokens, update.features, 7), 6), (more, 8)):
         choose.noise.forget(99)

@@ -75,7 +75,7 @@ def reference(target: Target, prompt: Sequence[int], sampling: Sampling, count: 
     def noise_at(position: int) -> Tensor:
         return noise([position], vocab_size=target.vocab_size, device=target.device)[0]
 
-    return own_answer(target.model, prompt, count, warpers(sampling), noise_at)
+    return own_answer(target.model, prompt, count, warpers(sampling), noise=noise_at)
 
 
 def make_model(vocab_size: int = 96, width: int = 128) -> PreTrainedModel:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -28,16 +28,8 @@ class Agreement:
     in_seq: Tensor  # [K, S], whether the sequence goes on that far
     is_greedy: Tensor  # [S], whether the sequence goes on as the greedy target would
     seq_ids: Tensor  # [S], the sequence of each slot
-    context_lengths: Tensor  # [S], tokens of the sequence before the one that a slot names first
     sampled_accepted: Tensor  # [K, S], how often a sampled draft is accepted where the target chose this token
     recurrent: bool = True  # whether later levels read what the head has drafted
-
-    def between(self, start: int, end: int | None = None) -> Agreement:
-        """Return the results at slots with `start` to `end` tokens before them."""
-        inside = self.context_lengths >= start
-        if end is not None:
-            inside &= self.context_lengths < end
-        return replace(self, in_seq=self.in_seq & inside)
 
     @cached_property
     def reached(self) -> Tensor:
@@ -71,16 +63,6 @@ class Agreement:
         forced = chain_length(self.teacher_forced_rates[1:]) - 1
         return (chain_length(self.rates()[1:]) - 1) / max(forced, 1e-9)
 
-    @property
-    def tau(self) -> float:
-        """The acceptance length of a greedy chain of K drafts."""
-        return chain_length(self.rates())
-
-    def counts(self) -> Tensor:
-        """[M, 2, K], for each sequence the number of slots that reach a level and that pass it."""
-        both = torch.stack([self.reached, self.reached & self.hits]).double()  # [2, K, S]
-        return self._sum_by_seq(both).movedim(-1, 0)
-
     @cached_property
     def sampled_cycles(self) -> tuple[Tensor, Tensor]:
         """[M] tokens and [M] cycles of decoding each sequence with chains of K drafts sampled from the head."""
@@ -111,12 +93,6 @@ class Agreement:
         tokens, cycles = self.sampled_cycles
         return float(tokens.sum() / cycles.sum())
 
-    def mean_lengths(self, accepted: Tensor) -> Tensor:
-        """Return [M], 1 + the mean over slots of the number of consecutive accepted levels [K, S]."""
-        chains = (accepted.double() * self.in_seq).cumprod(0).sum(0)
-        slots = self._sum_by_seq(torch.ones_like(chains))
-        return 1 + self._sum_by_seq(chains) / slots.clamp(min=1)
-
     def _sum_by_seq(self, values: Tensor) -> Tensor:
         """Return [.., M], sums of [.., S]."""
         sums = values.new_zeros(*values.shape[:-1], int(self.seq_ids.max()) + 1)
@@ -130,11 +106,6 @@ def chain_length(rates: list[float]) -> float:
         reach *= rate
         total += reach
     return total
-
-
-def chain_lengths(counts: Tensor) -> Tensor:
-    """Return [N], acceptance lengths from counts [N, 2, K] of slots that reach and pass each level."""
-    return 1 + (counts[:, 1] / counts[:, 0].clamp(min=1)).cumprod(-1).sum(-1)
 
 
 def _look_ahead(values: Tensor, count: int) -> Tensor:
@@ -201,23 +172,19 @@ class TargetProbs:
 
 
 @torch.no_grad()
-def measure(
-    wiring: Wiring, batch: Batch, target_head: TargetHead, levels: int, reference: TargetProbs | None = None
-) -> Agreement:
+def measure(wiring: Wiring, batch: Batch, target_head: TargetHead, reference: TargetProbs | None = None) -> Agreement:
     """Run the head at every supervised slot of the sequences, each level on the states that it drafts from.
 
     Args:
         wiring: The head with its inputs.
         batch: The target's answers with its states.
         target_head: The target's own LM head, which says what the target would choose.
-        levels: The number of levels of a chain.
         reference: The target's probs after this batch's tokens, if another head was measured on them.
     """
     reference = reference or TargetProbs(batch, target_head)
     tokens = batch.tokens
     last = len(tokens) - 1
     lengths = torch.tensor(batch.lengths)
-    starts = lengths.cumsum(0) - lengths
     seq_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(tokens.device)
     # a slot is the position of the last state that a draft reads: two before the token that it names first
     slots = batch.loss_mask.nonzero()[:, 0].to(tokens.device) - 2
@@ -225,7 +192,7 @@ def measure(
     draft_tokens = draft_ids(wiring.head)
     figures = []
     in_seq = []
-    for level, (states, logits) in enumerate(wiring.draft_levels(batch, levels)):
+    for level, (states, logits) in enumerate(wiring.draft_levels(batch, wiring.levels)):
         # after the token at `position` the target chooses the one that stands, if it does, at `following`
         position = slots + 1 + level
         following = (position + 1).clamp(max=last)
@@ -243,7 +210,6 @@ def measure(
         in_seq=torch.stack(in_seq).cpu(),
         is_greedy=choices[0].long() == tokens[slots + 2].cpu(),
         seq_ids=seq_ids.cpu(),
-        context_lengths=slots.cpu() + 2 - starts[seq_ids.cpu()],
         sampled_accepted=sampled_accepted,
         recurrent=wiring.recurrent,
     )

@@ -20,7 +20,6 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.device import in_dtype
 from eagle.doctor.agreement import Agreement, TargetProbs, measure
-from eagle.doctor.contexts import examine_contexts
 from eagle.doctor.probes import Probe, list_missing, list_probes, list_removals
 from eagle.doctor.server import read_server
 from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, render_prompts, select_texts, split_texts
@@ -68,10 +67,10 @@ def examine(folder: str | Path, target_path: str, prompts: str | None = None, se
     prompt_tokens = render_prompts(target, questions, **template_kwargs)
     texts = answer_prompts(target, prompt_tokens)
     fatal = [finding for finding in findings if finding.fatal]
-    diagnosis = diagnose(head, target, texts, fatal, borrow_embedding(folder, target))
+    diagnosis = diagnose(head, target, texts, fatal, target_head=borrow_embedding(folder, target))
     assert diagnosis.figures is not None
     notes = [str(finding) for finding in findings]
-    notes += try_templates(head, target, questions, template_kwargs, diagnosis.figures)
+    notes += try_templates(head, target, questions, trained=template_kwargs, figures=diagnosis.figures)
     provenance = _read_provenance(folder)
     rates, source = _read_expected(provenance)
     if rates:
@@ -160,12 +159,8 @@ def diagnose(
     stands, refuted = weigh_findings(fatal, tried)
     notes += refuted
     verdict = decide(figures, faults, stands, _norm_shift(head))
-    fading, contexts = examine_contexts(wiring, target, texts, LEVELS)
-    if fading is not None:
-        verdict = f"{verdict}; {fading}"
-    notes.append(contexts)
     if wiring.target_head is not target.head:
-        borrowing = measure(replace(wiring, target_head=target.head), texts, target.head, wiring.levels)
+        borrowing = measure(replace(wiring, target_head=target.head), texts, target.head)
         notes.append(
             "its folder brings an embedding that is not the target's: all figures are with it, as engines read it; "
             f"with the target's greedy τ is {borrowing.greedy_tau:.3f}, with drawn drafts {borrowing.sampled_tau:.3f}"
@@ -203,7 +198,7 @@ def count_levels(head: TrainableDrafter) -> int:
 def measure_timed(wiring: Wiring, target: Target, texts: Batch) -> Agreement:
     """Return the head's agreement; print a forecast of how long its examination takes."""
     start = perf_counter()
-    figures = measure(wiring, texts, target.head, wiring.levels)
+    figures = measure(wiring, texts, target.head)
     seconds = perf_counter() - start
     count = len(list_probes(wiring, target))
     # of all answers: each probe reads a glance, the likely ones the choosing third, the candidates the rest
@@ -229,10 +224,10 @@ def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]
 def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target) -> list[Effect]:
     """Return the effect of every single change on these answers, best first."""
     reference = TargetProbs(texts, target.head)
-    before = measure(wiring, texts, target.head, wiring.levels, reference)
+    before = measure(wiring, texts, target.head, reference)
     effects = []
     for probe in progress(probes, f"changes on {len(texts.lengths)} answers", len(probes), unit="changes"):
-        after = measure(probe.change(wiring), texts, target.head, wiring.levels, reference)
+        after = measure(probe.change(wiring), texts, target.head, reference)
         effects.append(Effect(probe, before, after))
     return sorted(effects, key=lambda effect: -effect.min_share)
 
@@ -270,7 +265,7 @@ def try_templates(
         # a template may know nothing of an argument
         if prompts != usual:
             texts = answer_prompts(target, prompts)
-            after = measure(Wiring(head, target.head), texts, target.head, len(figures.hits))
+            after = measure(Wiring(head, target.head, levels=len(figures.hits)), texts, target.head)
             notes.append(
                 f"prompts rendered with {json.dumps(template_kwargs)} instead of {json.dumps(trained)}: τ "
                 f"{figures.greedy_tau:.3f} becomes {after.greedy_tau:.3f}, drawn drafts {figures.sampled_tau:.3f} "

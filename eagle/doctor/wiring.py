@@ -25,7 +25,6 @@ class Wiring:
     target_head: TargetHead
     token_back: int = 0  # by how many positions the token is read too early
     state_back: int = 0  # and the state
-    window: int | None = None  # the latest tokens of a sequence, if the head is to see no others
     recurrent: bool = True  # whether a level reads the token that the level before has drafted
     levels: int = 3  # of the chain that is examined
 
@@ -33,10 +32,8 @@ class Wiring:
         """Return for each level the states [S, ..] at all supervised slots and the function that gives logits."""
         tokens = _shift_back(batch.tokens, batch.lengths, self.token_back)
         features = _shift_back(batch.features, batch.lengths, self.state_back)
-        batch = replace(batch, tokens=tokens, features=features)
-        if self.window is not None:
-            batch = cut_seqs(batch, self.window, count)
-        return list(self.head.draft_levels(batch, self.target_head, count))
+        shifted = replace(batch, tokens=tokens, features=features)
+        return list(self.head.draft_levels(shifted, self.target_head, count))
 
     @torch.no_grad()
     def reads_drafts(self, batch: Batch) -> bool:
@@ -51,38 +48,6 @@ class Wiring:
         states, _ = levels[1]
         changed_states, _ = changed_levels[1]
         return not torch.equal(states[0], changed_states[0])
-
-
-def cut_seqs(batch: Batch, window: int, levels: int) -> Batch:
-    """Cut sequences so that each supervised slot, in the same order, has half to all of a window before it.
-
-    After its last supervised token a piece continues as far as `levels` levels read.
-    """
-    half = window // 2
-    pieces = []
-    masks = []
-    first = 0
-    for length in batch.lengths:
-        for start in range(0, length, half):
-            # rows count within the sequence, `first` is its first token in the batch
-            begin = max(start - half, 0)
-            end = min(start + half + levels + 1, length)
-            rows = torch.arange(begin, end)
-            is_inside = (rows >= start) & (rows < start + half)
-            mask = batch.loss_mask[first + rows] & is_inside
-            if mask.any():
-                pieces.append(first + rows)
-                masks.append(mask)
-        first += length
-    rows = torch.cat(pieces).to(batch.tokens.device)
-    return Batch(
-        tokens=batch.tokens[rows],
-        loss_mask=torch.cat(masks),
-        features=batch.features[rows],
-        lengths=tuple(map(len, pieces)),
-        taps=batch.taps,
-        seeds=tuple(range(len(pieces))),
-    )
 
 
 def _shift_back(rows: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:

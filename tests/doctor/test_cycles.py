@@ -49,7 +49,7 @@ def test_cycles_are_those_of_generate(kind: dict[str, Any], target: Target) -> N
     """Text by text the number of cycles that `generate` needs with a chain of the likeliest tokens."""
     head, prompts = learn(kind, target), [random_tokens(6, seed) for seed in range(3)]
     texts = answer_prompts(target, prompts, NEW, (0.0,))
-    figures = measure(Wiring(head, target.head), texts, target.head, LEVELS)
+    figures = measure(Wiring(head, target.head, levels=LEVELS), texts, target.head)
     kept, in_text = figures.hits.double(), figures.in_seq
     visits = visit_slots(kept, in_text, figures.seq_ids)
     drafter = head.bind(target.head)
@@ -106,6 +106,6 @@ def test_the_chance_of_a_drawn_draft_is_its_mean_over_texts(target: Target) -> N
     mean = 0.0
     for token in range(len(p)):
         texts.tokens[slot + 2] = token
-        figures = measure(Wiring(head, target.head), texts, target.head, 1)
+        figures = measure(Wiring(head, target.head, levels=1), texts, target.head)
         mean += float(p[token] * figures.sampled_accepted[0, 0])
     assert mean == pytest.approx(float(figures.overlap[0, 0]), abs=1e-5)

@@ -181,7 +181,7 @@ def figures_of(rate: float) -> Agreement:
     chance = torch.rand(2, 400, generator=torch.Generator().manual_seed(2))
     there, owner = torch.ones(2, 400, dtype=torch.bool), torch.arange(400) // 20
     overlap = torch.full((2, 400), rate, dtype=torch.double)
-    return Agreement(overlap, chance < rate, there, there[0], owner, torch.arange(400), overlap)
+    return Agreement(overlap, chance < rate, there, there[0], owner, overlap)
 
 
 def effect(kind: str, before: float, after: float) -> Effect:
