@@ -97,6 +97,7 @@ def set_fastest_threads(
             start = clock()
             forward()
             seconds_of_count.append(clock() - start)
+    # medians: a job beside this one may have taken one of the forwards
     best = 1
     for count in times:
         if count > 1 and median(times[count][1:]) < 0.9 * median(times[best][1:]):
@@ -183,6 +184,7 @@ def load_of_machine() -> float:
 
 def in_dtype(module: Any, dtype: torch.dtype) -> Any:
     """Cast a module's weights in place; buffers that are not saved, such as rotary frequencies, stay fp32."""
+    # what a checkpoint holds, and nothing else
     for tensor in module.state_dict(keep_vars=True).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)

@@ -26,6 +26,7 @@ def readable(text: object) -> str:
 
 def html(value: object) -> Html:
     """Return a value as markup: `Html` stays, an iterable is joined, everything else is escaped."""
+    # text of models and data is hostile until it is escaped
     if isinstance(value, Html):
         return value
     if isinstance(value, Iterable) and not isinstance(value, str):

@@ -49,6 +49,7 @@ class Pace:
 
     def add(self, answer: TimedTrace) -> None:
         """Count an answer."""
+        # the prompt's forward and its token are not counted: both ways pay the same for them
         self.tokens += sum(cycle.committed for cycle in answer.trace.cycles)
         self.seconds += answer.seconds - answer.prompt_seconds
 

@@ -59,6 +59,7 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
         raise ValueError(f"nothing to push at {path}: expected a head, an export, a feature store or answers{near}")
     if also and "recipe.yaml" not in parcel.files:
         raise ValueError(f"--also {also[0]}: exports go beside a head, and {path} is none")
+    # what lies below a head's folder stays, unless it is named
     for folder in also:
         if not is_export(folder):
             raise ValueError(f"--also {folder} holds no export: expected a folder that `eagle export` wrote")

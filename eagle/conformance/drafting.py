@@ -53,6 +53,7 @@ def check_output(
     expected: list[int],
 ) -> None:
     """Whatever is drafted, in whatever tree, the output is plain decoding's."""
+    # one drafter for all budgets: nothing of an answer may stay with it
     drafter = make()
     for budget in budgets:
         trace = generate(
@@ -98,6 +99,7 @@ def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -
 def _law_of_three(letters: Target, prompt: list[int], sampling: Sampling) -> torch.Tensor:
     """Return [LETTERS, LETTERS, LETTERS], the probability of each three tokens after the prompt."""
     law = torch.ones(LETTERS, LETTERS, LETTERS, dtype=torch.double)
+    # p(abc) = p(a) p(b | a) p(c | ab)
     for answer in product(range(LETTERS), repeat=3):
         for end in range(3):
             scores = warp(own_logits(letters.model, [*prompt, *answer[:end]])[-1:], sampling)
@@ -107,6 +109,7 @@ def _law_of_three(letters: Target, prompt: list[int], sampling: Sampling) -> tor
 
 def check_begin(make: Make, target: Target, earlier: list[int], prompt: list[int], sampling: Sampling) -> None:
     """A second sequence is drafted as if it were the first, by the noise of its own positions."""
+    # an answer to another prompt, and then the same as a fresh drafter's
     used = make()
     generate(target, used, earlier, max_new_tokens=8, stop=[])
     got = generate(target, used, prompt, sampling=sampling, max_new_tokens=16, stop=[])
@@ -132,6 +135,7 @@ def check_fork(make: Make, target: Target, budget: Budget) -> None:
         trees = state.propose(updates, dict.fromkeys(rows, budget))
         return [(row, trees[row].tokens.tolist(), trees[row].parents.tolist()) for row in rows]
 
+    # one state reads the shared tokens once and forks; the other reads them for each row
     forked = drafter.open()
     forked.admit(0)
     propose(forked, 0, 6, [0])
@@ -210,6 +214,7 @@ def check_side_by_side(make: Make, target: Target, prompts: list[list[int]], sam
 
 
 def _compare_traces(got: list[Trace], expected: list[Trace], how: str, sampling: Sampling) -> None:
+    # cycles hold the trees: equal tokens alone would not show that drafts are others
     for row, (trace, alone) in enumerate(zip(got, expected, strict=True)):
         if trace.tokens != alone.tokens or trace.cycles != alone.cycles:
             raise Fault(
@@ -227,6 +232,7 @@ def check_noise(make: Make, target: Target) -> None:
     text, update = begin_text(drafter, target, [5, 6, 7, 5, 6], choose, noise=noise)
     more = Committed(torch.tensor([7, 8]), None if update.features is None else update.features[:2], 9)
     for committed, first in ((Committed(update.tokens, update.features, 7), 6), (more, 8)):
+        # the rows of noise are made when a position is drafted for
         choose.noise.forget(99)
         # a drafter of the target's own rows sees what the target has read
         if drafter.reads.texts and committed is more:
@@ -247,6 +253,7 @@ def check_tree(make: Make, target: Target, budget: Budget) -> None:
     tree = text.propose(Committed(update.tokens, update.features, 7), budget)
     if int(tree.tokens[0]) != 7:
         raise Fault(f"a tree is rooted at {int(tree.tokens[0])}, expected 7, the root of its update")
+    # a tree of one node needs one child, whatever top_k is
     max_children = max(len(children) for children in tree.children())
     for what, got, limit in (
         ("nodes behind its root", len(tree) - 1, budget.nodes),

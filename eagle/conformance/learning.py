@@ -71,6 +71,7 @@ def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
     losses = teach(head, target, batch)
     first = losses[0]
     last = losses[-1]
+    # a term that stays as it was trains nothing
     for term in first.keys() - NOT_FALLING:
         max_share = MAX_LOSS.get(term, 1.0)
         if not last[term] < first[term] * max_share:
@@ -128,6 +129,7 @@ def check_supervised_alone(make: Make, target: Target, batch: Batch) -> None:
 def check_supervised_counts(make: Make, target: Target, batch: Batch) -> None:
     """A change inside the supervised part does change the loss: the check above can fail."""
     head = make().eval()
+    # the first sequence is supervised from its seventh token on
     features = batch.features.clone()
     features[8] += 1
     changed = replace(batch, features=features)
@@ -140,6 +142,7 @@ def check_progress(make: Make, target: Target, batch: Batch) -> None:
     head = make().train()
     losses = []
     for progress in (0.0, 0.9):
+        # the same noise, masks and anchors for both
         torch.manual_seed(1)
         losses.append(head(replace(batch, progress=progress), target.head)["total"].item())
     if not head.follows_progress and losses[0] != losses[1]:
@@ -195,6 +198,7 @@ def _check_figures(validated: dict[str, float], losses: dict[str, float]) -> Non
 def check_drafted_as_validated(make: Make, target: Target, batch: Batch) -> None:
     """A chain after each slot is accepted as far as `validate` says, once the head has learned these sequences."""
     head = make()
+    # an untrained head is hardly ever accepted
     teach(head, target, batch)
     head.eval().bind(target.head)
     sums = head.validate(batch, target.head, {"chain": CHAIN})

@@ -46,6 +46,7 @@ def own_answer(
         noise: Returns what is added to the logits of the token at a position, so that the largest is a sample.
     """
     tokens = list(prompt)
+    # T forwards over up to T tokens: slow, and free of whatever a cache may get wrong
     for _ in range(count):
         scores = own_logits(model, tokens)[-1:]
         if warp is not None:
@@ -68,6 +69,7 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
 
 def reference(target: Target, prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
     """Return the untouched model's continuation, warped by transformers, with the noise of the position at T > 0."""
+    # Gumbel noise: the largest of scores and noise is a sample, the same in every run
     noise = Choose(sampling).noise
     if noise is None:
         return own_answer(target.model, prompt, count)

@@ -56,6 +56,7 @@ def check_export(
     head = make().bind(target.head)
     if hasattr(head.settings, "fc_bias"):  # for which some layouts have no tensor
         head = make_head(method, target, fc_bias=False).bind(target.head)
+    # a refusal names its exporter, so that a user knows whom to ask
     try:
         layout = EXPORTERS[engine](head, target.config)
     except ValueError as error:

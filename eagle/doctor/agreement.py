@@ -60,6 +60,7 @@ class Agreement:
         """Tokens that later levels add from the head's own states, as a share of those from the target's states."""
         if not self.recurrent:
             return 1.0
+        # level 1 reads the target's states in both
         forced = chain_length(self.teacher_forced_rates[1:]) - 1
         return (chain_length(self.rates()[1:]) - 1) / max(forced, 1e-9)
 
@@ -78,6 +79,7 @@ class Agreement:
 
     def _count_cycles(self, accepted: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
         cycles = visit_slots(accepted, self.in_seq, self.seq_ids)
+        # a cycle adds its accepted drafts and one token that the target chooses
         tokens = cycles * (1 + expect_accepted(accepted, expected, self.in_seq))
         return self._sum_by_seq(tokens), self._sum_by_seq(cycles)
 
@@ -101,11 +103,13 @@ class Agreement:
 
 def chain_length(rates: list[float]) -> float:
     """Return the acceptance length of a chain with these acceptance rates by level."""
-    total = reach = 1.0
+    # tau = 1 + r1 + r1 r2 + r1 r2 r3 + ...
+    tau = 1.0
+    reached = 1.0
     for rate in rates:
-        reach *= rate
-        total += reach
-    return total
+        reached *= rate
+        tau += reached
+    return tau
 
 
 def _look_ahead(values: Tensor, count: int) -> Tensor:
@@ -135,6 +139,7 @@ def visit_slots(accepted: Tensor, in_seq: Tensor, seq_ids: Tensor) -> Tensor:
     begins = torch.zeros_like(padded[0])
     begins[:, 1] = 1.0
     begins[counts == 1, 0] = 1.0
+    # a cycle of n accepted drafts is followed by one that begins n + 1 slots later
     for column in range(int(counts.max())):
         for length in range(levels + 1):
             begins[:, column + length + 1] += begins[:, column] * exactly[length, :, column]
@@ -148,8 +153,9 @@ def expect_accepted(accepted: Tensor, expected: Tensor, in_seq: Tensor) -> Tenso
     over the tokens that the target might have chosen there, which has the same mean and less variance.
     """
     accepted = accepted * in_seq
-    before = torch.cat([torch.ones_like(accepted[:1]), accepted[:-1]]).cumprod(0)
-    return (before * expected * in_seq).sum(0)
+    # [K, S], the chance that a chain comes to a level
+    reached = torch.cat([torch.ones_like(accepted[:1]), accepted[:-1]]).cumprod(0)
+    return (reached * expected * in_seq).sum(0)
 
 
 class TargetProbs:
@@ -225,7 +231,9 @@ def _compare_probs(logits: Tensor, target_probs: Tensor, tokens: Tensor, draft_t
         guess = draft_tokens[guess]
         probs = torch.zeros_like(target_probs).index_add_(1, draft_tokens, probs)
     choice = target_probs.argmax(-1)
+    # a draft x from q is accepted with probability min(1, p(x) / q(x)): on average over x, sum of min(p, q)
     overlap = torch.minimum(probs, target_probs).sum(-1)
+    # given that the target has chosen x, the draft was x and accepted with probability min(p, q) / p
     p = target_probs.gather(1, tokens[:, None])[:, 0]
     q = probs.gather(1, tokens[:, None])[:, 0]
     accepted = (q / p.clamp(min=1e-30)).clamp(max=1.0)

@@ -75,6 +75,7 @@ def set_rope(names: list[str], rope_parameters: dict[str, Any]) -> Change:
     """Return a change of the rotary parameters."""
 
     def edit(head: Any) -> None:
+        # tables are made from the shape, which the copy shares with the head
         head.shape = copy.deepcopy(head.shape)
         head.shape.rope_parameters = rope_parameters
         device = next(head.parameters()).device
@@ -89,6 +90,7 @@ def set_setting(name: str, value: Any) -> Change:
 
     def edit(head: Any) -> None:
         head.settings = head.settings.model_copy(update={name: value})
+        # modules copy what they read of the settings when they are made
         for module in head.modules():
             if name in vars(module):
                 setattr(module, name, value)

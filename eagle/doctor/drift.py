@@ -46,6 +46,7 @@ class Drift:
         what = f"its drafts add {self.kept:.0%} of the tokens that they add on the base"
         if self.kept >= KEEP:
             return f"keep the head: {what}"
+        # two-sided, 95 %
         if self.pooled.errors > -1.96:
             return f"keep the head for now: {what}, which chance may explain over {self.prompts} prompts; give more"
         if self.kept >= TRAIN_ON:

@@ -176,6 +176,7 @@ def find_faults(
     faults: list[Effect] = []
     is_untrained = _is_untrained(wiring.head, figures)
     choosing, confirming = split_texts(texts, CHOOSING)
+    # greedily: the best change is made before the next one is looked for
     for _ in range(ROUNDS):
         tried = search_changes(wiring, target, choosing)
         likely = try_changes(wiring, [effect.probe for effect in tried[:CANDIDATES]], confirming, target)
@@ -215,6 +216,7 @@ def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]
     """
     count = len(texts.lengths)
     glance = select_texts(texts, 0, max(count // GLANCE, min(count, CANDIDATES)))
+    # a hundred changes are many: most of them show at a few answers that they are none
     tried = try_changes(wiring, list_probes(wiring, target), glance, target)
     likely = [effect.probe for effect in tried if not effect.is_unchanged][:LIKELY]
     unlikely = [effect for effect in tried if effect.probe not in likely]
@@ -237,6 +239,7 @@ def weigh_findings(fatal: Sequence[Finding], tried: Sequence[Effect]) -> tuple[l
     stands = []
     refuted = []
     with_target_rope = next((effect for effect in tried if effect.probe.kind == "rope"), None)
+    # a config may state another theta than the target's because the head was trained with it
     for finding in fatal:
         is_rope = finding.what.startswith("rope_theta")
         if is_rope and with_target_rope is not None and with_target_rope.is_harmful:

@@ -257,12 +257,14 @@ def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
         return
     current = dict(head.shape.rope_parameters)
     theta = current[THETA]
+    # two of the values below may be the same
     stated = f"rope theta is {theta:g} ({current.get('rope_type', 'default')})"
     tried = [current]
     for kind, meant, rope_parameters in _list_ropes(current, target):
         if rope_parameters not in tried:
             tried.append(rope_parameters)
             yield kind, f"{stated}, expected {meant}", set_rope(rotaries, rope_parameters)
+    # some formats interleave the two halves of each attention head that are rotated together
     for projections in ("qk", "q", "k"):
         names = []
         for projection in projections:

@@ -45,6 +45,7 @@ class ServerCounts:
         counted = self.tau
         if self.per_position:
             positions = min(positions, len(self.per_position))
+            # of chains of the same length
             counted = 1 + sum(self.per_position[:positions])
         expected = 1 + sum(per_position[:positions])
         text += f". {source} keeps {expected:.3f} with chains of {positions}"
@@ -91,6 +92,7 @@ def parse_metrics(text: str, source: str) -> ServerCounts:
                 by_position[position] = by_position.get(position, 0.0) + value
         elif name == LENGTH and value > 0:
             lengths.append(value)
+    # vLLM counts, SGLang shows the mean of its latest answers
     if drafts:
         rates = tuple(by_position[position] / drafts for position in sorted(by_position))
         return ServerCounts("vLLM", 1 + accepted / drafts, rates, int(drafts))

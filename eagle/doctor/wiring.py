@@ -39,6 +39,7 @@ class Wiring:
     def reads_drafts(self, batch: Batch) -> bool:
         """Whether level 2 reads the token drafted by level 1; heads that guess all levels at once do not."""
         tokens = batch.tokens.clone()
+        # another token where level 1 drafts: only what level 2 reads of it may change its states
         first_draft = batch.loss_mask.nonzero()[0, 0]
         tokens[first_draft] = 1 - tokens[first_draft].clamp(max=1)
         levels = self.draft_levels(batch, 2)
@@ -60,7 +61,10 @@ def _shift_back(rows: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
 def draft_ids(head: Any) -> Tensor | None:
     """Return [D], the tokens of the rows of a head's logits; None for all tokens."""
     d2t = dict(head.named_buffers()).get("d2t")
-    return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
+    if d2t is None:
+        return None
+    # d2t holds the offset of each row's token from the row's number
+    return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def find_tensors(head: Any, ending: str) -> list[str]:
