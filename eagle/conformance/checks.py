@@ -28,7 +28,12 @@ from eagle.target.target import Target
 
 GREEDY = drafting.SAMPLINGS[0]
 WARM = drafting.SAMPLINGS[2]
-PROMPTS = [[11, 24, 7, 24, 7, 31, 5], [9, 40, 41, 42, 40, 41, 42, 40, 13, 6], [50, 8, 17]]  # of three lengths
+# of three lengths; two repeat themselves, so that lookup methods draft
+PROMPTS = [
+    [11, 24, 7, 24, 7, 31, 5],
+    [9, 40, 41, 42, 40, 41, 42, 40, 13, 6],
+    [50, 8, 17],
+]
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class Trial:
     @property
     def taps(self) -> list[int]:
         """The states that it is trained on."""
-        return sorted({*taps_of(settings_of({"kind": self.name}, self.name), self.target.config), -1})
+        settings = settings_of({"kind": self.name}, self.name)
+        return sorted({*taps_of(settings, self.target.config), -1})
 
     @cached_property
     def examples(self) -> LiveFeatures:

@@ -27,8 +27,19 @@ from eagle.core.verify import Choose, Sampling, warp
 from eagle.decoding.decode import generate, stream
 from eagle.target.target import Target
 
-DYNAMIC = [Budget(8, 4, 3), Budget(3, 1, 3), Budget(5, 5, 1), Budget(0, 0, 0), Budget(8, 4, 3, draw="likeliest")]
-SHAPES = [chain_paths(4), PUBLISHED_TREE, best_tree([[0.5, 0.2, 0.1], [0.4, 0.3]], 12, 4)]
+# nodes, depth and children of a node
+DYNAMIC = [
+    Budget(8, 4, 3),
+    Budget(3, 1, 3),
+    Budget(5, 5, 1),
+    Budget(0, 0, 0),
+    Budget(8, 4, 3, draw="likeliest"),
+]
+SHAPES = [
+    chain_paths(4),
+    PUBLISHED_TREE,
+    best_tree([[0.5, 0.2, 0.1], [0.4, 0.3]], 12, 4),
+]
 RANKED = [*DYNAMIC, *map(Budget.fixed, SHAPES), Budget.fixed(PUBLISHED_TREE, "likeliest")]
 DRAWN = [Budget.fixed(shape, "sampled") for shape in SHAPES]
 SAMPLINGS = [
@@ -102,8 +113,9 @@ def _law_of_three(letters: Target, prompt: list[int], sampling: Sampling) -> tor
     # p(abc) = p(a) p(b | a) p(c | ab)
     for answer in product(range(LETTERS), repeat=3):
         for end in range(3):
-            scores = warp(own_logits(letters.model, [*prompt, *answer[:end]])[-1:], sampling)
-            law[answer] *= scores.softmax(-1)[0, answer[end]].item()
+            logits = own_logits(letters.model, [*prompt, *answer[:end]])
+            probs = warp(logits[-1:], sampling).softmax(-1)[0]
+            law[answer] *= probs[answer[end]].item()
     return law
 
 
@@ -128,12 +140,19 @@ def check_fork(make: Make, target: Target, budget: Budget) -> None:
     if drafter.reads.view:
         drafter.bind_target(target.view())
     shared = [5, 6, 7, 8, 5, 6, 7]
-    sequences = {0: [*shared, 8, 5, 9, 5, 6, 7, 8], 1: [*shared, 9, 5, 6, 7, 8, 5, 6]}
+    sequences = {
+        0: [*shared, 8, 5, 9, 5, 6, 7, 8],
+        1: [*shared, 9, 5, 6, 7, 8, 5, 6],
+    }
 
     def propose(state: Any, start: int, end: int, rows: list[int]) -> list[Any]:
         updates = {row: _commit(drafter, target, sequences[row], start, end) for row in rows}
         trees = state.propose(updates, dict.fromkeys(rows, budget))
-        return [(row, trees[row].tokens.tolist(), trees[row].parents.tolist()) for row in rows]
+        drafts = []
+        for row in rows:
+            tree = trees[row]
+            drafts.append((row, tree.tokens.tolist(), tree.parents.tolist()))
+        return drafts
 
     # one state reads the shared tokens once and forks; the other reads them for each row
     forked = drafter.open()
@@ -230,8 +249,10 @@ def check_noise(make: Make, target: Target) -> None:
     noise = choose.offer(target.vocab_size, target.device)
     assert choose.noise is not None
     text, update = begin_text(drafter, target, [5, 6, 7, 5, 6], choose, noise=noise)
-    more = Committed(torch.tensor([7, 8]), None if update.features is None else update.features[:2], 9)
-    for committed, first in ((Committed(update.tokens, update.features, 7), 6), (more, 8)):
+    features = update.features
+    begun = Committed(update.tokens, features, 7)
+    more = Committed(torch.tensor([7, 8]), None if features is None else features[:2], 9)
+    for committed, first in ((begun, 6), (more, 8)):
         # the rows of noise are made when a position is drafted for
         choose.noise.forget(99)
         # a drafter of the target's own rows sees what the target has read

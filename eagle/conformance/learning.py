@@ -39,7 +39,8 @@ def make_examples(target: Target, taps: list[int], *, answered: bool = False) ->
     for length in (24, 17):
         tokens = torch.randint(5, target.vocab_size, (length,), generator=generator)
         if answered:
-            tokens[PROMPT:] = torch.tensor(own_answer(target.model, tokens[:PROMPT].tolist(), length - PROMPT))
+            answer = own_answer(target.model, tokens[:PROMPT].tolist(), length - PROMPT)
+            tokens[PROMPT:] = torch.tensor(answer)
         examples.append(Example(tokens, torch.arange(length) >= PROMPT))
     return LiveFeatures(target, examples, {"taps": taps, "dtype": "float32"})
 
@@ -47,9 +48,11 @@ def make_examples(target: Target, taps: list[int], *, answered: bool = False) ->
 def divergence(head: Any, target: Target, batch: Batch) -> float:
     """Return KL(target || head): their cross-entropy without the target's entropy, which no head can learn."""
     previous = batch.loss_mask.nonzero()[:, 0] - 1
-    law = target.head.logits(batch.select_taps((-1,))[previous, 0]).log_softmax(-1)
-    entropy = -(law.exp() * law).sum(-1).mean().item()
-    return float(figures(head.validate(batch, target.head, TREES))["cross_entropy"]) - entropy
+    hidden = batch.select_taps((-1,))[previous, 0]
+    log_probs = target.head.logits(hidden).log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean().item()
+    validated = figures(head.validate(batch, target.head, TREES))
+    return float(validated["cross_entropy"]) - entropy
 
 
 def teach(head: Any, target: Target, batch: Batch) -> list[dict[str, Tensor]]:
@@ -92,7 +95,9 @@ def _loss_and_gradients(head: Any, batch: Batch, target: Target) -> tuple[float,
     head.zero_grad()
     loss = head(batch, target.head)["total"]
     loss.backward()
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in head.named_parameters()}
+    gradients = {}
+    for name, weight in head.named_parameters():
+        gradients[name] = None if weight.grad is None else weight.grad.clone()
     return loss.item(), gradients
 
 
@@ -167,7 +172,8 @@ def check_validation(make: Make, target: Target, batch: Batch, part: Callable[[i
         raise Fault(f"validate gives other sums for one text than for two: {sorted(sums.keys() ^ whole.keys())}")
     for key, value in whole.items():
         total = sums[key]
-        if total.shape != value.shape or not torch.allclose(total.double(), value.double(), rtol=1e-6, atol=1e-6):
+        same_shape = total.shape == value.shape
+        if not same_shape or not torch.allclose(total.double(), value.double(), rtol=1e-6, atol=1e-6):
             raise Fault(
                 f"validate does not add up: {key!r} of two texts is {value.tolist()}, and {total.tolist()} as the "
                 "sum of each: give sums, no means, and nothing that is drawn at random or depends on train()"
@@ -227,7 +233,8 @@ def count_drafts(head: Any, target: Target, batch: Batch) -> tuple[list[int], li
     budget = Budget.fixed(CHAIN)
     for tokens, is_supervised in zip(batch.tokens.split(batch.lengths), batch.masks, strict=True):
         # what the target chooses after each token
-        choices = target.head.logits(target.features(tokens[None], (-1,))[0, :, 0]).argmax(-1)
+        hidden = target.features(tokens[None], (-1,))[0, :, 0]
+        choices = target.head.logits(hidden).argmax(-1)
         for slot in range(2, len(tokens)):
             if not is_supervised[slot]:
                 continue

@@ -108,14 +108,17 @@ def make_model(vocab_size: int = 96, width: int = 128) -> PreTrainedModel:
 def make_letters(device: torch.device | str = "cpu") -> Target:
     """Return a target of four tokens, whose laws are neither flat nor certain."""
     model: Any = make_model(vocab_size=4, width=16)  # transformers leaves `to` without types
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        model.lm_head.weight.copy_(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)) * 0.4)
+        model.lm_head.weight.copy_(torch.randn(4, 16, generator=generator) * 0.4)
     return Target(model.to(device))
 
 
 def chi_square_p(observed: Sequence[float], expected: Sequence[float]) -> float:
     """Return the probability of counts as far from the expected ones, or farther: the tail of the chi-square law."""
-    statistic = sum((count - mean) ** 2 / mean for count, mean in zip(observed, expected, strict=True))
+    statistic = 0.0
+    for count, mean in zip(observed, expected, strict=True):
+        statistic += (count - mean) ** 2 / mean
     # Q(degrees of freedom / 2, statistic / 2), the regularised upper incomplete gamma function
     shape = torch.tensor((len(observed) - 1) / 2, dtype=torch.double)
     return float(torch.special.gammaincc(shape, torch.tensor(statistic / 2, dtype=torch.double)))

@@ -97,7 +97,8 @@ class Agreement:
 
     def _sum_by_seq(self, values: Tensor) -> Tensor:
         """Return [.., M], sums of [.., S]."""
-        sums = values.new_zeros(*values.shape[:-1], int(self.seq_ids.max()) + 1)
+        count = int(self.seq_ids.max()) + 1
+        sums = values.new_zeros(*values.shape[:-1], count)
         return sums.index_add_(-1, self.seq_ids, values)
 
 

@@ -111,7 +111,8 @@ def _is_adapter(folder: Path) -> bool:
 
 def count_cycles(target: Target, head: Any, prompts: Sequence[list[int]]) -> dict[float, Cycles]:
     """Return tokens [M] and cycles [M] of the target's answers with the head's drafts, by temperature."""
-    drafter = in_dtype(copy.deepcopy(head).to(target.device), target.model.dtype).bind(target.head)
+    drafter = copy.deepcopy(head).to(target.device)
+    drafter = in_dtype(drafter, target.model.dtype).bind(target.head)
     counts = {}
     for temperature in TEMPERATURES:
         # every answer is sampled with the same noise on both models

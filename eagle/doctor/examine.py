@@ -121,7 +121,8 @@ def borrow_embedding(folder: str | Path, target: Target) -> TargetHead:
     if entry is None or entry.shape != tuple(weight.shape) or not entry.dtype.is_floating_point:
         return target.head
     rows = stored.load(EMBEDDING)
-    target_rows = target.head.embed(torch.arange(len(weight), device=weight.device)).detach().cpu()
+    token_ids = torch.arange(len(weight), device=weight.device)
+    target_rows = target.head.embed(token_ids).detach().cpu()
     if not count_differing_rows(rows, target_rows):
         return target.head
     embedding = nn.Embedding.from_pretrained(rows.to(weight))
@@ -284,13 +285,17 @@ def _is_untrained(head: Any, figures: Agreement) -> bool:
 
 def _norm_gains(head: Any) -> list[Tensor]:
     named = head.named_parameters()
-    return [gain.detach().float() for name, gain in named if gain.dim() == 1 and "norm" in name]
+    gains = [gain for name, gain in named if gain.dim() == 1 and "norm" in name]
+    return [gain.detach().float() for gain in gains]
 
 
 def _norm_shift(head: Any) -> float:
     """Return the root mean square distance of the norms' gains from 1, their initial value; 0 without norms."""
     gains = _norm_gains(head)
-    return float((torch.cat(gains) - 1).square().mean().sqrt()) if gains else 0.0
+    if not gains:
+        return 0.0
+    distances = torch.cat(gains) - 1
+    return float(distances.square().mean().sqrt())
 
 
 @torch.no_grad()

@@ -30,13 +30,14 @@ from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.parts.decoder_block import Rotary
 from eagle.target.target import Target
 
+# What a check yields. Each is given the head, the head with its inputs, and the target.
 Found = Iterator[tuple[str, str, Change]]  # kind, fault and change
+TensorPairs = list[tuple[str, str]]  # names of tensors that are alike
 
 THETA = "rope_theta"
 COUNTED = {1: " (outputs were counted)", -1: " (they were taken for outputs)"}  # the two conventions are one apart
 GUESS = "another rope"  # of values that nothing speaks for
 ATTENTION = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
-PROJECTIONS = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", **ATTENTION}
 BRANCHES = {"mlp.down_proj": "MLP", "self_attn.o_proj": "attention"}  # the last matrix of what adds to the residual
 LAST_TOKENS = 4  # of a vocabulary, where those are that no sequence has
 MAX_TOKENS = 24  # that are tried in place of a mask token
@@ -257,8 +258,8 @@ def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
         return
     current = dict(head.shape.rope_parameters)
     theta = current[THETA]
-    # two of the values below may be the same
     stated = f"rope theta is {theta:g} ({current.get('rope_type', 'default')})"
+    # two of these may be the same, as where the target's scaling is none
     tried = [current]
     for kind, meant, rope_parameters in _list_ropes(current, target):
         if rope_parameters not in tried:
@@ -290,9 +291,12 @@ def _list_ropes(current: dict[str, Any], target: Target) -> Iterator[tuple[str, 
 
 def probe_projections(head: Any, wiring: Wiring, target: Target) -> Found:
     """Exchange two projections in all blocks."""
-    for name, peer_name in (("gate", "up"), ("q", "k"), ("k", "v"), ("q", "v")):
-        first = PROJECTIONS[name]
-        second = PROJECTIONS[peer_name]
+    for first, second in (
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("self_attn.q_proj", "self_attn.k_proj"),
+        ("self_attn.k_proj", "self_attn.v_proj"),
+        ("self_attn.q_proj", "self_attn.v_proj"),
+    ):
         # one pair in each block
         names = find_tensors(head, f"{first}.weight")
         pairs = list(zip(names, find_tensors(head, f"{second}.weight"), strict=False))
@@ -343,9 +347,10 @@ def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
     for name, tensor in head.named_parameters():
         match = re.match(r"(.*?)\.(\d+)\.(.*)", name)
         if match:
-            shapes.setdefault((match[1], match[2]), {})[match[3]] = tensor.shape
+            stack, index, rest = match.groups()
+            shapes.setdefault((stack, index), {})[rest] = tensor.shape
     # by two numbers and the stack in which both are alike, the pairs of their tensors
-    alike: dict[tuple[str, str], dict[str, list[tuple[str, str]]]] = {}
+    alike: dict[tuple[str, str], dict[str, TensorPairs]] = {}
     for (stack, first), (peer_stack, second) in combinations(shapes, 2):
         tensors = shapes[stack, first]
         if stack != peer_stack or tensors != shapes[stack, second]:
@@ -388,7 +393,8 @@ def probe_d2t(head: Any, wiring: Wiring, target: Target) -> Found:
     row_ids = torch.arange(len(draft_tokens)).to(draft_tokens)
     # what is wrong, and the tokens that the rows stand for if so
     meant: list[tuple[str, Tensor]] = []
-    if int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size and not torch.equal(d2t, draft_tokens):
+    may_be_ids = int(d2t.min()) >= 0 and int(d2t.max()) < vocab_size
+    if may_be_ids and not torch.equal(d2t, draft_tokens):
         meant.append(("holds token ids, expected offsets from the row's number", d2t.clone()))
     for t2d in find_tensors(head, "t2d"):
         marked = head.get_buffer(t2d).nonzero()[:, 0]

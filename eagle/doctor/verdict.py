@@ -118,8 +118,9 @@ class Effect:
     @property
     def only_eases(self) -> bool:
         """Whether it only makes own states less disturbing for a head that never saw them, and mends no fault."""
-        gained = self.after.rates()[0] >= (1 + MIN_GREEDY) * self.before.rates()[0]
-        return self.after.own_state_ratio < EASED and not gained
+        first_rate = self.before.rates()[0]
+        has_gained = self.after.rates()[0] >= (1 + MIN_GREEDY) * first_rate
+        return self.after.own_state_ratio < EASED and not has_gained
 
     @property
     def is_sure(self) -> bool:

@@ -55,7 +55,10 @@ def _shift_back(rows: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
     """Return [N, ..], in each sequence the rows `count` earlier; its first rows stay."""
     if count == 0:
         return rows
-    return torch.cat([torch.cat([seq[:count], seq[:-count]]) for seq in rows.split(lengths)])
+    shifted = []
+    for seq in rows.split(lengths):
+        shifted += [seq[:count], seq[:-count]]
+    return torch.cat(shifted)
 
 
 def draft_ids(head: Any) -> Tensor | None:
