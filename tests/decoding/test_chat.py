@@ -127,6 +127,7 @@ def test_a_wrong_answer_would_be_seen(
 
 def test_a_conversation_is_not_read_again(exact: Target) -> None:
     """A turn reads what is new in it, by the rows of the target's first layer."""
+    exact.describe()  # which finds out, by a text of its own, how trees are read
     rows: list[int] = []
     hook = exact.layers[0].register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[1]))
     chat = Chat(exact, load_drafter("suffix", exact), Sampling(), NEW)
