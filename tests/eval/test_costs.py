@@ -19,6 +19,7 @@ from eagle.drafters.recurrent.eagle1 import Eagle1
 from eval.result_files.answer_rows import cycle_of
 from tests.families import build, random_tokens
 from tests.modelled import seconds_of
+from tests.unrolled_heads import causal_states
 
 PROMPT = random_tokens(20, seed=3)
 BUDGETS = [Budget(6, 6, 1), Budget(8, 4, 3), Budget(3, 2, 10), Budget(25, 5, 4), Budget.fixed(PUBLISHED_TREE)]
@@ -157,7 +158,7 @@ def test_a_bare_draft_is_the_heads_forward(target: Target, head: Eagle1, size: i
     run = head.probe(11, size, scored)
     run()
     tokens, features = torch.ones(1, 11 + size, dtype=torch.long), torch.zeros(1, 11 + size, head.shape.hidden_size)
-    states = head.states(tokens, features, 0, target.head)[0]
+    states = causal_states(head, tokens, features, 0, target.head)[0]
     torch.testing.assert_close(run(), target.head.logits(states)[-scored:])
 
 

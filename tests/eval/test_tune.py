@@ -37,6 +37,7 @@ from tests.families import build, random_tokens
 from tests.modelled import seconds_of
 from tests.tables import some_tables
 from tests.trained import RECIPE
+from tests.unrolled_heads import causal_states
 
 BUDGETS = [chain(4), Budget(8, 4, 3), Budget.fixed(PUBLISHED_TREE)]
 SIZES = (1, 4, 16, 61)
@@ -131,7 +132,7 @@ def test_rates_at_the_root_are_the_heads_ranks(target: Target, guesser: Eagle1, 
         found = replay(target, guesser, told, wide)
         with torch.inference_mode():
             tokens = torch.tensor(told.tokens)
-            states = guesser.states(tokens[None, 1:], told.features[None, :-1, 0], 0, target.head)[0]
+            states = causal_states(guesser, tokens[None, 1:], told.features[None, :-1, 0], 0, target.head)[0]
         for row in record_cycles(told, found):
             root = row["context"]  # its slot reads the feature before it, and guesses the token behind it
             logits = target.head.logits(states[root - 1])
