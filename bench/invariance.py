@@ -32,7 +32,9 @@ NODES = (0, 8, 25)  # of a chain; 0 is a step by one token
 REPEATS = 7
 BUDGETS = (chain(3), chain(7), Budget(8), Budget(25))
 TEMPERATURES = (0.0, 0.7, 1.0)
-LONG = "Sum up this list in one sentence: " + ", ".join(f"item {i} costs {i * 7 % 90} dollars" for i in range(1, 75))
+LONG = "Sum up this list in one sentence: " + ", ".join(
+    f"item {i} costs {i * 7 % 90} dollars" for i in range(1, 75)
+)
 QUESTIONS = ("What is a tree?", "Write a short story about a dog.", "Count to twenty.", LONG)
 
 
@@ -73,8 +75,12 @@ def time_forwards(targets: dict[str, Target], context: int) -> list[dict[str, An
             {
                 "context": context,
                 "nodes": nodes,
-                "milliseconds": {name: round(1000 * median(values), 2) for name, values in warm.items()},
-                "ratio_low_median_high": [round(ratio, 3) for ratio in (ratios[0], median(ratios), ratios[-1])],
+                "milliseconds": {
+                    name: round(1000 * median(values), 2) for name, values in warm.items()
+                },
+                "ratio_low_median_high": [
+                    round(ratio, 3) for ratio in (ratios[0], median(ratios), ratios[-1])
+                ],
             }
         )
     return rows
@@ -146,8 +152,12 @@ def main(argv: list[str]) -> None:
     """Measure a target."""
     parser = argparse.ArgumentParser(prog="python -m bench.invariance", description=__doc__)
     parser.add_argument("target", help="a folder of save_pretrained")
-    parser.add_argument("--drafters", nargs="+", default=["ngram", "suffix"], help="methods and folders of heads")
-    parser.add_argument("--tokens", type=int, default=40, help="of an answer (default: %(default)s)")
+    parser.add_argument(
+        "--drafters", nargs="+", default=["ngram", "suffix"], help="methods and folders of heads"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=40, help="of an answer (default: %(default)s)"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

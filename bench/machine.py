@@ -70,7 +70,11 @@ def measure_peak(dtype: torch.dtype, device: str = "cpu", size: int = 2048) -> f
     return best
 
 
-def markdown(header: Sequence[object], rows: Iterable[Sequence[object]], about: Mapping[str, Any] | None = None) -> str:
+def markdown(
+    header: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    about: Mapping[str, Any] | None = None,
+) -> str:
     """Return a table as Markdown, with what it was made on below it."""
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, *rows)]
     lines.insert(1, "|---" * len(header) + "|")

@@ -153,7 +153,9 @@ class Rehearsal:
             row["peak_mb"] = max(row["peak_mb"], usage.ru_maxrss * 1024 // 10**6)
             if process.returncode:
                 printed = log.read_text()[-3000:]
-                raise ValueError(f"{stage} ended with {process.returncode}, expected 0: {shlex.join(words)}\n{printed}")
+                raise ValueError(
+                    f"{stage} ended with {process.returncode}, expected 0: {shlex.join(words)}\n{printed}"
+                )
         row["ok"] = True
         return log.read_text()
 
@@ -178,7 +180,15 @@ class Rehearsal:
             self.run(f"training, {name}", ["recipes/train_eagle.py", *self.recipe(name)])
             self.note(describe_training(self.folder / name))
         for name in self.methods:
-            command = ["-m", "eagle", "generate", self.head(name), QUESTION, "--target", self.target]
+            command = [
+                "-m",
+                "eagle",
+                "generate",
+                self.head(name),
+                QUESTION,
+                "--target",
+                self.target,
+            ]
             options = ["--compare", "--dtype", "bfloat16", "--max-new-tokens", 8]
             self.run(f"generate, {name}", [*command, *options])
         results = self.folder / self.methods[0]
@@ -195,7 +205,9 @@ class Rehearsal:
         exports = [self.folder / name / engine for engine in METHODS[name]]
         commands: list[list[object]] = []
         for path in exports:
-            commands.append(["-m", "eagle", "export", self.head(name), "--to", path.name, path, *target])
+            commands.append(
+                ["-m", "eagle", "export", self.head(name), "--to", path.name, path, *target]
+            )
         self.run(f"export, {name}", *commands)
         self.note(", ".join(METHODS[name]))
         commands = [["-m", "eagle", "inspect", path, *target] for path in exports]
@@ -264,12 +276,18 @@ def compare_heads(target_folder: str, head: str, *imported: str) -> None:
     for folder in imported:
         again = read_weights(folder)
         names = sorted(weights.keys() ^ again.keys())
-        names += [name for name in weights if name in again and not torch.equal(weights[name], again[name])]
+        names += [
+            name
+            for name in weights
+            if name in again and not torch.equal(weights[name], again[name])
+        ]
         if names:
             count = f"{len(names)} of {len(weights)} tensors differ"
             raise SystemExit(f"{folder} is not {head}: {count}, as {names[:3]}")
         if draft(target, folder) != expected:
-            raise SystemExit(f"{folder} drafts otherwise than {head}, expected the same from the same weights")
+            raise SystemExit(
+                f"{folder} drafts otherwise than {head}, expected the same from the same weights"
+            )
     num_nodes = sum(len(tokens) for tokens, _ in expected)
     print(f"{len(weights)} tensors bit-equal, {num_nodes} nodes drafted alike")
 
@@ -285,7 +303,9 @@ def read_weights(head: str) -> dict[str, Tensor]:
 def draft(target: Target, head: str) -> list[tuple[list[int], list[int]]]:
     """Return the drafted trees of a short generation, as tokens and parents."""
     target.forget()
-    trace = generate(target, load_drafter(head, target), target.chat(QUESTION), max_new_tokens=6, stop=[])
+    trace = generate(
+        target, load_drafter(head, target), target.chat(QUESTION), max_new_tokens=6, stop=[]
+    )
     return [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist()) for cycle in trace.cycles]
 
 
@@ -330,14 +350,25 @@ def table(results: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     """Run all stages, print the table and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="qwen3-0.6b")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/rehearsal", help="a new one, for all that is made")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/rehearsal.json", help="the result file")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "runs/rehearsal",
+        help="a new one, for all that is made",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs/results/rehearsal.json", help="the result file"
+    )
     args = parser.parse_args(argv)
     if args.folder.exists():
-        raise ValueError(f"{args.folder} is there already, expected a new folder: take it away, or name another")
+        raise ValueError(
+            f"{args.folder} is there already, expected a new folder: take it away, or name another"
+        )
     # in every stage
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -78,7 +78,12 @@ class Watch(StoppingCriteria):
 
 
 def decode_here(
-    target: Target, drafter: Drafter, plan: Any, prompts: Prompts, sampling: Sampling, max_new_tokens: int
+    target: Target,
+    drafter: Drafter,
+    plan: Any,
+    prompts: Prompts,
+    sampling: Sampling,
+    max_new_tokens: int,
 ) -> Timed:
     """Return figures and answers of this project's decoder; one prompt is decoded without a batch."""
     traces = [Trace() for _ in prompts]
@@ -107,7 +112,9 @@ def decode_there(
     """Return figures and answers of transformers' `generate`, prompts padded on the left."""
     # B prompts, T tokens of the longest
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    ids = torch.tensor(
+        [[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device
+    )
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     mask = torch.arange(width, device=model.device) >= width - lengths[:, None]
     draws: dict[str, Any] = {"do_sample": False}
@@ -197,7 +204,9 @@ class WideTarget:
             drafter = self.drafter(name)
             if isinstance(drafter, DraftModel):
                 return partial(_decode_assisted, self.model, drafter.model, options)
-        raise ValueError("assisted generation needs a draft model: name one in eval.drafters, or leave the arm out")
+        raise ValueError(
+            "assisted generation needs a draft model: name one in eval.drafters, or leave the arm out"
+        )
 
     def policy(self, name: str, prompts: Prompts, budget: Budget) -> Policy:
         """Return a policy that has measured the costs of cycles and learned nothing yet."""

@@ -27,7 +27,9 @@ class Setting(NamedTuple):
 CORE = Setting("1 B", "bfloat16", threads=1, context=0, batch=1, temperature=0.0)
 
 
-def compute_cells(setting: Setting, arms: Mapping[str, Rows], costs: Mapping[str, float | None]) -> list[Cell]:
+def compute_cells(
+    setting: Setting, arms: Mapping[str, Rows], costs: Mapping[str, float | None]
+) -> list[Cell]:
     """Return the figures of every arm of a setting.
 
     Args:
@@ -54,7 +56,9 @@ def compute_cells(setting: Setting, arms: Mapping[str, Rows], costs: Mapping[str
                 # transformers does not tell its cycles, and answers at T > 0 are not compared with its own
                 "tau": round(total(rows, "committed") / cycles, 3) if cycles else None,
                 "cycle": costs.get(arm),
-                "unequal": [total(compared, "unequal"), total(compared, "texts")] if compared else None,
+                "unequal": [total(compared, "unequal"), total(compared, "texts")]
+                if compared
+                else None,
             }
         )
     return cells
@@ -93,7 +97,17 @@ def table(results: dict[str, Any]) -> str:
 
 def setting_table(setting: Setting, cells: Sequence[Cell]) -> str:
     """Return the arms of one setting with their speeds."""
-    header = ("", "tokens/s", "over plain", "over `generate`", "over assisted", "τ", "cycle", "of τ / cycle", "unequal")
+    header = (
+        "",
+        "tokens/s",
+        "over plain",
+        "over `generate`",
+        "over assisted",
+        "τ",
+        "cycle",
+        "of τ / cycle",
+        "unequal",
+    )
     rows = []
     for cell in cells:
         if tuple(cell["setting"]) != setting:
@@ -104,7 +118,9 @@ def setting_table(setting: Setting, cells: Sequence[Cell]) -> str:
             share = f"{cell['over plain'][0] * cell['cycle'] / cell['tau']:.0%}"
         unequal = cell["unequal"]
         row = [cell["arm"], f"{cell['tokens/s']:.1f}"]
-        row += [show_interval(cell[key]) for key in ("over plain", "over transformers", "over assisted")]
+        row += [
+            show_interval(cell[key]) for key in ("over plain", "over transformers", "over assisted")
+        ]
         row += [show(cell["tau"]), show(cell["cycle"]), share]
         row.append(f"{unequal[0]} of {unequal[1]}" if unequal else "")
         rows.append(row)

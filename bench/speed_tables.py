@@ -21,7 +21,8 @@ from eagle.core.budget import Budget, Policy
 from eagle.core.sampling import Sampling
 from eagle.decoding.cycle_times import bare_costs
 from eagle.log import progress, script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 from eval.load_run import load_named, load_target
 from eval.prompts import encode_prompt, questions
 from eval.tune import CHAINS, Tuning, answer_prompts, chain, dynamic, search
@@ -136,7 +137,9 @@ class SpeedRun:
         return figures
 
 
-def count_unequal(arm: str, temperature: float, answers: list[list[int]], plain: list[list[int]]) -> int | None:
+def count_unequal(
+    arm: str, temperature: float, answers: list[list[int]], plain: list[list[int]]
+) -> int | None:
     """Return the number of answers unlike plain decoding's; None where they are not compared."""
     # transformers samples with noise of its own, so that its answers at T > 0 are others
     if arm == PLAIN or (arm in PEERS and temperature):
@@ -147,7 +150,9 @@ def count_unequal(arm: str, temperature: float, answers: list[list[int]], plain:
 def main(argv: list[str]) -> None:
     """Time the arms, and write and print their table."""
     parser = command_line("python -m bench.speed_tables", __doc__)
-    parser.add_argument("--size", default="1 B", help="of the widened target (default: %(default)s)")
+    parser.add_argument(
+        "--size", default="1 B", help="of the widened target (default: %(default)s)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--context", type=int, default=0, help="tokens of a prompt; 0: its own")
     parser.add_argument("--arms", nargs="+", help="only these beside 'none', as 'eagle1, chain 3'")
@@ -167,7 +172,9 @@ def main(argv: list[str]) -> None:
             temperature=temperature,
         )
         # plain decoding is always there: answers and speeds are compared with it
-        arms = [arm for arm in list_arms(recipe, batch) if arm == PLAIN or arm in (args.arms or [arm])]
+        arms = [
+            arm for arm in list_arms(recipe, batch) if arm == PLAIN or arm in (args.arms or [arm])
+        ]
         figures = run.time_arms(setting, arms)
         cells += compute_cells(setting, figures, run.costs if batch == 1 else {})
     target = Path(recipe.target.path).name

@@ -19,13 +19,21 @@ from eagle.core.examples import Example, collate
 from eagle.data.features import taps_of
 from eagle.device import PINNED
 from eagle.drafters import DRAFTERS, settings_of
-from tests.published_eagle1 import PublishedHead, padded, published_loss, published_optimizer, published_step
+from tests.published_eagle1 import (
+    PublishedHead,
+    padded,
+    published_loss,
+    published_optimizer,
+    published_step,
+)
 
 Text = tuple[int, list[list[int]]]  # the number of tokens, and spans of supervised ones
 Step = Callable[[int], object]  # an update on batch i
 
 
-def llama(vocab: int, width: int, mlp: int, heads: int, layers: int = 8, key_heads: int = 0) -> dict[str, Any]:
+def llama(
+    vocab: int, width: int, mlp: int, heads: int, layers: int = 8, key_heads: int = 0
+) -> dict[str, Any]:
     """Return the sizes of a Llama as its config names them."""
     return {
         "vocab_size": vocab,
@@ -65,7 +73,9 @@ class Work:
             for text in texts:
                 tokens, mask = self.make_text(text)
                 size = (len(tokens), num_taps, self.config["hidden_size"])
-                examples.append(Example(tokens, mask, torch.randn(size, dtype=DTYPES[self.features])))
+                examples.append(
+                    Example(tokens, mask, torch.randn(size, dtype=DTYPES[self.features]))
+                )
             batches.append(examples)
         return batches
 
@@ -125,7 +135,9 @@ def published_side(work: Work) -> tuple[Step, nn.Module]:
     batches = [padded(examples, work.device) for examples in work.make_examples(1)]
 
     def step(i: int) -> None:
-        loss = partial(published_loss, head, batches[i], embedding, target_head.weight, noise_seed=i)
+        loss = partial(
+            published_loss, head, batches[i], embedding, target_head.weight, noise_seed=i
+        )
         published_step(loss, optimizer, bf16=work.dtype == "bf16")
 
     return step, head

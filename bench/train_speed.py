@@ -51,7 +51,9 @@ def count_flops(config: dict[str, Any], texts: list[Text]) -> int:
     logits = supervised * config["vocab_size"] * width
     key_width = config["num_key_value_heads"] * config["head_dim"]
     block = keys * 2 * width * key_width
-    block += supervised * (2 * width**2 + 3 * width * config["intermediate_size"]) + 2 * pairs * width
+    block += (
+        supervised * (2 * width**2 + 3 * width * config["intermediate_size"]) + 2 * pairs * width
+    )
     forward = fc + 2 * logits + block
     # the weights of fc, the input of the student's logits, weights and inputs of the block
     backward = fc + logits + 2 * block
@@ -102,7 +104,9 @@ def measure(work: Work, rounds: int) -> Row:
     return row
 
 
-def measure_rows(dtypes: list[str], lengths: list[int], rounds: int, texts: list[Text]) -> Iterator[Row]:
+def measure_rows(
+    dtypes: list[str], lengths: list[int], rounds: int, texts: list[Text]
+) -> Iterator[Row]:
     """Yield a row for real texts cut at each length, and for a text without padding."""
     for dtype, (config, batch, num_batches), length in product(dtypes, SIZES, lengths):
         real = cut_all(texts, length)[: batch * num_batches]
@@ -128,7 +132,9 @@ def describe_work(work: Work) -> Row:
     """Return the share of supervised tokens, that of padded positions which hold a token, and the limit."""
     texts = list(chain.from_iterable(work.batches))
     tokens = sum(length for length, _ in texts)
-    supervised = sum(stop - start for start, stop in chain.from_iterable(spans for _, spans in texts))
+    supervised = sum(
+        stop - start for start, stop in chain.from_iterable(spans for _, spans in texts)
+    )
     # the published step reads every text of a batch to the end of the longest
     padded = sum(len(batch) * max(batch)[0] for batch in work.batches)
     peak = find_peak(work.dtype)
@@ -176,8 +182,12 @@ def table(results: Row) -> str:
 
 def main(argv: list[str]) -> None:
     """Measure, print the table and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024], help="tokens of a text")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[256, 1024], help="tokens of a text"
+    )
     parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS)

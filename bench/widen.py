@@ -42,7 +42,9 @@ def widen(model: nn.Module, weights: float) -> int:
     """
     mlps = find_mlps(model)
     if not mlps:
-        raise ValueError("no MLP was found to widen: expected linears into and out of more neurons than the width")
+        raise ValueError(
+            "no MLP was found to widen: expected linears into and out of more neurons than the width"
+        )
     sizes = {down.in_features for _, down in mlps}
     if len(sizes) > 1:
         raise ValueError(f"MLPs have {sorted(sizes)} neurons, expected one number")

@@ -19,7 +19,9 @@ PLAIN = {"add_special_tokens": False, "verbose": False}
 PIECE = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\s+|[^\s<\[]+|.")  # special tokens, spaces, words
 
 
-def faults(conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection) -> list[str]:
+def faults(
+    conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection
+) -> list[str]:
     """Return the faults of a mask: each supervised run must be one answer, from its first token to its end mark."""
     runs = runs_of(examples)
     answers = list(expected_answers(conversation, tokenizer, data))
@@ -42,12 +44,16 @@ def faults(conversation: Conversation, examples: Sequence[Example], tokenizer: A
             wrong.append(f"{got}, which is no answer that is learned")
             continue
         i, texts = answer
-        if not run or not any(is_covered(tokens, span, text, tokenizer, max_length=data.max_length) for text in texts):
+        if not run or not any(
+            is_covered(tokens, span, text, tokenizer, max_length=data.max_length) for text in texts
+        ):
             wrong.append(f"message {i + 1}: {got}, expected {shorten(texts[0])}")
     return [f"{conversation.id}: {reason}" for reason in wrong]
 
 
-def unlike_served(conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection) -> int:
+def unlike_served(
+    conversation: Conversation, examples: Sequence[Example], tokenizer: Any, data: DataSection
+) -> int:
     """Return how many answers follow a text that differs from the end of the serving prompt."""
     runs = runs_of(examples)
     places = weighted_places(conversation, data)
@@ -90,15 +96,24 @@ def weighted_places(conversation: Conversation, data: DataSection) -> list[int]:
     return [i for i in answers if conversation.messages[i].get("weight", 1) != 0]
 
 
-def print_messages(messages: list[Any], tools: Any, tokenizer: Any, data: DataSection, *, ask: bool = False) -> str:
+def print_messages(
+    messages: list[Any], tools: Any, tokenizer: Any, data: DataSection, *, ask: bool = False
+) -> str:
     """Return messages as the chat template prints them, with a generation prompt if asked for."""
-    options = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask, **data.template_kwargs}
+    options = {
+        "tools": tools or None,
+        "tokenize": False,
+        "add_generation_prompt": ask,
+        **data.template_kwargs,
+    }
     return tokenizer.apply_chat_template(for_template(messages, data.images), **options)
 
 
 def print_prompt(conversation: Conversation, place: int, tokenizer: Any, data: DataSection) -> str:
     """Return the serving prompt of the answer at an index."""
-    return print_messages(conversation.messages[:place], conversation.tools, tokenizer, data, ask=True)
+    return print_messages(
+        conversation.messages[:place], conversation.tools, tokenizer, data, ask=True
+    )
 
 
 def normalise(text: str, tokenizer: Any) -> str:
@@ -107,7 +122,11 @@ def normalise(text: str, tokenizer: Any) -> str:
 
 
 def expected_texts(
-    history: list[dict[str, Any]], turn: dict[str, Any], tools: Any, tokenizer: Any, data: DataSection
+    history: list[dict[str, Any]],
+    turn: dict[str, Any],
+    tools: Any,
+    tokenizer: Any,
+    data: DataSection,
 ) -> tuple[str, ...]:
     """Return the texts of one answer that may be supervised; none if the template refuses or prints no word of it."""
     placeholder = {"role": "assistant", "content": PLACEHOLDER}
@@ -154,7 +173,11 @@ def _from_starts(starts: Sequence[int], ends: Sequence[str], tail: str) -> tuple
 
 
 def mark_of_next_turn(
-    history: list[dict[str, Any]], turn: dict[str, Any], tools: Any, tokenizer: Any, data: DataSection
+    history: list[dict[str, Any]],
+    turn: dict[str, Any],
+    tools: Any,
+    tokenizer: Any,
+    data: DataSection,
 ) -> str:
     """Return what is printed after an answer if another turn follows, up to a stop token or that turn's opening.
 
@@ -227,7 +250,9 @@ def possible_marks(tail: str, following: str, stops: Sequence[str]) -> list[str]
     return solid or stopping[:1] or [text for text in texts if text.strip()][:1] or [tail]
 
 
-def is_covered(tokens: list[int], run: tuple[int, int], answer: str, tokenizer: Any, max_length: int) -> bool:
+def is_covered(
+    tokens: list[int], run: tuple[int, int], answer: str, tokenizer: Any, max_length: int
+) -> bool:
     """Return whether a run is the fewest tokens that contain an answer; of a cut answer, its beginning."""
     start, end = run
     text = decode_run(tokens, run, tokenizer)

@@ -92,7 +92,12 @@ def read_conversations(
         tally = Tally()
     parts: Iterable[Iterator[Conversation]]
     if is_mix(source):
-        rest: dict[str, Any] = {"strict": strict, "answered": answered, "allow_broken": allow_broken, "images": images}
+        rest: dict[str, Any] = {
+            "strict": strict,
+            "answered": answered,
+            "allow_broken": allow_broken,
+            "images": images,
+        }
         parts = (_read_part(part, tally, rest) for part in read_mix(source))
     else:
         # The source is opened here, so that a wrong name is an error at once.
@@ -129,12 +134,17 @@ def _watch(name: str, records: Numbered, tally: Tally, allow_broken: bool) -> Nu
             if not record.of_one_line and len(damaged) == 1:
                 # Nobody knows how many records were lost.
                 line = place_of_damage(Path(name))
-                _refuse(f"{name} is damaged{line}, at its record {number}: {record}", tally, allow_broken)
+                _refuse(
+                    f"{name} is damaged{line}, at its record {number}: {record}",
+                    tally,
+                    allow_broken,
+                )
     if len(damaged) > max(1, MOST_DAMAGED * number):
         first_number, first = damaged[0]
         if first.of_one_line:
             message = (
-                f"{len(damaged)} of {number} lines of {name} are damaged, the first is line {first_number}: {first}"
+                f"{len(damaged)} of {number} lines of {name} are damaged, "
+                f"the first is line {first_number}: {first}"
             )
             _refuse(message, tally, allow_broken)
 
@@ -153,7 +163,9 @@ def damage_error(damage: str) -> ValueError:
     )
 
 
-def _convert(name: str, records: Numbered, tally: Tally, strict: bool, **options: bool) -> Iterator[Conversation]:
+def _convert(
+    name: str, records: Numbered, tally: Tally, strict: bool, **options: bool
+) -> Iterator[Conversation]:
     """Yield the conversations among the records of one file, by options; in strict mode the first drop is an error."""
     number = 0
     for number, record in records:
@@ -183,16 +195,26 @@ def read_records(
     path = Path(source)
     suffixes = (*JSON, *TABLES)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.is_file() and _suffix(file) in suffixes)
+        files = sorted(
+            file for file in path.iterdir() if file.is_file() and _suffix(file) in suffixes
+        )
         if not files:
-            raise ValueError(f"no data in the folder {path}: expected files named {', '.join(suffixes)}")
+            raise ValueError(
+                f"no data in the folder {path}: expected files named {', '.join(suffixes)}"
+            )
         return [(str(file), _file_records(file)) for file in _files_of_split(path, files, split)]
     if path.exists():
         return [(str(path), _file_records(path))]
     name = str(source)
     # What looks like a path is a wrong path, and not the name of a dataset.
-    if _suffix(path) in (*suffixes, ".txt") or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"no file or folder at {source}: expected {', '.join(suffixes)}, or a hub dataset's name")
+    if (
+        _suffix(path) in (*suffixes, ".txt")
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+    ):
+        raise ValueError(
+            f"no file or folder at {source}: expected {', '.join(suffixes)}, or a hub dataset's name"
+        )
     return [(name, _hub_records(name, split, revision, config))]
 
 
@@ -220,7 +242,9 @@ def _is_of_split(file: Path, wanted: set[str]) -> bool:
     words = set(re.split("[^a-z]+", name))
     named = {split for split, spellings in SPLITS.items() if words.intersection(spellings)}
     # A split may have a name of its own, with digits.
-    is_named = any(re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", name) for split in wanted)
+    is_named = any(
+        re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", name) for split in wanted
+    )
     return is_named or bool(named & wanted) or not named
 
 
@@ -253,7 +277,9 @@ def _hub_records(name: str, split: str, revision: str | None, config: str | None
         dataset = load_dataset(name, split=split, revision=revision, streaming=True, **options)
     except Exception as error:
         # Errors are of many types: no such name, no network, no such split.
-        raise ValueError(f"{name}: no file or folder of this name, and as a hub dataset: {error}") from error
+        raise ValueError(
+            f"{name}: no file or folder of this name, and as a hub dataset: {error}"
+        ) from error
     yield from enumerate(dataset, 1)
 
 
@@ -262,7 +288,9 @@ def _table_records(path: Path) -> Numbered:
     kind = TABLES[_suffix(path)]
     load_dataset = _find_loader(f"{path}: a {kind} file")
     try:
-        for number, record in enumerate(load_dataset(kind, data_files=str(path), split="train", streaming=True), 1):
+        for number, record in enumerate(
+            load_dataset(kind, data_files=str(path), split="train", streaming=True), 1
+        ):
             yield number, record
     except Exception as error:
         # Each format has its own errors for damage.
@@ -272,18 +300,34 @@ def _table_records(path: Path) -> Numbered:
 
 def main(argv: list[str]) -> None:
     """Print how many records of a source are kept, dropped and noted, by reason."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.conversations", description=main.__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="a file, a folder of files, a hub dataset, or a mix")
-    parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep.conversations", description=main.__doc__
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a file, a folder of files, a hub dataset, or a mix"
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="take the first record that would be dropped as an error",
+    )
     args = parser.parse_args(argv)
     tally = Tally()
     for _ in read_conversations(args.source, tally, strict=args.strict, allow_broken=True):
         pass
     print(tally.table())
     if tally.dropped:
-        print("\nThe first that were dropped, by file and line (or number of the record):", *tally.where(), sep="\n")
+        print(
+            "\nThe first that were dropped, by file and line (or number of the record):",
+            *tally.where(),
+            sep="\n",
+        )
     if tally.broken:
-        raise SystemExit("\n".join(["", *tally.broken, "no stage reads such files without data.allow_broken=true"]))
+        raise SystemExit(
+            "\n".join(
+                ["", *tally.broken, "no stage reads such files without data.allow_broken=true"]
+            )
+        )
 
 
 if __name__ == "__main__":

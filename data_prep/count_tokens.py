@@ -18,7 +18,8 @@ from data_prep.tokens import encode, load_tokenizer
 from eagle.disk import lock_folder
 from eagle.drafters.lookup.counts import Tables, save_tables, tokenizer_identity
 from eagle.log import progress, script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 
 # Tokens whose pairs are merged at a time: 40 MB.
 CHUNK = 1 << 22
@@ -29,7 +30,9 @@ Text = tuple[Tensor, Tensor]
 """Tokens [T], and which of them [T] are counted; the others may only precede a counted one."""
 
 
-def count_texts(texts: Iterable[Text], vocab_size: int, *, pairs: bool = True, tokenizer: str | None = None) -> Tables:
+def count_texts(
+    texts: Iterable[Text], vocab_size: int, *, pairs: bool = True, tokenizer: str | None = None
+) -> Tables:
     """Return the tables of texts, from one pass that holds only the distinct pairs and about `CHUNK` tokens."""
     singles = torch.zeros(vocab_size, dtype=torch.int64)
     keys = np.zeros(0, np.int64)
@@ -47,7 +50,9 @@ def count_texts(texts: Iterable[Text], vocab_size: int, *, pairs: bool = True, t
             keys, counts = add_counts(keys, counts, new_keys[ends_pair[1:]].numpy())
     first, second = np.divmod(keys, vocab_size)
     starts = torch.from_numpy(first.searchsorted(np.arange(vocab_size + 1)))
-    return Tables(singles, starts, torch.from_numpy(second), torch.from_numpy(counts), tokenizer=tokenizer)
+    return Tables(
+        singles, starts, torch.from_numpy(second), torch.from_numpy(counts), tokenizer=tokenizer
+    )
 
 
 def join_texts(texts: Iterable[Text]) -> Iterator[list[Tensor]]:
@@ -67,7 +72,9 @@ def join_texts(texts: Iterable[Text]) -> Iterator[list[Tensor]]:
         yield [torch.cat(column) for column in zip(*pending, strict=True)]
 
 
-def add_counts(keys: np.ndarray, counts: np.ndarray, new_keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def add_counts(
+    keys: np.ndarray, counts: np.ndarray, new_keys: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return ascending keys and how often each occurs, with those in `new_keys` added."""
     unique, unique_counts = np.unique(new_keys, return_counts=True)
     keys = np.concatenate([keys, unique])
@@ -87,7 +94,9 @@ def read_file_texts(files: Iterable[Path], tokenizer: Any) -> Iterator[Text]:
     for file in files:
         last = torch.zeros(0, dtype=torch.long)
         size = file.stat().st_size
-        for piece in progress(pieces(file), file.name, size, unit="bytes", size=lambda text: len(text.encode())):
+        for piece in progress(
+            pieces(file), file.name, size, unit="bytes", size=lambda text: len(text.encode())
+        ):
             tokens = torch.cat([last, encode(piece, tokenizer)[0]])
             # The last token of the piece before is counted already; here it only begins a pair.
             yield tokens, torch.arange(len(tokens)) >= len(last)
@@ -105,7 +114,9 @@ def pieces(file: Path) -> Iterator[str]:
                 yield rest[:end]
                 rest = rest[end:]
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is no text in UTF-8: {error}; convert it, as by iconv") from error
+            raise ValueError(
+                f"{file} is no text in UTF-8: {error}; convert it, as by iconv"
+            ) from error
     if rest:
         yield rest
 
@@ -127,9 +138,17 @@ def main(argv: list[str]) -> None:
     parser = command_line("eagle count-tokens", __doc__)
     parser.add_argument("--out", required=True, help="the folder to write, as runs/tiny/bigram")
     parser.add_argument(
-        "--kind", choices=("bigram", "unigram"), default="bigram", help="pairs, or single tokens (default: bigram)"
+        "--kind",
+        choices=("bigram", "unigram"),
+        default="bigram",
+        help="pairs, or single tokens (default: bigram)",
     )
-    parser.add_argument("--text", nargs="+", type=Path, help="plain text files, instead of the recipe's conversations")
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        type=Path,
+        help="plain text files, instead of the recipe's conversations",
+    )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     absent = [str(file) for file in args.text or () if not file.is_file()]

@@ -21,7 +21,9 @@ def dataset_card(path: Path, name: str) -> str:
         return store_card(path, name)
     note = Path(f"{path}.settings")
     if not note.is_file():
-        raise ValueError(f"no card can be made of {path}: expected {note} beside it, as `eagle prepare` leaves it")
+        raise ValueError(
+            f"no card can be made of {path}: expected {note} beside it, as `eagle prepare` leaves it"
+        )
     # The card shows the contents of both, so that neither may be a link to another folder.
     for file in (path, note):
         resolve_inside(file, file.parent)
@@ -33,12 +35,20 @@ def conversations_card(path: Path, settings: dict[str, Any], name: str) -> str:
     counts: Counter[str] = Counter()
     for line in read_lines(path):
         ends = line.get("finish_reasons", [])
-        counts.update({"conversations": 1, "answers": len(ends), "answers that were cut off": ends.count("length")})
+        counts.update(
+            {
+                "conversations": 1,
+                "answers": len(ends),
+                "answers that were cut off": ends.count("length"),
+            }
+        )
     sections = [
         describe_target(settings["target"], "Answers by"),
         f"The questions come from another dataset (fingerprint `{settings['data']['source']}`). Every answer was "
         "sampled anew from this model, so that a draft head learns what the model itself writes.",
-        load_with(f'from datasets import load_dataset\n\ndata = load_dataset("{name}", split="train")'),
+        load_with(
+            f'from datasets import load_dataset\n\ndata = load_dataset("{name}", split="train")'
+        ),
         "\n".join(f"- {name}: {count:,}" for name, count in counts.items()),
         f"## Sampling\n\n```json\n{json.dumps(settings['sampling'], indent=2)}\n```",
     ]

@@ -33,9 +33,13 @@ class Reader:
     def render(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
         """Apply the chat template to messages."""
         options = {"return_dict": False, **options, **self.data.template_kwargs}
-        return self.tokenizer.apply_chat_template(for_template(messages, self.data.images), tools=tools, **options)
+        return self.tokenizer.apply_chat_template(
+            for_template(messages, self.data.images), tools=tools, **options
+        )
 
-    def ids(self, messages: Sequence[dict[str, Any]], tools: Any, images: Sequence[Source] = ()) -> list[int] | str:
+    def ids(
+        self, messages: Sequence[dict[str, Any]], tools: Any, images: Sequence[Source] = ()
+    ) -> list[int] | str:
         """Return the token ids up to where the assistant speaks, or the reason why there are none."""
         num_images = sum(turn["content"].count(MARK) for turn in messages) if images else 0
         try:
@@ -48,8 +52,14 @@ class Reader:
             # A template is a program, and may raise anything.
             reason = str(error).splitlines()[0] if str(error) else repr(error)
             return f"cut where the template refuses: {reason}"
-        max_length = min(self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1)
-        return ids if len(ids) <= max_length else "cut where the text fills data.max_length or the model"
+        max_length = min(
+            self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1
+        )
+        return (
+            ids
+            if len(ids) <= max_length
+            else "cut where the text fills data.max_length or the model"
+        )
 
     def prints(self, messages: Sequence[dict[str, Any]], tools: Any) -> bool:
         """Return whether the template prints the last message's text as it is, but for space around it."""
@@ -58,10 +68,15 @@ class Reader:
         except Exception:
             # A template is a program, and may raise anything.
             return False
-        return all((messages[-1].get(key) or "").strip() in printed for key in ("content", "reasoning_content"))
+        return all(
+            (messages[-1].get(key) or "").strip() in printed
+            for key in ("content", "reasoning_content")
+        )
 
 
-def converse(name: str, conversation: Conversation, reader: Reader, section: RegenerateSection) -> Dialogue:
+def converse(
+    name: str, conversation: Conversation, reader: Reader, section: RegenerateSection
+) -> Dialogue:
     """Ask for every answer of a conversation, with the new answers as its history; return the line of a part."""
     messages: list[dict[str, Any]] = []
     reasons: list[str] = []
@@ -84,7 +99,9 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
             break
         max_tokens = min(section.max_new_tokens, (reader.positions or sys.maxsize) - len(ids))
         paths = (as_text(image, reader.data.images) for image in conversation.images)
-        prompt = Prompt(with_images(messages, paths), tools, ids, max_tokens, request=request_key(name, i))
+        prompt = Prompt(
+            with_images(messages, paths), tools, ids, max_tokens, request=request_key(name, i)
+        )
         answer = yield prompt
         refusal = reason_to_cut(answer)
         if refusal:
@@ -112,9 +129,14 @@ def converse(name: str, conversation: Conversation, reader: Reader, section: Reg
     return {"id": name, "record": record, "notes": sorted(notes), "tokens": tokens}
 
 
-def make_record(name: str, conversation: Conversation, messages: list[dict[str, Any]]) -> dict[str, Any]:
+def make_record(
+    name: str, conversation: Conversation, messages: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the record of a conversation with new answers."""
-    record: dict[str, Any] = {"id": name, "messages": with_images(messages, map(as_text, conversation.images))}
+    record: dict[str, Any] = {
+        "id": name,
+        "messages": with_images(messages, map(as_text, conversation.images)),
+    }
     if conversation.tools:
         record["tools"] = conversation.tools
     if name != conversation.id:
@@ -163,7 +185,9 @@ def weight_of(answer: Answer, section: RegenerateSection, *, broken: bool) -> di
 class Jobs:
     """Conversations by their unique names, kept in an unnamed file until they are read in their order."""
 
-    def __init__(self, conversations: Iterable[tuple[str, Conversation]], folder: Path | None = None) -> None:
+    def __init__(
+        self, conversations: Iterable[tuple[str, Conversation]], folder: Path | None = None
+    ) -> None:
         # The folder for temporary files may be in memory. The file goes with this object.
         self.file = TemporaryFile(dir=folder if folder is not None and folder.is_dir() else None)  # noqa: SIM115
         self.names: list[str] = []
@@ -181,7 +205,9 @@ class Jobs:
             yield job
 
 
-def make_names_unique(conversations: Iterable[Conversation], samples: int = 1) -> Iterator[tuple[str, Conversation]]:
+def make_names_unique(
+    conversations: Iterable[Conversation], samples: int = 1
+) -> Iterator[tuple[str, Conversation]]:
     """Yield each conversation with its id, or `samples` times as `id#1`, `id#2`, ...; a repeated id gets its index."""
     used: set[str] = set()
     for i, conversation in enumerate(conversations):
@@ -195,4 +221,6 @@ def make_names_unique(conversations: Iterable[Conversation], samples: int = 1) -
 
 def sampling_of(section: RegenerateSection) -> dict[str, Any]:
     """Return the settings by which answers are sampled."""
-    return {key: getattr(section, key) for key in ("temperature", "top_p", "seed", "max_new_tokens")}
+    return {
+        key: getattr(section, key) for key in ("temperature", "top_p", "seed", "max_new_tokens")
+    }

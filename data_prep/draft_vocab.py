@@ -14,7 +14,8 @@ from eagle.data.identity import data_identity, folder_of
 from eagle.drafters.recurrent.reduced_vocab import save_draft_vocab
 from eagle.formats.reading.files import parse_json
 from eagle.log import script
-from eagle.recipe import Recipe, TargetSection, command_line
+from eagle.recipe import Recipe, TargetSection
+from eagle.recipe.command_lines import command_line
 
 
 def counts_of(examples: Iterable[Example], vocab_size: int) -> Tensor:
@@ -46,7 +47,9 @@ def report(counts: Tensor, size: int) -> str:
         arrow = " <-" if peer == size else ""
         lines.append(f"{peer:>9} tokens cover {coverage(counts, peer):8.3%}{arrow}")
     if distinct < size:
-        lines.append(f"only {distinct} tokens occur: the other {size - distinct} are the lowest ids that do not")
+        lines.append(
+            f"only {distinct} tokens occur: the other {size - distinct} are the lowest ids that do not"
+        )
     return "\n".join(lines)
 
 
@@ -54,13 +57,20 @@ def main(argv: list[str]) -> None:
     """Count the supervised tokens, save the most frequent, and print how many they cover."""
     parser = command_line("eagle draft-vocab", __doc__)
     parser.add_argument("--size", type=int, required=True, help="tokens in the draft vocabulary")
-    parser.add_argument("--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors")
+    parser.add_argument(
+        "--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors"
+    )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     examples = open_cache(recipe)
     counts = counts_of(examples, vocab_size_of(recipe.target))
     save_draft_vocab(args.out, counts, args.size, data_identity(recipe))
-    print(examples.tally.table(), report(counts, args.size), f"the draft vocabulary is in {args.out}", sep="\n")
+    print(
+        examples.tally.table(),
+        report(counts, args.size),
+        f"the draft vocabulary is in {args.out}",
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

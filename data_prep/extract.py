@@ -21,7 +21,8 @@ from eagle.device import best_device, fastest_dtype
 from eagle.disk import lock_folder
 from eagle.drafters import settings_of
 from eagle.log import interrupted_by_user, progress, script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 from eagle.target.borrowed import save_borrowed, target_config
 from eagle.target.loading import check_loadable
 from eagle.target.target import Target
@@ -30,10 +31,18 @@ from eagle.target.target import Target
 def main(argv: list[str]) -> None:
     """Fill, verify or forecast the recipe's feature store; every launched process does its share."""
     parser = command_line("eagle extract", __doc__.splitlines()[0])
-    parser.add_argument("--forecast", action="store_true", help="tell tokens, bytes and time, and stop")
+    parser.add_argument(
+        "--forecast", action="store_true", help="tell tokens, bytes and time, and stop"
+    )
     parser.add_argument("--verify", action="store_true", help="read every byte back")
-    parser.add_argument("--repair", action="store_true", help="compute anew what is broken, and only that")
-    parser.add_argument("--strict", action="store_true", help="take the first record that would be dropped as an error")
+    parser.add_argument(
+        "--repair", action="store_true", help="compute anew what is broken, and only that"
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="take the first record that would be dropped as an error",
+    )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     settings = settings_of(recipe.drafter.model_dump(), args.recipe)
@@ -43,7 +52,9 @@ def main(argv: list[str]) -> None:
     if args.forecast:
         print_forecast(recipe, roles, strict=args.strict)
     elif not recipe.features.store:
-        raise ValueError(f"{args.recipe} has no features.store: features are computed while training, none are stored")
+        raise ValueError(
+            f"{args.recipe} has no features.store: features are computed while training, none are stored"
+        )
     elif args.verify:
         verify_store(Path(recipe.features.store))
     else:
@@ -64,7 +75,9 @@ def print_forecast(recipe: Recipe, roles: TapRoles, *, strict: bool) -> None:
     print(forecast(target, examples, sizes, plan, parts=tensors, dtype=recipe.features.dtype))
 
 
-def fill_store(recipe: Recipe, folder: Path, roles: TapRoles, *, repair: bool, strict: bool) -> None:
+def fill_store(
+    recipe: Recipe, folder: Path, roles: TapRoles, *, repair: bool, strict: bool
+) -> None:
     """Compute this process's share of the absent shards; the first process prepares the store for all."""
     index, count, wait = world()
     target = None
@@ -81,23 +94,38 @@ def fill_store(recipe: Recipe, folder: Path, roles: TapRoles, *, repair: bool, s
     wait()
     if not repair:
         # A repair has just read every byte.
-        present = [shard for shard in range(len(store.plan)) if shard not in store.absent][index::count]
+        present = [shard for shard in range(len(store.plan)) if shard not in store.absent][
+            index::count
+        ]
         is_shown = index == 0 and bool(present)
-        for _ in progress(store.verify(present), "verify", len(present), unit="shards", show=is_shown):
+        for _ in progress(
+            store.verify(present), "verify", len(present), unit="shards", show=is_shown
+        ):
             pass
     share = absent[index::count]
     if share:
         target = target or load_target(recipe, store.identity["target"]["dtype"])
         tokens = sum(store.index["shard_tokens"][shard] for shard in share)
-        for _ in progress(extract(target, store, share), "extract", tokens, unit="tokens", size=int, show=index == 0):
+        for _ in progress(
+            extract(target, store, share),
+            "extract",
+            tokens,
+            unit="tokens",
+            size=int,
+            show=index == 0,
+        ):
             pass
     wait()
     if index == 0:
         store = FeatureStore(folder)
-        print(f"features of {len(store)} examples, taps {store.taps}, in {len(store.plan)} shards in {folder}")
+        print(
+            f"features of {len(store)} examples, taps {store.taps}, in {len(store.plan)} shards in {folder}"
+        )
 
 
-def prepare_store(recipe: Recipe, folder: Path, expected: dict[str, Any], repair: bool, strict: bool) -> Target | None:
+def prepare_store(
+    recipe: Recipe, folder: Path, expected: dict[str, Any], repair: bool, strict: bool
+) -> Target | None:
     """Create an absent store, or remove what a killed run left incomplete and what a repair finds broken."""
     target = None
     for unfinished in folder.glob("*.part"):
@@ -177,7 +205,9 @@ def verify_store(folder: Path) -> None:
     """Read every byte back; what is broken ends the command as an error that names it."""
     store = check_shards(folder)
     if store.absent:
-        raise ValueError(f"{store.describe_absent()}. The same command with --repair computes them anew, and only them")
+        raise ValueError(
+            f"{store.describe_absent()}. The same command with --repair computes them anew, and only them"
+        )
     store.borrowed_folder()
     print(f"all {len(store.plan)} shards in {folder} hold what was written")
 

@@ -201,7 +201,9 @@ def data_url(data: bytes, name: str = "") -> str:
 def for_server(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with each image as a data URL in OpenAI's format, as the server may be anywhere."""
     return [
-        {**turn, "content": list(map(_part_for_server, turn["content"]))} if isinstance(turn["content"], list) else turn
+        {**turn, "content": list(map(_part_for_server, turn["content"]))}
+        if isinstance(turn["content"], list)
+        else turn
         for turn in messages
     ]
 

@@ -21,7 +21,8 @@ from data_prep.tokens import explain_nothing, load_tokenizer, tokenize_each
 from eagle.core.examples import Example
 from eagle.disk import write_text
 from eagle.log import script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 
 SHOWN = 50  # faults
 # So many equal pieces of a text with images are shown as one.
@@ -97,7 +98,9 @@ def colour_supervised(example: Example, tokenizer: Any, *, coloured: bool = True
     return text
 
 
-def make_article(title: str, examples: Sequence[Example], wrong: Sequence[str], tokenizer: Any) -> str:
+def make_article(
+    title: str, examples: Sequence[Example], wrong: Sequence[str], tokenizer: Any
+) -> str:
     """Return a conversation in HTML; a piece of text shows its token ids on hover."""
     lines = [f"<article><h2>{html.escape(title)}</h2>"]
     lines += [f'<p class="fault">{html.escape(fault)}</p>' for fault in wrong]
@@ -114,12 +117,17 @@ def make_article(title: str, examples: Sequence[Example], wrong: Sequence[str], 
 
 def show_controls(text: str) -> str:
     """Return the text with control characters as their pictures, so that they neither hide nor act."""
-    return "".join(chr(0x2400 + ord(char)) if ord(char) < 32 and char not in "\n\t" else char for char in text)
+    return "".join(
+        chr(0x2400 + ord(char)) if ord(char) < 32 and char not in "\n\t" else char for char in text
+    )
 
 
 def make_page(articles: Sequence[str], rows: Sequence[tuple[str, str]]) -> str:
     """Return the table and all articles as one HTML file."""
-    table = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows)
+    table = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>"
+        for name, value in rows
+    )
     legend = "<p><mark>Supervised</mark> tokens are learned, others only read. Rest on a token to see its id.</p>"
     head = f"<!doctype html><html><head><meta charset='utf-8'><title>Loss mask</title><style>{STYLE}</style></head>"
     return f"{head}<body><h1>Loss mask</h1>{legend}<table>{table}</table>{''.join(articles)}</body></html>\n"
@@ -148,7 +156,9 @@ class Lengths:
             ("tokens of an example", quartiles(self.examples)),
             ("tokens of a supervised run", quartiles(self.runs)),
         ]
-        rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in tally.dropped.most_common()]
+        rows += [
+            (f"dropped: {reason}", f"{count:,}") for reason, count in tally.dropped.most_common()
+        ]
         rows += [(f"noted: {reason}", f"{count:,}") for reason, count in tally.noted.most_common()]
         return rows
 
@@ -201,7 +211,9 @@ def main(argv: list[str]) -> None:
 def make_table(rows: Sequence[tuple[str, str]], coloured: bool) -> Table:
     """Return counts and lengths as a table for the terminal."""
     legend = "black on green" if coloured else f"between {BEGIN} and {END}"
-    table = Table(show_header=False, caption=f"lengths: least / quartiles / most; {legend} is supervised")
+    table = Table(
+        show_header=False, caption=f"lengths: least / quartiles / most; {legend} is supervised"
+    )
     for name, value in rows:
         # As `Text`, so that brackets in a reason are no markup.
         table.add_row(Text(name), Text(value))

@@ -37,7 +37,9 @@ def list_runs(prompts: Mapping[str, np.ndarray]) -> list[tuple[int, str]]:
     return sorted(runs)
 
 
-def find_overlap(cache: TokenCache, prompts: Mapping[str, np.ndarray], keys: Mapping[str, int]) -> dict[str, int]:
+def find_overlap(
+    cache: TokenCache, prompts: Mapping[str, np.ndarray], keys: Mapping[str, int]
+) -> dict[str, int]:
     """Return how many examples share a run of tokens with each prompt, or ask it as a whole, most first.
 
     `prompts` are tokens by name; `keys` are those of the whole texts. Prompts that share nothing are left out.

@@ -16,7 +16,9 @@ def is_whole(out: Path, settings: dict[str, Any]) -> bool:
     """Return whether all answers exist already; those made with other settings are refused."""
     noted = read_settings(out)
     if noted is not None:
-        wrong = [f"{name} was {old!r}, is {new!r}" for name, old, new in differences(noted, settings)]
+        wrong = [
+            f"{name} was {old!r}, is {new!r}" for name, old, new in differences(noted, settings)
+        ]
         if wrong:
             note = Path(f"{out}.settings")
             parts = Path(f"{out}.parts")
@@ -38,7 +40,9 @@ def read_settings(out: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ValueError(f"{note} is damaged ({error}): remove {out}, {note} and {parts}") from None
     if not isinstance(noted, dict):
-        raise ValueError(f"{note} is damaged (it holds {noted!r:.40}, no settings): remove {out}, {note} and {parts}")
+        raise ValueError(
+            f"{note} is damaged (it holds {noted!r:.40}, no settings): remove {out}, {note} and {parts}"
+        )
     return noted
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from data_prep import inspect_mask, regenerate
 from eagle.data.features import world
 from eagle.log import script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 
 
 def main(argv: list[str]) -> None:
@@ -13,7 +14,9 @@ def main(argv: list[str]) -> None:
     parser = command_line("eagle prepare", __doc__)
     parser.add_argument("--count", default="3", help="conversations to show")
     parser.add_argument("--html", metavar="PATH", help="write them there, too")
-    parser.add_argument("--without-failed", action="store_true", help="finish without the conversations that failed")
+    parser.add_argument(
+        "--without-failed", action="store_true", help="finish without the conversations that failed"
+    )
     args = parser.parse_intermixed_args(argv)
     recipe = [args.recipe, *args.overrides]
     if Recipe.load(args.recipe, args.overrides).regenerate is not None:

@@ -31,7 +31,13 @@ from data_prep.token_cache import (
     write_manifest,
     write_shard,
 )
-from data_prep.tokens import check_supervision, examples_of, load_tokenizer, reading_options, tokenize_each
+from data_prep.tokens import (
+    check_supervision,
+    examples_of,
+    load_tokenizer,
+    reading_options,
+    tokenize_each,
+)
 from eagle.data.identity import MASK_RULES, assets_folder, data_identity, stop_ids
 from eagle.disk import lock_folder
 from eagle.log import progress
@@ -49,7 +55,9 @@ def read_examples(recipe: Recipe, *, strict: bool = False) -> TokenCache:
     """Return the recipe's examples, after a table of what was kept and dropped."""
     cache = open_cache(recipe, strict=strict)
     share = cache.supervised / cache.tokens
-    print(f"{cache.tally.table()}\n{len(cache):,} examples, {cache.lengths.sum():,} tokens, {share:.0%} supervised")
+    print(
+        f"{cache.tally.table()}\n{len(cache):,} examples, {cache.lengths.sum():,} tokens, {share:.0%} supervised"
+    )
     return cache
 
 
@@ -101,12 +109,16 @@ def fill(folder: Path, recipe: Recipe, identity: dict[str, Any], *, strict: bool
     for unfinished in folder.glob("*.part"):
         unfinished.unlink()
     tally = Tally()
-    conversations = read_conversations(recipe.data.train, tally, strict=strict, **reading_options(recipe))
+    conversations = read_conversations(
+        recipe.data.train, tally, strict=strict, **reading_options(recipe)
+    )
     jobs = enumerate(iter(lambda: list(islice(conversations, CONVERSATIONS)), []))
     workers = recipe.data.num_proc or count_processors()
     notes: list[Note] = []
     shards = write_shards(folder, recipe, jobs, workers)
-    for note in progress(shards, "tokenise", None, unit="conversations", size=lambda note: note["read"]):
+    for note in progress(
+        shards, "tokenise", None, unit="conversations", size=lambda note: note["read"]
+    ):
         notes.append(note)
         if strict and note["dropped"]:
             name_first_drop(recipe)
@@ -140,7 +152,9 @@ def write_shards(folder: Path, recipe: Recipe, jobs: Iterable[Job], workers: int
     with ProcessPoolExecutor(workers, mp_context=context, initializer=begin_worker) as pool:
         for number, conversations in chain([second], jobs):
             path = shard_path(folder, number)
-            pending.append(read_note(path) or pool.submit(tokenise_in_worker, path, conversations, recipe_text))
+            pending.append(
+                read_note(path) or pool.submit(tokenise_in_worker, path, conversations, recipe_text)
+            )
             # So many shards are read ahead, which bounds memory.
             while len(pending) > 2 * workers:
                 yield _result(pending.popleft())
@@ -166,10 +180,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def tokenise_shard(path: Path, conversations: list[Conversation], recipe: Recipe, tokenizer: Any) -> Note:
+def tokenise_shard(
+    path: Path, conversations: list[Conversation], recipe: Recipe, tokenizer: Any
+) -> Note:
     """Write one shard of a recipe's conversations; return its note."""
     tally = Tally()
-    read = [examples_of(conversation, tokenizer, recipe.data, tally) for conversation in conversations]
+    read = [
+        examples_of(conversation, tokenizer, recipe.data, tally) for conversation in conversations
+    ]
     tally.kept = sum(map(bool, read))
     return write_shard(path, read, list(map(prompt_key, conversations)), tally)
 

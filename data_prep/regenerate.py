@@ -27,13 +27,16 @@ from eagle.data.identity import data_identity
 from eagle.disk import lock_path
 from eagle.drafters import DRAFTERS
 from eagle.log import interrupted_by_user, progress, script
-from eagle.recipe import Recipe, RegenerateSection, command_line
+from eagle.recipe import Recipe, RegenerateSection
+from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target
 
 Answerer = Pool | Local
 
 
-def settings_of(recipe: Recipe, section: RegenerateSection, source: dict[str, Any]) -> dict[str, Any]:
+def settings_of(
+    recipe: Recipe, section: RegenerateSection, source: dict[str, Any]
+) -> dict[str, Any]:
     """Return all settings that determine the answers, which neither the device nor the drafter does."""
     target = recipe.target.model_dump(mode="json", exclude={"device_map"})
     sampling = {**sampling_of(section), "keep_truncated": section.keep_truncated}
@@ -70,12 +73,19 @@ def answer_all(
     wait()
     failed = {}
     share = set(jobs.names[index::count]) - done
-    dialogues = ((name, converse(name, job, reader, section)) for name, job in jobs if name in share)
+    dialogues = (
+        (name, converse(name, job, reader, section)) for name, job in jobs if name in share
+    )
     with open_part(out, index) as part:
         outcomes = answerer.run(dialogues)
         is_first = index == 0
         for name, outcome in progress(
-            outcomes, "regenerate", len(share), unit="conversations", show=is_first, note=answerer.note
+            outcomes,
+            "regenerate",
+            len(share),
+            unit="conversations",
+            show=is_first,
+            note=answerer.note,
         ):
             if isinstance(outcome, str):
                 failed[name] = outcome
@@ -93,7 +103,13 @@ def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
     notes: Counter[str] = Counter()
     for line in lines:
         reasons = line["record"]["finish_reasons"] if line["record"] else []
-        counts.update({"conversations": bool(reasons), "without an answer": not reasons, "tokens": line["tokens"]})
+        counts.update(
+            {
+                "conversations": bool(reasons),
+                "without an answer": not reasons,
+                "tokens": line["tokens"],
+            }
+        )
         counts.update({"answers": len(reasons), "truncated answers": reasons.count("length")})
         notes.update(line["notes"])
     mean = counts.pop("tokens") / counts["answers"] if counts["answers"] else 0.0
@@ -101,7 +117,13 @@ def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
     return "\n".join(f"{value:>10}  {name}" for name, value in rows.items())
 
 
-def forecast(jobs: Jobs, done: Collection[str], answerer: Answerer, reader: Reader, section: RegenerateSection) -> str:
+def forecast(
+    jobs: Jobs,
+    done: Collection[str],
+    answerer: Answerer,
+    reader: Reader,
+    section: RegenerateSection,
+) -> str:
     """Return how much there is to do, and how long it takes, by the first answers of a few conversations."""
     names = [name for name in jobs.names if name not in done]
     step = max(1, len(names) // answerer.at_once)
@@ -121,7 +143,11 @@ def forecast(jobs: Jobs, done: Collection[str], answerer: Answerer, reader: Read
     start = perf_counter()
     outcomes = [outcome for _, outcome in answerer.run(iter(dialogues))]
     seconds = perf_counter() - start
-    tokens = [outcome["tokens"] for outcome in outcomes if not isinstance(outcome, str) and outcome["record"]]
+    tokens = [
+        outcome["tokens"]
+        for outcome in outcomes
+        if not isinstance(outcome, str) and outcome["record"]
+    ]
     if not tokens:
         raise ValueError(f"no answer to forecast from: {outcomes[:3]}; correct what they name")
     return (
@@ -143,7 +169,10 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
     backoff = Backoff(section.seed)
     urls = [section.endpoint] if isinstance(section.endpoint, str) else section.endpoint
     template_kwargs = recipe.data.template_kwargs
-    endpoints = [Endpoint(url, recipe.target, section, template_kwargs, backoff=backoff, key=key) for url in urls]
+    endpoints = [
+        Endpoint(url, recipe.target, section, template_kwargs, backoff=backoff, key=key)
+        for url in urls
+    ]
     ids = Reader(tokenizer, recipe.data).render(PROBE, None, add_generation_prompt=True)
     for endpoint in endpoints:
         endpoint.check_tokenizer(ids)
@@ -155,16 +184,25 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
 def main(argv: list[str]) -> None:
     """Replace every answer, keep what is done, and print a summary."""
     parser = command_line("eagle regenerate", __doc__)
-    parser.add_argument("--forecast", action="store_true", help="say how long it would take, and stop")
-    parser.add_argument("--without-failed", action="store_true", help="finish without the conversations that failed")
+    parser.add_argument(
+        "--forecast", action="store_true", help="say how long it would take, and stop"
+    )
+    parser.add_argument(
+        "--without-failed", action="store_true", help="finish without the conversations that failed"
+    )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     section = recipe.regenerate
     if section is None:
-        raise ValueError(f"{args.recipe} has no section `regenerate`: expected one with `source` and `out`")
+        raise ValueError(
+            f"{args.recipe} has no section `regenerate`: expected one with `source` and `out`"
+        )
     is_first = world()[0] == 0
     hint = "finished answers are kept, and the same command goes on"
-    with interrupted_by_user(lambda: hint), lock_path(section.out, hold=is_first and not args.forecast):
+    with (
+        interrupted_by_user(lambda: hint),
+        lock_path(section.out, hold=is_first and not args.forecast),
+    ):
         regenerate(recipe, section, args)
 
 
@@ -195,7 +233,9 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     # Every answer is written; `data.turns` decides later which of them are learned.
     source = recipe.data.model_copy(update={"train": section.source, "turns": "all"})
     section = as_begun(section, out)
-    settings = settings_of(recipe, section, data_identity(recipe.model_copy(update={"data": source})))
+    settings = settings_of(
+        recipe, section, data_identity(recipe.model_copy(update={"data": source}))
+    )
     if is_whole(out, settings):
         say(f"{out} is whole already, with the same settings: nothing to do")
         return
@@ -209,14 +249,20 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
         return
     if index == 0:
         begin(out, settings)
-    failed = answer_all(out, jobs, answerer, reader, section=section, index=index, count=count, wait=wait)
+    failed = answer_all(
+        out, jobs, answerer, reader, section=section, index=index, count=count, wait=wait
+    )
     for name, reason in list(failed.items())[:5]:
         print(f"failed: {name}: {reason}", file=sys.stderr)
-    print(f"process {index + 1} of {count}: {answerer.summary()}" if count > 1 else answerer.summary())
+    print(
+        f"process {index + 1} of {count}: {answerer.summary()}" if count > 1 else answerer.summary()
+    )
     if index == 0:
         conclude(out, jobs.names, args.without_failed)
         if recipe.data.train != section.out:
-            print(f"data.train is {recipe.data.train}: point it to {out} to learn from these answers")
+            print(
+                f"data.train is {recipe.data.train}: point it to {out} to learn from these answers"
+            )
 
 
 def conclude(out: Path, names: list[str], without_failed: bool) -> None:

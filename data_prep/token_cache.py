@@ -39,7 +39,9 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
-def write_shard(path: Path, read: Sequence[Sequence[Example]], prompts: Sequence[int], tally: Tally) -> Note:
+def write_shard(
+    path: Path, read: Sequence[Sequence[Example]], prompts: Sequence[int], tally: Tally
+) -> Note:
     """Write the examples of each conversation and its prompt's key as a shard; return its note, which is written last.
 
     Conversations without examples are left out.
@@ -86,7 +88,9 @@ def read_note(path: Path) -> Note | None:
         return None
 
 
-def write_manifest(folder: Path, identity: dict[str, Any], notes: Sequence[Note], tally: Tally) -> None:
+def write_manifest(
+    folder: Path, identity: dict[str, Any], notes: Sequence[Note], tally: Tally
+) -> None:
     """Write the index of all examples and the manifest, with which a cache is complete."""
     # Empty tensors, so that a cache without shards has an index too.
     lengths = [torch.zeros(0, dtype=torch.int32)]
@@ -141,12 +145,16 @@ class TokenCache(Sequence[Example]):
                 counts[name] = Counter(counts[name])
             self.tally = Tally(**counts)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / MANIFEST} is damaged ({error!r}): remove {folder}; it is made anew") from None
+            raise ValueError(
+                f"{folder / MANIFEST} is damaged ({error!r}): remove {folder}; it is made anew"
+            ) from None
         # The index of each shard's first example.
         self.firsts = list(accumulate((shard["examples"] for shard in self.shards), initial=0))
         with open_tensors(folder / INDEX) as file:
             self.lengths: np.ndarray = file.get_tensor("lengths").numpy()
-            self.prompts: np.ndarray = file.get_tensor("prompts").numpy()  # keys of all conversations
+            self.prompts: np.ndarray = file.get_tensor(
+                "prompts"
+            ).numpy()  # keys of all conversations
             is_repeated = file.get_tensor("repeated").numpy()
         # The indices of the examples that are served, None for all.
         self.places: np.ndarray | None = None
@@ -179,7 +187,9 @@ class TokenCache(Sequence[Example]):
         tokens, loss_mask, ends, shared, shown = self._shard(shard)
         i = index - self.firsts[shard]
         span = slice(ends[i], ends[i + 1])
-        return Example(tokens[span].long(), loss_mask[span], shared=shared[i], shown=unpack_shown(shown, i))
+        return Example(
+            tokens[span].long(), loss_mask[span], shared=shared[i], shown=unpack_shown(shown, i)
+        )
 
     @property
     def tokens(self) -> int:
@@ -201,12 +211,18 @@ class TokenCache(Sequence[Example]):
         """Return a shard's tokens and loss mask, and of its examples the ends, shared tokens and texts of images."""
         path = shard_path(self.folder, shard)
         if not path.is_file() or sha256(path) != self.shards[shard]["sha256"]:
-            raise ValueError(f"{path} is missing or damaged: remove {self.folder / MANIFEST}; it alone is made anew")
+            raise ValueError(
+                f"{path} is missing or damaged: remove {self.folder / MANIFEST}; it alone is made anew"
+            )
         with open_tensors(path) as file:
             tokens = file.get_tensor("tokens")
             loss_mask = file.get_tensor("loss_mask")
             ends = list(accumulate(file.get_tensor("lengths").tolist(), initial=0))
             shared = file.get_tensor("shared").tolist()
             # Only shards with images have these tensors.
-            shown = {name: file.get_tensor(name) for name in ("shown", "shown_ends") if name in file.keys()}  # noqa: SIM118
+            shown = {
+                name: file.get_tensor(name)
+                for name in ("shown", "shown_ends")
+                if name in file.keys()  # noqa: SIM118
+            }
         return tokens, loss_mask, ends, shared, shown

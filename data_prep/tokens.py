@@ -38,10 +38,14 @@ def load_tokenizer(recipe: Recipe) -> Any:
     )
     if template:
         if not Path(template).is_file():
-            raise ValueError(f"no chat template at data.template = {template}: expected a Jinja file")
+            raise ValueError(
+                f"no chat template at data.template = {template}: expected a Jinja file"
+            )
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
-        raise ValueError(f"the tokenizer of {target.path} has no chat template: name a Jinja file in data.template")
+        raise ValueError(
+            f"the tokenizer of {target.path} has no chat template: name a Jinja file in data.template"
+        )
     tokenizer.init_kwargs[STOP_IDS] = stop_ids(target)
     tokenizer.init_kwargs[IMAGES] = load_image_reader(recipe)
     return tokenizer
@@ -53,7 +57,9 @@ def load_image_reader(recipe: Recipe) -> ImageReader | None:
     if folder is None:
         return None
     if not Path(folder).is_dir():
-        raise ValueError(f"no folder at data.images = {folder}: expected the one that the paths of images begin in")
+        raise ValueError(
+            f"no folder at data.images = {folder}: expected the one that the paths of images begin in"
+        )
     try:
         processor = AutoProcessor.from_pretrained(
             target.path, revision=target.revision, trust_remote_code=target.trust_remote_code
@@ -64,7 +70,9 @@ def load_image_reader(recipe: Recipe) -> ImageReader | None:
             "sees, with its preprocessor_config.json, and pillow (types that see videos need torchvision, too)"
         ) from None
     if not hasattr(processor, "image_processor"):
-        raise ValueError(f"data.images is {folder}, and {target.path} is blind: expected a model that sees")
+        raise ValueError(
+            f"data.images is {folder}, and {target.path} is blind: expected a model that sees"
+        )
     return ImageReader(processor, Path(folder))
 
 
@@ -74,7 +82,9 @@ def stop_texts(tokenizer: Any) -> list[str]:
     return [token for token in (tokenizer.eos_token, *stops) if token]
 
 
-def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tuple[list[Example], Tally]:
+def tokenize_data(
+    recipe: Recipe, tokenizer: Any, *, strict: bool = False
+) -> tuple[list[Example], Tally]:
     """Return the recipe's training examples and the tally of its conversations, without a cache."""
     tally = Tally()
     examples: list[Example] = []
@@ -89,7 +99,9 @@ def tokenize_data(recipe: Recipe, tokenizer: Any, *, strict: bool = False) -> tu
 def check_supervision(supervised: int, tokens: int, source: str, tally: Tally) -> None:
     """Refuse examples of which nothing is supervised; warn where everything is."""
     if not supervised:
-        raise ValueError(f"{explain_nothing(source, tally)}\nWhat became of its records:\n{tally.table()}")
+        raise ValueError(
+            f"{explain_nothing(source, tally)}\nWhat became of its records:\n{tally.table()}"
+        )
     if supervised == tokens:
         print("warning: every token is supervised; look at `eagle inspect-mask RECIPE`")
 
@@ -115,7 +127,9 @@ def reading_options(recipe: Recipe) -> dict[str, Any]:
     """Return how the recipe's conversations are read; an error if they are answers that do not exist yet."""
     data = recipe.data
     if recipe.regenerate and data.train == recipe.regenerate.out and not Path(data.train).exists():
-        raise ValueError(f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it")
+        raise ValueError(
+            f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it"
+        )
     return read_options(data)
 
 
@@ -146,10 +160,14 @@ def tokenize_each(
         yield conversation, examples
 
 
-def examples_of(conversation: Conversation, tokenizer: Any, data: DataSection, tally: Tally) -> list[Example]:
+def examples_of(
+    conversation: Conversation, tokenizer: Any, data: DataSection, tally: Tally
+) -> list[Example]:
     """Return the examples of a conversation: several if the template rewrites history, none if it is dropped."""
     if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} says no offsets: expected a fast tokenizer (a tokenizer.json)")
+        raise ValueError(
+            f"{type(tokenizer).__name__} says no offsets: expected a fast tokenizer (a tokenizer.json)"
+        )
     notes: set[str] = set()
     examples: list[Example] = []
     try:
@@ -187,7 +205,9 @@ def show_text(text: RenderedText, conversation: Conversation, tokenizer: Any) ->
     return reader.show(text.text, conversation.images[: text.images])
 
 
-def count_images(examples: Sequence[Example], shown: Sequence[ShownText | None], tally: Tally) -> None:
+def count_images(
+    examples: Sequence[Example], shown: Sequence[ShownText | None], tally: Tally
+) -> None:
     """Count the images of a conversation, and the tokens that stand for them in all of its examples."""
     texts = [text for text in shown if text is not None]
     if examples and texts:
@@ -196,7 +216,11 @@ def count_images(examples: Sequence[Example], shown: Sequence[ShownText | None],
 
 
 def example_of(
-    rendered: RenderedText, shown: ShownText | None, tokenizer: Any, max_length: int, notes: set[str]
+    rendered: RenderedText,
+    shown: ShownText | None,
+    tokenizer: Any,
+    max_length: int,
+    notes: set[str],
 ) -> Example | None:
     """Return the tokens of a text, supervised in its answers; None if no answer starts before `max_length`."""
     text = rendered.text
@@ -242,4 +266,6 @@ def backend_of(tokenizer: Any, size: int) -> tuple[Any, tuple[str, ...]]:
     encoder.post_processor = None
     encoder.no_truncation()
     encoder.no_padding()
-    return encoder, tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return encoder, tuple(
+        token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+    )

@@ -31,7 +31,9 @@ def print_help(verb: str) -> str:
             run_verb(verb, VERBS[verb], ["--help"])
         except SystemExit as ended:
             if ended.code:
-                raise ValueError(f"eagle {verb} --help ended with {ended.code}: {out.getvalue()}") from None
+                raise ValueError(
+                    f"eagle {verb} --help ended with {ended.code}: {out.getvalue()}"
+                ) from None
     return out.getvalue().strip()
 
 
@@ -49,7 +51,9 @@ def page() -> str:
 def write() -> None:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(prog="python -m docs_build.commands", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; end with status 1 if the page differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; end with status 1 if the page differs"
+    )
     args = parser.parse_args()
     text = page()
     if not args.check:

@@ -43,7 +43,13 @@ def measure_folder(folder: Path) -> dict[str, float]:
         counts += counted
         longest = max(longest, *sizes, 0)
     lines = max(counts["lines"], 1)
-    habits = ("nested comprehensions", "walruses", "tuple assignments", "ternaries", "calls with five arguments")
+    habits = (
+        "nested comprehensions",
+        "walruses",
+        "tuple assignments",
+        "ternaries",
+        "calls with five arguments",
+    )
     return {
         "tokens": counts["tokens"],
         "tokens a line": round(counts["tokens"] / lines, 2),

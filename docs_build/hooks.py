@@ -12,7 +12,11 @@ from mkdocs.structure.pages import Page
 from docs_build.links import find_links
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+PAGES = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "README.md": "index.md",
+}
 ORIGINS = {page: origin for origin, page in PAGES.items() if origin != "README.md"}
 
 
@@ -26,7 +30,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for link in find_links(file.content_string):
             path = path_in_repository(file.src_uri, link[0])
             # a page of the site needs no copy
-            if path is not None and site_path(path).startswith("source/") and (ROOT / path).is_file():
+            if (
+                path is not None
+                and site_path(path).startswith("source/")
+                and (ROOT / path).is_file()
+            ):
                 copied.add(path)
     for path in sorted(copied):
         files.append(File.generated(config, site_path(path), content=(ROOT / path).read_text()))

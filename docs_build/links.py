@@ -171,7 +171,9 @@ def documents() -> list[Path]:
 def main() -> None:
     """Print what is wrong, and end with status 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m docs_build.links", description=__doc__)
-    parser.add_argument("site", nargs="?", type=Path, help="a built site; without, the Markdown files are checked")
+    parser.add_argument(
+        "site", nargs="?", type=Path, help="a built site; without, the Markdown files are checked"
+    )
     site = parser.parse_args().site
     if site is not None and not (site / "index.html").is_file():
         sys.exit(f"no site at {site}: expected a folder with index.html, which `make docs` builds")

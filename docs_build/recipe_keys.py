@@ -30,7 +30,14 @@ A recipe is a YAML file with one section for each part of a run. Every command t
 recipe to replace a value. An unknown key is an error that names the nearest known one. The comments in the recipes that
 come with eagle say where their values come from.
 """
-NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value", NoneType: "null"}
+NAMES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Any: "any value",
+    NoneType: "null",
+}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -45,7 +52,11 @@ def comments_of(model: type) -> dict[str, str]:
         (parsed,) = ast.parse(source).body
         assert isinstance(parsed, ast.ClassDef)
         for field in parsed.body:
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.end_lineno:
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and field.end_lineno
+            ):
                 name = field.target.id
                 comment = lines[field.end_lineno - 1].partition("  # ")[2]
                 # a class may set another default without saying again what the key means
@@ -107,7 +118,9 @@ def key_lines(model: type[BaseModel], prefix: str) -> list[str]:
             continue
         kind = describe_type(field.annotation) + describe_bounds(field)
         meaning = comments.get(name, "")
-        lines.append(f"- `{prefix}{name}` ({kind}; {describe_default(field)}): {meaning}".rstrip(": "))
+        lines.append(
+            f"- `{prefix}{name}` ({kind}; {describe_default(field)}): {meaning}".rstrip(": ")
+        )
     return lines
 
 
@@ -141,7 +154,9 @@ def page() -> str:
     for kind, method in DRAFTERS.items():
         if issubclass(method, TrainableDrafter):
             sections.append(method_section(kind, method))
-    sections.append("## Comparison files\n\nA file for [`eagle compare`](../compare.md) holds these keys.\n")
+    sections.append(
+        "## Comparison files\n\nA file for [`eagle compare`](../compare.md) holds these keys.\n"
+    )
     sections.append(section("### Top level", ComparisonSection, ""))
     sections.append(section("### Arm", ArmSection, "arms.NAME."))
     return "\n".join(sections)
@@ -149,7 +164,9 @@ def page() -> str:
 
 def main() -> None:
     """Write the page."""
-    argparse.ArgumentParser(prog="python -m docs_build.recipe_keys", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m docs_build.recipe_keys", description=__doc__
+    ).parse_args()
     PAGE.write_text(page())
 
 

@@ -30,7 +30,8 @@ COLUMNS = 100
 ROWS = 40
 # makes the terminal the one that sends Ctrl-C to a command, then becomes that command
 CONTROLLED = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
 )
 SECONDS = 300  # without a word, after which a program is taken to hang
 CTRL_C = "\x03"
@@ -98,15 +99,25 @@ def record() -> str:
     steps = [("> ", f"{line}\n") for line in TYPED] + [("> ", "\x04")]
     text, status = run_in_terminal([sys.executable, "-m", *COMMAND.split()], steps)
     if status:
-        raise ValueError(f"{COMMAND} ended with status {status} (does runs/demo exist? `eagle demo` makes it): {text}")
+        raise ValueError(
+            f"{COMMAND} ended with status {status} (does runs/demo exist? `eagle demo` makes it): {text}"
+        )
     return f"$ {COMMAND}\n{text[text.index('/help lists') :].rstrip()}\n"
 
 
 def draw(text: str) -> str:
     """Return a picture of the terminal; it asks for no font of another machine."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True,
+        width=COLUMNS,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+    )
     console.print(Text.from_ansi(text))
-    template = re.sub(r"@font-face \{\{.*?\}\}\s*|<!--.*?-->\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    template = re.sub(
+        r"@font-face \{\{.*?\}\}\s*|<!--.*?-->\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL
+    )
     return console.export_svg(title="eagle chat", code_format=template, unique_id="chat")
 
 

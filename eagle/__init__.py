@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Budget", "DraftTree", "Sampling", "Target", "Trace", "beam_search", "generate", "load_drafter", "stream"]
+__all__ = [
+    "Budget",
+    "DraftTree",
+    "Sampling",
+    "Target",
+    "Trace",
+    "beam_search",
+    "generate",
+    "load_drafter",
+    "stream",
+]
 
 _HOMES = {
     **dict.fromkeys(("generate", "stream"), "eagle.decoding.decode"),

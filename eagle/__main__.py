@@ -28,17 +28,32 @@ class Verb(NamedTuple):
 
 GROUPS = {
     "Start": {
-        "demo": Verb("recipes.tiny.demo", "every stage on a small model: two to five minutes, no downloads"),
-        "recipes": Verb("eagle.command.copy_recipe", "list the recipes that come with eagle; copy one"),
-        "tiny-target": Verb("recipes.tiny.make_target", "train the tiny model of the recipes in tiny/, with its data"),
+        "demo": Verb(
+            "recipes.tiny.demo", "every stage on a small model: two to five minutes, no downloads"
+        ),
+        "recipes": Verb(
+            "eagle.command.copy_recipe", "list the recipes that come with eagle; copy one"
+        ),
+        "tiny-target": Verb(
+            "recipes.tiny.make_target",
+            "train the tiny model of the recipes in tiny/, with its data",
+        ),
     },
     "Train a head": {
-        "prepare": Verb("data_prep.prepare", "write the target's own answers, then show what is learned of them"),
+        "prepare": Verb(
+            "data_prep.prepare", "write the target's own answers, then show what is learned of them"
+        ),
         "extract": Verb("data_prep.extract", "store the target's hidden features"),
-        "train": Verb("eagle.command.launcher", "train the head; --check tries everything first", "train"),
+        "train": Verb(
+            "eagle.command.launcher", "train the head; --check tries everything first", "train"
+        ),
         "forecast": Verb("recipes.forecast", "memory, disk and hours of a run"),
-        "check-method": Verb("eagle.command.check_method", "what every method must hold, of one of your own"),
-        "draft-vocab": Verb("data_prep.draft_vocab", "choose the tokens of a smaller draft vocabulary"),
+        "check-method": Verb(
+            "eagle.command.check_method", "what every method must hold, of one of your own"
+        ),
+        "draft-vocab": Verb(
+            "data_prep.draft_vocab", "choose the tokens of a smaller draft vocabulary"
+        ),
         "count-tokens": Verb("data_prep.count_tokens", "count tables for drafters without weights"),
         "regenerate": Verb("data_prep.regenerate", "only the first half of prepare"),
         "overlap": Verb("recipes.overlap", "evaluation prompts that stand in the training data"),
@@ -52,17 +67,34 @@ GROUPS = {
         "lossless": Verb("eval.lossless", "compare every answer with the untouched model's own"),
     },
     "Use and ship": {
-        "chat": Verb("eagle.command.chat", "a conversation in the terminal: drafts in green, and what they gain"),
-        "generate": Verb("eagle.command.generate", "stream an answer, drafted by a head or a method's name"),
-        "export": Verb("eagle.command.ship", "write a head as a serving engine reads it", "run_export"),
-        "card": Verb("eagle.command.write_card", "write the README.md of a head or of data, for a hub"),
-        "push": Verb(
-            "eagle.command.share", "send a head, features or answers to a hub; shows first what would go", "run_push"
+        "chat": Verb(
+            "eagle.command.chat",
+            "a conversation in the terminal: drafts in green, and what they gain",
         ),
-        "pull": Verb("eagle.command.share", "bring them from a hub, every file verified", "run_pull"),
+        "generate": Verb(
+            "eagle.command.generate", "stream an answer, drafted by a head or a method's name"
+        ),
+        "export": Verb(
+            "eagle.command.ship", "write a head as a serving engine reads it", "run_export"
+        ),
+        "card": Verb(
+            "eagle.command.write_card", "write the README.md of a head or of data, for a hub"
+        ),
+        "push": Verb(
+            "eagle.command.share",
+            "send a head, features or answers to a hub; shows first what would go",
+            "run_push",
+        ),
+        "pull": Verb(
+            "eagle.command.share", "bring them from a hub, every file verified", "run_pull"
+        ),
         "import": Verb("eagle.command.ship", "read a head that another tool wrote", "run_import"),
-        "inspect": Verb("eagle.command.ship", "what a checkpoint is, and which traps it holds", "run_inspect"),
-        "doctor": Verb("eagle.command.ship", "why a head accepts as little as it does", "run_doctor"),
+        "inspect": Verb(
+            "eagle.command.ship", "what a checkpoint is, and which traps it holds", "run_inspect"
+        ),
+        "doctor": Verb(
+            "eagle.command.ship", "why a head accepts as little as it does", "run_doctor"
+        ),
     },
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
@@ -121,9 +153,15 @@ def overview() -> str:
     for title, group in GROUPS.items():
         lines.append(f"\n{title}:")
         lines += [f"  {name:<14}{verb.about}" for name, verb in group.items()]
-    lines.append("\ntrain, prepare, extract, measure and lossless take --processes N: see `eagle train --help`.")
-    lines.append("All verbs take --plugin PATH.py (methods of your own, by the names that they have there) and")
-    lines.append("--trust-code (run the method.py beside a head that another has made: read it first).")
+    lines.append(
+        "\ntrain, prepare, extract, measure and lossless take --processes N: see `eagle train --help`."
+    )
+    lines.append(
+        "All verbs take --plugin PATH.py (methods of your own, by the names that they have there) and"
+    )
+    lines.append(
+        "--trust-code (run the method.py beside a head that another has made: read it first)."
+    )
     return "\n".join(lines)
 
 
@@ -179,11 +217,20 @@ def admit_code(plugins: Sequence[str], trusts_heads: bool) -> None:
 
 
 def run_verb(
-    name: str, verb: Verb, argv: list[str], *, plugins: Sequence[str] = (), trusts_heads: bool = False
+    name: str,
+    verb: Verb,
+    argv: list[str],
+    *,
+    plugins: Sequence[str] = (),
+    trusts_heads: bool = False,
 ) -> None:
     """Run a stage, here or on several processes, or a verb of the package itself."""
     if "torch" not in sys.modules and not HELP & set(argv) and name not in LIGHT:
-        print(f"eagle {name}: importing torch and transformers, a few seconds ...", file=sys.stderr, flush=True)
+        print(
+            f"eagle {name}: importing torch and transformers, a few seconds ...",
+            file=sys.stderr,
+            flush=True,
+        )
     admit_code(plugins, trusts_heads)
     if verb.module.startswith("eagle."):
         getattr(import_module(verb.module), verb.function)(argv)

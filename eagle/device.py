@@ -32,7 +32,9 @@ def check_device(name: Any) -> str:
     try:
         device = torch.device(best_device() if name == "auto" else name)
     except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f"device is {name!r}, expected 'auto', 'cpu', 'cuda' or another of torch's") from None
+        raise ValueError(
+            f"device is {name!r}, expected 'auto', 'cpu', 'cuda' or another of torch's"
+        ) from None
     backends = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}
     if device.type in backends:
         count = backends[device.type].device_count()
@@ -48,7 +50,11 @@ def fastest_dtype(device: str) -> torch.dtype:
     if device == "cpu":
         return torch.bfloat16 if multiplies_bf16(cpu_capabilities()) else torch.float32
     if device == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        return (
+            torch.bfloat16
+            if torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float32
+        )
     try:
         matrix = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
         matrix @ matrix
@@ -69,7 +75,9 @@ def cpu_capabilities() -> Mapping[str, Any]:
     return getattr(torch.cpu, "get_capabilities", dict)()
 
 
-def choose_threads(forward: Callable[[], Any], seconds: float = 1.0, clock: Callable[[], float] = perf_counter) -> int:
+def choose_threads(
+    forward: Callable[[], Any], seconds: float = 1.0, clock: Callable[[], float] = perf_counter
+) -> int:
     """Set torch's number of threads to that which makes a forward fastest; print and return that number."""
     max_threads = torch.get_num_threads()
     best = set_fastest_threads(forward, max_threads, seconds, clock)
@@ -80,7 +88,10 @@ def choose_threads(forward: Callable[[], Any], seconds: float = 1.0, clock: Call
 
 
 def set_fastest_threads(
-    forward: Callable[[], Any], max_threads: int, seconds: float = 1.0, clock: Callable[[], float] = perf_counter
+    forward: Callable[[], Any],
+    max_threads: int,
+    seconds: float = 1.0,
+    clock: Callable[[], float] = perf_counter,
 ) -> int:
     """Set torch's number of threads to that which makes a forward fastest, and return it.
 

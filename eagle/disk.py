@@ -77,15 +77,22 @@ def _acquire(lock: Path, what: Path, wait: bool) -> TextIO | None:
             file = _lock_file(lock, what, wait)
             if file:
                 return file
-        except FileNotFoundError as error:  # another run has just removed the folder, empty; or none can be made there
+        except (
+            FileNotFoundError
+        ) as error:  # another run has just removed the folder, empty; or none can be made there
             fault = error
         except OSError as error:  # read-only, or a network's filesystem without locks
             if not lock.parent.is_dir():
                 raise ValueError(f"{what} cannot be written: {error}") from None
-            print(f"no lock on {what} ({error.strerror}): start no second run that writes it", file=sys.stderr)
+            print(
+                f"no lock on {what} ({error.strerror}): start no second run that writes it",
+                file=sys.stderr,
+            )
             return None
     reason = fault or "other runs begin and end there without a pause"
-    raise ValueError(f"{what} cannot be written: {reason}. Name a folder on a disk that can be written")
+    raise ValueError(
+        f"{what} cannot be written: {reason}. Name a folder on a disk that can be written"
+    )
 
 
 def _lock_file(path: Path, what: Path, wait: bool) -> TextIO | None:
@@ -162,7 +169,9 @@ def write_text(path: str | Path, text: str) -> None:
     write_whole(path, [text.encode()])
 
 
-def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_tensors(
+    path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write a safetensors file atomically, or what torch.save writes where the name ends in .pt or .bin."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     with replacing(path) as part:
@@ -172,7 +181,9 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
             else:
                 save_file(tensors, part, metadata)
         except (SafetensorError, RuntimeError) as error:  # of both, on a full disk
-            raise DiskError(f"{path} cannot be written: {error}. Make room, or name a folder elsewhere") from error
+            raise DiskError(
+                f"{path} cannot be written: {error}. Make room, or name a folder elsewhere"
+            ) from error
 
 
 @contextmanager
@@ -182,7 +193,9 @@ def open_tensors(path: str | Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}. Make or fetch it anew") from None
+        raise ValueError(
+            f"{path} is no whole safetensors file: {error}. Make or fetch it anew"
+        ) from None
 
 
 def apply_umask(folder: Path) -> None:

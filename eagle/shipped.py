@@ -69,7 +69,9 @@ def move_to_target(values: Any, original: Any, overridden: set[str]) -> Any:
         if key in overridden or key == "target":
             return value
         if isinstance(value, dict):
-            return {name: move(child, f"{key}.{name}" if key else name) for name, child in value.items()}
+            return {
+                name: move(child, f"{key}.{name}" if key else name) for name, child in value.items()
+            }
         if isinstance(value, str) and value.startswith(f"{folder}/"):
             return str(folder.with_name(new_name) / Path(value).relative_to(folder))
         return value

@@ -27,7 +27,9 @@ def check_address(address: str, name: str, instead: str) -> str:
         shown = "no address" if "@" in address else repr(address)
         raise ValueError(f"{name} is {shown}, expected an address such as http://localhost:8000/v1")
     if USER.search(address):
-        raise ValueError(f"{name} holds a user or a key before its @, where others would read it: {instead}")
+        raise ValueError(
+            f"{name} holds a user or a key before its @, where others would read it: {instead}"
+        )
     return address
 
 

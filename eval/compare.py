@@ -46,7 +46,9 @@ def prepare(comparison: Comparison) -> None:
         print(f"{path} is not there yet: python {command}", flush=True)
         done = subprocess.run([sys.executable, *shlex.split(command)])
         if done.returncode or not Path(path).exists():
-            raise ValueError(f"{path} is still missing after `python {command}` (status {done.returncode}): see above")
+            raise ValueError(
+                f"{path} is still missing after `python {command}` (status {done.returncode}): see above"
+            )
 
 
 def header(comparison: Comparison, decoder: Decoder) -> dict[str, Any]:
@@ -125,7 +127,9 @@ def log_comparison(comparison: Comparison, table: str) -> None:
         return
     train = recipe.train.model_copy(update={"out": str(comparison.folder)})
     trackers = Trackers(recipe.model_copy(update={"train": train}))
-    files = [comparison.folder / name for name in ("comparison.md", "comparison.json", "curves.svg")]
+    files = [
+        comparison.folder / name for name in ("comparison.md", "comparison.json", "curves.svg")
+    ]
     trackers.send([path for path in files if path.is_file()], table)
     trackers.finish()
 
@@ -141,7 +145,10 @@ def report(comparison: Comparison, rows: Rows) -> str:
     if curves:
         figures["curves"] = curves
         write_text(comparison.folder / "curves.svg", draw_curves(curves))
-    write_text(comparison.folder / "comparison.json", json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    write_text(
+        comparison.folder / "comparison.json",
+        json.dumps(figures, indent=1, ensure_ascii=False) + "\n",
+    )
     write_text(comparison.folder / "comparison.md", table + "\n")
     return table
 
@@ -151,7 +158,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="eagle compare", description=__doc__)
     parser.add_argument("comparison", help="a YAML file, such as recipes/compare/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file")
-    parser.add_argument("--report", action="store_true", help="the table of the results that are there")
+    parser.add_argument(
+        "--report", action="store_true", help="the table of the results that are there"
+    )
     args = parser.parse_intermixed_args(argv)
     comparison = Comparison.load(args.comparison, args.overrides)
     if args.report:

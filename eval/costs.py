@@ -32,7 +32,10 @@ GROWS_TREES = _GrowsTrees()
 
 
 def model_seconds(
-    costs: Costs, answers: Sequence[Answer], budgets: Sequence[Sequence[Budget]], drafter: Drafter = GROWS_TREES
+    costs: Costs,
+    answers: Sequence[Answer],
+    budgets: Sequence[Sequence[Budget]],
+    drafter: Drafter = GROWS_TREES,
 ) -> list[float]:
     """Return the modelled seconds of each answer without prefill, by the budgets of its cycles.
 
@@ -64,7 +67,9 @@ def model_seconds(
     return totals
 
 
-def asked_budgets(cycles: Sequence[Cycle], budget: Budget | None, limit: int | None = None) -> list[Budget]:
+def asked_budgets(
+    cycles: Sequence[Cycle], budget: Budget | None, limit: int | None = None
+) -> list[Budget]:
     """Return what each cycle asked for. With the answer's limit of tokens, its end leaves room for fewer levels."""
     if budget is None:
         return [NOT_DRAFTING] * len(cycles)
@@ -98,7 +103,9 @@ def shape_of(cycles: Sequence[Cycle]) -> Shape:
     return cycles[0].get("rows", 1), nodes, depth
 
 
-def _share_cycle(costs: Costs, texts: Sequence[tuple[Cycle, Rows]], drafts: Mapping[Shape, float]) -> float:
+def _share_cycle(
+    costs: Costs, texts: Sequence[tuple[Cycle, Rows]], drafts: Mapping[Shape, float]
+) -> float:
     """Return the seconds that a cycle takes of each of its texts."""
     cycles = [cycle for cycle, _ in texts]
     shape = shape_of(cycles)

@@ -95,7 +95,9 @@ def load_target(recipe: Recipe, **options: Any) -> Target:
     return target
 
 
-def settle_threads(target: Target, header: dict[str, Any] | None = None) -> ThreadsOfLongWork | None:
+def settle_threads(
+    target: Target, header: dict[str, Any] | None = None
+) -> ThreadsOfLongWork | None:
     """Set the number of threads to that of an earlier run's header, else to the fastest for this target on a CPU.
 
     Return what times them again, or None on another device.
@@ -113,7 +115,10 @@ def settle_threads(target: Target, header: dict[str, Any] | None = None) -> Thre
     if earlier:
         # rows of one file are measured under the same conditions
         torch.set_num_threads(int(earlier[1]))
-        print(f"threads: {earlier[1]}, with which these results were begun; --again chooses anew", file=sys.stderr)
+        print(
+            f"threads: {earlier[1]}, with which these results were begun; --again chooses anew",
+            file=sys.stderr,
+        )
     elif on_cpu:
         choose_threads(forward)
     return ThreadsOfLongWork(forward, most=max_threads) if on_cpu else None
@@ -125,7 +130,9 @@ def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
     default[DRAFTERS.registered_name(recipe.drafter.kind)] = MeasuredSection()
     sections = recipe.eval.drafters or default
     if "none" in sections:
-        raise ValueError("eval.drafters names `none`, which is measured always: leave it out, or take another name")
+        raise ValueError(
+            "eval.drafters names `none`, which is measured always: leave it out, or take another name"
+        )
     loaded: dict[str, Drafter] = {}
     measured = {"none": MeasuredDrafter(load_drafter("none", target), Budget(0, 0, 0), "none")}
     for name, section in sections.items():
@@ -143,7 +150,9 @@ def load_named(recipe: Recipe, target: Target, name: str) -> Drafter:
     """Load one of the drafters that the recipe measures, with its options."""
     drafters = load_drafters(recipe, target)
     if name not in drafters:
-        raise ValueError(f"--drafter is {name!r}, expected one of eval.drafters: {', '.join(drafters)}")
+        raise ValueError(
+            f"--drafter is {name!r}, expected one of eval.drafters: {', '.join(drafters)}"
+        )
     return drafters[name].drafter
 
 
@@ -162,7 +171,9 @@ def add_policies(
     added = dict(drafters)
     for name, measured in drafters.items():
         if not measured.budget.is_empty:
-            policy = Goodput.measure(target, measured.drafter, prompts, measured.budget, batch_sizes=sizes)
+            policy = Goodput.measure(
+                target, measured.drafter, prompts, measured.budget, batch_sizes=sizes
+            )
             added[f"{name}+policy"] = replace(measured, policy=policy)
     return added
 

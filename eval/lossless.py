@@ -24,12 +24,20 @@ from eagle.decoding.decode import generate
 from eagle.disk import write_text
 from eagle.formats.checkpoint import load_drafter
 from eagle.log import progress, script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 from eagle.target.bits.near_ties import add_noise, first_difference, in_last_places
 from eagle.target.structure import cache_name_of
 from eagle.target.talk import inputs_of
 from eagle.target.target import Target
-from eval.load_run import MeasuredDrafter, add_policies, describe_run, describe_start, load_drafters, load_target
+from eval.load_run import (
+    MeasuredDrafter,
+    add_policies,
+    describe_run,
+    describe_start,
+    load_drafters,
+    load_target,
+)
 from eval.prompts import KEY_NAMES, Case, Key, cases, encode_prompt, questions
 
 Truth = Literal["steps", "whole texts"]
@@ -60,7 +68,9 @@ class Divergence:
     texts: tuple[str, str]
     gap: float | None  # by how much the model prefers its own token, in units of plain logits
     rounding: float  # largest difference of the model's logits between reading token by token and all at once
-    is_models_own: bool = False  # the model itself writes the drafted tokens where it decodes in its other way
+    is_models_own: bool = (
+        False  # the model itself writes the drafted tokens where it decodes in its other way
+    )
     ulps: float | None = None  # the gap in units of the last place of the larger logit
 
     @property
@@ -104,7 +114,9 @@ class Verdict:
         """Return whether all answers are plain decoding's, if they must be, and the model's own up to rounding."""
         if self.variance is None and self.to_plain < self.answers:
             return False
-        return all(divergence.is_rounding or divergence.is_models_own for divergence in self.divergences)
+        return all(
+            divergence.is_rounding or divergence.is_models_own for divergence in self.divergences
+        )
 
     @property
     def identical(self) -> int:
@@ -132,7 +144,10 @@ class Verdict:
 
     def _describe_worst(self) -> str:
         # the least explained first: beyond rounding, then the model's own, then rounding
-        worst = min(self.divergences, key=lambda divergence: (divergence.is_rounding, divergence.is_models_own))
+        worst = min(
+            self.divergences,
+            key=lambda divergence: (divergence.is_rounding, divergence.is_models_own),
+        )
         if worst.is_rounding:
             return f"rounding: {worst}"
         if worst.is_models_own:
@@ -159,7 +174,12 @@ class Verdict:
 
 @torch.inference_mode()
 def decode_untouched(
-    model: Any, choose: Choose, prompt: list[int], stop: Sequence[int], count: int, truth: Truth = "steps"
+    model: Any,
+    choose: Choose,
+    prompt: list[int],
+    stop: Sequence[int],
+    count: int,
+    truth: Truth = "steps",
 ) -> ModelAnswer:
     """Decode with the model alone; only the rule of choice is this project's.
 
@@ -196,7 +216,13 @@ def _choose_token(choose: Choose, logits: Tensor, prefix: list[int]) -> int:
 
 
 def find_divergence(
-    model: Any, tokenizer: Any, key: Key, answer: ModelAnswer, drafted: list[int], *, steps_differ: bool = False
+    model: Any,
+    tokenizer: Any,
+    key: Key,
+    answer: ModelAnswer,
+    drafted: list[int],
+    *,
+    steps_differ: bool = False,
 ) -> Divergence | None:
     """Return the first difference of drafted tokens from the model's answer, or None.
 
@@ -231,7 +257,9 @@ def _logits_at(model: Any, answer: ModelAnswer, position: int, *, steps: bool) -
     """Return the model's logits [V] at a position of its answer, by steps or by one forward."""
     if not steps:
         return _logits(model, answer.prompt, answer.tokens[:position])[-1].float()
-    again = decode_untouched(model, Choose(answer.choose.sampling), answer.prompt, [], count=position + 1)
+    again = decode_untouched(
+        model, Choose(answer.choose.sampling), answer.prompt, [], count=position + 1
+    )
     return again.last_logits[-1].float()
 
 
@@ -285,7 +313,9 @@ def answer_turns(
             return
         choose = Choose(case.sampling(turn))
         limit = recipe.eval.max_new_tokens
-        answer = decode_untouched(model, choose, prompt, target.stop_tokens, count=limit, truth=truth)
+        answer = decode_untouched(
+            model, choose, prompt, target.stop_tokens, count=limit, truth=truth
+        )
         yield turn, answer
         turns.append(target.tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
@@ -303,7 +333,9 @@ def certify(
 
     They are compared with plain decoding by this library, too, and with the model `in_float32` where it is given.
     """
-    return _Certifier(recipe, target, model, drafters, truth=truth, in_float32=in_float32).certify(batch_sizes)
+    return _Certifier(recipe, target, model, drafters, truth=truth, in_float32=in_float32).certify(
+        batch_sizes
+    )
 
 
 @dataclass(frozen=True)
@@ -329,12 +361,16 @@ class _Certifier:
             # a few at a time: the model's answers hold logits
             size = QUESTIONS_AT_A_TIME * max(batch_sizes)
             groups = [every[start : start + size] for start in range(0, len(every), size)]
-            for group in progress(groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len):
+            for group in progress(
+                groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len
+            ):
                 self._compare_group(group, at_temperature, plain)
             verdicts += at_temperature
         return verdicts
 
-    def _open_verdicts(self, temperature: float, batch_sizes: Sequence[int], variance: str | None) -> list[Verdict]:
+    def _open_verdicts(
+        self, temperature: float, batch_sizes: Sequence[int], variance: str | None
+    ) -> list[Verdict]:
         """Return the verdicts of one temperature, without answers."""
         verdicts = []
         for batch_size, (name, measured) in product(batch_sizes, self.drafters.items()):
@@ -352,13 +388,17 @@ class _Certifier:
             verdicts.append(verdict)
         return verdicts
 
-    def _compare_group(self, group: Sequence[Case], verdicts: Sequence[Verdict], plain: MeasuredDrafter) -> None:
+    def _compare_group(
+        self, group: Sequence[Case], verdicts: Sequence[Verdict], plain: MeasuredDrafter
+    ) -> None:
         """Answer some questions in every way, and add the comparison to the verdicts."""
         left_out = 0
         # all turns of the group are answered before the drafters decode them in batches
         answered = []
         for case in group:
-            for turn, answer in answer_turns(self.recipe, self.target, self.model, case, truth=self.truth):
+            for turn, answer in answer_turns(
+                self.recipe, self.target, self.model, case, truth=self.truth
+            ):
                 if answer is None:
                     left_out += 1
                 else:
@@ -377,10 +417,17 @@ class _Certifier:
                 if divergence is not None:
                     verdict.divergences.append(divergence)
 
-    def _find_divergence(self, key: Key, answer: ModelAnswer, tokens: list[int]) -> Divergence | None:
+    def _find_divergence(
+        self, key: Key, answer: ModelAnswer, tokens: list[int]
+    ) -> Divergence | None:
         steps_differ = self.target.reader.follows_steps
         divergence = find_divergence(
-            self.model, self.target.tokenizer, key, answer, drafted=tokens, steps_differ=steps_differ
+            self.model,
+            self.target.tokenizer,
+            key,
+            answer,
+            drafted=tokens,
+            steps_differ=steps_differ,
         )
         # the target follows the model's steps, and the answer is that of its other way
         if divergence is not None and steps_differ and self.truth != "steps":
@@ -406,13 +453,18 @@ class _Certifier:
     ) -> Iterator[list[int]]:
         """Yield the drafted tokens for each of the model's answers."""
         section = self.recipe.eval
-        options: dict[str, Any] = {"budget": measured.plan, "max_new_tokens": section.max_new_tokens}
+        options: dict[str, Any] = {
+            "budget": measured.plan,
+            "max_new_tokens": section.max_new_tokens,
+        }
         if batch_size == 1:
             for answer in answers:
                 # each prompt is read again
                 self.target.forget()
                 sampling = answer.choose.sampling
-                yield generate(self.target, measured.drafter, answer.prompt, sampling=sampling, **options).tokens
+                yield generate(
+                    self.target, measured.drafter, answer.prompt, sampling=sampling, **options
+                ).tokens
         elif answers:
             self.target.forget()
             traces = generate(
@@ -431,7 +483,9 @@ class _Certifier:
 def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
     parser = command_line("eagle lossless", __doc__)
-    parser.add_argument("--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)"
+    )
     parser.add_argument(
         "--truth",
         choices=get_args(Truth),
@@ -457,11 +511,19 @@ def main(argv: list[str]) -> None:
         drafters = add_policies(recipe, target, drafters, questions(recipe))
     in_float32 = None
     if args.with_float32:
-        wide = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "float32"})})
+        wide = recipe.model_copy(
+            update={"target": recipe.target.model_copy(update={"dtype": "float32"})}
+        )
         in_float32 = load_target(wide, packed=False).model
     batch_sizes = sorted(set(recipe.eval.batch_size))
     verdicts = certify(
-        recipe, target, model, drafters, batch_sizes=batch_sizes, truth=args.truth, in_float32=in_float32
+        recipe,
+        target,
+        model,
+        drafters,
+        batch_sizes=batch_sizes,
+        truth=args.truth,
+        in_float32=in_float32,
     )
     print(*verdicts, sep="\n")
     print(f"Trees are read by {target.describe()}; the untouched model answered by {args.truth}")
@@ -470,7 +532,11 @@ def main(argv: list[str]) -> None:
             print(
                 f"{name} above T = 0: drafts are sampled, so the output keeps the model's distribution, not each token"
             )
-    header = {**describe_start(recipe, args.recipe), **describe_run(recipe, target, drafters), "truth": args.truth}
+    header = {
+        **describe_start(recipe, args.recipe),
+        **describe_run(recipe, target, drafters),
+        "truth": args.truth,
+    }
     certificate = {"run": header, "verdicts": [verdict.to_json() for verdict in verdicts]}
     path = Path(recipe.train.out) / "lossless.json"
     write_text(path, json.dumps(certificate, indent=2) + "\n")

@@ -20,7 +20,8 @@ from eagle.decoding.forward_costs import Costs
 from eagle.device import ThreadsOfLongWork
 from eagle.disk import lock_path, write_text
 from eagle.log import interrupted_by_user, progress, script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target
 from eagle.training.trackers import Trackers
 from eval.costs import NOT_DRAFTING
@@ -82,7 +83,11 @@ def _answers(measurement: Measurement, case: Case, order: list[str]) -> Iterator
             # later turns are longer still
             return
         stored = measurement.answers(case, turn, 1)
-        new = {name: _answer(measurement, case, turn, name, prompt=prompt) for name in order if name not in stored}
+        new = {
+            name: _answer(measurement, case, turn, name, prompt=prompt)
+            for name in order
+            if name not in stored
+        }
         if "none" in new:
             plain, plain_trace = new["none"]
             measurement.plain_tokens[case.key(turn), 1] = plain_trace.tokens
@@ -96,9 +101,14 @@ def _answers(measurement: Measurement, case: Case, order: list[str]) -> Iterator
                 yield row
 
 
-def _answer(measurement: Measurement, case: Case, turn: int, name: str, *, prompt: list[int]) -> tuple[Row, Trace]:
+def _answer(
+    measurement: Measurement, case: Case, turn: int, name: str, *, prompt: list[int]
+) -> tuple[Row, Trace]:
     """Return the row of one drafter's answer to a turn, and its trace."""
-    options = {"sampling": case.sampling(turn), "max_new_tokens": measurement.recipe.eval.max_new_tokens}
+    options = {
+        "sampling": case.sampling(turn),
+        "max_new_tokens": measurement.recipe.eval.max_new_tokens,
+    }
     trace, wall, cpu = time_answer(measurement.target, measurement.drafters[name], prompt, options)
     row = {**measurement.describe(name, case, turn), **row_of(trace, wall, cpu)}
     if measurement.is_in_pieces(case):
@@ -175,7 +185,9 @@ def results_file(recipe: Recipe) -> Path:
     return Path(recipe.train.out) / "results.jsonl"
 
 
-def measure(recipe: Recipe, path: str, *, again: bool = False, processes: Processes = ALONE) -> Path:
+def measure(
+    recipe: Recipe, path: str, *, again: bool = False, processes: Processes = ALONE
+) -> Path:
     """Measure what a recipe asks for and is not measured yet; return the results file."""
     target = load_target(recipe)
     stored = processes.share(lambda: read_stored(results_file(recipe)))
@@ -190,7 +202,12 @@ def measure(recipe: Recipe, path: str, *, again: bool = False, processes: Proces
         print(f"trees are read by {settings['trees']}")
     results = processes.share(lambda: ResultsWriter(stored, settings, again=again))
     measurement = Measurement(
-        recipe=recipe, target=target, drafters=drafters, questions=asked, results=results, processes=processes
+        recipe=recipe,
+        target=target,
+        drafters=drafters,
+        questions=asked,
+        results=results,
+        processes=processes,
     )
     if measurement.has_all():
         print(f"all answers are in {results.path} already: --again measures anew")
@@ -268,7 +285,9 @@ def log_measurement(recipe: Recipe, path: Path, table: str) -> None:
 def main(argv: list[str]) -> None:
     """Measure the recipe's drafters, append the rows to results.jsonl and print the table."""
     parser = command_line("eagle measure", __doc__)
-    parser.add_argument("--again", action="store_true", help="measure anew; the rows that are there are kept aside")
+    parser.add_argument(
+        "--again", action="store_true", help="measure anew; the rows that are there are kept aside"
+    )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     processes = Processes.join()

@@ -65,7 +65,11 @@ class Batches:
         """Queue the next missing turn of a question, if there is one and it fits the model."""
         measurement = self.measurement
         turns = range(len(case.question.turns))
-        missing = [turn for turn in turns if self.name not in measurement.answers(case, turn, self.batch_size)]
+        missing = [
+            turn
+            for turn in turns
+            if self.name not in measurement.answers(case, turn, self.batch_size)
+        ]
         if not missing:
             return
         turn = missing[0]
@@ -75,7 +79,11 @@ class Batches:
             return
         text = Text(case, turn)
         self.decoding.add(
-            self.asked, prompt, case.sampling(turn), measurement.recipe.eval.max_new_tokens, trace=text.trace
+            self.asked,
+            prompt,
+            case.sampling(turn),
+            measurement.recipe.eval.max_new_tokens,
+            trace=text.trace,
         )
         self.texts[self.asked] = text
         self.asked += 1
@@ -96,7 +104,13 @@ class Batches:
             text.latency += wall
         self.step += 1
         num_tokens = sum(len(tokens) for _, tokens in new)
-        sums = {"steps": 1, "texts": len(active), "tokens": num_tokens, "seconds": wall, "cpu_seconds": cpu}
+        sums = {
+            "steps": 1,
+            "texts": len(active),
+            "tokens": num_tokens,
+            "seconds": wall,
+            "cpu_seconds": cpu,
+        }
         self.since = {name: self.since.get(name, 0) + value for name, value in sums.items()}
         ended = [request for request, _ in new if self.texts[request].trace.finish != "running"]
         return [self.texts.pop(request) for request in ended]
@@ -128,7 +142,9 @@ class Batches:
         row = {
             **measurement.describe(self.name, case, text.turn),
             "batch_size": self.batch_size,
-            **batch_row_of(text.trace, text.share, text.cpu_share, text.latency, session=self.session),
+            **batch_row_of(
+                text.trace, text.share, text.cpu_share, text.latency, session=self.session
+            ),
         }
         # the pieces are those of every batch size, so one keeps them
         if self.batch_size == measurement.batch_sizes[0] and measurement.is_in_pieces(case):

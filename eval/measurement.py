@@ -30,12 +30,18 @@ class Measurement:
     questions: list[Question]
     results: ResultsWriter
     processes: Processes = ALONE
-    missing: Counter[str] = field(default_factory=Counter)  # answers by set, for which the model has no positions
-    plain_tokens: dict[Any, list[int]] = field(default_factory=dict)  # of this run, by question and batch size
+    missing: Counter[str] = field(
+        default_factory=Counter
+    )  # answers by set, for which the model has no positions
+    plain_tokens: dict[Any, list[int]] = field(
+        default_factory=dict
+    )  # of this run, by question and batch size
 
     def cases(self) -> list[Case]:
         """Return this process's questions at all temperatures with all seeds."""
-        return cases(self.recipe, self.processes.part(self.questions), self.recipe.eval.temperatures)
+        return cases(
+            self.recipe, self.processes.part(self.questions), self.recipe.eval.temperatures
+        )
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -49,7 +55,9 @@ class Measurement:
     def is_done(self, case: Case, batch_size: int) -> bool:
         """Return whether every drafter has answered all turns."""
         turns = range(len(case.question.turns))
-        return all(self.answers(case, turn, batch_size).keys() >= self.drafters.keys() for turn in turns)
+        return all(
+            self.answers(case, turn, batch_size).keys() >= self.drafters.keys() for turn in turns
+        )
 
     def has_all(self) -> bool:
         """Return whether nothing is left to be measured, by any process."""
@@ -98,5 +106,7 @@ class Measurement:
         # rows hold no token ids: the tie is known only where this run has decoded plainly, too
         plain_tokens = self.plain_tokens.get((case.key(turn), row.get("batch_size", 1)))
         if not row["identical"] and plain_tokens is not None:
-            tie = measure_tie(self.target, trace.prompt, plain_tokens, trace.tokens, sampling=case.sampling(turn))
+            tie = measure_tie(
+                self.target, trace.prompt, plain_tokens, trace.tokens, sampling=case.sampling(turn)
+            )
             row["tie"] = None if tie is None else round(tie, 3)

@@ -21,7 +21,16 @@ from eagle.target.target import Target
 
 NAMES = ("question_id", "prompt_id", "task_id", "id")
 TASKS = ("category", "task")
-MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+MT_BENCH = {
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+}
 Key = tuple[str, str, int, float, int]  # set, conversation, turn, temperature, seed
 KEY_NAMES = ("set", "conversation", "turn", "temperature", "seed")
 
@@ -94,9 +103,13 @@ def cases(recipe: Recipe, asked: list[Question], temperatures: Iterable[float]) 
     return every
 
 
-def chat_prompt(recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source]) -> list[int]:
+def chat_prompt(
+    recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source]
+) -> list[int]:
     """Return the token ids of alternating user and assistant turns; images stand where the turns have marks."""
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
+    ]
     with_marks = with_images(messages, (as_text(image, recipe.data.images) for image in images))
     return target.chat(with_marks, **recipe.data.template_kwargs)
 
@@ -112,7 +125,9 @@ def encode_prompt(
     return prompt
 
 
-def _read_questions(name: str, source: str, split: str, count: int, *, seeing: bool) -> list[Question]:
+def _read_questions(
+    name: str, source: str, split: str, count: int, *, seeing: bool
+) -> list[Question]:
     """Read the first `count` questions; where questions have tasks, the tasks take turns."""
     dropped: Counter[str] = Counter()
     stream = _parse_questions(name, source, split, dropped, seeing=seeing)
@@ -126,11 +141,15 @@ def _read_questions(name: str, source: str, split: str, count: int, *, seeing: b
         reasons = ", ".join(f"{reason} ({times})" for reason, times in dropped.most_common())
         print(f"{name}: {dropped.total()} records of {source} are no questions: {reasons}")
     if not chosen:
-        raise ValueError(f"no question in {source}: expected conversations, or records with turns, prompt, question")
+        raise ValueError(
+            f"no question in {source}: expected conversations, or records with turns, prompt, question"
+        )
     return _number_duplicates(chosen)
 
 
-def _parse_questions(name: str, source: str, split: str, dropped: Counter[str], *, seeing: bool) -> Iterator[Question]:
+def _parse_questions(
+    name: str, source: str, split: str, dropped: Counter[str], *, seeing: bool
+) -> Iterator[Question]:
     """Yield the questions of a source, and count the records that are none."""
     for file, records in read_records(source, split, None):
         for record_number, record in records:

@@ -48,7 +48,13 @@ class Answer:
 
 
 def answer(
-    target: Target, taps: tuple[int, ...], prompt: list[int], *, limit: int, sampling: Sampling, task: str = ""
+    target: Target,
+    taps: tuple[int, ...],
+    prompt: list[int],
+    *,
+    limit: int,
+    sampling: Sampling,
+    task: str = "",
 ) -> Answer:
     """Return the target's own answer to a prompt."""
     written = generate(target, NoDrafter(), prompt, sampling=sampling, max_new_tokens=limit).tokens
@@ -71,7 +77,11 @@ def features_of(target: Target, tokens: list[int], taps: tuple[int, ...]) -> Ten
 
 
 def replay(
-    target: Target, drafter: Drafter, target_answer: Answer, budget: Budget | Policy, seconds: list[float] | None = None
+    target: Target,
+    drafter: Drafter,
+    target_answer: Answer,
+    budget: Budget | Policy,
+    seconds: list[float] | None = None,
 ) -> list[tuple[DraftTree, list[int]]]:
     """Return the trees that decoding this answer would verify, each with the path that would be accepted.
 
@@ -83,7 +93,9 @@ def replay(
         # known from forwards of the target alone
         return _decode(target, drafter, target_answer, budget, seconds=seconds)
     if getattr(budget, "draw", None) == "sampled" and target_answer.sampling.temperature > 0:
-        raise ValueError(f"draw is 'sampled': only decoding shows how much of such drafts is kept; got {budget}")
+        raise ValueError(
+            f"draw is 'sampled': only decoding shows how much of such drafts is kept; got {budget}"
+        )
     learn = getattr(budget, "learn", None)
     if drafter.reads.view:
         drafter.bind_target(target.view())
@@ -100,7 +112,9 @@ def replay(
         start = now()
         if not step_budget.is_empty:
             features = None if target_answer.features is None else target_answer.features[read:root]
-            tree = state.propose(Committed(torch.tensor(tokens[read:root]), features, tokens[root]), step_budget)
+            tree = state.propose(
+                Committed(torch.tensor(tokens[read:root]), features, tokens[root]), step_budget
+            )
             read = root
         if seconds is not None:
             seconds.append(now() - start)
@@ -123,7 +137,12 @@ def _choices(tree: DraftTree, tokens: list[int], root: int) -> list[int]:
 
 
 def _decode(
-    target: Target, drafter: Drafter, target_answer: Answer, budget: Budget | Policy, *, seconds: list[float] | None
+    target: Target,
+    drafter: Drafter,
+    target_answer: Answer,
+    budget: Budget | Policy,
+    *,
+    seconds: list[float] | None,
 ) -> list[tuple[DraftTree, list[int]]]:
     """Return the cycles of `replay` by decoding the answer, the target's forwards included."""
     cycles = generate(
@@ -141,7 +160,9 @@ def _decode(
 
 
 def record_cycles(
-    target_answer: Answer, cycles: Sequence[tuple[DraftTree, list[int]]], seconds: Sequence[float] = ()
+    target_answer: Answer,
+    cycles: Sequence[tuple[DraftTree, list[int]]],
+    seconds: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
     """Return the replayed cycles as `eval.measure` writes them, with the seconds of their drafts if they are known."""
     rows = []

@@ -13,7 +13,14 @@ from eval.page.page_accepted import by_bucket, by_task, calibration, lengths, no
 from eval.page.page_batches import batches, texts_in_a_step
 from eval.page.page_evidence import answers, losslessness, provenance
 from eval.page.page_parts import ReportData, fewest_at_a_time
-from eval.page.page_speed import comparison, describe_output, headline, speed_by_task, time_split, verdicts
+from eval.page.page_speed import (
+    comparison,
+    describe_output,
+    headline,
+    speed_by_task,
+    time_split,
+    verdicts,
+)
 from eval.page.page_theory import theory
 from eval.result_files.buckets import EVERY, Buckets, several_buckets
 from eval.result_files.figures import format_number
@@ -82,9 +89,13 @@ def _top(report: ReportData, links: list[Html]) -> Html:
     facts += [str(newest[key]) for key in ("machine", "date") if key in newest]
     batch_size = report.groups[0].batch_size
     if batch_size > 1:
-        facts.append(f"sections below are of {batch_size} texts at a time unless they say otherwise")
+        facts.append(
+            f"sections below are of {batch_size} texts at a time unless they say otherwise"
+        )
     line = tag("p", "Target ", tag("code", _target(report)), ". ", ", ".join(facts), class_="soft")
-    return html([tag("header", tag("h1", "Acceptance report"), line, tag("nav", links)), verdicts(report)])
+    return html(
+        [tag("header", tag("h1", "Acceptance report"), line, tag("nav", links)), verdicts(report)]
+    )
 
 
 def _target(report: ReportData) -> str:
@@ -107,7 +118,9 @@ def markdown(path: str | Path) -> str:
         lines += _bucket_lines([group for group in groups if group.drafts], buckets)
     # nested values would not fit a line
     header = [
-        f"{key} {value}" for key, value in results.header.items() if key != "id" and not isinstance(value, dict | list)
+        f"{key} {value}"
+        for key, value in results.header.items()
+        if key != "id" and not isinstance(value, dict | list)
     ]
     return "\n".join([*lines, "", f"<sub>{', '.join(header)}</sub>"])
 
@@ -116,11 +129,21 @@ def _overall_lines(groups: Sequence[Group]) -> list[str]:
     """Return a table by temperature and drafter."""
     speeds = {"speed-up": SPEED_UP}
     # CPU seconds are of interest where wall time was disturbed
-    if any(group.had_to_wait for group in groups) and all(group.has_cpu_seconds for group in groups):
+    if any(group.had_to_wait for group in groups) and all(
+        group.has_cpu_seconds for group in groups
+    ):
         speeds["in CPU seconds"] = CPU_SPEED_UP
     if groups and all(group.is_modelled for group in groups):
         speeds["in modelled time"] = MODELLED_SPEED_UP
-    columns = ["T", "drafter", "acceptance length τ", "tokens/s", *speeds, "output", "answers that loop"]
+    columns = [
+        "T",
+        "drafter",
+        "acceptance length τ",
+        "tokens/s",
+        *speeds,
+        "output",
+        "answers that loop",
+    ]
     lines = [_row(columns), "|" + "---|" * len(columns)]
     for group in groups:
         cells = [f"{group.temperature:g}", f"`{group.drafter}`", _format(group, ACCEPTANCE_LENGTH)]
@@ -193,9 +216,21 @@ def _output(group: Group) -> str:
 def main(argv: list[str]) -> None:
     """Write the page, print the table, or both; by default the page lies beside the first file."""
     parser = argparse.ArgumentParser(prog="eagle report", description=__doc__)
-    parser.add_argument("results", nargs="+", type=Path, help="what eval.measure wrote; several are compared by prompt")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="where the page goes (default: beside the first file)")
-    parser.add_argument("--markdown", action="store_true", help="print a table for a README, and write no page")
+    parser.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        help="what eval.measure wrote; several are compared by prompt",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="OUT",
+        help="where the page goes (default: beside the first file)",
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print a table for a README, and write no page"
+    )
     args = parser.parse_args(argv)
     if args.markdown:
         for path in args.results:

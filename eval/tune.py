@@ -24,7 +24,8 @@ from eagle.decoding.forward_costs import PENDING, Costs
 from eagle.device import ThreadsOfLongWork
 from eagle.formats.checkpoint import load_drafter, write_budget
 from eagle.log import progress, script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target
 from eval.costs import NOT_DRAFTING, asked_budgets, draft_seconds, model_seconds, shape_of
 from eval.load_run import load_named, load_target, settle_threads
@@ -37,8 +38,12 @@ NODES = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60)
 DEPTHS = (1, 2, 3, 4, 6, 8)
 TOP_K = (2, 3, 4, 6, 10)
 CHAINS = range(1, 9)
-GUESS = ((0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01),)  # acceptance by rank, before any is known
-WIDE = best_tree(GUESS, 500, 6)  # where it is looked for: many ranks behind likely nodes, few behind others
+GUESS = (
+    (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01),
+)  # acceptance by rank, before any is known
+WIDE = best_tree(
+    GUESS, 500, 6
+)  # where it is looked for: many ranks behind likely nodes, few behind others
 TRIAL = Budget(8, 4, 3)  # whose cycles show what is spent beside forwards
 MARGIN = 1.03  # a smaller gain on paper may be none
 
@@ -62,7 +67,9 @@ def dynamic() -> list[Budget]:
 def fixed(rates: Sequence[Sequence[float]]) -> list[Budget]:
     """Return the best shapes of each size and depth for acceptance by rank."""
     # several sizes and depths have the same best shape
-    shapes = dict.fromkeys(best_tree(rates, nodes, depth) for nodes, depth in product(NODES, DEPTHS))
+    shapes = dict.fromkeys(
+        best_tree(rates, nodes, depth) for nodes, depth in product(NODES, DEPTHS)
+    )
     return [Budget.fixed(shape) for shape in shapes if shape]
 
 
@@ -94,7 +101,9 @@ class Tuning:
     drafter: Drafter
     answers: list[Answer]
     costs: Costs
-    records: dict[Budget, list[list[dict[str, Any]]]] = field(default_factory=dict)  # cycles of the first few answers
+    records: dict[Budget, list[list[dict[str, Any]]]] = field(
+        default_factory=dict
+    )  # cycles of the first few answers
 
     def trial(self, budget: Budget, count: int | None = None, task: str | None = None) -> Trial:
         """Try the budget on the first `count` answers, or those of them that belong to a task."""
@@ -126,14 +135,18 @@ class Tuning:
 
         Of a drafter without bare costs it holds the drafts that were replayed, so none before the first replay.
         """
-        answers = [target_answer for target_answer in self.answers if task in (None, target_answer.task)]
+        answers = [
+            target_answer for target_answer in self.answers if task in (None, target_answer.task)
+        ]
         middles = [target_answer.prompt + target_answer.length // 2 for target_answer in answers]
         context = sum(middles) // len(answers)
         rows = self.costs.rows(self.drafter, budget, PENDING)
         drafting = 0.0
         if rows is None:
             drafting = self._recorded_draft_seconds(budget)
-        return (self.costs.cycle(budget.nodes, rows or (), context) + drafting) / self.costs.read(1, context)
+        return (self.costs.cycle(budget.nodes, rows or (), context) + drafting) / self.costs.read(
+            1, context
+        )
 
     def _recorded_draft_seconds(self, budget: Budget) -> float:
         """Return the mean seconds of a budget's replayed drafts, 0 before the first replay."""
@@ -150,10 +163,14 @@ class Tuning:
         return budget.depth + 1 > self.break_even(budget)
 
 
-def search(tuning: Tuning, candidates: Sequence[Budget], note: Callable[[str], None] = print) -> Trial:
+def search(
+    tuning: Tuning, candidates: Sequence[Budget], note: Callable[[str], None] = print
+) -> Trial:
     """Return the fastest of candidates and no draft, by successive halving."""
     left = [NOT_DRAFTING, *filter(tuning.could_pay, candidates)]
-    note(f"{len(candidates) + 1 - len(left)} of {len(candidates)} shapes cost more than they could ever bring")
+    note(
+        f"{len(candidates) + 1 - len(left)} of {len(candidates)} shapes cost more than they could ever bring"
+    )
     count = min(max(len(tuning.answers) // 8, 2), len(tuning.answers))
     # all on a few answers, the better half on twice as many
     while True:
@@ -182,7 +199,9 @@ def tuning_questions(recipe: Recipe) -> list[Question]:
     every = questions(recipe.model_copy(update={"eval": twice}))
     asked = [question for question in every if question not in measured]
     if not asked:
-        print(f"the sets have no more than the {len(measured)} questions that are measured: they are tuned on, too")
+        print(
+            f"the sets have no more than the {len(measured)} questions that are measured: they are tuned on, too"
+        )
         asked = measured
     # the sets take turns: the search begins with the first few, which are of all sets
     ranks: Counter[str] = Counter()
@@ -217,7 +236,9 @@ def answer_prompts(
             if target_answer.length > 1:
                 answers.append(target_answer)
     if not answers:
-        raise ValueError(f"the target answers none of the {len(asked)} tuning questions with more than one token")
+        raise ValueError(
+            f"the target answers none of the {len(asked)} tuning questions with more than one token"
+        )
     return answers
 
 
@@ -255,7 +276,10 @@ def chains_by_task(tuning: Tuning) -> str:
             trial = tuning.trial(budget, task=task)
             line += f"{f'{trial.acceptance_length:.2f}, {trial.speed / plain_speed:.2f} x':>13}"
         lines.append(line)
-    lines.append(f"{'break-even tau':22}" + "".join(f"{tuning.break_even(budget):>13.2f}" for budget in budgets))
+    lines.append(
+        f"{'break-even tau':22}"
+        + "".join(f"{tuning.break_even(budget):>13.2f}" for budget in budgets)
+    )
     return "\n".join(lines)
 
 
@@ -265,7 +289,9 @@ def _tasks(tuning: Tuning) -> list[str]:
 
 def ranking(tuning: Tuning, count: int = 12) -> str:
     """Return the fastest of the budgets that were replayed along every answer."""
-    whole = [budget for budget, records in tuning.records.items() if len(records) == len(tuning.answers)]
+    whole = [
+        budget for budget, records in tuning.records.items() if len(records) == len(tuning.answers)
+    ]
     whole.sort(key=lambda budget: -tuning.trial(budget).speed)
     lines = [_line(name_budget(budget), tuning, budget) for budget in whole[:count]]
     return "\n".join([_heading("fastest, modelled"), *lines])
@@ -309,7 +335,12 @@ def policy_line(tuning: Tuning) -> str:
     for rows in tuning.records[longest]:
         seconds += [row["seconds"]["draft"] for row in rows]
     tokens, total = replay_policy(
-        tuning.target, tuning.drafter, tuning.answers, tuning.costs, budget=longest, draft_seconds=fmean(seconds)
+        tuning.target,
+        tuning.drafter,
+        tuning.answers,
+        tuning.costs,
+        budget=longest,
+        draft_seconds=fmean(seconds),
     )
     gain = tokens / total / tuning.trial(NOT_DRAFTING).speed
     return f"policy, chains of 0 to {longest.depth}: modelled speed-up {gain:.2f} x"
@@ -318,17 +349,27 @@ def policy_line(tuning: Tuning) -> str:
 def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
     parser = command_line("eagle tune", __doc__)
-    parser.add_argument("--write", action="store_true", help="put the budget into the head's config.json")
-    parser.add_argument("--drafter", metavar="NAME", help="one of eval.drafters, instead of the recipe's head")
-    parser.add_argument("--exhaustive", action="store_true", help="replay every candidate, and compare the choice")
+    parser.add_argument(
+        "--write", action="store_true", help="put the budget into the head's config.json"
+    )
+    parser.add_argument(
+        "--drafter", metavar="NAME", help="one of eval.drafters, instead of the recipe's head"
+    )
+    parser.add_argument(
+        "--exhaustive", action="store_true", help="replay every candidate, and compare the choice"
+    )
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     target = load_target(recipe)
     head = Path(recipe.train.out) / "head"
     if args.write and args.drafter:
-        raise ValueError(f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget")
+        raise ValueError(
+            f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget"
+        )
     threads = settle_threads(target)
-    drafter = load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
+    drafter = (
+        load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
+    )
     answers = answer_prompts(recipe, target, drafter.taps, threads)
     if threads is not None:
         # for the last time: from here on all that is timed is compared

@@ -35,7 +35,12 @@ class NotedPolicy:
 
 
 def replay_policy(
-    target: Target, drafter: Drafter, answers: Sequence[Answer], costs: Costs, budget: Budget, draft_seconds: float
+    target: Target,
+    drafter: Drafter,
+    answers: Sequence[Answer],
+    costs: Costs,
+    budget: Budget,
+    draft_seconds: float,
 ) -> tuple[int, float]:
     """Return committed tokens and modelled seconds of a policy within a budget, which learns from answer to answer.
 
@@ -50,7 +55,9 @@ def replay_policy(
     for target_answer in answers:
         noted = NotedPolicy(policy)
         seconds: list[float] = []
-        cycles = record_cycles(target_answer, replay(target, drafter, target_answer, noted, seconds=seconds), seconds)
+        cycles = record_cycles(
+            target_answer, replay(target, drafter, target_answer, noted, seconds=seconds), seconds
+        )
         tokens += sum(cycle["committed"] for cycle in cycles)
         records.append({"cycles": cycles})
         budgets.append(noted.budgets)

@@ -68,7 +68,11 @@ def list_ways(recipe: Recipe) -> Iterator[Way]:
     for cards, shard_target, zero, factor in product(powers, (False, True), (0, 2), powers):
         cards *= CARDS
         has_whole_sequences = cards * accumulation * factor <= recipe.train.batch_size
-        if cards > max_cards or (shard_target and not is_live) or (factor > 1 and not has_whole_sequences):
+        if (
+            cards > max_cards
+            or (shard_target and not is_live)
+            or (factor > 1 and not has_whole_sequences)
+        ):
             continue
         yield Way(cards, shard_target, zero, accumulation * factor)
 
@@ -104,7 +108,9 @@ def describe(row: dict[str, Any]) -> str:
 def main(argv: list[str]) -> None:
     """Print the table of recipes, and write its figures to `--out`."""
     parser = argparse.ArgumentParser(prog="python -m recipes.cards", description=__doc__)
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="by default all that are for cards")
+    parser.add_argument(
+        "recipes", nargs="*", metavar="RECIPE", help="by default all that are for cards"
+    )
     parser.add_argument("--out", type=Path, help="a file for the figures")
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []

@@ -90,19 +90,27 @@ def check_target(recipe: Recipe, settings: Any, sample: Sample, count: int) -> N
     """Run the stages that need the target, then print what the whole run of `count` conversations needs."""
     with stage("target"):
         target = load_target(recipe)
-        say(f"{parameters(target.model) / 1e9:.3f} B parameters on {target.device} in {target.model.dtype}")
+        say(
+            f"{parameters(target.model) / 1e9:.3f} B parameters on {target.device} in {target.model.dtype}"
+        )
     with stage("memory"):
         sizes = sizes_of_config(target.config)
         empty = empty_head(settings, sizes.config)
         memory = card_bytes(recipe, empty, sizes, cards=1, itemsize=target.model.dtype.itemsize)
-        say(f"{memory / GB:,.2f} GB of memory while training in one process, where texts are as long as they may be")
+        say(
+            f"{memory / GB:,.2f} GB of memory while training in one process, where texts are as long as they may be"
+        )
     with stage("features") as timed:
         roles = roles_of(settings, target.config)
-        features = LiveFeatures(target, sample.examples, identity(recipe, roles), recipe.features.batch_tokens)
+        features = LiveFeatures(
+            target, sample.examples, identity(recipe, roles), recipe.features.batch_tokens
+        )
         size = texts_at_once(recipe, target.device.type)
         say(f"of {STEPS} steps of {size} texts, of {recipe.train.batch_size} in a batch")
         starts = range(0, STEPS * size, size)
-        batches = [collate(features.read(range(start, start + size)), features.taps) for start in starts]
+        batches = [
+            collate(features.read(range(start, start + size)), features.taps) for start in starts
+        ]
     extracted_per_second = sum(len(batch.tokens) for batch in batches) / timed["seconds"]
     with stage("loss and update"):
         # As in a run, the seed decides the initial weights.
@@ -114,13 +122,20 @@ def check_target(recipe: Recipe, settings: Any, sample: Sample, count: int) -> N
     say_whole_run(
         recipe,
         tokens,
-        token_bytes(parts_of(tap_identity(roles)), recipe.features.dtype, sizes.hidden_size, sample.supervised),
+        token_bytes(
+            parts_of(tap_identity(roles)),
+            recipe.features.dtype,
+            sizes.hidden_size,
+            sample.supervised,
+        ),
         extract_seconds=tokens / extracted_per_second,
         epoch_seconds=tokens / trained_per_second,
     )
 
 
-def check_head(recipe: Recipe, head: Any, target: Target, example: Example, source: dict[str, Any]) -> None:
+def check_head(
+    recipe: Recipe, head: Any, target: Target, example: Example, source: dict[str, Any]
+) -> None:
     """Save, load, decode with and export a head that has just been trained."""
     with stage("save and load"), tempfile.TemporaryDirectory() as folder:
         save_head(Path(folder) / "head", head, recipe.dump(), source)
@@ -174,7 +189,9 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
     try:
         sizes = sizes_of_target(recipe.target)
     except (OSError, ValueError) as error:
-        say(f"none, as the config of {recipe.target.path} cannot be read: {str(error).splitlines()[0]}")
+        say(
+            f"none, as the config of {recipe.target.path} cannot be read: {str(error).splitlines()[0]}"
+        )
         # The stage that loads the target will say what is wrong.
         return True
     try:
@@ -184,12 +201,20 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
         say("for 1,000 conversations, as how many there are is not known before they are read")
     gpus = recipe.train.processes or devices_here()
     run = forecast(recipe, sizes, count, gpus)
-    disk = f"{run.features / GB:,.2f} GB of disk for features" if run.features else "no disk for features"
+    disk = (
+        f"{run.features / GB:,.2f} GB of disk for features"
+        if run.features
+        else "no disk for features"
+    )
     where = f"each of {gpus} GPUs that train" if gpus > 1 else "the GPU or CPU that trains"
     say(f"{run.memory / GB:,.2f} GB on {where}, {disk}")
-    say(f"{run.extract_hours:,.1f} GPU hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s")
+    say(
+        f"{run.extract_hours:,.1f} GPU hours for features, {run.train_hours:,.1f} to train, at {TFLOPS:.0f} TFLOP/s"
+    )
     if recipe.train.on_policy is not None:
-        say("the answers that are written while training, and what is learned from their drafts, come on top")
+        say(
+            "the answers that are written while training, and what is learned from their drafts, come on top"
+        )
     say_quantisation(recipe, sizes.bits)
     available = memory_here()
     if run.target <= available:
@@ -207,8 +232,12 @@ def say_quantisation(recipe: Recipe, bits: int | None) -> None:
     quantization = read_quantization(recipe.target.path, revision=recipe.target.revision)
     if quantization is None:
         return
-    counted = f"{bits} bits" if bits else "16 bits, as they are unpacked or their config does not say"
-    say(f"quantised by {method_of(quantization)}: the weights of its layers are counted as {counted}")
+    counted = (
+        f"{bits} bits" if bits else "16 bits, as they are unpacked or their config does not say"
+    )
+    say(
+        f"quantised by {method_of(quantization)}: the weights of its layers are counted as {counted}"
+    )
     obstacle = why_not_here(quantization, best_device())
     if obstacle:
         say(f"it {obstacle}")
@@ -238,7 +267,11 @@ def load_target(recipe: Recipe) -> Target:
 def with_data_that_is_there(recipe: Recipe) -> Recipe:
     """Return the recipe on the conversations that will be regenerated, unless their new answers exist."""
     regenerate = recipe.regenerate
-    if regenerate is None or Path(recipe.data.train).exists() or recipe.data.train != regenerate.out:
+    if (
+        regenerate is None
+        or Path(recipe.data.train).exists()
+        or recipe.data.train != regenerate.out
+    ):
         return recipe
     say(f"{regenerate.out} is not there yet: checked with the answers of {regenerate.source}")
     data = recipe.data.model_copy(update={"train": regenerate.source})
@@ -278,7 +311,9 @@ def read_sample(recipe: Recipe) -> Sample:
     )
 
 
-def time_training(recipe: Recipe, head: TrainableDrafter, target: Target, batches: list[Batch]) -> float:
+def time_training(
+    recipe: Recipe, head: TrainableDrafter, target: Target, batches: list[Batch]
+) -> float:
     """Train on each batch, print its losses, and return the tokens per second of the last step."""
     dtype = getattr(torch, recipe.train.dtype)
     target_head = target.head.cast(dtype)
@@ -312,15 +347,27 @@ def check_decoding(target: Target, head: TrainableDrafter, example: Example) -> 
     plain = generate(target, NoDrafter(), prompt, **options).tokens
     is_same = drafted == plain
     # In low precision, reading several tokens at once may round a near-tie to another token.
-    is_exact = target.model.dtype == torch.float32 and not getattr(target.model, "is_quantized", False)
+    is_exact = target.model.dtype == torch.float32 and not getattr(
+        target.model, "is_quantized", False
+    )
     if is_exact and not is_same:
-        raise ValueError("drafting changed what this target says: report it with the target's config")
-    verdict = "identical" if is_same else f"differs, as near-ties may in {target.model.dtype} and in quantised layers"
+        raise ValueError(
+            "drafting changed what this target says: report it with the target's config"
+        )
+    verdict = (
+        "identical"
+        if is_same
+        else f"differs, as near-ties may in {target.model.dtype} and in quantised layers"
+    )
     say(f"{len(drafted)} tokens with an untrained head, {verdict}")
 
 
 def say_whole_run(
-    recipe: Recipe, tokens: int, bytes_per_token: float, extract_seconds: float, epoch_seconds: float
+    recipe: Recipe,
+    tokens: int,
+    bytes_per_token: float,
+    extract_seconds: float,
+    epoch_seconds: float,
 ) -> None:
     """Print what the whole run needs; both times are for all tokens once."""
     epochs = recipe.train.epochs

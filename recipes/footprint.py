@@ -30,7 +30,15 @@ from eagle.drafters.blocks.block_spans import Pair, attend_block_flex
 from eagle.drafters.parts import objectives, spans
 from eagle.drafters.parts.spans import Own, Spans, attend_flex
 
-INNER = (FakeTensor, FakeTensorMode, unset_fake_temporarily, TorchDispatchMode, tree_leaves, flop_registry, AuxOutput)
+INNER = (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+    TorchDispatchMode,
+    tree_leaves,
+    flop_registry,
+    AuxOutput,
+)
 
 
 class Footprint(TorchDispatchMode):
@@ -52,7 +60,9 @@ class Footprint(TorchDispatchMode):
         super().__exit__(*error)
         self.fake.__exit__(*error)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operation on fake tensors, and count its FLOPs and the storage that it allocates."""
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -88,11 +98,17 @@ class Footprint(TorchDispatchMode):
     @contextmanager
     def on_accelerator(self) -> Iterator[Footprint]:
         """Compute on the CPU, which autocast supports, in the chunks and with the attention of an accelerator."""
-        with large_chunks(), changed(spans.ATTEND, cpu=self.attend), changed(block_spans.ATTEND, cpu=self.attend_block):
+        with (
+            large_chunks(),
+            changed(spans.ATTEND, cpu=self.attend),
+            changed(block_spans.ATTEND, cpu=self.attend_block),
+        ):
             with self:
                 yield self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()
+    ) -> Tensor:
         """Run the fused attention of accelerators with a kernel that computes sizes only."""
         self._count_pairs(query, spans)
         return attend_flex(query, key, value, spans, own, kernel=_kernel)

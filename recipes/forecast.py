@@ -23,7 +23,8 @@ from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.log import script
-from eagle.recipe import DataSection, Recipe, TargetSection, recipe_parser
+from eagle.recipe import DataSection, Recipe, TargetSection
+from eagle.recipe.command_lines import recipe_parser
 from eagle.shipped import RECIPES, STAGES
 from eagle.target.weights.quantised import quantization_of, weight_bits
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
@@ -31,7 +32,15 @@ from recipes.text_memory import TextMemory, count_in_words, table_of_states, tex
 
 KNOWN = STAGES / "docs/results/sizes.json"
 SHIPPED = (
-    *("vicuna-7b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mimo-7b"),
+    *(
+        "vicuna-7b",
+        "llama-3.1-8b",
+        "llama-3.1-70b",
+        "qwen3-8b",
+        "qwen3-30b-a3b",
+        "gpt-oss-20b",
+        "mimo-7b",
+    ),
     *("qwen3-next-80b", "qwen3.5-9b", "nemotron-3-nano", "gemma-3n", "llama-4-scout"),
 )
 CONVERSATIONS = {"Aeala/ShareGPT_Vicuna_unfiltered": 68_000}
@@ -92,10 +101,14 @@ class Forecast:
     train_hours: float  # of one GPU
 
 
-def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARDS, tflops: float = TFLOPS) -> Forecast:
+def forecast(
+    recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARDS, tflops: float = TFLOPS
+) -> Forecast:
     """Return the memory, disk and time that a recipe needs."""
     if recipe.joint is not None:
-        raise ValueError("no forecast is made of a target that trains with its heads: joint=null forecasts them alone")
+        raise ValueError(
+            "no forecast is made of a target that trains with its heads: joint=null forecasts them alone"
+        )
     settings = settings_of(recipe.drafter.model_dump(), "recipe")
     head = empty_head(settings, sizes.config)
     epochs = recipe.train.epochs
@@ -105,7 +118,9 @@ def forecast(recipe: Recipe, sizes: Sizes, conversations: int, cards: int = CARD
     num_conversations = min(conversations, recipe.data.limit or conversations)
     tokens = num_conversations * min(TOKENS, max_length)
     tensors = parts_of(tap_identity(roles_of(settings, sizes.config)))
-    bytes_per_token = round(token_bytes(tensors, recipe.features.dtype, sizes.hidden_size, SUPERVISED))
+    bytes_per_token = round(
+        token_bytes(tensors, recipe.features.dtype, sizes.hidden_size, SUPERVISED)
+    )
 
     # A forward pass costs two FLOPs per active parameter; without a store it is repeated in every epoch.
     extractions = 1 if is_stored else epochs
@@ -148,7 +163,12 @@ def parameters(module: nn.Module) -> int:
 
 
 def card_bytes(
-    recipe: Recipe, head: TrainableDrafter, sizes: Sizes, cards: int, itemsize: int = 2, stage: int = 0
+    recipe: Recipe,
+    head: TrainableDrafter,
+    sizes: Sizes,
+    cards: int,
+    itemsize: int = 2,
+    stage: int = 0,
 ) -> int:
     """Return the peak memory of one GPU if all sequences have maximum length and are supervised throughout.
 
@@ -159,7 +179,9 @@ def card_bytes(
     dtype = PRECISION[train.dtype]
     length = recipe.data.max_length
     sequences = math.ceil(train.batch_size / (cards * train.accumulation))
-    total = training_bytes(head, sizes.config, sequences * [length], dtype, accumulation=train.accumulation)
+    total = training_bytes(
+        head, sizes.config, sequences * [length], dtype, accumulation=train.accumulation
+    )
     total += exchange_bytes(learned(head), cards, stage)
     if features.store and not train.decode and train.on_policy is None:
         return total
@@ -222,7 +244,11 @@ def reading_bytes(sizes: Sizes, texts: int, length: int) -> int:
 
 
 def training_bytes(
-    head: TrainableDrafter, config: Any, lengths: Sequence[int], dtype: torch.dtype, accumulation: int = 1
+    head: TrainableDrafter,
+    config: Any,
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    accumulation: int = 1,
 ) -> int:
     """Return the peak memory of two training steps over sequences of these lengths, supervised throughout."""
     # With accumulation, a second micro-batch meets the gradients of the first; a third needs no more.
@@ -235,7 +261,9 @@ def training_bytes(
     return footprint.most
 
 
-def token_flops(head: TrainableDrafter, config: Any, max_length: int, supervised: float = SUPERVISED) -> float:
+def token_flops(
+    head: TrainableDrafter, config: Any, max_length: int, supervised: float = SUPERVISED
+) -> float:
     """Return the FLOPs of a training step per token, for a sequence of average length."""
     length = min(TOKENS, max_length)
     with Footprint().on_accelerator() as footprint:
@@ -249,8 +277,12 @@ def sizes_of(path: str, revision: str | None = None, *, trust_remote_code: bool 
     # The table describes the default revision.
     if path in table and revision is None:
         return read_sizes(table[path])
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    return replace(sizes_of_config(config.get_text_config()), bits=weight_bits(quantization_of(config)))
+    config = AutoConfig.from_pretrained(
+        path, revision=revision, trust_remote_code=trust_remote_code
+    )
+    return replace(
+        sizes_of_config(config.get_text_config()), bits=weight_bits(quantization_of(config))
+    )
 
 
 def sizes_of_target(target: TargetSection) -> Sizes:
@@ -273,7 +305,9 @@ def sizes_of_config(config: Any) -> Sizes:
     counts = [getattr(config, name, None) for name in names]
     num_experts = next(filter(None, counts), 1)
     num_active = getattr(config, "num_experts_per_tok", None) or 1
-    in_experts = sum(tensor.numel() for name, tensor in model.named_parameters() if ".experts." in name)
+    in_experts = sum(
+        tensor.numel() for name, tensor in model.named_parameters() if ".experts." in name
+    )
     total = parameters(model)
     # `head_shape` fills what configs without attention (Mamba) lack or call otherwise.
     shape = head_shape(config)
@@ -330,7 +364,9 @@ def table(rows: dict[str, Forecast]) -> str:
     return "\n".join(lines)
 
 
-def of_recipes(words: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None) -> str:
+def of_recipes(
+    words: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None
+) -> str:
     """Return the tables of forecasts and of recurrent states for recipes; `key=value` words apply to each of them."""
     overrides = [word for word in words if "=" in word]
     paths = [word for word in words if "=" not in word]
@@ -366,9 +402,13 @@ def of_targets() -> str:
 def main(argv: list[str]) -> None:
     """Print the forecasts of the recipes that are named, or of all shipped recipes and published targets."""
     parser = recipe_parser("eagle forecast", __doc__)
-    parser.add_argument("words", nargs="*", metavar="RECIPE|key=value", help="recipes, and key=value laid over each")
+    parser.add_argument(
+        "words", nargs="*", metavar="RECIPE|key=value", help="recipes, and key=value laid over each"
+    )
     parser.add_argument("--cards", type=int, default=CARDS, help="that share a step")
-    parser.add_argument("--tflops", type=float, default=TFLOPS, help="that a card computes a second")
+    parser.add_argument(
+        "--tflops", type=float, default=TFLOPS, help="that a card computes a second"
+    )
     parser.add_argument("--conversations", type=int, help="of the data, where that is not known")
     args = parser.parse_intermixed_args(argv)
     print(of_recipes(args.words, args.cards, args.tflops, args.conversations))

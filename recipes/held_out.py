@@ -79,7 +79,11 @@ class HeldOut:
         indices = [held_out[i * len(held_out) // count] for i in range(count)]
         prompts = [prompt_of(self.target, example) for example in features.read(indices)]
         max_positions = self.target.max_positions or math.inf
-        return [prompt for prompt in prompts if prompt and len(prompt) + self.max_new_tokens <= max_positions]
+        return [
+            prompt
+            for prompt in prompts
+            if prompt and len(prompt) + self.max_new_tokens <= max_positions
+        ]
 
     def compare(self, first: Counts, second: Counts) -> tuple[float, float, float]:
         """Return by how much the second acceptance length is longer, with its interval, paired by prompt."""

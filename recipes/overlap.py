@@ -13,7 +13,8 @@ from data_prep.ngrams import find_overlap
 from data_prep.read_once import open_cache, text_key
 from data_prep.tokens import encode, load_tokenizer
 from eagle.log import script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 from eval.prompts import question_sets, questions
 
 SHOWN = 20  # prompts by name
@@ -33,10 +34,15 @@ def read_prompts(recipe: Recipe) -> dict[str, str]:
     if heldout is None or heldout in question_sets(recipe).values():
         return texts
     conversations = read_conversations(
-        heldout, answered=False, allow_broken=recipe.data.allow_broken, images=recipe.data.images is not None
+        heldout,
+        answered=False,
+        allow_broken=recipe.data.allow_broken,
+        images=recipe.data.images is not None,
     )
     for conversation in conversations:
-        asked = [message["content"] for message in conversation.messages if message["role"] == "user"]
+        asked = [
+            message["content"] for message in conversation.messages if message["role"] == "user"
+        ]
         for turn, text in enumerate(asked, start=1):
             texts[f"data.heldout {conversation.id}, turn {turn}"] = text
     return texts
@@ -56,7 +62,9 @@ def main(argv: list[str]) -> None:
         print(f"{name}: in {count:,} of the examples")
     if len(counts) > SHOWN:
         print(f"and {len(counts) - SHOWN:,} more")
-    print(f"{len(counts):,} of {len(prompts):,} evaluation prompts stand in the {len(cache):,} training examples")
+    print(
+        f"{len(counts):,} of {len(prompts):,} evaluation prompts stand in the {len(cache):,} training examples"
+    )
 
 
 if __name__ == "__main__":

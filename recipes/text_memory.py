@@ -46,7 +46,9 @@ def kept_bytes(model: Any, length: int) -> int:
     # Some models keep states as plain attributes of their modules.
     for module in model.modules():
         tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_floating_point())
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_floating_point()
+    )
 
 
 def find_tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -75,7 +77,9 @@ def table_of_states(texts: Mapping[str, TextMemory]) -> str:
     ]
     for name, text in texts.items():
         tokens = f"{text.states / text.token:,.0f}" if text.token else "no keys and values"
-        lines.append(f"| {name} | {text.states / 2**20:.1f} MiB | {text.token / 2**10:.0f} KiB | {tokens} |")
+        lines.append(
+            f"| {name} | {text.states / 2**20:.1f} MiB | {text.token / 2**10:.0f} KiB | {tokens} |"
+        )
     return "\n".join(lines)
 
 

@@ -12,7 +12,8 @@ from data_prep.read_once import read_examples
 from eagle.data.open import follow_head, open_features
 from eagle.drafters import settings_of
 from eagle.log import script
-from eagle.recipe import Recipe, parse_train
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import parse_train
 from eagle.shipped import commit
 from eagle.target.borrowed import Borrowed
 from eagle.training.first_head import first_head
@@ -71,7 +72,15 @@ def train_head(recipe: Recipe, source: str) -> None:
     if decoding is None and recipe.features.store:
         # Stored features replace the target's layers; training reads only its embedding and LM head.
         del target
-    folder = train(accelerator, recipe, head, target_head, features=features, decoding=decoding, commit=commit())
+    folder = train(
+        accelerator,
+        recipe,
+        head,
+        target_head,
+        features=features,
+        decoding=decoding,
+        commit=commit(),
+    )
     accelerator.print(f"head in {folder.resolve()}")
     accelerator.end_training()
 

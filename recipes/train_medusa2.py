@@ -14,7 +14,8 @@ from eagle.data.features import LiveFeatures
 from eagle.data.open import open_features
 from eagle.drafters import settings_of
 from eagle.log import script
-from eagle.recipe import Recipe, command_line
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line
 from eagle.shipped import commit
 from eagle.training.first_head import first_head
 from eagle.training.launch import launch, resolve_dtype
@@ -26,9 +27,13 @@ def main(argv: list[str]) -> None:
     args = command_line("eagle train", __doc__).parse_intermixed_args(argv)
     recipe = resolve_dtype(Recipe.load(args.recipe, args.overrides))
     if recipe.joint is None:
-        raise ValueError(f"{args.recipe} has no section `joint`: its head is trained alone, by recipes/train_eagle.py")
+        raise ValueError(
+            f"{args.recipe} has no section `joint`: its head is trained alone, by recipes/train_eagle.py"
+        )
     if recipe.features.shard_target:
-        raise ValueError("a target that trains is whole on every process: leave features.shard_target out")
+        raise ValueError(
+            "a target that trains is whole on every process: leave features.shard_target out"
+        )
     accelerator = launch(recipe.train)
     settings = settings_of(recipe.drafter.model_dump(), args.recipe)
 

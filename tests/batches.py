@@ -69,10 +69,14 @@ class Request:
 
     def choices(self, model: PreTrainedModel, tokens: list[int]) -> list[int]:
         """What the untouched model chooses at each of these tokens, warped by transformers."""
-        warp = LogitsProcessorList([kind(self.setting[name]) for name, kind in WARPERS.items() if name in self.setting])
+        warp = LogitsProcessorList(
+            [kind(self.setting[name]) for name, kind in WARPERS.items() if name in self.setting]
+        )
         noise = Choose(self.sampling).noise
         place = noise and partial(noise, vocab_size=VOCAB_SIZE, device=torch.device("cpu"))
-        return own_choices(model, self.prompt, tokens, warp, place and (lambda position: place([position])[0]))
+        return own_choices(
+            model, self.prompt, tokens, warp, place and (lambda position: place([position])[0])
+        )
 
 
 class Bench:
@@ -82,23 +86,36 @@ class Bench:
         self.model = build(name, dtype)
         self.target = Target(copy.deepcopy(self.model))
 
-    def requests(self, count: int, seed: int, longest: int = 60, most: int = 16, least: int = 1) -> list[Request]:
+    def requests(
+        self, count: int, seed: int, longest: int = 60, most: int = 16, least: int = 1
+    ) -> list[Request]:
         """Requests that the target, alone, answers as the untouched model does: `least` to `most` tokens each."""
         dice, requests = random.Random(seed), []
         for number in range(count):
-            length = dice.choice([1, 2, dice.randint(1, 12), dice.randint(1, longest), dice.randint(1, longest)])
+            length = dice.choice(
+                [1, 2, dice.randint(1, 12), dice.randint(1, longest), dice.randint(1, longest)]
+            )
             prompt = random_tokens(length, seed=dice.randrange(10**6))
             if number % 4 == 3:  # what is copied from the text is right now and then
                 prompt = (prompt[: length // 3 + 1] * 3)[:length]
-            request = Request(prompt, SETTINGS[(seed + number) % len(SETTINGS)], dice.randint(least, most), number)
+            request = Request(
+                prompt, SETTINGS[(seed + number) % len(SETTINGS)], dice.randint(least, most), number
+            )
             alone = self.run_alone(NoDrafter(), request)
-            assert alone.tokens == request.choices(self.model, alone.tokens) and len(alone.tokens) == request.limit
+            assert (
+                alone.tokens == request.choices(self.model, alone.tokens)
+                and len(alone.tokens) == request.limit
+            )
             requests.append(Request(prompt, request.setting, request.limit, number, alone.tokens))
         return requests
 
     def run_alone(self, drafter: Drafter, request: Request, budget: Any = None) -> Trace:
         """One request by itself."""
-        options: dict[str, Any] = {"sampling": request.sampling, "max_new_tokens": request.limit, "budget": budget}
+        options: dict[str, Any] = {
+            "sampling": request.sampling,
+            "max_new_tokens": request.limit,
+            "budget": budget,
+        }
         return generate(self.target, drafter, request.prompt, stop=[], **options)
 
     def run(
@@ -121,7 +138,9 @@ class Bench:
             for trace in traces:
                 trace.checked()
             assert all(tokens for _, tokens in emitted)
-            assert len(decoding.rows) <= batch_size and (most is None or allocated(decoding) <= most)
+            assert len(decoding.rows) <= batch_size and (
+                most is None or allocated(decoding) <= most
+            )
         decoding.close()
         return traces
 
@@ -140,7 +159,9 @@ def allocated(decoding: Decoding) -> int:
 class KnowsAnswers(Drafter):
     """Plants the next tokens of each row's answer among wrong branches, in trees of any size up to ten nodes."""
 
-    def __init__(self, requests: list[Request], chains: bool = False, taps: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, requests: list[Request], chains: bool = False, taps: tuple[int, ...] = ()
+    ) -> None:
         self.texts = {request.number: [*request.prompt, *request.answer] for request in requests}
         self.chains, self.taps = chains, taps
         self.seeds = {request.number: request.number for request in requests}
@@ -169,24 +190,33 @@ class KnownRows:
         """Forget it."""
         del self.read[row]
 
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
         """A tree for each row, the same whatever rows are beside it."""
         return {row: self._grow(row, update, budgets[row].depth) for row, update in updates.items()}
 
     def _grow(self, row: int, update: Committed, depth: int) -> DraftTree:
         drafter, text = self.drafter, self.drafter.texts[row]
         self.read[row] += update.tokens.tolist()
-        assert drafter.follows(row, self.read[row], update.root), f"row {row} has parted from its answer"
+        assert drafter.follows(row, self.read[row], update.root), (
+            f"row {row} has parted from its answer"
+        )
         count = len(self.read[row])
         dice = random.Random(1000 * drafter.seeds[row] + count)
         right = text[count + 1 :][: min(dice.choice([0, 1, 3, 3]), depth)]
         if drafter.chains:
-            wrong = [dice.randrange(VOCAB_SIZE) for _ in range(min(dice.randrange(3), depth - len(right)))]
+            wrong = [
+                dice.randrange(VOCAB_SIZE)
+                for _ in range(min(dice.randrange(3), depth - len(right)))
+            ]
             return DraftTree.chain([update.root, *right, *wrong])
         paths = [right]
         for _ in range(dice.choice([0, 3, 7]) if depth else 0):
             path = dice.choice(paths)
-            paths.append([*path[: dice.randint(0, min(len(path), depth - 1))], dice.randrange(VOCAB_SIZE)])
+            paths.append(
+                [*path[: dice.randint(0, min(len(path), depth - 1))], dice.randrange(VOCAB_SIZE)]
+            )
         dice.shuffle(paths)
         return DraftTree.from_paths(update.root, paths)
 
@@ -194,7 +224,9 @@ class KnownRows:
 def new_head(kind: str, target: Target) -> Any:
     """An untrained head, the same every time."""
     torch.manual_seed(0)
-    head = DRAFTERS[kind].for_target(settings_of({"kind": kind}, "test"), target.config, target.head)
+    head = DRAFTERS[kind].for_target(
+        settings_of({"kind": kind}, "test"), target.config, target.head
+    )
     return head.to(target.head.weight.dtype).bind(target.head)
 
 

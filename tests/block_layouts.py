@@ -28,14 +28,20 @@ def block_shapes(layers: int, first: int = H) -> Shapes:
 def injected_shapes() -> Shapes:
     """DFlash's."""
     norms = {
-        f"layers.{layer}.self_attn.{part}_norm.weight": (made.WIDE,) for layer in range(BLOCKS) for part in ("q", "k")
+        f"layers.{layer}.self_attn.{part}_norm.weight": (made.WIDE,)
+        for layer in range(BLOCKS)
+        for part in ("q", "k")
     }
     fused = {"fc.weight": (H, 3 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
     return {**block_shapes(BLOCKS), **norms, **fused}
 
 
 QWEN3 = {
-    **{key: value for key, value in made.LLAMA.items() if key not in ("use_cache", "transformers_version")},
+    **{
+        key: value
+        for key, value in made.LLAMA.items()
+        if key not in ("use_cache", "transformers_version")
+    },
     "model_type": "qwen3",
     "num_hidden_layers": BLOCKS,
     "layer_types": ["full_attention"] * BLOCKS,
@@ -52,15 +58,26 @@ ZLAB_CONFIG = {
     "architectures": ["DFlashDraftModel"],
     "dflash_config": {**NESTED, "causal": False, "sample_from_anchor": False},
 }
-BLOCK_CONFIG = {key: value for key, value in QWEN3.items() if key not in ("block_size", "num_target_layers")}
+BLOCK_CONFIG = {
+    key: value for key, value in QWEN3.items() if key not in ("block_size", "num_target_layers")
+}
 BLOCK_CONFIG |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 VERIFIER = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
 
 
 def proposing(algorithm: str, tokens: int) -> dict[str, Any]:
     """What speculators is told."""
-    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    told = {"algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [method]}
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    told = {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+    }
     return {**told, "verifier": VERIFIER}
 
 
@@ -95,7 +112,11 @@ SPECULATORS_PEAGLE = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "transformer_layer_config": {
-        **{key: value for key, value in made.LLAMA.items() if key not in ("use_cache", "transformers_version")},
+        **{
+            key: value
+            for key, value in made.LLAMA.items()
+            if key not in ("use_cache", "transformers_version")
+        },
         "num_hidden_layers": 3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "architectures": ["LlamaForCausalLM"],
@@ -111,21 +132,37 @@ FUSED_SHAPES = {
     "mask_hidden": (1, 1, 3 * H),
 }
 MIMO_SHAPES = {
-    **{f"model.mtp_layers.0.{name.removeprefix('layers.0.')}": size for name, size in block_shapes(1).items()},
-    **{f"model.mtp_layers.0.{name}_layernorm.weight": (H,) for name in ("token", "hidden", "final")},
-    **{f"model.mtp_layers.0.self_attn.{name}_proj.bias": (made.WIDE * (2 if name == "q" else 1),) for name in "qkv"},
+    **{
+        f"model.mtp_layers.0.{name.removeprefix('layers.0.')}": size
+        for name, size in block_shapes(1).items()
+    },
+    **{
+        f"model.mtp_layers.0.{name}_layernorm.weight": (H,) for name in ("token", "hidden", "final")
+    },
+    **{
+        f"model.mtp_layers.0.self_attn.{name}_proj.bias": (made.WIDE * (2 if name == "q" else 1),)
+        for name in "qkv"
+    },
     "model.mtp_layers.0.input_proj.weight": (H, 2 * H),
     "model.embed_tokens.weight": (V, H),
     "lm_head.weight": (V, H),
 }
 DEEPSEEK_SHAPES = {
-    **{f"model.layers.9.{name.removeprefix('layers.0.')}": size for name, size in block_shapes(1).items()},
+    **{
+        f"model.layers.9.{name.removeprefix('layers.0.')}": size
+        for name, size in block_shapes(1).items()
+    },
     **{f"model.layers.9.{name}.weight": (H,) for name in ("enorm", "hnorm", "shared_head.norm")},
     "model.layers.9.eh_proj.weight": (H, 2 * H),
     "model.layers.9.embed_tokens.weight": (V, H),
     "model.layers.9.shared_head.head.weight": (V, H),
 }
-MTP_CONFIG = {**TARGET.to_dict(), "num_nextn_predict_layers": 1, "torch_dtype": "float32", "tie_word_embeddings": False}
+MTP_CONFIG = {
+    **TARGET.to_dict(),
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+}
 DEEPSPEC_CONFIG = {
     **QWEN3,
     "architectures": ["Qwen3DSparkModel"],
@@ -195,7 +232,10 @@ GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {  # engine, head
     ("trtllm", "dflash"): (injected_shapes(), ZLAB_CONFIG),
     ("speculators", "dflash"): (injected_shapes(), SPECULATORS_DFLASH),
     ("deepspec", "dflash from the anchor"): ({**injected_shapes(), **BOTH_COPIES}, DEEPSPEC_CONFIG),
-    ("speculators", "peagle"): ({**FUSED_SHAPES, "embed_tokens.weight": (V, H)}, SPECULATORS_PEAGLE),
+    ("speculators", "peagle"): (
+        {**FUSED_SHAPES, "embed_tokens.weight": (V, H)},
+        SPECULATORS_PEAGLE,
+    ),
     ("deepspec", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES, **BOTH_COPIES}, DSPARK_CONFIG),
     ("vllm", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, DSPARK_CONFIG),
     ("sglang", "dspark"): ({**injected_shapes(), **MARKOV_SHAPES}, DSPARK_CONFIG),

@@ -11,7 +11,8 @@ ASK = "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 TEMPLATES = {
     "chatml": "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     + ASK,
-    "trims": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|end|>\n' }}{% endfor %}" + ASK,
+    "trims": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|end|>\n' }}{% endfor %}"
+    + ASK,
     "vicuna": "{% for m in messages %}{{ 'USER: ' + m.content + ' ' if m.role == 'user' else "
     "'ASSISTANT: ' + m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}",
     "no mark": "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n\n' }}{% endfor %}"
@@ -50,7 +51,10 @@ DATED: dict[str, Any] = {"template_kwargs": {"date": "Monday"}}
 
 def chat(*said: str, **more: Any) -> Conversation:
     """A conversation of alternating turns."""
-    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
+    turns = [
+        {"role": ("user", "assistant")[place % 2], "content": text}
+        for place, text in enumerate(said)
+    ]
     return Conversation("c", turns, **more)
 
 

@@ -11,9 +11,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell", "chrome")
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome-headless-shell",
+    "chrome",
+)
 CACHED = ("chromium*/*/chrome", "chromium*/*/headless_shell", "chromium*/*/chrome-headless-shell")
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 
 
 def browser() -> str | None:
@@ -34,14 +47,28 @@ class Tab:
         # the browser reads descriptor 3 and writes descriptor 4
         command = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
         log = (profile.parent / f"{profile.name}.log").open("w")
-        arguments = ["bash", "-c", command, program, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
-        self._process = subprocess.Popen(arguments, pass_fds=(to_browser, from_browser), stdout=log, stderr=log)
+        arguments = [
+            "bash",
+            "-c",
+            command,
+            program,
+            *OPTIONS,
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
+        self._process = subprocess.Popen(
+            arguments, pass_fds=(to_browser, from_browser), stdout=log, stderr=log
+        )
         os.close(to_browser)
         os.close(from_browser)
         self._left, self._count, self._seconds, self._session = b"", 0, seconds, None
         self.events: list[dict[str, Any]] = []
-        target = next(t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page")
-        self._session = self.ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        target = next(
+            t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        )
+        self._session = self.ask(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
@@ -69,7 +96,13 @@ class Tab:
 
     def open(self, url: str, width: int, height: int = 900, dark: bool = False) -> None:
         """Load a page at a width, and wait until it is whole; events are those of this page."""
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.events = []
@@ -79,7 +112,9 @@ class Tab:
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of JavaScript."""
-        result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        result = self.ask(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in result:
             raise ValueError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
@@ -100,9 +135,16 @@ class Tab:
             params = event.get("params", {})
             if event["method"] == "Runtime.exceptionThrown":
                 found.append(f"exception: {params['exceptionDetails']}")
-            elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in (
+                "error",
+                "warning",
+                "assert",
+            ):
                 found.append(f"console: {params['args']}")
-            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] in (
+                "error",
+                "warning",
+            ):
                 found.append(f"log: {params['entry']['text']} {params['entry'].get('url', '')}")
             elif event["method"] == "Network.loadingFailed":
                 found.append(f"failed: {params['errorText']} {params['requestId']}")

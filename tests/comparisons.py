@@ -18,7 +18,11 @@ def small_comparison(target_dir: Path, folder: Path) -> dict[str, Any]:
         "data": {"train": str(target_dir / "data/train.jsonl"), "limit": 24, "max_length": 96},
         "features": {"store": str(folder / "store"), "dtype": "float32"},
         "train": {"dtype": "float32", "validation": 0, "lr": 1e-3, "checkpoint_every": 1},
-        "eval": {"prompts": str(target_dir / "data/heldout.jsonl"), "count": 3, "max_new_tokens": 10},
+        "eval": {
+            "prompts": str(target_dir / "data/heldout.jsonl"),
+            "count": 3,
+            "max_new_tokens": 10,
+        },
     }
     shapes = {"tree": {"paths": PATHS}, "drawn": {"paths": PATHS, "draw": "sampled"}}
     return {

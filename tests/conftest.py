@@ -14,7 +14,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_ASSETS_CACHE", tempfile.mkdtemp(prefix="eagle-tests-"))  # read at the first import
+os.environ.setdefault(
+    "HF_ASSETS_CACHE", tempfile.mkdtemp(prefix="eagle-tests-")
+)  # read at the first import
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ settings.load_profile("same")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Another seed of what fixtures train stands for another processor: weights that no test can know."""
-    parser.addoption("--fixture-seed", type=int, default=0, help="seed of all that fixtures train (default: 0)")
+    parser.addoption(
+        "--fixture-seed", type=int, default=0, help="seed of all that fixtures train (default: 0)"
+    )
     parser.addoption("--reversed", action="store_true", help="run the last test first")
 
 
@@ -43,7 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Both are handed on to processes that tests begin."""
     gc.freeze()
     os.environ[FIXTURE_SEED] = str(config.getoption("fixture_seed"))
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell begins what runs in its background
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # so a shell begins what runs in its background
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -64,7 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     for item in items:
         for named, mark in (("quick", "slow"), ("not_long", "long")):
             marker = item.get_closest_marker(named)
-            if marker and not any(fnmatchcase(item.callspec.id, pattern) for pattern in marker.args):
+            if marker and not any(
+                fnmatchcase(item.callspec.id, pattern) for pattern in marker.args
+            ):
                 item.add_marker(mark)
     if config.getoption("reversed"):
         items.reverse()
@@ -91,7 +99,9 @@ def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("mixing") / "target"
     shutil.copytree(tiny_target_dir / "target", folder)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32}
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **shape), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder, **shape), dtype=torch.float32
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -112,11 +122,16 @@ def mixing_target(mixing_target_dir: Path) -> Target:
 @pytest.fixture(scope="session")
 def eight_token_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target that says eight tokens in turn, so that lookup drafts some of them; it never ends."""
-    folder, target = tmp_path_factory.mktemp("eight") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
+    folder, target = (
+        tmp_path_factory.mktemp("eight") / "target",
+        Target.load(mixing_target_dir, dtype=torch.float32),
+    )
     with torch.no_grad():
         rows = 8 * target.model.lm_head.weight[-4:]
         target.model.lm_head.weight.zero_()
-        target.model.lm_head.weight[-8:] = torch.cat([rows, -rows])  # one of each pair is louder than all the rest
+        target.model.lm_head.weight[-8:] = torch.cat(
+            [rows, -rows]
+        )  # one of each pair is louder than all the rest
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
@@ -157,8 +172,14 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recipe(tiny_target_dir: Path, tmp_path: Path) -> Recipe:
     """The tiny recipe over three short records of its own."""
-    turns = [[("human", "Who?"), ("gpt", text)] for text in ("One <b>&</b>.", "日本語 😀 ü \u202b שלום", "Three.")]
-    lines = [{"conversations": [{"from": role, "value": said} for role, said in record]} for record in turns]
+    turns = [
+        [("human", "Who?"), ("gpt", text)]
+        for text in ("One <b>&</b>.", "日本語 😀 ü \u202b שלום", "Three.")
+    ]
+    lines = [
+        {"conversations": [{"from": role, "value": said} for role, said in record]}
+        for record in turns
+    ]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     where = [
         f"target.path={tiny_target_dir / 'target'}",

@@ -38,7 +38,18 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"[A-Z_]+=")  # set for one command
 # verbs of `eagle` that take minutes, or end with what does
-STAGES = {"prepare", "regenerate", "extract", "train", "measure", "tune", "compare", "lossless", "demo", "tiny-target"}
+STAGES = {
+    "prepare",
+    "regenerate",
+    "extract",
+    "train",
+    "measure",
+    "tune",
+    "compare",
+    "lossless",
+    "demo",
+    "tiny-target",
+}
 ROOMS = ("eagle", "data_prep", "eval", "recipes")
 TRAINS = {"recipes/train_eagle.py", "recipes/train_medusa2.py"}
 
@@ -70,14 +81,18 @@ def commands(page: Path) -> list[str]:
 def messages_of_the_project() -> str:
     """Every text of the sources in a line of its own, with `...` for what is put in."""
     sources = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-    texts = [text for path in sources for text in _texts(ast.parse(path.read_text(encoding="utf-8")))]
+    texts = [
+        text for path in sources for text in _texts(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     return "\n".join(text.replace("\n", " ") for text in texts)
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
@@ -86,7 +101,11 @@ def written_files(page: Path) -> dict[str, str]:
     """The files that a page tells a reader to write: blocks of YAML or Python whose first line is `# PATH`."""
     written = [*blocks(page, "yaml"), *blocks(page, "python")]
     texts = [(text.partition("\n")[0].removeprefix("# ").strip(), text) for text in written]
-    return {path: text for path, text in texts if path.endswith((".yaml", ".yml", ".py")) and " " not in path}
+    return {
+        path: text
+        for path, text in texts
+        if path.endswith((".yaml", ".yml", ".py")) and " " not in path
+    }
 
 
 def words_of(line: str) -> list[str]:
@@ -117,7 +136,9 @@ def check_call(call: Call, written: dict[str, Path]) -> None:
     `written` holds the files that the page has the reader make, by the name that its commands use.
     """
     if call.program in TRAINS or call.arguments[:1] == ["train"]:
-        words = launcher_options(call.arguments[1:])[1] if call.program == "eagle" else call.arguments
+        words = (
+            launcher_options(call.arguments[1:])[1] if call.program == "eagle" else call.arguments
+        )
         recipe, *overrides = [word for word in words if word != "--check"]
     elif call == Call("eagle", ["--version"]):
         return
@@ -148,7 +169,9 @@ def parse(call: Call) -> argparse.Namespace:
 def _main_of(call: Call) -> tuple[Callable[[list[str]], None], list[str]]:
     """The function that a program runs, and the arguments that it gets."""
     if call.program != "eagle":
-        return import_module(call.program.removesuffix(".py").replace("/", ".")).main, call.arguments
+        return import_module(
+            call.program.removesuffix(".py").replace("/", ".")
+        ).main, call.arguments
     name, *arguments = call.arguments
     if name not in VERBS:
         raise ValueError(f"eagle {name}: expected one of {', '.join(VERBS)}")
@@ -195,13 +218,17 @@ def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
     (folder / "runs/demo").symlink_to("tiny")
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
     where = [f"target.path={tiny / 'target'}", f"train.out={tiny / 'eagle1'}"]
-    save_head(tiny / "eagle1/head", head, Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", where).dump(), {})
+    save_head(
+        tiny / "eagle1/head", head, Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", where).dump(), {}
+    )
     small = DraftModel.for_target(DraftModel.Settings(), target.config)
     save_head(tiny / "draft_model/head", small, "", {})
     answers = (tiny / "data/train.jsonl").read_text().splitlines(keepends=True)
     (tiny / "data/regenerated.jsonl").write_text("".join(answers[:20]))
     few = [f"eval.prompts={tiny / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
-    measure(Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml")
+    measure(
+        Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml"
+    )
     save_llava(tiny / "target", folder / "my/qwen2.5-vl")  # as good as another model that sees
     Image.new("RGB", (24, 16), (200, 30, 10)).save(folder / "cat.png")
     for room in (*ROOMS, "tests"):

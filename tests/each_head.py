@@ -36,29 +36,51 @@ CHOSEN = {
     "blockwise": {"kind": "blockwise", "inner_dim": 32, "drawn": True},
     "eagle3": {"kind": "eagle3", "steps": 3, "draft_vocab": 200, "fc_norm": True},
 }
-HEADS: dict[str, dict[str, Any]] = {name: {"kind": name} for name in TRAINED if name not in CHOSEN} | CHOSEN
+HEADS: dict[str, dict[str, Any]] = {
+    name: {"kind": name} for name in TRAINED if name not in CHOSEN
+} | CHOSEN
 
 
 def main(argv: list[str]) -> None:
     """A folder, the names of heads, and a recipe; with `kill` the last rank dies in the last head, once it is kept."""
-    folder, names, kill = Path(argv.pop(0)), argv.pop(0).split(","), argv[0] == "kill" and argv.pop(0)
+    folder, names, kill = (
+        Path(argv.pop(0)),
+        argv.pop(0).split(","),
+        argv[0] == "kill" and argv.pop(0),
+    )
     base = Recipe.load(argv[0], argv[1:])
     accelerator = launch(base.train)
-    if accelerator.state.deepspeed_plugin is not None:  # else weights as small as these are not split
+    if (
+        accelerator.state.deepspeed_plugin is not None
+    ):  # else weights as small as these are not split
         engine = accelerator.state.deepspeed_plugin.deepspeed_config
         engine["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     for name in names:
         train_section = base.train.model_copy(update={"out": str(folder / name)})
-        recipe = base.model_copy(update={"drafter": DrafterSection(**HEADS[name]), "train": train_section})
+        recipe = base.model_copy(
+            update={"drafter": DrafterSection(**HEADS[name]), "train": train_section}
+        )
         settings = settings_of(recipe.drafter.model_dump(), name)
         target, features = open_features(recipe, settings, partial(read_examples, recipe))
         torch.manual_seed(recipe.train.seed)
         head = first_head(recipe, settings, target, features)
         split = splits_weights(accelerator, recipe.train)
         features = follow_head(recipe, settings, target, features, head, weights_split=split)
-        if kill and name == names[-1] and accelerator.process_index == accelerator.num_processes - 1:
-            threading.Thread(target=die_after, args=(folder / name / "checkpoints/step-2",), daemon=True).start()
-        train(accelerator, recipe, head, target.head.cast(getattr(torch, recipe.train.dtype)), features)
+        if (
+            kill
+            and name == names[-1]
+            and accelerator.process_index == accelerator.num_processes - 1
+        ):
+            threading.Thread(
+                target=die_after, args=(folder / name / "checkpoints/step-2",), daemon=True
+            ).start()
+        train(
+            accelerator,
+            recipe,
+            head,
+            target.head.cast(getattr(torch, recipe.train.dtype)),
+            features,
+        )
         torch.save(dict(head.state_dict()), folder / f"{name}-{accelerator.process_index}.pt")
         accelerator.free_memory()  # else checkpoints hold the heads before, too
     accelerator.end_training()

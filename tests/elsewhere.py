@@ -23,7 +23,9 @@ class Variant:
 
     def __str__(self) -> str:
         words = [*self.options, *(f"{name}={value}" for name, value in self.env.items())]
-        return " ".join([*words, *([f"beside {self.spinning} spinning processes"] if self.spinning else [])])
+        return " ".join(
+            [*words, *([f"beside {self.spinning} spinning processes"] if self.spinning else [])]
+        )
 
 
 def kernels(threads: int, aten: str, onednn: str, mkl: str) -> dict[str, str]:
@@ -33,9 +35,15 @@ def kernels(threads: int, aten: str, onednn: str, mkl: str) -> dict[str, str]:
 
 
 VARIANTS = {
-    "an old processor": Variant(("--fixture-seed=1",), kernels(1, "default", "SSE41", "COMPATIBLE")),
-    "a busy machine": Variant(("--fixture-seed=2",), kernels(2, "avx2", "AVX2", "AVX2"), spinning=2),
-    "another order": Variant(("--fixture-seed=3", "--reversed", "--hypothesis-profile=new"), {"OMP_NUM_THREADS": "1"}),
+    "an old processor": Variant(
+        ("--fixture-seed=1",), kernels(1, "default", "SSE41", "COMPATIBLE")
+    ),
+    "a busy machine": Variant(
+        ("--fixture-seed=2",), kernels(2, "avx2", "AVX2", "AVX2"), spinning=2
+    ),
+    "another order": Variant(
+        ("--fixture-seed=3", "--reversed", "--hypothesis-profile=new"), {"OMP_NUM_THREADS": "1"}
+    ),
 }
 
 

@@ -17,9 +17,13 @@ from eagle.core.verify import Coin, Pick, Probs, Sampling, warp
 
 Outcome = TypeVar("Outcome")
 Text = tuple[int, ...]  # tokens after the root
-Laws = list[Tensor]  # laws[d], [V] * d + [V], holds the law of the next token after every text of d tokens
+Laws = list[
+    Tensor
+]  # laws[d], [V] * d + [V], holds the law of the next token after every text of d tokens
 Rule = Callable[[DraftTree, Probs, Coin, Pick], tuple[list[int], int]]
-Drawn = tuple[DraftTree, list[Text], float]  # a tree, the text of each of its nodes, its probability
+Drawn = tuple[
+    DraftTree, list[Text], float
+]  # a tree, the text of each of its nodes, its probability
 
 OPEN = -1  # stands for every token at once
 
@@ -57,16 +61,24 @@ def every_outcome(run: Callable[[Chance], Outcome]) -> Iterator[tuple[Outcome, f
         yield outcome, chance.weight
 
 
-def random_logits(seed: int, vocab_size: int, lengths: int, dtype: torch.dtype, scale: float = 2.0) -> Laws:
+def random_logits(
+    seed: int, vocab_size: int, lengths: int, dtype: torch.dtype, scale: float = 2.0
+) -> Laws:
     """Logits after every text shorter than `lengths`."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ([vocab_size] * (length + 1) for length in range(lengths))
-    return [scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [
+        scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in shapes
+    ]
 
 
 def laws_of(logits: Laws, sampling: Sampling) -> Laws:
     """What a model with these logits says under these filters."""
-    return [warp(rows.reshape(-1, rows.shape[-1]), sampling).softmax(-1).view_as(rows) for rows in logits]
+    return [
+        warp(rows.reshape(-1, rows.shape[-1]), sampling).softmax(-1).view_as(rows)
+        for rows in logits
+    ]
 
 
 def futures(target: Laws) -> list[np.ndarray]:
@@ -74,7 +86,11 @@ def futures(target: Laws) -> list[np.ndarray]:
     vocab_size, length = target[0].shape[-1], len(target)
     joint = [np.ones([vocab_size] * length)]
     for laws in reversed(target):
-        now = laws.double().numpy().reshape([vocab_size] * (length - len(joint) + 1) + [1] * (len(joint) - 1))
+        now = (
+            laws.double()
+            .numpy()
+            .reshape([vocab_size] * (length - len(joint) + 1) + [1] * (len(joint) - 1))
+        )
         joint.insert(0, now * joint[0])
     return joint
 
@@ -92,19 +108,31 @@ def siblings(law: np.ndarray, count: int) -> Iterator[tuple[Text, float]]:
 
 
 def drawn_trees(
-    draft: Laws, branching: Sequence[int], texts: tuple[Text, ...] = ((),), parents: Text = (-1,), node: int = 0
+    draft: Laws,
+    branching: Sequence[int],
+    texts: tuple[Text, ...] = ((),),
+    parents: Text = (-1,),
+    node: int = 0,
 ) -> Iterator[Drawn]:
     """Every tree that sampling from `draft` may propose, with `branching[d]` children drawn at each node of depth d."""
     if node == len(texts):
-        laws = [torch.full_like(draft[0], torch.nan)] + [draft[len(text) - 1][text[:-1]] for text in texts[1:]]
+        laws = [torch.full_like(draft[0], torch.nan)] + [
+            draft[len(text) - 1][text[:-1]] for text in texts[1:]
+        ]
         tokens = torch.tensor([0] + [text[-1] for text in texts[1:]])
         yield DraftTree(tokens, torch.tensor(parents), torch.stack(laws)), list(texts), 1.0
         return
     text = texts[node]
-    law, count = (draft[len(text)][text], branching[len(text)]) if len(text) < len(branching) else (draft[0], 0)
+    law, count = (
+        (draft[len(text)][text], branching[len(text)])
+        if len(text) < len(branching)
+        else (draft[0], 0)
+    )
     for children, weight in siblings(law.double().numpy(), count):
         below = texts + tuple((*text, child) for child in children)
-        for tree, all_texts, rest in drawn_trees(draft, branching, below, parents + (node,) * len(children), node + 1):
+        for tree, all_texts, rest in drawn_trees(
+            draft, branching, below, parents + (node,) * len(children), node + 1
+        ):
             yield tree, all_texts, weight * rest
 
 

@@ -18,17 +18,29 @@ SIZES: list[tuple[str, int | None]] = [
     (r"(token_id|token_index|_index)$", VOCAB - 1),
     (r"^(vocab|decoder_vocab)_size|unpadded_vocab_size|vocab_size_per_layer", VOCAB),
     (r"vocab_size|ngram_vocab_size_base", 32),
-    (r"^max_(position|target|seq|source)|^n_positions$|^n_ctx$|^model_max_length$|^context_length$", 256),
+    (
+        r"^max_(position|target|seq|source)|^n_positions$|^n_ctx$|^model_max_length$|^context_length$",
+        256,
+    ),
     (r"window_pattern|max_window_layers|every_n|period|offset|interval|^layer_group_size$", None),
     (r"window|attention_chunk_size|^local_attention$", 8),
     (r"^index_topk$", 8),
-    (r"^(num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|num_layers_per_stack)$", LAYERS),
+    (
+        r"^(num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|num_layers_per_stack)$",
+        LAYERS,
+    ),
     (r"key_value_heads$|^num_kv_heads$|linear_num_key_heads$", 2),
-    (r"(attention_heads|^n_heads?|num_heads|linear_num_value_heads|index_n_heads|linear_num_heads)$", 4),
+    (
+        r"(attention_heads|^n_heads?|num_heads|linear_num_value_heads|index_n_heads|linear_num_heads)$",
+        4,
+    ),
     (r"qk_rope_head_dim|^rotary_dim$", 4),
     (r"^qk_head_dim$", 12),
     (r"^attention_hidden_size$", 32),
-    (r"head_dim$|^kv_channels$|^dim_head$|^d_head$|^attention_head_size$|mamba_d_head|headdim$|_head_dim$", 8),
+    (
+        r"head_dim$|^kv_channels$|^dim_head$|^d_head$|^attention_head_size$|mamba_d_head|headdim$|_head_dim$",
+        8,
+    ),
     (r"intermediate_size|ffn|^dff$|^d_inner$|^dim_ff$|feed_forward_size|prompt_mid_dim", 64),
     (r"(experts|expert_num)$|n_routed_experts|moe_num_experts", 4),
     (r"experts_per_tok|experts_per_token|moe_k$|moe_topk$|^top_k_experts$", 2),
@@ -36,17 +48,28 @@ SIZES: list[tuple[str, int | None]] = [
     (r"^topk_group$", 1),
     (r"shared_experts|num_dense_layers|first_k_dense", 1),
     (r"rank$|dt_rank|time_step_rank", 16),
-    (r"hidden_size$|^d_model$|^n_embd$|^emb_dim$|embedding_dim$|embedding_size$|_embed_dim$|^lru_width$|proj_dim$", 32),
+    (
+        r"hidden_size$|^d_model$|^n_embd$|^emb_dim$|embedding_dim$|embedding_size$|_embed_dim$|^lru_width$|proj_dim$",
+        32,
+    ),
 ]
 
 
 def shrunk(config: Any) -> dict[str, Any]:
     """The same config with small sizes, as arguments for its class."""
-    depths = {value for name, value in vars(config).items() if size_of(name) == LAYERS and isinstance(value, int)}
+    depths = {
+        value
+        for name, value in vars(config).items()
+        if size_of(name) == LAYERS and isinstance(value, int)
+    }
     values: dict[str, Any] = {}
     for name, value in vars(config).items():
         if name in config.sub_configs and value is not None:
-            values[name] = {**shrunk(value), **SPECIAL.get(value.model_type, {}), "model_type": value.model_type}
+            values[name] = {
+                **shrunk(value),
+                **SPECIAL.get(value.model_type, {}),
+                "model_type": value.model_type,
+            }
         elif isinstance(value, bool) or name.startswith("_"):
             continue
         elif isinstance(value, int):
@@ -90,14 +113,26 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_n_grou
 INDEXED = {"index_n_heads": 32}
 QWEN4 = {
     **{"ple_layer_ids": [3], "ple_embed_dim": 32},
-    **{"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "hc_lowrank": 8},
-    **{"indexer_compress_ratio": 4, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50},
+    **{
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "hc_lowrank": 8,
+    },
+    **{
+        "indexer_compress_ratio": 4,
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+    },
     **{"make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1},
 }
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "falcon_h1": MAMBA,
-    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
+    "granitemoehybrid": MAMBA
+    | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
     **dict.fromkeys(["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "deepseek_v4"], INDEXED),
     "qwen4_exp_text": QWEN4,
     "jamba": {
@@ -107,12 +142,29 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {
         **{"hybrid_layer_ids": [1, 3], "num_mem_blocks": 1},
-        **{"hidden_size": 64, "attention_hidden_size": 128, "attention_head_dim": 32, "num_attention_heads": 4},
-        **{"n_mamba_heads": 8, "mamba_ngroups": 1, "mamba_d_state": 16, "mamba_headdim": 16, "use_mem_rope": True},
+        **{
+            "hidden_size": 64,
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "num_attention_heads": 4,
+        },
+        **{
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "mamba_d_state": 16,
+            "mamba_headdim": 16,
+            "use_mem_rope": True,
+        },
         "intermediate_size": 96,
     },
     "xlstm": {
-        **{"hidden_size": 64, "embedding_dim": 64, "num_heads": 4, "num_blocks": 4, "num_hidden_layers": 4},
+        **{
+            "hidden_size": 64,
+            "embedding_dim": 64,
+            "num_heads": 4,
+            "num_blocks": 4,
+            "num_hidden_layers": 4,
+        },
         **{"chunk_size": 16, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
     },
     "dots1": {"n_shared_experts": 1},
@@ -121,17 +173,24 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron_h": {"mamba_num_heads": 4, "n_groups": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "opt": {"word_embed_proj_dim": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "intermediate_size": 64},  # the last layers read keys of those before
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 64,
+    },  # the last layers read keys of those before
     "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "xmod": {"default_language": "en_XX"},
     "dots3_note_text": {
         **INDEXED,
         "layer_types": ["indexed_attention", "sliding_attention"] * 2,
         "mlp_layer_types": ["dense", "sparse"] * 2,
-        "per_layer_config": {layer: {"num_attention_heads": 2, "num_key_value_heads": 2} for layer in ("01", "03")},
+        "per_layer_config": {
+            layer: {"num_attention_heads": 2, "num_key_value_heads": 2} for layer in ("01", "03")
+        },
         "head_dim": 12,
     },
 }
@@ -142,7 +201,9 @@ def build(model_type: str) -> PreTrainedModel:
     config = AutoConfig.for_model(model_type)
     small = AutoConfig.for_model(model_type, **{**shrunk(config), **SPECIAL.get(model_type, {})})
     with torch.device("meta"):
-        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(small).parameters())
+        count = sum(
+            weight.numel() for weight in AutoModelForCausalLM.from_config(small).parameters()
+        )
     if count > LARGEST:
         raise ValueError(f"{count:,} parameters")
     torch.manual_seed(0)
@@ -154,5 +215,9 @@ def build(model_type: str) -> PreTrainedModel:
                 weight.copy_(drawn * 0.3 if weight.dim() > 1 else weight + drawn * 0.1)
         model.get_input_embeddings().weight *= 0.3
         if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
-            bias[0] = -100  # never the padding token, which some models leave out when they count positions
+            bias[
+                0
+            ] = (
+                -100
+            )  # never the padding token, which some models leave out when they count positions
     return model.float().eval()

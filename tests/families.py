@@ -34,7 +34,12 @@ ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "f
 HEADS = {"head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LATENT_ATTENTION = {
     "num_key_value_heads": 4,
@@ -83,7 +88,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {"alibi": False}),
     "olmo2": ("olmo2", {}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
-    "granite": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    ),
     "glm": ("glm", HEADS),
     "smollm3": ("smollm3", {}),
     "starcoder2": ("starcoder2", {}),
@@ -94,7 +102,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OTHER_MEANS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {**EXPERTS, **HEADS, **DELTA_RULE}),
     "mamba": ("mamba", {"state_size": 4}),
-    "jamba": ("jamba", {"num_experts": 2, "mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "jamba": (
+        "jamba",
+        {"num_experts": 2, "mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    ),
     "bloom": ("bloom", {"n_head": 4}),
     "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": NUM_LAYERS, "expansion_ratio": 2}),
     "falcon-alibi": ("falcon", {"alibi": True}),
@@ -104,7 +115,9 @@ OTHER_MEANS: dict[str, tuple[str, dict[str, Any]]] = {
 def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The family's model with every weight drawn afresh, wide enough that answers vary and biases matter."""
     model_type, overrides = (FAMILIES | OTHER_MEANS)[name]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**COMMON, **overrides}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **{**COMMON, **overrides})
+    )
     return draw_weights(model).to(dtype).eval()
 
 
@@ -115,7 +128,9 @@ def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
         for weight in model.parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             weight.copy_(drawn * 0.3 if weight.dim() > 1 else weight + drawn * 0.1)
-        model.get_input_embeddings().weight *= 0.3  # else a tied head answers with the token just read
+        model.get_input_embeddings().weight *= (
+            0.3  # else a tied head answers with the token just read
+        )
     return model
 
 
@@ -179,5 +194,7 @@ class PlantedTrees(Drafter):
         self.read += len(news.tokens)
         right = self.text[self.read + 1 :][: min(self.right, budget.depth)]
         wrong = [[(token + shift) % VOCAB_SIZE for token in right] for shift in (1, 2)]
-        before, after = ([right[:k] + branch[k : k + 2] for k in range(len(right))] for branch in wrong)
+        before, after = (
+            [right[:k] + branch[k : k + 2] for k in range(len(right))] for branch in wrong
+        )
         return DraftTree.from_paths(news.root, [*before, right, *after])

@@ -14,7 +14,11 @@ from recipes.tiny import make_target as tiny
 
 ROOT = Path(__file__).parent.parent
 STEPS, CONVERSATIONS = 40, 400
-KERNELS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")  # with those of old processors bf16 takes minutes
+KERNELS = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "MKL_CBWR",
+)  # with those of old processors bf16 takes minutes
 
 
 def make_fixture_target(folder: Path, seed: int) -> None:

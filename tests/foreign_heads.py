@@ -73,14 +73,24 @@ def block(prefix: str, reads: int) -> dict[str, Tensor]:
         for place, (name, size) in enumerate(attention.items())
     }
     found |= {f"mlp.{name}_proj.weight": drawn(MLP, H, seed=len(name)) for name in ("gate", "up")}
-    found |= {"mlp.down_proj.weight": drawn(H, MLP), "post_attention_layernorm.weight": drawn(H, seed=4)}
+    found |= {
+        "mlp.down_proj.weight": drawn(H, MLP),
+        "post_attention_layernorm.weight": drawn(H, seed=4),
+    }
     return {f"{prefix}{name}": tensor for name, tensor in found.items()}
 
 
 def fused(prefix: str, said: int = D) -> dict[str, Tensor]:
     """EAGLE-3's tensors without vocabulary and embedding."""
-    norms = {f"{prefix}{name}.weight": drawn(H, seed=len(name)) for name in ("hidden_norm", "input_layernorm")}
-    others = {"fc.weight": drawn(H, 3 * H), "norm.weight": drawn(H, seed=9), "lm_head.weight": drawn(said, H)}
+    norms = {
+        f"{prefix}{name}.weight": drawn(H, seed=len(name))
+        for name in ("hidden_norm", "input_layernorm")
+    }
+    others = {
+        "fc.weight": drawn(H, 3 * H),
+        "norm.weight": drawn(H, seed=9),
+        "lm_head.weight": drawn(said, H),
+    }
     return {**block(prefix, 2 * H), **norms, **others}
 
 
@@ -93,9 +103,15 @@ def vocabulary() -> dict[str, Tensor]:
 
 def eagle1(bias: bool | None = False, tensor: bool = False) -> Head:
     """SafeAILab's EAGLE-1 and -2, and HASS; `bias` may be unsaid in the config."""
-    tensors = {"embed_tokens.weight": embedding(), "fc.weight": drawn(H, 2 * H), **block("layers.0.", H)}
+    tensors = {
+        "embed_tokens.weight": embedding(),
+        "fc.weight": drawn(H, 2 * H),
+        **block("layers.0.", H),
+    }
     said = {} if bias is None else {"bias": bias}
-    return {"architectures": ["LlamaForCausalLM"], **LLAMA, **said}, tensors | ({"fc.bias": drawn(H)} if tensor else {})
+    return {"architectures": ["LlamaForCausalLM"], **LLAMA, **said}, tensors | (
+        {"fc.bias": drawn(H)} if tensor else {}
+    )
 
 
 def safeailab() -> Head:
@@ -107,14 +123,26 @@ def safeailab() -> Head:
 def specforge() -> Head:
     """SpecForge's for SGLang: no embedding, layers by their outputs, rotary parameters in two spellings."""
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}}
-    config = {"architectures": ["LlamaForCausalLMEagle3"], **LLAMA, "draft_vocab_size": D, **rope, **ids}
+    ids = {
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}
+    }
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **LLAMA,
+        "draft_vocab_size": D,
+        **rope,
+        **ids,
+    }
     return config, {**fused("midlayer."), **vocabulary()}
 
 
 def speculators(architecture: str = "Eagle3DraftModel", **changed: Any) -> Head:
     """Of speculators' trainer, or of its converter, which calls the architecture otherwise."""
-    llama = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    llama = {
+        key: value
+        for key, value in LLAMA.items()
+        if key not in ("rope_theta", "rope_scaling", "torch_dtype")
+    }
     config = {
         "architectures": [architecture],
         "speculators_model_type": "eagle3",
@@ -131,7 +159,10 @@ def speculators(architecture: str = "Eagle3DraftModel", **changed: Any) -> Head:
         "tie_word_embeddings": False,
         "dtype": "float32",
         "transformers_version": "5.19.0",
-        "transformer_layer_config": {**llama, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+        "transformer_layer_config": {
+            **llama,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -161,7 +192,12 @@ def modelopt() -> Head:
         "parallel_draft_step": 1,
         "parallel_draft_heads_num_layers": 1,
     }
-    extra = {"initializer_range": 0.01, "attention_dropout": 0.0, "pretraining_tp": 1, "pad_token_id": None}
+    extra = {
+        "initializer_range": 0.01,
+        "attention_dropout": 0.0,
+        "pretraining_tp": 1,
+        "pad_token_id": None,
+    }
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **LLAMA,
@@ -175,17 +211,29 @@ def modelopt() -> Head:
 def automodel() -> Head:
     """Automodel's: all names under `model.`, but for the vocabulary's."""
     config = {"architectures": ["LlamaEagle3DraftModel"], **LLAMA, "draft_vocab_size": D}
-    tensors = {f"model.{name}": tensor for name, tensor in fused("layers.0.").items() if name != "lm_head.weight"}
-    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}}
+    tensors = {
+        f"model.{name}": tensor
+        for name, tensor in fused("layers.0.").items()
+        if name != "lm_head.weight"
+    }
+    ids = {
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}
+    }
     return {**config, **ids}, {**tensors, "lm_head.weight": drawn(D, H), **vocabulary()}
 
 
 def own() -> Head:
     """This project's."""
     settings = {"kind": "eagle3", "taps": list(TAPS), "draft_vocab": D}
-    rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "draft_vocab_size": D}
+    rope = {
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "draft_vocab_size": D,
+    }
     shape = {key: value for key, value in LLAMA.items() if not key.startswith("rope")}
-    return {"settings": settings, "shape": {**shape, **rope}}, {**fused("layers.0."), **vocabulary()}
+    return {"settings": settings, "shape": {**shape, **rope}}, {
+        **fused("layers.0."),
+        **vocabulary(),
+    }
 
 
 LAYOUTS: dict[str, Head] = {
@@ -209,13 +257,20 @@ def write(folder: Path, head: Head, *, binary: bool = False) -> Path:
     if binary:
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        save_file(
+            {name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
+        )
     return folder
 
 
 def write_target(folder: Path, **changed: Any) -> str:
     """The files of a target that are looked at: its config, embedding and LM head."""
-    config = {**LLAMA, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, **changed}
+    config = {
+        **LLAMA,
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": LAYERS,
+        **changed,
+    }
     tensors = {"model.embed_tokens.weight": embedding(), "lm_head.weight": drawn(V, H, seed=8)}
     return str(write(folder, (config, tensors)))
 
@@ -229,7 +284,9 @@ def without(head: Head, *names: str) -> Head:
 def saying(head: Head, **changed: Any) -> Head:
     """The same with other keys in its config; None takes one out."""
     config, tensors = head
-    return {name: value for name, value in {**config, **changed}.items() if value is not None}, tensors
+    return {
+        name: value for name, value in {**config, **changed}.items() if value is not None
+    }, tensors
 
 
 def everything(root: Path) -> dict[str, Any]:

@@ -81,7 +81,12 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "forked.log"
-        self.environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "80",
+        }
         self.process: Any = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
             stdin=subprocess.PIPE,
@@ -91,17 +96,32 @@ class Server:
             env=self.environment,
         )
 
-    def run(self, argv: list[str], folder: Path, room: int | None = None, stop: float | None = None) -> Ended:
+    def run(
+        self, argv: list[str], folder: Path, room: int | None = None, stop: float | None = None
+    ) -> Ended:
         """A command in this folder."""
-        job = {"argv": argv, "folder": str(folder), "log": str(self.log), "room": room, "stop": stop}
+        job = {
+            "argv": argv,
+            "folder": str(folder),
+            "log": str(self.log),
+            "room": room,
+            "stop": stop,
+        }
         stdin: IO[str] = self.process.stdin
         stdin.write(json.dumps(job) + "\n")
         stdin.flush()
         status = int(self.process.stdout.readline())
         ended = Ended(argv, status, self.log.read_text(errors="replace"))
-        if argv[0] == "-c" and "Invalid thread pool" in ended.output:  # torch's own sometimes does not outlive a fork
+        if (
+            argv[0] == "-c" and "Invalid thread pool" in ended.output
+        ):  # torch's own sometimes does not outlive a fork
             again = subprocess.run(
-                [sys.executable, *argv], cwd=folder, env=self.environment, capture_output=True, text=True, check=False
+                [sys.executable, *argv],
+                cwd=folder,
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             ended = Ended(argv, again.returncode, again.stdout + again.stderr)
         if transcript := os.environ.get("EAGLE_TRANSCRIPT"):

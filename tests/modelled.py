@@ -18,4 +18,6 @@ def seconds_of(
     drafter: Drafter = GROWS_TREES,
 ) -> float:
     """Of these recorded cycles."""
-    return model_seconds(costs, [{"cycles": cycles}], [asked_budgets(cycles, budget, limit)], drafter)[0]
+    return model_seconds(
+        costs, [{"cycles": cycles}], [asked_budgets(cycles, budget, limit)], drafter
+    )[0]

@@ -20,7 +20,12 @@ def divide_terms(divisor: str, terms: Sequence[Term], begins: Sequence[int]) -> 
         if divisor == "texts":
             number = texts.count(text) * sum(begins) / begins[text]
         else:
-            numbers = {"slots": sum(begins), "reached": len(terms), "weights": weights, "levels": levels.count(level)}
+            numbers = {
+                "slots": sum(begins),
+                "reached": len(terms),
+                "weights": weights,
+                "levels": levels.count(level),
+            }
             number = numbers[divisor]
         total = total + weight * loss / number
     return total

@@ -23,9 +23,13 @@ def rms(x: Tensor, norm: Any) -> Tensor:
 def turn(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
     """Heads [n, heads, w] rotated by positions [n]."""
     half = x.shape[-1] // 2
-    angles = positions.to(x.dtype)[:, None, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = positions.to(x.dtype)[:, None, None] * theta ** (
+        -torch.arange(half, dtype=x.dtype) / half
+    )
     left, right = x[..., :half], x[..., half:]
-    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
+    return torch.cat(
+        [left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1
+    )
 
 
 def attend(block: Any, context: Tensor, x: Tensor, causal: bool) -> Tensor:
@@ -34,7 +38,11 @@ def attend(block: Any, context: Tensor, x: Tensor, causal: bool) -> Tensor:
     rows = torch.cat([context, x])
     query, key, value = (
         (part @ projection.weight.T).unflatten(-1, (-1, width))
-        for part, projection in ((x, attention.q_proj), (rows, attention.k_proj), (rows, attention.v_proj))
+        for part, projection in (
+            (x, attention.q_proj),
+            (rows, attention.k_proj),
+            (rows, attention.v_proj),
+        )
     )
     if attention.q_norm is not None:
         query, key = rms(query, attention.q_norm), rms(key, attention.k_norm)
@@ -59,7 +67,11 @@ def block_states(head: Any, features: Tensor, root: int, frozen: TargetHead) -> 
     for block in head.layers:
         x = x + attend(block, context, rms(x, block.input_layernorm), settings.causal)
         read, mlp = rms(x, block.post_attention_layernorm), block.mlp
-        x = x + (F.silu(read @ mlp.gate_proj.weight.T) * (read @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+        x = (
+            x
+            + (F.silu(read @ mlp.gate_proj.weight.T) * (read @ mlp.up_proj.weight.T))
+            @ mlp.down_proj.weight.T
+        )
     return rms(x, head.norm)[0 if settings.sample_from_anchor else 1 :]
 
 
@@ -71,7 +83,9 @@ def biases(head: Any, states: Tensor, before: list[int], frozen: TargetHead) -> 
     if kind == "domino":
         read, _ = head.prefix_gru(frozen.embedding(tokens)[None])
         made = head.embed_proj(torch.cat([states, read[0]], dim=-1))
-        return torch.cat([torch.zeros_like(made[: head.settings.unbiased]), made[head.settings.unbiased :]])
+        return torch.cat(
+            [torch.zeros_like(made[: head.settings.unbiased]), made[head.settings.unbiased :]]
+        )
     part, made, memory = head.markov_head, [], torch.zeros(head.settings.rank, dtype=states.dtype)
     for state, token in zip(states, part.markov_w1.weight[tokens], strict=True):
         code = token
@@ -96,7 +110,11 @@ def naive_loss(head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
     settings, terms, anchors, begin = head.settings, list[Term](), 0, 0
     for length in batch.lengths:
         part = slice(begin, begin + length)
-        tokens, mask, begin = batch.tokens[part].tolist(), batch.loss_mask[part].tolist(), begin + length
+        tokens, mask, begin = (
+            batch.tokens[part].tolist(),
+            batch.loss_mask[part].tolist(),
+            begin + length,
+        )
         features, true = batch.select_taps(head.taps)[part], batch.select_taps((-1,))[part, 0]
         for place in [place for place in range(2, length) if mask[place]]:
             anchors += 1

@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example
@@ -38,8 +42,14 @@ def prefix_states(weights: Weights, shape: Any, states: Tensor) -> Tensor:
     layer = LlamaDecoderLayer(shape, 0).to(states.dtype)
     norm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
     tables = LlamaRotaryEmbedding(shape)(states, torch.arange(len(states))[None])
-    mask = torch.full((len(states), len(states)), float("-inf"), dtype=states.dtype).triu(1)[None, None]
-    held = {name.removeprefix("layers.0."): weight for name, weight in weights.items() if name.startswith("layers.0.")}
+    mask = torch.full((len(states), len(states)), float("-inf"), dtype=states.dtype).triu(1)[
+        None, None
+    ]
+    held = {
+        name.removeprefix("layers.0."): weight
+        for name, weight in weights.items()
+        if name.startswith("layers.0.")
+    }
     given = {"attention_mask": mask, "position_embeddings": tables}
     output = functional_call(layer, held, (states[None],), given, strict=True)
     output = output[0] if isinstance(output, tuple) else output
@@ -56,7 +66,10 @@ def level_hidden(weights: Weights, level: int, state: Tensor, embedded: Sequence
     )
     number = 1
     while f"blocks.{level}.{number}.weight" in weights:
-        x = x + F.silu(weights[f"blocks.{level}.{number}.weight"] @ x + weights[f"blocks.{level}.{number}.bias"])
+        x = x + F.silu(
+            weights[f"blocks.{level}.{number}.weight"] @ x
+            + weights[f"blocks.{level}.{number}.bias"]
+        )
         number += 1
     return x
 
@@ -66,7 +79,9 @@ def level_logits(weights: Weights, level: int, hidden: Tensor) -> Tensor:
     return weights[f"heads.{level}.weight"] @ hidden + weights[f"heads.{level}.bias"]
 
 
-def hydra_loss(weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead) -> Tensor:
+def hydra_loss(
+    weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead
+) -> Tensor:
     """Sums over the levels that each anchor reaches, over the number of anchors."""
     total, slots = torch.zeros((), dtype=torch.float64), 0
     for text in texts:
@@ -78,7 +93,10 @@ def hydra_loss(weights: Weights, settings: Any, shape: Any, texts: Sequence[Exam
             for level in range(levels):
                 behind = [embedded[place] for place in tokens_behind(anchor, level)]
                 hidden = level_hidden(weights, level, first[begin_at(anchor)], behind)
-                own, named = level_logits(weights, level, hidden).log_softmax(-1), anchor + 2 + level
+                own, named = (
+                    level_logits(weights, level, hidden).log_softmax(-1),
+                    anchor + 2 + level,
+                )
                 if settings.loss == "tokens":
                     total = total - own[text.tokens[named]]
                 else:

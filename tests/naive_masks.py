@@ -24,7 +24,9 @@ def heads_of(weights: Weights, layer: str, shape: Any, read: Tensor) -> list[Ten
     parts = [F.linear(read, weights[f"{layer}self_attn.{name}_proj.weight"]) for name in "qkv"]
     parts = [part.view(len(read), -1, shape.head_dim) for part in parts]
     theta = shape.rope_parameters["rope_theta"]
-    return [torch.stack([turned(row, at, theta) for at, row in enumerate(part)]) for part in parts[:2]] + parts[2:]
+    return [
+        torch.stack([turned(row, at, theta) for at, row in enumerate(part)]) for part in parts[:2]
+    ] + parts[2:]
 
 
 def block(weights: Weights, number: int, shape: Any, read: Tensor, residual: Tensor) -> Tensor:
@@ -37,8 +39,12 @@ def block(weights: Weights, number: int, shape: Any, read: Tensor, residual: Ten
     scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
     seen = torch.einsum("nrs,snw->rnw", scores.softmax(-1), value).flatten(1)
     x = residual + F.linear(seen, weights[layer + "self_attn.o_proj.weight"])
-    normed = torch.stack([rms(row, weights[layer + "post_attention_layernorm.weight"], eps) for row in x])
-    gate, up = (F.linear(normed, weights[f"{layer}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+    normed = torch.stack(
+        [rms(row, weights[layer + "post_attention_layernorm.weight"], eps) for row in x]
+    )
+    gate, up = (
+        F.linear(normed, weights[f"{layer}mlp.{name}_proj.weight"]) for name in ("gate", "up")
+    )
     return x + F.linear(F.silu(gate) * up, weights[layer + "mlp.down_proj.weight"])
 
 
@@ -61,7 +67,10 @@ def anchor_logits(
     states = [*taps[: anchor + 1], *[weights["mask_hidden"].view(taps.shape[1:])] * masks]
     hidden = torch.stack([fused(weights, settings, shape, state) for state in states])
     normed = norm(hidden, "layers.0.hidden_norm.weight")
-    both = torch.cat([norm(frozen.embed(read).to(hidden.dtype), "layers.0.input_layernorm.weight"), normed], dim=1)
+    both = torch.cat(
+        [norm(frozen.embed(read).to(hidden.dtype), "layers.0.input_layernorm.weight"), normed],
+        dim=1,
+    )
     x = block(weights, 0, shape, both, normed if settings.norm_before_residual else hidden)
     for number in range(1, settings.blocks):
         x = block(weights, number, shape, norm(x, f"layers.{number}.input_layernorm.weight"), x)
@@ -84,7 +93,9 @@ def loss(
     for number, (text, masks) in enumerate(zip(texts, counts, strict=True)):
         for anchor in text.loss_mask[2:].nonzero()[:, 0].tolist():
             known = text.tokens, text.features[:, :-1]
-            logits = anchor_logits(weights, settings, shape, known, frozen, anchor, int(masks[anchor]))
+            logits = anchor_logits(
+                weights, settings, shape, known, frozen, anchor, int(masks[anchor])
+            )
             for depth, own in enumerate(logits):
                 wanted = frozen.logits(text.features[anchor + 1 + depth, -1])[ids]
                 counted = bool(torch.isin(text.tokens[anchor + 2 + depth], ids))

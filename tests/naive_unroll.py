@@ -43,7 +43,10 @@ def turned(x: Tensor, position: int, theta: float) -> Tensor:
     half = x.shape[-1] // 2
     angle = position * (1.0 / theta ** (torch.arange(half) * 2.0 / x.shape[-1]))
     cosine, sine = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    return torch.cat([x[:, :half] * cosine - x[:, half:] * sine, x[:, half:] * cosine + x[:, :half] * sine], dim=1)
+    return torch.cat(
+        [x[:, :half] * cosine - x[:, half:] * sine, x[:, half:] * cosine + x[:, :half] * sine],
+        dim=1,
+    )
 
 
 def projected(network: Network, read: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,13 +54,18 @@ def projected(network: Network, read: Tensor, position: int) -> tuple[Tensor, Te
     theta, width = network.shape.rope_parameters["rope_theta"], network.shape.head_dim
     layer, weights = "layers.0.self_attn.", network.weights
     query, key, value = (
-        F.linear(read, weights[f"{layer}{name}_proj.weight"], weights.get(f"{layer}{name}_proj.bias")).view(-1, width)
+        F.linear(
+            read, weights[f"{layer}{name}_proj.weight"], weights.get(f"{layer}{name}_proj.bias")
+        ).view(-1, width)
         for name in "qkv"
     )
     if f"{layer}q_norm.weight" in weights:
         query, key = (
             torch.stack(
-                [rms(head, weights[f"{layer}{name}_norm.weight"], network.shape.rms_norm_eps) for head in heads]
+                [
+                    rms(head, weights[f"{layer}{name}_norm.weight"], network.shape.rms_norm_eps)
+                    for head in heads
+                ]
             )
             for name, heads in (("q", query), ("k", key))
         )
@@ -90,17 +98,23 @@ def place(anchor: int, step: int) -> int:
 
 def seen(anchor: int, step: int) -> list[tuple[int, int]]:
     """The keys that a query sees, as (slot, step): the true ones of its text so far, and those that it drafted."""
-    return [(slot, 0) for slot in range(anchor + 1)] + [(anchor, drafted) for drafted in range(1, step + 1)]
+    return [(slot, 0) for slot in range(anchor + 1)] + [
+        (anchor, drafted) for drafted in range(1, step + 1)
+    ]
 
 
-def unrolled(network: Network, embedded: Tensor, first: Sequence[Tensor], anchors: Mapping[int, int]) -> dict:
+def unrolled(
+    network: Network, embedded: Tensor, first: Sequence[Tensor], anchors: Mapping[int, int]
+) -> dict:
     """{(anchor, step): output [H]} of one text, for as many steps at each anchor as is said.
 
     `embedded` [T, H] are the text's tokens, `first` the true states of its slots.
     """
     rows, outputs = {}, {}
     for slot, state in enumerate(first):
-        rows[slot, 0] = projected(network, network.enter(embedded[slot + 1], state)[0], place(slot, 0))
+        rows[slot, 0] = projected(
+            network, network.enter(embedded[slot + 1], state)[0], place(slot, 0)
+        )
     states = dict(enumerate(first))
     for step in range(max(anchors.values())):
         for anchor in [anchor for anchor, steps in anchors.items() if step < steps]:
@@ -121,7 +135,11 @@ def anchors_of(loss_mask: Tensor, sayable: Tensor, steps: int) -> dict[int, int]
     for anchor in range(len(loss_mask) - 2):
         if loss_mask[anchor + 2]:
             named = range(anchor + 2, min(anchor + 2 + steps, len(loss_mask)))
-            wrong = [step for step, place in enumerate(named) if not (loss_mask[place] and sayable[place])]
+            wrong = [
+                step
+                for step, place in enumerate(named)
+                if not (loss_mask[place] and sayable[place])
+            ]
             found[anchor] = wrong[0] if wrong else len(named)
     return found
 
@@ -148,7 +166,10 @@ def fused(weights: Weights, settings: Any, shape: Any, taps: Tensor) -> Tensor:
     """[H] from the taps [3, H] of one token."""
     parts = list(taps)
     if settings.fc_norm:
-        parts = [rms(part, weights[f"fc_norm.{i}.weight"], shape.rms_norm_eps) for i, part in enumerate(parts)]
+        parts = [
+            rms(part, weights[f"fc_norm.{i}.weight"], shape.rms_norm_eps)
+            for i, part in enumerate(parts)
+        ]
     return weights["fc.weight"] @ torch.cat(parts)
 
 
@@ -177,24 +198,41 @@ def sayable_ids(weights: Weights, vocabulary: int) -> Tensor:
 
 
 def eagle3_states(
-    weights: Weights, settings: Any, shape: Any, text: Text, frozen: TargetHead, anchors: Mapping[int, int]
+    weights: Weights,
+    settings: Any,
+    shape: Any,
+    text: Text,
+    frozen: TargetHead,
+    anchors: Mapping[int, int],
 ) -> dict:
     """{(anchor, step): what the LM head reads [H]} of one text: its tokens, and the taps [.., 3, H] that are known."""
     tokens, taps = text
     first = [fused(weights, settings, shape, row) for row in taps]
-    outputs = unrolled(eagle3_network(weights, settings, shape), frozen.embed(tokens), first, anchors)
-    return {at: rms(output, weights["norm.weight"], shape.rms_norm_eps) for at, output in outputs.items()}
+    outputs = unrolled(
+        eagle3_network(weights, settings, shape), frozen.embed(tokens), first, anchors
+    )
+    return {
+        at: rms(output, weights["norm.weight"], shape.rms_norm_eps)
+        for at, output in outputs.items()
+    }
 
 
 def eagle3_logits(
-    weights: Weights, settings: Any, shape: Any, text: Text, frozen: TargetHead, anchors: Mapping[int, int]
+    weights: Weights,
+    settings: Any,
+    shape: Any,
+    text: Text,
+    frozen: TargetHead,
+    anchors: Mapping[int, int],
 ) -> dict:
     """{(anchor, step): logits [D]}."""
     states = eagle3_states(weights, settings, shape, text, frozen, anchors)
     return {at: weights["lm_head.weight"] @ state for at, state in states.items()}
 
 
-def eagle3_loss(weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead) -> Tensor:
+def eagle3_loss(
+    weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead
+) -> Tensor:
     """The sum over steps of decay^step times the loss there, over the number of anchors.
 
     Features are the three taps and, last, what the teacher reads.
@@ -207,8 +245,12 @@ def eagle3_loss(weights: Weights, settings: Any, shape: Any, texts: Sequence[Exa
         states = eagle3_states(weights, settings, shape, known, frozen, anchors) if anchors else {}
         for (anchor, step), state in states.items():
             true = text.features[anchor + 1 + step, -1]
-            loss = law_loss(settings.loss, frozen.logits(true)[ids], weights["lm_head.weight"] @ state)
-            total = total + settings.decay**step * (loss + settings.regression * smooth_l1(state, true))
+            loss = law_loss(
+                settings.loss, frozen.logits(true)[ids], weights["lm_head.weight"] @ state
+            )
+            total = total + settings.decay**step * (
+                loss + settings.regression * smooth_l1(state, true)
+            )
     return total / slots
 
 
@@ -219,22 +261,36 @@ def hass_network(weights: Weights, settings: Any, shape: Any) -> Network:
     """EAGLE-1's: no norm on the way in, and no gradient from a step into the state that it reads."""
 
     def enter(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        joined = F.linear(torch.cat([embedding, state]), weights["fc.weight"], weights.get("fc.bias"))
+        joined = F.linear(
+            torch.cat([embedding, state]), weights["fc.weight"], weights.get("fc.bias")
+        )
         return joined, joined
 
     return Network(weights, shape, enter, Tensor.detach, settings.steps)
 
 
 def hass_outputs(
-    weights: Weights, settings: Any, shape: Any, text: Text, frozen: TargetHead, anchors: Mapping[int, int]
+    weights: Weights,
+    settings: Any,
+    shape: Any,
+    text: Text,
+    frozen: TargetHead,
+    anchors: Mapping[int, int],
 ) -> dict:
     """{(anchor, step): predicted state [H]} of one text: its tokens, and the states [.., H] of those that are known."""
     tokens, states = text
-    return unrolled(hass_network(weights, settings, shape), frozen.embed(tokens), list(states), anchors)
+    return unrolled(
+        hass_network(weights, settings, shape), frozen.embed(tokens), list(states), anchors
+    )
 
 
 def hass_logits(
-    weights: Weights, settings: Any, shape: Any, text: Text, frozen: TargetHead, anchors: Mapping[int, int]
+    weights: Weights,
+    settings: Any,
+    shape: Any,
+    text: Text,
+    frozen: TargetHead,
+    anchors: Mapping[int, int],
 ) -> dict:
     """{(anchor, step): logits [V]}, as `eagle3_logits`."""
     outputs = hass_outputs(weights, settings, shape, (text[0], text[1][:, 0]), frozen, anchors)

@@ -26,7 +26,16 @@ from tests.documents import ROOT
 PROVEN = ROOT / "docs/results/proven.json"
 PINS = ROOT / "constraints-newest.txt"
 NEWEST, OLDEST = "newest", "oldest"
-PACKAGES = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "wandb", "safetensors", "huggingface-hub")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "deepspeed",
+    "wandb",
+    "safetensors",
+    "huggingface-hub",
+)
 ASK = f"""
 import json, platform
 from importlib.metadata import version
@@ -48,30 +57,53 @@ def make_environment(python: str, folder: Path, versions: str) -> Path:
         pins.write_text("".join(f"{pin}\n" for pin in lowest_pins(direct_requirements())))
         pinned = ["-c", str(pins)]
     print(f"{python}: installing the {versions} versions", file=sys.stderr, flush=True)
-    for packages in (["--upgrade", "pip"], [*pinned, "torch"], [*pinned, "-e", f"{ROOT}[dev,docs]"]):
+    for packages in (
+        ["--upgrade", "pip"],
+        [*pinned, "torch"],
+        [*pinned, "-e", f"{ROOT}[dev,docs]"],
+    ):
         subprocess.run([*pip, *packages], check=True, cwd=ROOT)
     return inside
 
 
 def run_suite(python: Path, options: list[str]) -> dict[str, Any]:
     """The versions of an environment, and how many tests passed there, were skipped and failed by which names."""
-    inside = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    asked = subprocess.run([python, "-c", ASK], check=True, capture_output=True, text=True, env=inside)
+    inside = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    asked = subprocess.run(
+        [python, "-c", ASK], check=True, capture_output=True, text=True, env=inside
+    )
     report = python.parent / "report.xml"
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
     ended = subprocess.run(command, cwd=ROOT, env=inside)
     if ended.returncode not in (0, 1):  # 1: tests failed, which the report tells
-        raise ValueError(f"pytest ended with status {ended.returncode}: expected a run of all tests")
-    return {**json.loads(asked.stdout), **read_report(report), "date": str(date.today()), "commit": commit()}
+        raise ValueError(
+            f"pytest ended with status {ended.returncode}: expected a run of all tests"
+        )
+    return {
+        **json.loads(asked.stdout),
+        **read_report(report),
+        "date": str(date.today()),
+        "commit": commit(),
+    }
 
 
 def read_report(path: Path) -> dict[str, Any]:
     """The counts in a JUnit report, and the names of the tests that failed."""
     cases = list(ElementTree.parse(path).iter("testcase"))
     skipped = [case for case in cases if case.find("skipped") is not None]
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    failed = [
+        case for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
     names = sorted({f"{case.get('classname')}::{case.get('name')}" for case in failed})
-    return {"passed": len(cases) - len(skipped) - len(failed), "skipped": len(skipped), "failed": names}
+    return {
+        "passed": len(cases) - len(skipped) - len(failed),
+        "skipped": len(skipped),
+        "failed": names,
+    }
 
 
 def merge_row(row: dict[str, Any], file: Path) -> None:
@@ -103,10 +135,18 @@ def proven_table(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str]) -> int:
     """Run the suite in every environment; 1 if a test failed in any."""
-    parser = argparse.ArgumentParser(prog="python -m tests.newest", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--oldest", action="store_true", help="take the lower bounds of pyproject.toml")
-    parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters, the newest last")
-    parser.add_argument("--into", type=Path, help="folder of the environments, 7 GB each; by default in build")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.newest", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--oldest", action="store_true", help="take the lower bounds of pyproject.toml"
+    )
+    parser.add_argument(
+        "--python", nargs="+", default=[sys.executable], help="interpreters, the newest last"
+    )
+    parser.add_argument(
+        "--into", type=Path, help="folder of the environments, 7 GB each; by default in build"
+    )
     parser.add_argument("--out", type=Path, default=PROVEN)
     parser.add_argument("options", nargs="*", metavar="OPTION", help="behind --: options of pytest")
     args = parser.parse_args(argv)

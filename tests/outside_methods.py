@@ -65,7 +65,11 @@ def go_the_road(run: Run, folder: Path) -> None:
     said = holds("compare arms.yaml")
     assert "mine" in said and "again" in said
     status, said = run(f"generate {HEAD} Hello {TARGET}")
-    assert status == 1 and "would run code of its own: method.py there, which is the class Recurrent of mine.py" in said
+    assert (
+        status == 1
+        and "would run code of its own: method.py there, which is the class Recurrent of mine.py"
+        in said
+    )
     holds(f"generate {HEAD} Hello {TARGET} --trust-code")
     holds(f"--plugin mine.py generate {HEAD},again.py:Again Hello {TARGET}")
     second = f"train tiny/eagle1 {LESS} 'drafter={{kind: recurrent}}' train.out=runs/second"

@@ -40,7 +40,9 @@ def cached_steps(model: PreTrainedModel) -> Logits:
     return logits
 
 
-def answer_naively(logits: Logits, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
+def answer_naively(
+    logits: Logits, prompt: Sequence[int], count: int, sampling: Sampling
+) -> list[int]:
     """So many tokens after a prompt at T = 0, or sampled with the noise of their positions."""
     warp, noise, text = LogitsProcessorList(), Choose(sampling).noise, list(prompt)
     if sampling.temperature:

@@ -11,7 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TorchAoConfig,
+)
 
 from eagle import Target, generate
 from eagle.core.examples import Example, collate
@@ -24,7 +30,9 @@ STEPS = 8
 
 def write_plain(folder: Path) -> Path:
     """A random llama whose layers divide into every format's groups."""
-    config = LlamaConfig(**{**COMMON, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3})
+    config = LlamaConfig(
+        **{**COMMON, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+    )
     config.tie_word_embeddings = False
     model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +84,10 @@ def write_hqq(folder: Path) -> Path:
     weights = {"nbits": 4, "group_size": 64, "channel_wise": True, "axis": 1}
     options = {"round_zero": False, "optimize": True, "view_as_float": False}
     config = {"weight_quant_params": {**weights, **options}}
-    return add_config(write_plain(folder), {"quant_method": "hqq", "quant_config": config, "skip_modules": ["lm_head"]})
+    return add_config(
+        write_plain(folder),
+        {"quant_method": "hqq", "quant_config": config, "skip_modules": ["lm_head"]},
+    )
 
 
 def write_compressed(folder: Path, scheme: str, ignore: tuple[str, ...] = ("lm_head",)) -> Path:
@@ -93,7 +104,9 @@ def write_compressed(folder: Path, scheme: str, ignore: tuple[str, ...] = ("lm_h
         if scheme_of := getattr(module, "quantization_scheme", None):
             rules = scheme_of.weights
             rows = module.weight.data
-            grouped = rows.unflatten(-1, (-1, rules.group_size)) if rules.strategy == "group" else rows
+            grouped = (
+                rows.unflatten(-1, (-1, rules.group_size)) if rules.strategy == "group" else rows
+            )
             keep = rules.strategy != "group"
             least, most = grouped.amin(-1, keepdim=keep), grouped.amax(-1, keepdim=keep)
             scale, zero = helpers.calculate_qparams(least, most, rules)
@@ -109,21 +122,31 @@ def write_compressed(folder: Path, scheme: str, ignore: tuple[str, ...] = ("lm_h
 
 def _quantise(folder: Path, config: Any) -> Path:
     plain = write_plain(folder / "plain")
-    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=config, dtype=torch.float32
+    ).save_pretrained(folder)
     return folder
 
 
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "fp8, blocks": write_fp8,
-    "bitsandbytes, int8": lambda folder: write_bitsandbytes(folder, load_in_8bit=True, llm_int8_threshold=0.0),
-    "bitsandbytes, nf4": lambda folder: write_bitsandbytes(folder, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "bitsandbytes, int8": lambda folder: write_bitsandbytes(
+        folder, load_in_8bit=True, llm_int8_threshold=0.0
+    ),
+    "bitsandbytes, nf4": lambda folder: write_bitsandbytes(
+        folder, load_in_4bit=True, bnb_4bit_quant_type="nf4"
+    ),
     "bitsandbytes, nf4, LM head too": lambda folder: write_bitsandbytes(
         folder, load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["none"]
     ),
     "torchao, int8 weights": write_torchao,
-    "torchao, int8 weights, LM head too": lambda folder: write_torchao(folder, modules_to_not_convert=["none"]),
+    "torchao, int8 weights, LM head too": lambda folder: write_torchao(
+        folder, modules_to_not_convert=["none"]
+    ),
     "torchao, fp8 weights": lambda folder: write_torchao(folder, "Float8WeightOnlyConfig"),
-    "torchao, int8 weights and inputs": lambda folder: write_torchao(folder, "Int8DynamicActivationInt8WeightConfig"),
+    "torchao, int8 weights and inputs": lambda folder: write_torchao(
+        folder, "Int8DynamicActivationInt8WeightConfig"
+    ),
     "hqq, 4 bits": write_hqq,
     "compressed-tensors, W8A16": lambda folder: write_compressed(folder, "W8A16"),
     "compressed-tensors, W8A16, LM head too": lambda folder: write_compressed(folder, "W8A16", ()),
@@ -141,14 +164,20 @@ ROUNDS_INPUTS = {  # a value at the edge of a step may be rounded either way, by
 
 def learn(target: Target) -> tuple[Any, list[float]]:
     """A head after some steps on the target's features, and its losses."""
-    head: Any = DRAFTERS["eagle1"].for_target(settings_of({"kind": "eagle1"}, "test"), target.config, target.head)
+    head: Any = DRAFTERS["eagle1"].for_target(
+        settings_of({"kind": "eagle1"}, "test"), target.config, target.head
+    )
     taps = tuple(dict.fromkeys((*head.taps, *head.teacher_taps)))
     examples = []
     for seed in range(3):
         tokens = torch.tensor(random_tokens(24, seed=seed))
         features = target.features(tokens[None], taps, torch.float32)[0].clone()
         examples.append(Example(tokens, torch.ones_like(tokens, dtype=torch.bool), features))
-    batch, optimizer, losses = collate(examples, taps), torch.optim.AdamW(head.parameters(), lr=3e-3), []
+    batch, optimizer, losses = (
+        collate(examples, taps),
+        torch.optim.AdamW(head.parameters(), lr=3e-3),
+        [],
+    )
     for _ in range(STEPS):
         loss: Tensor = head.train()(batch, target.head)["total"]
         loss.backward()
@@ -162,6 +191,7 @@ def answers(target: Target, head: Any, count: int = 24) -> tuple[list[int], list
     """What a target says with a head's drafts, and without."""
     prompt = random_tokens(9, seed=5)
     drafted, alone = (
-        list(generate(target, drafter, prompt, max_new_tokens=count, stop=[]).tokens) for drafter in (head, NoDrafter())
+        list(generate(target, drafter, prompt, max_new_tokens=count, stop=[]).tokens)
+        for drafter in (head, NoDrafter())
     )
     return drafted, alone

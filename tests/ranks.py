@@ -33,17 +33,28 @@ LENGTHS = [7 + 5 * (place * 7 % 11) for place in range(26)]
 PATIENCE = 900  # seconds: a limit that ends what hangs
 
 
-def on_ranks(count: int, work: Callable[[int], object], folder: Path, launched: bool = True) -> list[str]:
+def on_ranks(
+    count: int, work: Callable[[int], object], folder: Path, launched: bool = True
+) -> list[str]:
     """Do some work in `count` forked processes, connected as a launcher would; what each printed.
 
     AssertionError with what was printed if one fails; the others are ended then.
     """
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(count),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     prints = [folder / f"rank-{rank}.txt" for rank in range(count)]
     running = {}
     for rank in range(count):
-        env = {**address, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+        env = {
+            **address,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(count),
+        }
         if pid := os.fork():
             running[pid] = rank
         else:
@@ -130,7 +141,13 @@ def made_target_head() -> TargetHead:
 
 def train_made(out: Path, drafter: dict[str, Any], *overrides: str) -> tuple[Any, MadeFeatures]:
     """A run on made-up features in fp32; the head as this process holds it, and what was read."""
-    asked = ["train.dtype=float32", "train.lr=1e-3", "train.validation=0.1", f"train.out={out}", *overrides]
+    asked = [
+        "train.dtype=float32",
+        "train.lr=1e-3",
+        "train.validation=0.1",
+        f"train.out={out}",
+        *overrides,
+    ]
     recipe = Recipe.load(RECIPE, asked).model_copy(update={"drafter": DrafterSection(**drafter)})
     accelerator = launch(recipe.train)
     settings, frozen = settings_of(recipe.drafter.model_dump(), "test"), made_target_head()

@@ -23,12 +23,16 @@ Head = dict[str, Any]
 def token_loss(logits: Tensor, tokens: Tensor, mask: Tensor, ahead: int) -> Tensor:
     """Mean cross-entropy of [B, T, V], slot i against token i + `ahead`."""
     labels = tokens.masked_fill(~mask, -100)[:, ahead:]
-    return F.cross_entropy(logits[:, :-ahead].flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+    return F.cross_entropy(
+        logits[:, :-ahead].flatten(0, 1).float(), labels.flatten(), ignore_index=-100
+    )
 
 
 def probs_loss(logits: Tensor, target_probs: Tensor, mask: Tensor, ahead: int) -> Tensor:
     """Mean cross-entropy of [B, T, V], slot i against the target's probs [B, T, V] of token i + `ahead`."""
-    entropy = -(target_probs[:, ahead - 1 : -1] * logits[:, :-ahead].log_softmax(-1, dtype=torch.float32)).sum(-1)
+    entropy = -(
+        target_probs[:, ahead - 1 : -1] * logits[:, :-ahead].log_softmax(-1, dtype=torch.float32)
+    ).sum(-1)
     counted = mask[:, ahead:]
     return (entropy * counted).sum() / counted.sum()
 
@@ -54,10 +58,16 @@ class Plain(nn.Module):
         tokens, states, mask, lengths = batch
         every = self.logits(tokens, states, lengths, embedding)
         if self.settings["loss"] == "tokens":
-            return sum((token_loss(one, tokens, mask, 2 + d) for d, one in enumerate(every)), torch.zeros(()))
+            return sum(
+                (token_loss(one, tokens, mask, 2 + d) for d, one in enumerate(every)),
+                torch.zeros(()),
+            )
         with torch.no_grad():
             target_probs = F.linear(states, weight).softmax(-1, dtype=torch.float32)
-        return sum((probs_loss(one, target_probs, mask, 2 + d) for d, one in enumerate(every)), torch.zeros(()))
+        return sum(
+            (probs_loss(one, target_probs, mask, 2 + d) for d, one in enumerate(every)),
+            torch.zeros(()),
+        )
 
 
 class Medusa(Plain):
@@ -69,7 +79,9 @@ class Medusa(Plain):
         self.blocks: Any = nn.ModuleList(
             [nn.ModuleList([nn.Linear(width, width) for _ in layers]) for _ in self.levels]
         )
-        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size, bias=False) for _ in self.levels])
+        self.heads = nn.ModuleList(
+            [nn.Linear(width, shape.vocab_size, bias=False) for _ in self.levels]
+        )
 
     def logits(self, tokens: Tensor, states: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
         """Of every level from the state alone."""
@@ -104,7 +116,9 @@ class Hydra(Plain):
         self.norm = nn.RMSNorm(width, shape.rms_norm_eps)
         self.blocks: Any = nn.ModuleList(
             [
-                nn.ModuleList([Gated((d + 2) * width, width), *(Gated(width, width) for _ in layers)])
+                nn.ModuleList(
+                    [Gated((d + 2) * width, width), *(Gated(width, width) for _ in layers)]
+                )
                 for d in self.levels
             ]
         )
@@ -151,7 +165,9 @@ class MlpSpeculator(Plain):
     def logits(self, tokens: Tensor, states: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
         """Of every stage, which the next continues."""
         x, every = states, []
-        for d, (emb, proj, ln, head) in enumerate(zip(self.emb, self.proj, self.ln, self.head, strict=True)):
+        for d, (emb, proj, ln, head) in enumerate(
+            zip(self.emb, self.proj, self.ln, self.head, strict=True)
+        ):
             x = F.gelu(ln(proj(x) + self.ratio * emb(shift_left(tokens, d + 1))))
             every.append(head(x))
         return torch.stack(every)
@@ -171,7 +187,9 @@ class Blockwise(Plain):
         tokens, states, mask, _ = batch
         changes = self.down(F.relu(self.up(states))).unflatten(-1, (len(self.levels), -1))
         d = int(torch.randint(len(self.levels), ()))
-        return token_loss(F.linear((states[..., None, :] + changes)[..., d, :], weight), tokens, mask, 2 + d)
+        return token_loss(
+            F.linear((states[..., None, :] + changes)[..., d, :], weight), tokens, mask, 2 + d
+        )
 
 
 def seen_blocks(tokens: Tensor, lengths: Tensor, size: int) -> Tensor:
@@ -209,7 +227,11 @@ class Falcon(Plain):
     def loss(self, batch: Padded, embedding: Tensor, weight: Tensor) -> Tensor:
         """Smooth-L1 of the states and cross-entropy of the probs: slot i guesses state i + k."""
         tokens, true, mask, lengths = batch
-        k, following, seen = self.settings["k"], shift_left(tokens, 1), seen_blocks(tokens, lengths, self.settings["k"])
+        k, following, seen = (
+            self.settings["k"],
+            shift_left(tokens, 1),
+            seen_blocks(tokens, lengths, self.settings["k"]),
+        )
         counted, answer = shift_left(mask, k + 1), shift_left(true, k)
         known = true + torch.empty_like(true).uniform_(-0.1, 0.1) * (512 / lengths)[:, None, None]
         with torch.no_grad():
@@ -217,7 +239,8 @@ class Falcon(Plain):
             guess = F.linear(self.states(following, known, seen, embedding), weight)
             wrong = counted & (guess.argmax(-1) != target_probs.argmax(-1))
             reads_answer = counted & (
-                torch.rand_like(true[..., 0]) < 0.45 * wrong.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True)
+                torch.rand_like(true[..., 0])
+                < 0.45 * wrong.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True)
             )
         following, known = (
             torch.where(reads_answer, shift_left(tokens, k + 1), following),
@@ -225,7 +248,9 @@ class Falcon(Plain):
         )
         states = self.states(following, known, seen, embedding)
         regression = F.smooth_l1_loss(states.float(), answer, reduction="none").mean(-1)
-        entropy = -(target_probs * F.linear(states, weight).log_softmax(-1, dtype=torch.float32)).sum(-1)
+        entropy = -(
+            target_probs * F.linear(states, weight).log_softmax(-1, dtype=torch.float32)
+        ).sum(-1)
         return ((regression + 0.1 * entropy) * counted).sum() / counted.sum()
 
 

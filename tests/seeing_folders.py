@@ -19,7 +19,9 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.families import draw_weights
@@ -31,7 +33,11 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+LLAVA = {
+    "patch_size": 4,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}
 PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32]]
 QWEN_TOKENS = {
     "video_token_id": "<|video_pad|>",
@@ -41,7 +47,11 @@ QWEN_TOKENS = {
 SPECIAL = {  # what a template prints for an image, its special tokens, and the one that images are merged into
     "llava": ("<image>", ["<image>"], "<image>"),
     "llava_next": ("<image>", ["<image>"], "<image>"),
-    "gemma3": ("<start_of_image>", ["<start_of_image>", "<end_of_image>", "<image_soft_token>"], "<image_soft_token>"),
+    "gemma3": (
+        "<start_of_image>",
+        ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+        "<image_soft_token>",
+    ),
     "idefics3": (
         "<image>",
         ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"],
@@ -69,7 +79,9 @@ class QwenImages:
             count = int(grid.prod()) // self.image_processor.merge_size**2
             text = [text[0].replace(self.image_token, "\0" * count, 1)]
         output = self.tokenizer([text[0].replace("\0", self.image_token)], **kwargs)
-        types = (output["input_ids"] == self.tokenizer.convert_tokens_to_ids(self.image_token)).long()
+        types = (
+            output["input_ids"] == self.tokenizer.convert_tokens_to_ids(self.image_token)
+        ).long()
         return {**output, **seen, "mm_token_type_ids": types}
 
 
@@ -78,7 +90,9 @@ def read_words(words_from: Path, name: str) -> Any:
     words = AutoTokenizer.from_pretrained(words_from)
     words.add_special_tokens({"additional_special_tokens": SPECIAL[name][1]})
     if name == "gemma3":
-        for key, token in zip(("boi_token", "eoi_token", "image_token"), SPECIAL[name][1], strict=True):
+        for key, token in zip(
+            ("boi_token", "eoi_token", "image_token"), SPECIAL[name][1], strict=True
+        ):
             setattr(words, key, token)
             setattr(words, f"{key}_id", words.convert_tokens_to_ids(token))
     return words
@@ -96,7 +110,9 @@ def make_processor(name: str, words: Any) -> Any:
         square = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
         return Gemma3Processor(square, words, image_seq_length=4)
     if name == "idefics3":
-        tiles = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+        tiles = Idefics3ImageProcessorPil(
+            size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+        )
         return Idefics3Processor(tiles, words, image_seq_len=4)
     patches = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
     return QwenImages(patches, words)

@@ -26,14 +26,32 @@ NAME = "simgpu"
 ROOMS = tuple(str(Path(__file__).parent.parent / room) + "/" for room in ("eagle", "data_prep"))
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default)
-INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_")
+INDEXED = (
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_unsafe_index",
+    "aten::_index_put_impl_",
+)
 WAITS = (  # for a value, or for as many entries as the values say
     *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"),
     *("aten::nonzero", "aten::masked_select", "aten::repeat_interleave", "aten::bincount"),
     *("aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
 )
-WHOLE = ("aten::linear", "aten::matmul", "aten::scaled_dot_product_attention")  # run undivided, as on a CPU
-REDUCED = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "scaled_dot_product_attention")  # autocast's products
+WHOLE = (
+    "aten::linear",
+    "aten::matmul",
+    "aten::scaled_dot_product_attention",
+)  # run undivided, as on a CPU
+REDUCED = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "linear",
+    "matmul",
+    "scaled_dot_product_attention",
+)  # autocast's products
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if name not in WHOLE and func._can_decompose():
         return func.decompose(*args, **kwargs)
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    known: dict[int, Any] = {id(tensor.values): tensor for tensor in given if isinstance(tensor, OnDevice)}
+    known: dict[int, Any] = {
+        id(tensor.values): tensor for tensor in given if isinstance(tensor, OnDevice)
+    }
     device = kwargs.get("device")
     on_device = bool(known) if device is None else torch.device(device).type == NAME
     if func in COPIES:
@@ -118,7 +138,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     output = func(*tree_map(_values, args), **tree_map(_values, kwargs))
     # what was changed in place stays the tensor that it is
-    return tree_map(lambda leaf: known.get(id(leaf), _on_device(leaf)), output) if on_device else output
+    return (
+        tree_map(lambda leaf: known.get(id(leaf), _on_device(leaf)), output)
+        if on_device
+        else output
+    )
 
 
 def _values(leaf: Any) -> Any:
@@ -154,8 +178,14 @@ def _note(name: str, args: Any, given: list[Tensor]) -> None:
         hosted = [tensor for tensor in hosted if not any(tensor is index for index in indices)]
     elif name in WAITS:
         note("wait", name)
-    if wrong := [tuple(tensor.shape) for tensor in hosted if tensor.dim() or name in ("aten::cat", "aten::stack")]:
-        raise RuntimeError(f"expected all tensors of {name} to be on {NAME}, got the host's of shapes {wrong}")
+    if wrong := [
+        tuple(tensor.shape)
+        for tensor in hosted
+        if tensor.dim() or name in ("aten::cat", "aten::stack")
+    ]:
+        raise RuntimeError(
+            f"expected all tensors of {name} to be on {NAME}, got the host's of shapes {wrong}"
+        )
 
 
 def note(kind: str, op: str, size: int = 0) -> None:
@@ -202,7 +232,9 @@ def _upload_of(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def make_and_copy(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != NAME:
             return make(data, device=device, **kwargs)
-        return (data if isinstance(data, Tensor) else make(data, **kwargs)).to(device, kwargs.get("dtype"))
+        return (data if isinstance(data, Tensor) else make(data, **kwargs)).to(
+            device, kwargs.get("dtype")
+        )
 
     return make_and_copy
 
@@ -237,7 +269,8 @@ def _reduced(func: Any) -> Callable[..., Any]:
         with torch._C._ExcludeDispatchKeyGuard(outside):
             dtype = torch.get_autocast_dtype(NAME)
             return func(
-                *tree_map(lambda leaf: _cast(leaf, dtype), args), **tree_map(lambda leaf: _cast(leaf, dtype), kwargs)
+                *tree_map(lambda leaf: _cast(leaf, dtype), args),
+                **tree_map(lambda leaf: _cast(leaf, dtype), kwargs),
             )
 
     return product

@@ -46,7 +46,14 @@ watch: Any = simulated.crossings  # what a run is watched by
 SIZE = 24  # of the vocabulary: small, so that random drafts are now and then right
 SHARED = 6  # tokens with which the second text to extract begins as the first does
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8], [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1]]
-FILTERED = {"temperature": 1.0, "top_k": 8, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 3}
+FILTERED = {
+    "temperature": 1.0,
+    "top_k": 8,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "seed": 3,
+}
 SAMPLINGS = {
     "greedy": Sampling(),
     "T=1": Sampling(**FILTERED),
@@ -68,23 +75,55 @@ HEADS: dict[str, dict[str, Any]] = {
     "hass": {"kind": "hass"},
     "eagle3": {"kind": "eagle3", "steps": 3},
     **{f"eagle3 {loss}": {"kind": "eagle3", "steps": 2, "loss": loss} for loss in LOSSES},
-    "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "draft_vocab": 12, "steps": 3},
+    "eagle3.1": {
+        "kind": "eagle3",
+        "fc_norm": True,
+        "norm_output": True,
+        "draft_vocab": 12,
+        "steps": 3,
+    },
     "eagle3, window": {"kind": "eagle3", "steps": 3, "window": {"sinks": 1, "recent": 3}},
-    "eagle3 of other taps": {"kind": "eagle3", "taps": [0, 1, 2, -1], "norm_before_residual": True, "steps": 2},
-    "eagle3 frozen": {"kind": "eagle3", "steps": 2, "train_lm_head": False, "draft_vocab": 12, "loss": "hybrid"},
+    "eagle3 of other taps": {
+        "kind": "eagle3",
+        "taps": [0, 1, 2, -1],
+        "norm_before_residual": True,
+        "steps": 2,
+    },
+    "eagle3 frozen": {
+        "kind": "eagle3",
+        "steps": 2,
+        "train_lm_head": False,
+        "draft_vocab": 12,
+        "loss": "hybrid",
+    },
     "falcon": {"kind": "falcon", "k": 3},
-    **{f"draft_model {loss}": {"kind": "draft_model", "divergence": loss} for loss in ("tokens", "jsd")},
+    **{
+        f"draft_model {loss}": {"kind": "draft_model", "divergence": loss}
+        for loss in ("tokens", "jsd")
+    },
     **{name: {"kind": name} for name in BY_DEFAULT},
     "hydra++": {"kind": "hydra", "layers": 2, "prefix": True, "regression": 0.1},
-    "medusa tokens": {"kind": "medusa", "lm_head": "target", "loss": "tokens", "weights": "falling"},
+    "medusa tokens": {
+        "kind": "medusa",
+        "lm_head": "target",
+        "loss": "tokens",
+        "weights": "falling",
+    },
 }
 
 
 def new_target(device: torch.device) -> Target:
     """A random model, the same on every device."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=SIZE, num_hidden_layers=4, bos_token_id=0, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=SIZE, num_hidden_layers=4, bos_token_id=0, **sizes)
+    )
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     return Target(model.to(device))
 
@@ -92,15 +131,24 @@ def new_target(device: torch.device) -> Target:
 def new_hybrid(device: torch.device, **means: bool) -> Target:
     """A random model of which half the layers keep a state, read by these means."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     states = {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
     kinds = ["linear_attention", "full_attention"] * 2
-    config = Qwen3_5TextConfig(vocab_size=SIZE, num_hidden_layers=4, layer_types=kinds, **sizes, **states, **heads)
+    config = Qwen3_5TextConfig(
+        vocab_size=SIZE, num_hidden_layers=4, layer_types=kinds, **sizes, **states, **heads
+    )
     model = AutoModelForCausalLM.from_config(config)
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     target = Target(model.to(device))
-    generate(target, load_drafter("none", target), PROMPTS, max_new_tokens=2)  # reads small trees once
+    generate(
+        target, load_drafter("none", target), PROMPTS, max_new_tokens=2
+    )  # reads small trees once
     target.reader.take(TreeReadMode(**means))
     return target
 
@@ -120,14 +168,27 @@ def new_drafter(name: str, target: Target) -> Any:
     if not issubclass(kind, TrainableDrafter):
         return load_drafter(name, target)
     torch.manual_seed(0)
-    settings = {**section, **({"lm_head": "random"} if section["kind"] in ("eagle3", "peagle") else {})}
-    return kind.for_target(settings_of(settings, "test"), target.config).to(target.device).bind(target.head)
+    settings = {
+        **section,
+        **({"lm_head": "random"} if section["kind"] in ("eagle3", "peagle") else {}),
+    }
+    return (
+        kind.for_target(settings_of(settings, "test"), target.config)
+        .to(target.device)
+        .bind(target.head)
+    )
 
 
-def decode(name: str, sampling: str, budget: str, batch: bool, target: Target) -> tuple[Any, list[Any]]:
+def decode(
+    name: str, sampling: str, budget: str, batch: bool, target: Target
+) -> tuple[Any, list[Any]]:
     """Tokens and cycles of answers, and what crossed meanwhile."""
     drafter = new_drafter(name, target)
-    options: dict[str, Any] = {"sampling": SAMPLINGS[sampling], "budget": BUDGETS[budget], "max_new_tokens": 10}
+    options: dict[str, Any] = {
+        "sampling": SAMPLINGS[sampling],
+        "budget": BUDGETS[budget],
+        "max_new_tokens": 10,
+    }
     with watch() as crossed:
         answer = generate(target, drafter, PROMPTS if batch else PROMPTS[0], stop=[], **options)
     traces = answer if batch else [answer]
@@ -143,7 +204,9 @@ def search(name: str, target: Target) -> tuple[Any, list[Any]]:
     """Answers and scores of a beam search, as many numbers as it took forwards, and what crossed meanwhile."""
     drafter = new_drafter(name, target)
     with watch() as crossed:
-        found = beam_search(target, drafter, PROMPTS[0], beams=3, max_new_tokens=10, stop=[], num_return_sequences=3)
+        found = beam_search(
+            target, drafter, PROMPTS[0], beams=3, max_new_tokens=10, stop=[], num_return_sequences=3
+        )
     scores = [round(score, 4) for score in found.scores]  # caches of other sizes round otherwise
     return [((found.tokens, scores), range(found.forwards))], crossed
 
@@ -157,7 +220,9 @@ class Impatient(NgramDrafter):
         """A text that is read so."""
         text = super().begin(noise)
         propose = text.propose
-        text.propose = lambda update, budget: propose(update, budget) if update.features.sum().item() else None
+        text.propose = lambda update, budget: (
+            propose(update, budget) if update.features.sum().item() else None
+        )
         return text
 
 
@@ -183,7 +248,11 @@ class Stored:
     together = sampled = False
 
     def __init__(self, live: LiveFeatures) -> None:
-        self.taps, self.identity, self.examples = live.taps, live.identity, live.read(range(len(live)))
+        self.taps, self.identity, self.examples = (
+            live.taps,
+            live.identity,
+            live.read(range(len(live))),
+        )
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -200,38 +269,56 @@ class Stored:
 def some_texts() -> list[Example]:
     """Texts of several lengths; what is supervised has gaps."""
     generator = torch.Generator().manual_seed(1)
-    texts = [torch.randint(SIZE, (length,), generator=generator) for length in (24, 17, 9, 30, 5, 12)]
+    texts = [
+        torch.randint(SIZE, (length,), generator=generator) for length in (24, 17, 9, 30, 5, 12)
+    ]
     places = [torch.arange(len(tokens)) for tokens in texts]
-    return [Example(text, (at >= 4) & (at % 7 != 6)) for text, at in zip(texts, places, strict=True)]
+    return [
+        Example(text, (at >= 4) & (at % 7 != 6)) for text, at in zip(texts, places, strict=True)
+    ]
 
 
 def train(
-    head: dict[str, Any], target: Target, source: str = "stored", plant: bool = False, **settings: Any
+    head: dict[str, Any],
+    target: Target,
+    source: str = "stored",
+    plant: bool = False,
+    **settings: Any,
 ) -> tuple[Any, list[Any]]:
     """What three steps of the training loop log, and the weights behind them; what crossed in these steps."""
     AcceleratorState._reset_state(True)
     torch.manual_seed(0)
     about, device = settings_of(head, "test"), target.device
-    features: Any = LiveFeatures(target, some_texts(), {"taps": taps_of(about, target.config), "dtype": "float32"})
+    features: Any = LiveFeatures(
+        target, some_texts(), {"taps": taps_of(about, target.config), "dtype": "float32"}
+    )
     texts = [example.tokens[example.loss_mask] for example in features.examples]
     network = DRAFTERS[about.kind].for_target(about, target.config, new_target(CPU).head, texts)
     if source == "stored":
         features = Stored(LiveFeatures(new_target(CPU), some_texts(), features.identity))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.get("accumulation", 1))
     accelerator.state.device = PartialState().device = device
-    recipe: Any = SimpleNamespace(train=TrainSection(out="none", batch_size=3, epochs=3, validation=0, **settings))
+    recipe: Any = SimpleNamespace(
+        train=TrainSection(out="none", batch_size=3, epochs=3, validation=0, **settings)
+    )
     recipe.features = SimpleNamespace(store=None)
     features = follow_head(recipe, about, target, features, network, weights_split=False)
     run = _Run(accelerator, recipe, network, target.head, features, None, "none")
     if plant:
-        run.model.register_forward_hook(lambda model, given, losses: losses["total"].item() and None)
+        run.model.register_forward_hook(
+            lambda model, given, losses: losses["total"].item() and None
+        )
     batches: Any = run.dealer.batches(0, run.pins)
-    reduced = torch.autocast(device.type, torch.bfloat16, enabled=settings.get("dtype") == "bfloat16")
+    reduced = torch.autocast(
+        device.type, torch.bfloat16, enabled=settings.get("dtype") == "bfloat16"
+    )
     with watch() as crossed, reduced:
         for number in range(3):
             run._advance(number, batches)
     batches.close()
-    return [part.detach().cpu() for part in [*(row for _, row in run.window), *network.parameters()]], crossed
+    return [
+        part.detach().cpu() for part in [*(row for _, row in run.window), *network.parameters()]
+    ], crossed
 
 
 def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
@@ -250,7 +337,9 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
     texts = some_texts()
     texts[1].tokens[:SHARED] = texts[0].tokens[:SHARED]
     parts = parts_of({"taps": [0, 2, -1], "inputs": [0, 2]})
-    store: Any = SimpleNamespace(plan=[[[0, 1], [2]], [[3, 4, 5]]], parts=parts, dtype=dtype, folder=".")
+    store: Any = SimpleNamespace(
+        plan=[[[0, 1], [2]], [[3, 4, 5]]], parts=parts, dtype=dtype, folder="."
+    )
     store.shown = lambda number: None
     store.shared = torch.tensor([0, SHARED, 0, 0, 0, 0])
     store.writer, store.shard_bytes = lambda shard: Writer(), lambda shard: 0
@@ -260,13 +349,19 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
     return [torch.tensor(tokens), *written], crossed
 
 
-def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, **asked: Any) -> tuple[Tensor, Any]:
+def attend_densely(
+    query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, **asked: Any
+) -> tuple[Tensor, Any]:
     """What flex attention computes, whose kernels no simulation has."""
     rows, columns = (torch.arange(part.shape[-2], device=query.device) for part in (query, key))
     seen = block_mask.mask_mod(0, 0, rows[:, None], columns)
-    key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (key, value))
+    key, value = (
+        part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (key, value)
+    )
     scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ value).to(query.dtype), SimpleNamespace(lse=scores.float().logsumexp(-1))
+    return (scores.softmax(-1) @ value).to(query.dtype), SimpleNamespace(
+        lse=scores.float().logsumexp(-1)
+    )
 
 
 Run = Callable[[Target], tuple[Any, list[Any]]]
@@ -276,9 +371,17 @@ def every_run() -> dict[str, Run]:
     """The runs by name; those of decoding, of training, and of extraction."""
     runs: dict[str, Run] = {}
     for name, sampling, batch in product((*DRAFTERS, "hydra++"), ("greedy", "T=1"), (False, True)):
-        runs[f"decode {name}, {sampling}, grown{', batch' * batch}"] = partial(decode, name, sampling, "grown", batch)
-    of_budgets = {"greedy": ["fixed"], "T=1": ["likeliest", "fixed", "drawn"], "block": ["drawn chain"]}
-    for name, (sampling, budgets) in product(("bigram", "draft_model", "eagle3"), of_budgets.items()):
+        runs[f"decode {name}, {sampling}, grown{', batch' * batch}"] = partial(
+            decode, name, sampling, "grown", batch
+        )
+    of_budgets = {
+        "greedy": ["fixed"],
+        "T=1": ["likeliest", "fixed", "drawn"],
+        "block": ["drawn chain"],
+    }
+    for name, (sampling, budgets) in product(
+        ("bigram", "draft_model", "eagle3"), of_budgets.items()
+    ):
         for budget in budgets:
             batch = name == "eagle3"
             runs[f"decode {name}, {sampling}, {budget}{', batch' * batch}"] = partial(
@@ -286,21 +389,33 @@ def every_run() -> dict[str, Run]:
             )
     for name in ("several", "planted", "curious"):
         runs[f"decode {name}, greedy, grown"] = partial(decode, name, "greedy", "grown", False)
-    runs["decode several, greedy, grown, batch"] = partial(decode, "several", "greedy", "grown", True)
-    runs["decode eagle3, window, greedy, grown, batch"] = partial(decode, "eagle3, window", "greedy", "grown", True)
+    runs["decode several, greedy, grown, batch"] = partial(
+        decode, "several", "greedy", "grown", True
+    )
+    runs["decode eagle3, window, greedy, grown, batch"] = partial(
+        decode, "eagle3, window", "greedy", "grown", True
+    )
     runs["decode eagle3, lenient, grown"] = partial(decode, "eagle3", "lenient", "grown", False)
-    runs["decode eagle3, typical, grown, batch"] = partial(decode, "eagle3", "typical", "grown", True)
+    runs["decode eagle3, typical, grown, batch"] = partial(
+        decode, "eagle3", "typical", "grown", True
+    )
     for way, means in (("paths", {}), ("levels", {"levels": True})):
         for name in ("ngram", "eagle3"):
-            runs[f"decode {name}, greedy, grown, batch, hybrid by {way}"] = partial(decode_hybrid, means, name)
+            runs[f"decode {name}, greedy, grown, batch, hybrid by {way}"] = partial(
+                decode_hybrid, means, name
+            )
     for name in ("ngram", "eagle3", "medusa", "falcon", "draft_model", "several"):
         runs[f"search {name}"] = partial(search, name)
     for name, head in HEADS.items():
         runs[f"train {name}"] = partial(train, head)
         runs[f"train {name}, bf16"] = partial(train, head, dtype="bfloat16")
-    runs["train eagle3.1, accumulated"] = partial(train, HEADS["eagle3.1"], accumulation=2, clip_by="value")
+    runs["train eagle3.1, accumulated"] = partial(
+        train, HEADS["eagle3.1"], accumulation=2, clip_by="value"
+    )
     runs["train eagle3, live"] = partial(train, HEADS["eagle3"], source="live")
-    runs["train draft_model, own"] = partial(train, {"kind": "draft_model", "samples": "own"}, source="live")
+    runs["train draft_model, own"] = partial(
+        train, {"kind": "draft_model", "samples": "own"}, source="live"
+    )
     runs["train eagle1, planted"] = partial(train, HEADS["eagle1"], plant=True)
     return runs | {f"extract {dtype}": partial(fill, dtype) for dtype in DTYPES}
 
@@ -361,15 +476,26 @@ def main(asked: list[str]) -> None:
         module.compile_flex = lambda: attend_densely  # type: ignore[attr-defined]
     targets = new_target(CPU), new_target(device)
     for target in targets:
-        generate(target, load_drafter("none", target), PROMPTS, max_new_tokens=2)  # reads small trees once
+        generate(
+            target, load_drafter("none", target), PROMPTS, max_new_tokens=2
+        )  # reads small trees once
     for name in FAULTS:
         print(json.dumps({"name": name, **show_fault(name, device)}))
     for name in asked or runs:
         (expected, _), (got, crossed) = (runs[name](target) for target in targets)
-        cycles = sum(len(cycles) for _, cycles in got) if name.startswith(("decode", "search")) else 0
+        cycles = (
+            sum(len(cycles) for _, cycles in got) if name.startswith(("decode", "search")) else 0
+        )
         steps = max(len(cycles) for _, cycles in got) if cycles else 0
-        counts = Counter((crossing.kind, crossing.op, *crossing.callers[:2]) for crossing in crossed)
-        line = {"name": name, "difference": difference(expected, got), "cycles": cycles, "steps": steps}
+        counts = Counter(
+            (crossing.kind, crossing.op, *crossing.callers[:2]) for crossing in crossed
+        )
+        line = {
+            "name": name,
+            "difference": difference(expected, got),
+            "cycles": cycles,
+            "steps": steps,
+        }
         print(json.dumps({**line, "crossed": [[*key, count] for key, count in counts.items()]}))
 
 

@@ -49,7 +49,9 @@ class _KnownText:
         text = next((text for text in self.texts if text[: len(begun)] == begun), begun)
         right = text[len(begun) :][: min(3, budget.depth)]
         wrong = [[(token + shift) % VOCAB_SIZE for token in right] for shift in (1, 2)]
-        before, after = ([right[:k] + branch[k : k + 2] for k in range(len(right))] for branch in wrong)
+        before, after = (
+            [right[:k] + branch[k : k + 2] for k in range(len(right))] for branch in wrong
+        )
         return DraftTree.from_paths(update.root, [*before, right, *after])
 
 
@@ -92,7 +94,9 @@ def stock_generate(model: Any, inputs: dict[str, Any], warpers: Any = None, **op
         options.pop("num_return_sequences", None)
         inputs = {name: value.repeat_interleave(rows, 0) for name, value in inputs.items()}
         processors += [*warpers, AddNoise(paddings_of(inputs))]
-    return model.generate(**inputs, **{**asked(), **options}, logits_processor=LogitsProcessorList(processors))
+    return model.generate(
+        **inputs, **{**asked(), **options}, logits_processor=LogitsProcessorList(processors)
+    )
 
 
 def asked() -> dict[str, Any]:
@@ -107,12 +111,20 @@ def texts_of(tokens: Tensor, inputs: dict[str, Any]) -> list[list[int]]:
     return [row[padding:] for row, padding in zip(tokens.tolist(), paddings, strict=True)]
 
 
-def generate_knowing(model: Any, stock: Any, inputs: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+def generate_knowing(
+    model: Any, stock: Any, inputs: dict[str, Any], **options: Any
+) -> tuple[Any, Any]:
     """What `model.generate` gives with a drafter that knows the stock answer, and the callable."""
     tokens = stock if isinstance(stock, Tensor) else stock.sequences
-    chosen = {name: options.pop(name) for name in ("seed", "stateless", "budget") if name in options}
-    with_drafter = eagle.transformers.generate_with(Knows(texts_of(tokens, inputs)), **{"seed": SEED, **chosen})
-    return model.generate(**inputs, **{**asked(), **options}, custom_generate=with_drafter), with_drafter
+    chosen = {
+        name: options.pop(name) for name in ("seed", "stateless", "budget") if name in options
+    }
+    with_drafter = eagle.transformers.generate_with(
+        Knows(texts_of(tokens, inputs)), **{"seed": SEED, **chosen}
+    )
+    return model.generate(
+        **inputs, **{**asked(), **options}, custom_generate=with_drafter
+    ), with_drafter
 
 
 def seeing_call(family: str, images: int) -> tuple[PreTrainedModel, dict[str, Any]]:

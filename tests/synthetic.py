@@ -19,11 +19,17 @@ HOSTILE = (
     "<!-- ]]> &lt;script&gt; &#x3c;",
 )
 TASKS = (("mt_bench", "writing"), ("mt_bench", "maths"), ("gsm8k", None))
-RATES = {"ngram": (0.25, 4), "eagle1": (0.75, 5), "eagle1-chain": (0.7, 5)}  # chance per level, levels
+RATES = {
+    "ngram": (0.25, 4),
+    "eagle1": (0.75, 5),
+    "eagle1-chain": (0.7, 5),
+}  # chance per level, levels
 PIECES = ["The ", "quick ", "fox ", "copies ", "a ", "file", ".\n"]
 
 
-def answer(drafter: str, conversation: int, temperature: float, seed: int = 0, **changed: Any) -> dict[str, Any]:
+def answer(
+    drafter: str, conversation: int, temperature: float, seed: int = 0, **changed: Any
+) -> dict[str, Any]:
     """One row; easy conversations are easy for every drafter."""
     drawn = random.Random(ascii((drafter, conversation, temperature, seed)))
     easy = random.Random(conversation).uniform(-0.15, 0.15) - 0.1 * temperature
@@ -67,7 +73,10 @@ def pieces(texts: Iterable[str] = PIECES) -> list[list[Any]]:
 
 
 def write(
-    path: Path, drafters: Iterable[str] = RATES, temperatures: Iterable[float] = (0.0, 1.0), **header: Any
+    path: Path,
+    drafters: Iterable[str] = RATES,
+    temperatures: Iterable[float] = (0.0, 1.0),
+    **header: Any,
 ) -> Path:
     """A results file; two answers are in pieces, one of them hostile."""
     made = {

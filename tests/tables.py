@@ -34,10 +34,13 @@ def naive(texts: list[Text], fault: str = "") -> Naive:
     singles: Counter[int] = Counter()
     pairs: Counter[tuple[int, int]] = Counter()
     if fault == "across texts":
-        texts = [(torch.cat([tokens for tokens, _ in texts]), torch.cat([said for _, said in texts]))]
+        texts = [
+            (torch.cat([tokens for tokens, _ in texts]), torch.cat([said for _, said in texts]))
+        ]
     for tokens, said in texts:
         marked = [
-            (token, fault == "not said" or mark) for token, mark in zip(tokens.tolist(), said.tolist(), strict=True)
+            (token, fault == "not said" or mark)
+            for token, mark in zip(tokens.tolist(), said.tolist(), strict=True)
         ]
         singles.update(token for token, mark in marked if mark)
         pairs.update((before, token) for (before, _), (token, mark) in pairwise(marked) if mark)
@@ -47,7 +50,10 @@ def naive(texts: list[Text], fault: str = "") -> Naive:
 def held(tables: Tables) -> Naive:
     """What tables hold, in plain Python."""
     starts, places = tables.starts.tolist(), range(len(tables.counts))
-    before = [next(y for y in range(tables.vocab_size) if starts[y] <= place < starts[y + 1]) for place in places]
+    before = [
+        next(y for y in range(tables.vocab_size) if starts[y] <= place < starts[y + 1])
+        for place in places
+    ]
     pairs = zip(before, tables.successors.tolist(), strict=True)
     singles = {token: count for token, count in enumerate(tables.singles.tolist()) if count}
     return Counter(singles), Counter(dict(zip(pairs, tables.counts.tolist(), strict=True)))

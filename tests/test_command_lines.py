@@ -17,7 +17,10 @@ from eagle.__main__ import VERBS, main, printed_help
 from eagle.command.launcher import SHARED
 
 ROOT = Path(__file__).parent.parent
-GONE, MISSING = "no/such/folder", "missing/recipe.yaml"  # no id of a hub either, which would be asked for
+GONE, MISSING = (
+    "no/such/folder",
+    "missing/recipe.yaml",
+)  # no id of a hub either, which would be asked for
 RECIPES = (
     "data_prep.prepare",
     "data_prep.extract",
@@ -33,14 +36,21 @@ ENGINE = ["--engine", "vllm", "--target", GONE, "--environment", GONE]
 WRONG: dict[str, list[list[str]]] = {
     **{name: [[MISSING], [MISSING, "no override"]] for name in RECIPES},
     "data_prep.count_tokens": [[MISSING, "--out", "x"], [MISSING]],
-    "data_prep.draft_vocab": [[MISSING, "--out", "x", "--size", "3"], [MISSING, "--out", "x", "--size", "few"]],
+    "data_prep.draft_vocab": [
+        [MISSING, "--out", "x", "--size", "3"],
+        [MISSING, "--out", "x", "--size", "few"],
+    ],
     "data_prep.conversations": [[GONE], [GONE, "two"]],
     "eval.report": [["missing.jsonl"], [".", "--markdown"]],
     "tests.engines": [[GONE, *ENGINE], [GONE, "--engine", "unknown", "--target", GONE]],
     "tests.engines.layout_sources": [["trtllm=no/such/folder"], ["unknown=."], ["vllm"]],
     "tests.engines.engine_builds": [[GONE, "unknown"], ["--unknown"]],
     "eagle": [
-        *([verb] for verb in VERBS if verb not in ("demo", "recipes", "tiny-target", "train", "forecast")),
+        *(
+            [verb]
+            for verb in VERBS
+            if verb not in ("demo", "recipes", "tiny-target", "train", "forecast")
+        ),
         *([verb, "--help"] for verb in VERBS),
         ["unknown"],
         ["train", MISSING],
@@ -104,8 +114,22 @@ def runs(path: Path) -> bool:
 
 def test_every_command_is_here() -> None:
     """A new one is tested too; what an engine's own Python runs is none."""
-    rooms = ("data_prep", "eval", "recipes", "recipes/tiny", "bench", "tests/engines", "tests/doctor", "tests/recipes")
-    found = {str(path.relative_to(ROOT)) for room in rooms for path in (ROOT / room).glob("*.py") if runs(path)}
+    rooms = (
+        "data_prep",
+        "eval",
+        "recipes",
+        "recipes/tiny",
+        "bench",
+        "tests/engines",
+        "tests/doctor",
+        "tests/recipes",
+    )
+    found = {
+        str(path.relative_to(ROOT))
+        for room in rooms
+        for path in (ROOT / room).glob("*.py")
+        if runs(path)
+    }
     asked = {name if name.endswith(".py") else f"{name.replace('.', '/')}.py" for name in WRONG}
     asked = {name.replace("tests/engines.py", "tests/engines/__main__.py") for name in asked}
     engines = {f"tests/engines/engine_{name}.py" for name in ("vllm", "openvino", "llamacpp")}
@@ -128,10 +152,16 @@ def too_long(*_: object) -> None:
     raise AssertionError("it has begun to work")
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # what runpy says of modules in use
+@pytest.mark.filterwarnings(
+    "ignore:.*found in sys.modules:RuntimeWarning"
+)  # what runpy says of modules in use
 @pytest.mark.parametrize(("name", "argv"), CASES, ids=shown_as)
 def test_a_wrong_command_line_ends_in_a_sentence(
-    name: str, argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    argv: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Usage with status 0 or 2, or an error with status 1; no traceback, and nothing is written."""
     monkeypatch.chdir(tmp_path)
@@ -149,7 +179,11 @@ def test_a_wrong_command_line_ends_in_a_sentence(
     elif ended.value.code == (2 if argv[:1] in (["inspect"], ["doctor"]) and GONE in argv else 1):
         assert len(shown.err) > 20 and re.fullmatch(r"error: [^\n]+\n", shown.err)
     else:
-        assert ended.value.code == 2 and shown.err.startswith("usage: ") and ("error: " in shown.err or not argv)
+        assert (
+            ended.value.code == 2
+            and shown.err.startswith("usage: ")
+            and ("error: " in shown.err or not argv)
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -159,9 +193,15 @@ def test_a_wrong_command_line_ends_in_a_sentence(
         (["train", "--lr", "1e-3"], "unrecognized arguments: --lr: did you mean train.lr=1e-3?"),
         (["train", "tiny/eagle1", "--learning_rate=1"], "did you mean train.lr=1?"),
         (["extract", "tiny/eagle1", "--max-length", "64"], "did you mean data.max_length=64?"),
-        (["regenerate", "tiny/eagle1", "--seed", "3"], "did you mean regenerate.seed=3 or train.seed=3?"),
+        (
+            ["regenerate", "tiny/eagle1", "--seed", "3"],
+            "did you mean regenerate.seed=3 or train.seed=3?",
+        ),
         (["forecast", "tiny/eagle1", "--train.lr", "3"], "did you mean train.lr=3?"),
-        (["measure", "tiny/eagle1", "--no-such"], "--no-such: keys of the recipe are given as section.key=value"),
+        (
+            ["measure", "tiny/eagle1", "--no-such"],
+            "--no-such: keys of the recipe are given as section.key=value",
+        ),
     ],
 )
 def test_a_key_that_is_given_as_an_option_is_told_as_an_override(
@@ -184,7 +224,9 @@ def test_a_drafter_that_is_none_is_refused_before_the_target_is_loaded(
     assert "error: no drafter nosuch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["doctor", "--help"], ["recipes", "--help"]], ids=shown_as)
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["doctor", "--help"], ["recipes", "--help"]], ids=shown_as
+)
 def test_a_reader_that_has_seen_enough_gets_no_traceback(argv: list[str]) -> None:
     """As `head`, which closes the pipe."""
     reading, writing = os.pipe()
@@ -198,11 +240,21 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(argv: list[str]) -> Non
 def arguments_without_help(path: Path) -> list[str]:
     """The arguments of a file's parsers that are not explained."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    added = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
-    return [ast.unparse(call) for call in added if "help" not in {keyword.arg for keyword in call.keywords}]
+    added = [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+    ]
+    return [
+        ast.unparse(call)
+        for call in added
+        if "help" not in {keyword.arg for keyword in call.keywords}
+    ]
 
 
-@pytest.mark.parametrize("folder", ["eagle/command", "eagle/recipe", "data_prep", "eval", "recipes", "recipes/tiny"])
+@pytest.mark.parametrize(
+    "folder", ["eagle/command", "eagle/recipe", "data_prep", "eval", "recipes", "recipes/tiny"]
+)
 def test_every_argument_is_explained(folder: str) -> None:
     """Those of the launcher in a text of its own."""
     paths = [path for path in (ROOT / folder).glob("*.py") if path.name != "launcher.py"]

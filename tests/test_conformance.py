@@ -29,7 +29,12 @@ from tests.trained import fixture_seed
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
 COUNTED = [name for name, method in DRAFTERS.items() if issubclass(method, CountDrafter)]
 LAWFUL = [*TRAINED, *COUNTED, "early_exit", "sparse_kv"]  # which grow trees of their own law
-DYNAMIC, RANKED, DRAWN, SAMPLINGS = drafting.DYNAMIC, drafting.RANKED, drafting.DRAWN, drafting.SAMPLINGS
+DYNAMIC, RANKED, DRAWN, SAMPLINGS = (
+    drafting.DYNAMIC,
+    drafting.RANKED,
+    drafting.DRAWN,
+    drafting.SAMPLINGS,
+)
 ASKED = "What does copy do?"
 
 
@@ -42,7 +47,9 @@ def drafter_of(name: str, target: Target) -> Any:
     """A drafter ready to draft."""
     if name in COUNTED:
         return DRAFTERS[name](some_tables(target.vocab_size))
-    return new_head(name, target).bind(target.head) if name in TRAINED else load_drafter(name, target)
+    return (
+        new_head(name, target).bind(target.head) if name in TRAINED else load_drafter(name, target)
+    )
 
 
 @cache
@@ -65,7 +72,10 @@ def batch(examples: LiveFeatures) -> Batch:
     return collate(examples.read([0, 1]), examples.taps)
 
 
-FEWER = [pytest.param(sampling, marks=pytest.mark.slow) for sampling in (SAMPLINGS[1], SAMPLINGS[2], SAMPLINGS[4])]
+FEWER = [
+    pytest.param(sampling, marks=pytest.mark.slow)
+    for sampling in (SAMPLINGS[1], SAMPLINGS[2], SAMPLINGS[4])
+]
 
 
 @pytest.mark.quick(
@@ -82,14 +92,20 @@ FEWER = [pytest.param(sampling, marks=pytest.mark.slow) for sampling in (SAMPLIN
     "dspark-greedy",
 )
 @pytest.mark.parametrize(
-    "sampling", [SAMPLINGS[0], SAMPLINGS[3], *FEWER], ids=["greedy", "top-p", "T=0.5", "T=1", "top-k"]
+    "sampling",
+    [SAMPLINGS[0], SAMPLINGS[3], *FEWER],
+    ids=["greedy", "top-p", "T=0.5", "T=1", "top-k"],
 )
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_output_is_the_untouched_models_own(name: str, sampling: Sampling, tiny_target: Target) -> None:
+def test_output_is_the_untouched_models_own(
+    name: str, sampling: Sampling, tiny_target: Target
+) -> None:
     """Whatever is drafted, in whatever tree, the output is plain decoding's; drawn drafts keep its law alone."""
     prompt, make = tiny_target.chat(ASKED), partial(drafter_of, name, tiny_target)
     expected = reference(tiny_target, tuple(prompt), sampling, 12)
-    drawn_too = sampling.temperature == 0  # what is drawn above it has the target's law, not its tokens
+    drawn_too = (
+        sampling.temperature == 0
+    )  # what is drawn above it has the target's law, not its tokens
     budgets = RANKED + DRAWN * drawn_too if name in LAWFUL else DYNAMIC
     drafting.check_output(make, tiny_target, prompt, sampling, budgets, expected)
 
@@ -105,7 +121,9 @@ def letters() -> Target:
 @pytest.mark.parametrize("sampling", SAMPLINGS[2:4], ids=["T=1", "top-p"])
 @pytest.mark.parametrize("budget", DRAWN[:2], ids=["chain", "published"])
 @pytest.mark.parametrize("name", LAWFUL)
-def test_drawn_drafts_have_the_targets_law(name: str, budget: Budget, sampling: Sampling, letters: Target) -> None:
+def test_drawn_drafts_have_the_targets_law(
+    name: str, budget: Budget, sampling: Sampling, letters: Target
+) -> None:
     """The first three tokens of 600 requests, against the law by which the untouched model says them."""
     drafting.check_law(partial(drafter_of, name, letters), letters, sampling, budget)
 
@@ -126,8 +144,13 @@ def test_the_probability_of_counts_is_that_of_scipy(freedom: int) -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_begin_forgets(name: str, sampling: Sampling, tiny_target: Target) -> None:
     """A second sequence is drafted as if it were the first, by the noise of its own places."""
-    earlier, prompt = tiny_target.chat("Something else entirely, and longer"), tiny_target.chat(ASKED)
-    drafting.check_begin(partial(drafter_of, name, tiny_target), tiny_target, earlier, prompt, sampling)
+    earlier, prompt = (
+        tiny_target.chat("Something else entirely, and longer"),
+        tiny_target.chat(ASKED),
+    )
+    drafting.check_begin(
+        partial(drafter_of, name, tiny_target), tiny_target, earlier, prompt, sampling
+    )
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -143,21 +166,31 @@ BESIDE = [ASKED, "Why is the sky blue?", "Who?"]  # of three lengths
 
 def drafted_alone(name: str, sampling: Sampling, target: Target) -> list[Trace]:
     """Three answers, one after the other, each with a drafter of its own."""
-    return drafting.draft_alone(partial(drafter_of, name, target), target, list(map(target.chat, BESIDE)), sampling)
+    return drafting.draft_alone(
+        partial(drafter_of, name, target), target, list(map(target.chat, BESIDE)), sampling
+    )
 
 
 def drafted_beside(name: str, sampling: Sampling, target: Target) -> list[Trace]:
     """The same in one batch of one drafter."""
-    return drafting.draft_beside(partial(drafter_of, name, target), target, list(map(target.chat, BESIDE)), sampling)
+    return drafting.draft_beside(
+        partial(drafter_of, name, target), target, list(map(target.chat, BESIDE)), sampling
+    )
 
 
-@pytest.mark.quick("none-T=1", "suffix-T=1", "eagle1-T=1", "hydra-T=1", "spire-T=1", "dflash-T=1", "mtp-T=1")
+@pytest.mark.quick(
+    "none-T=1", "suffix-T=1", "eagle1-T=1", "hydra-T=1", "spire-T=1", "dflash-T=1", "mtp-T=1"
+)
 @pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[2]], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_texts_side_by_side_are_as_each_alone(name: str, sampling: Sampling, tiny_target: Target) -> None:
+def test_texts_side_by_side_are_as_each_alone(
+    name: str, sampling: Sampling, tiny_target: Target
+) -> None:
     """Cycle by cycle: a batch of three, and two streams on one drafter that are asked in turn."""
     prompts = list(map(tiny_target.chat, BESIDE))
-    drafting.check_side_by_side(partial(drafter_of, name, tiny_target), tiny_target, prompts, sampling)
+    drafting.check_side_by_side(
+        partial(drafter_of, name, tiny_target), tiny_target, prompts, sampling
+    )
 
 
 @pytest.mark.parametrize("name", LAWFUL)
@@ -194,7 +227,9 @@ QUICK = ("eagle1", "medusa", "mtp")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TRAINED]
 )
-def test_what_is_drafted_is_what_was_validated(name: str, tiny_target: Target, answers: Batch) -> None:
+def test_what_is_drafted_is_what_was_validated(
+    name: str, tiny_target: Target, answers: Batch
+) -> None:
     """Chains behind every slot of a text, each drafted for anew, are accepted where validation says that they are."""
     learning.check_drafted_as_validated(partial(new_head, name, tiny_target), tiny_target, answers)
 
@@ -212,13 +247,17 @@ def test_loss_depends_on_what_is_supervised(name: str, tiny_target: Target, batc
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_follows_the_runs_progress_says_so(name: str, tiny_target: Target, batch: Batch) -> None:
+def test_what_follows_the_runs_progress_says_so(
+    name: str, tiny_target: Target, batch: Batch
+) -> None:
     """A step of a longer run is the same step, unless the head says otherwise."""
     learning.check_progress(partial(new_head, name, tiny_target), tiny_target, batch)
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_is_judged_adds_up(name: str, tiny_target: Target, batch: Batch, examples: LiveFeatures) -> None:
+def test_what_is_judged_adds_up(
+    name: str, tiny_target: Target, batch: Batch, examples: LiveFeatures
+) -> None:
     """Sums of two texts are those of each; the loss terms are those of training; nothing is drawn at random."""
 
     def part(place: int) -> Batch:
@@ -228,9 +267,13 @@ def test_what_is_judged_adds_up(name: str, tiny_target: Target, batch: Batch, ex
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_save_and_load_give_the_same_proposal(name: str, tiny_target: Target, tmp_path: Path) -> None:
+def test_save_and_load_give_the_same_proposal(
+    name: str, tiny_target: Target, tmp_path: Path
+) -> None:
     """A head from disk drafts what it drafted before it was saved, and a torn one is refused."""
-    shipping.check_saved(new_head(name, tiny_target), tiny_target, tiny_target.chat(ASKED), tmp_path / "head")
+    shipping.check_saved(
+        new_head(name, tiny_target), tiny_target, tiny_target.chat(ASKED), tmp_path / "head"
+    )
 
 
 @pytest.mark.parametrize("engine", EXPORTERS)

@@ -23,7 +23,15 @@ def test_counts_are_pythons() -> None:
     counts, sizes = density.measure_source(PACKED)
     assert counts["tokens"] == sizes[0] == 53
     habits = ("comments", "nested comprehensions", "walruses", "tuple assignments", "ternaries")
-    assert [counts[name] for name in (*habits, "calls with five arguments", "bare")] == [1, 1, 1, 1, 1, 1, 0]
+    assert [counts[name] for name in (*habits, "calls with five arguments", "bare")] == [
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        0,
+    ]
 
 
 def test_a_long_function_without_a_comment_is_counted() -> None:
@@ -33,7 +41,9 @@ def test_a_long_function_without_a_comment_is_counted() -> None:
     assert density.measure_source(f"def add(x):\n    # why\n{body}")[0]["bare"] == 0
 
 
-def test_an_excess_fails_and_less_lowers_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_excess_fails_and_less_lowers_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error names the folder, the figure and the budget; figures that are better are written."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code/packed.py").write_text(PACKED)
@@ -41,10 +51,14 @@ def test_an_excess_fails_and_less_lowers_the_budget(tmp_path: Path, monkeypatch:
     goals = {"every folder": dict.fromkeys(figures, 0)}
     monkeypatch.setattr(density, "ROOT", tmp_path)
     monkeypatch.setattr(density, "BUDGETS", tmp_path / "budgets.json")
-    density.BUDGETS.write_text(json.dumps({"goals": goals, "budgets": {"code": {**figures, "tokens": 52}}}))
+    density.BUDGETS.write_text(
+        json.dumps({"goals": goals, "budgets": {"code": {**figures, "tokens": 52}}})
+    )
     with pytest.raises(SystemExit, match="code: tokens: got 53, the budget is 52"):
         density.main(["--write"])
-    density.BUDGETS.write_text(json.dumps({"goals": goals, "budgets": {"code": {**figures, "tokens": 70}}}))
+    density.BUDGETS.write_text(
+        json.dumps({"goals": goals, "budgets": {"code": {**figures, "tokens": 70}}})
+    )
     density.main([])
     density.main(["--write"])
     assert json.loads(density.BUDGETS.read_text())["budgets"]["code"] == figures

@@ -52,10 +52,14 @@ def test_the_fastest_number_of_threads_is_chosen(
     work = Work(seconds)
     assert choose_threads(work.forward, 0.1, work.clock) == expected
     assert torch.get_num_threads() == expected
-    assert capsys.readouterr().err.startswith(f"threads: {expected} of {most}, by timing" if most > 1 else "")
+    assert capsys.readouterr().err.startswith(
+        f"threads: {expected} of {most}, by timing" if most > 1 else ""
+    )
 
 
-def test_long_work_is_timed_again_when_other_jobs_have_gone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_work_is_timed_again_when_other_jobs_have_gone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Begun beside another job, it takes more threads once that has ended; a minute passes between two timings."""
     torch.set_num_threads(2)
     busy = {"beside": True}
@@ -95,7 +99,9 @@ def test_measurements_keep_their_threads_and_learn_of_faster_ones() -> None:
     assert threads.faster() is None  # nothing says that anything has changed
     load["now"] = 3.0
     busy["beside"] = True
-    assert threads.faster() is None and torch.get_num_threads() == 1  # the one that is set is the fastest
+    assert (
+        threads.faster() is None and torch.get_num_threads() == 1
+    )  # the one that is set is the fastest
 
 
 def test_one_thread_is_not_timed() -> None:

@@ -23,12 +23,16 @@ for lock in (lock_folder, lock_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="folders cannot be made in /proc, not even by root")
+@pytest.mark.skipif(
+    not Path("/proc").is_dir(), reason="folders cannot be made in /proc, not even by root"
+)
 def test_a_folder_that_cannot_be_made_is_named() -> None:
     """Both locks end instead of trying for ever; in a process of its own, which is ended if one does not."""
     command = [sys.executable, "-c", LOCK, "/proc/nope/features"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("/proc/nope/features cannot be written: [Errno 2]") == 2, done.stdout + done.stderr
+    assert done.stdout.count("/proc/nope/features cannot be written: [Errno 2]") == 2, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize("lock", [lock_folder, lock_path])
@@ -40,7 +44,9 @@ def test_a_path_under_a_file_is_named(lock: object, tmp_path: Path) -> None:
             pass
 
 
-def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_vanishes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As another run removes it that found it empty, between the two steps of this one."""
     mkdir, seen = Path.mkdir, []
 

@@ -28,7 +28,10 @@ def test_every_link_of_the_documents_leads_somewhere() -> None:
         ("https://example.org/page#any", None),
         ("missing.md", "no such file"),
         ("folder", "is a folder: link a file in it"),
-        ("other.md#wrong", "no such heading; other.md has again, again-1, placed, two-words-and-code"),
+        (
+            "other.md#wrong",
+            "no such heading; other.md has again, again-1, placed, two-words-and-code",
+        ),
         ("https:/example.org", "expected https://HOST/..."),
     ],
 )
@@ -53,7 +56,9 @@ def test_anchors_are_those_of_repository_browsers() -> None:
 
 def test_a_broken_link_of_the_site_is_seen(tmp_path: Path) -> None:
     """So are an anchor that no tag has, and a table that was not understood."""
-    (tmp_path / "index.html").write_text('<h1 id="top"></h1><a href="a.html"></a><img src="b.svg"><a href="#top"></a>')
+    (tmp_path / "index.html").write_text(
+        '<h1 id="top"></h1><a href="a.html"></a><img src="b.svg"><a href="#top"></a>'
+    )
     (tmp_path / "a.html").write_text(
         '<a href="index.html#bottom"></a><a href="https://example.org"></a><p>| a | b |---|</p><code>**</code>'
     )
@@ -68,7 +73,9 @@ def repeated_keys(text: str) -> list[str]:
     """The rows of tables of keys that name the same key of the same methods again."""
     repeated = []
     for table in re.findall(r"^\| key of .*\n(?:\|.*\n)+", text, re.MULTILINE):
-        rows = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in table.splitlines()[2:]]
+        rows = [
+            tuple(cell.strip() for cell in row.split("|")[1:3]) for row in table.splitlines()[2:]
+        ]
         repeated += [" of ".join(row) for row, times in Counter(rows).items() if times > 1]
     return repeated
 
@@ -78,7 +85,9 @@ def test_no_table_of_keys_names_one_twice() -> None:
     pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     assert sum("\n| key of " in page for page in pages) >= 2
     assert [line for page in pages for line in repeated_keys(page)] == []
-    assert repeated_keys("| key of x | of | y |\n|---|---|---|\n| a | b | 1 |\n| a | b | 2 |\n") == ["a of b"]
+    assert repeated_keys(
+        "| key of x | of | y |\n|---|---|---|\n| a | b | 1 |\n| a | b | 2 |\n"
+    ) == ["a of b"]
 
 
 def test_every_page_has_a_place_in_the_navigation() -> None:

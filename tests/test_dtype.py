@@ -11,7 +11,10 @@ from eagle.device import cpu_capabilities, fastest_dtype, multiplies_bf16
 @pytest.mark.parametrize(
     ("capabilities", "native"),
     [
-        ({"avx2": True, "avx512_bw": True, "avx512_vnni": True, "avx512_bf16": False}, False),  # converts to fp32
+        (
+            {"avx2": True, "avx512_bw": True, "avx512_vnni": True, "avx512_bf16": False},
+            False,
+        ),  # converts to fp32
         ({"avx512_bf16": True}, True),
         ({"amx_bf16": True, "amx_tile": True}, True),
         ({"neon": True, "bf16": True}, True),
@@ -19,7 +22,9 @@ from eagle.device import cpu_capabilities, fastest_dtype, multiplies_bf16
         ({}, False),
     ],
 )
-def test_only_processors_that_multiply_bf16_get_it(capabilities: dict[str, bool], native: bool) -> None:
+def test_only_processors_that_multiply_bf16_get_it(
+    capabilities: dict[str, bool], native: bool
+) -> None:
     """By their instructions alone."""
     assert multiplies_bf16(capabilities) is native
 

@@ -37,7 +37,9 @@ def kinds(notebook: Any) -> list[set[str]]:
 
 
 @pytest.fixture(scope="module")
-def checkout(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(
+    tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with a small target and an untrained head where the demo leaves its own."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "runs/demo").mkdir(parents=True)
@@ -64,7 +66,9 @@ def test_a_cell_that_fails_is_seen(checkout: Path, tmp_path: Path) -> None:
     """Planted: an answer that differs, as a wrong drafter would make it."""
     path = shutil.copy(FOLDER / "own_method.ipynb", tmp_path)
     notebook = read(path)
-    place = next(place for place, cell in enumerate(notebook.cells) if "assert trace.tokens" in cell.source)
+    place = next(
+        place for place, cell in enumerate(notebook.cells) if "assert trace.tokens" in cell.source
+    )
     notebook.cells.insert(place, nbformat.v4.new_code_cell("trace.tokens[-1] += 1"))
     nbformat.write(notebook, path)
     with pytest.raises(CellExecutionError, match="AssertionError"):
@@ -88,7 +92,9 @@ def show_place(notebook: Any) -> None:
 
 def show_error(notebook: Any) -> None:
     """An output that is an error."""
-    list_code(notebook)[0].outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="", traceback=[])]
+    list_code(notebook)[0].outputs = [
+        nbformat.v4.new_output("error", ename="ValueError", evalue="", traceback=[])
+    ]
 
 
 def change_code(notebook: Any) -> None:
@@ -121,6 +127,8 @@ def test_a_planted_fault_is_named(plant: Callable[[Any], None], fault: str) -> N
 
 def test_the_readme_names_every_notebook() -> None:
     """Each has a line, and there is nothing else."""
-    named = re.findall(r"^- \[(\w+\.ipynb)\]\(\1\): ", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    named = re.findall(
+        r"^- \[(\w+\.ipynb)\]\(\1\): ", (FOLDER / "README.md").read_text(), re.MULTILINE
+    )
     assert sorted(named) == [path.name for path in NOTEBOOKS]
     assert {path.suffix for path in FOLDER.iterdir() if path.is_file()} == {".ipynb", ".md"}

@@ -33,7 +33,12 @@ FLOORS = {  # a file may import lower floors, and files of its own room
 ROOMS = [name for name in FLOORS if (ROOT / name.replace(".", "/")).is_dir() and name != "eagle"]
 DOORS = {
     "transformers": {
-        *("eagle.target.loading", "eagle.target.attention", "eagle.target.borrowed", "eagle.target.cache"),
+        *(
+            "eagle.target.loading",
+            "eagle.target.attention",
+            "eagle.target.borrowed",
+            "eagle.target.cache",
+        ),
         *("eagle.target.trees.mixers", "eagle.target.bits.invariant"),
         *("eagle.target.trees.attention_rows", "eagle.target.weights.quantised"),
         "data_prep.tokens",
@@ -45,7 +50,12 @@ DOORS = {
     },
     "datasets": {"data_prep.conversations", "eval.prompts"},
     "accelerate": {
-        *("eagle.training.train", "eagle.training.train_joint", "eagle.training.launch", "eagle.training.resume"),
+        *(
+            "eagle.training.train",
+            "eagle.training.train_joint",
+            "eagle.training.launch",
+            "eagle.training.resume",
+        ),
         *("eagle.training.choice", "eagle.training.trackers"),
         "eagle.data.features",
     },
@@ -73,7 +83,11 @@ METHODS_UNKNOWN_TO = (
     "eagle.formats.export",
 )
 FILES = 17  # at most, in a folder
-SOURCES = sorted(path for room in ("eagle", "data_prep", "eval", "recipes") for path in (ROOT / room).rglob("*.py"))
+SOURCES = sorted(
+    path
+    for room in ("eagle", "data_prep", "eval", "recipes")
+    for path in (ROOT / room).rglob("*.py")
+)
 SOURCES += sorted((ROOT / "tests/engines").glob("engine_*.py"))
 
 
@@ -110,11 +124,15 @@ def wrong_imports(module: str, tree: ast.AST) -> list[str]:
     for imported, name in imports(tree):
         top, floor = imported.split(".")[0], floor_of(imported)
         if top in DOORS:
-            allowed = module in DOORS[top] or (module in CONFIG_READERS and name in {"AutoConfig", "LlamaConfig"})
+            allowed = module in DOORS[top] or (
+                module in CONFIG_READERS and name in {"AutoConfig", "LlamaConfig"}
+            )
             if not allowed and not module.startswith("recipes"):
                 wrong.append(f"{module} imports {imported}: its doors are {sorted(DOORS[top])}")
         elif floor is not None and imported != "eagle":
-            beside = room_of(imported) == room_of(module) or floor == FLOORS["eval"]  # scripts use each other's
+            beside = (
+                room_of(imported) == room_of(module) or floor == FLOORS["eval"]
+            )  # scripts use each other's
             if floor > here or (floor == here and not beside):
                 wrong.append(f"{module} (floor {here}) imports {imported} (floor {floor})")
     return wrong
@@ -156,7 +174,10 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
 @pytest.mark.slow
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Within a room too; and the search for circles finds one."""
-    graph = {name_of(path): {name for name, _ in imports(ast.parse(path.read_text()))} for path in SOURCES}
+    graph = {
+        name_of(path): {name for name, _ in imports(ast.parse(path.read_text()))}
+        for path in SOURCES
+    }
     graph.pop("eagle")  # whose public names are imported on first use
     assert not circles(graph)
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"c"}}) == ["a", "b", "c", "d"]
@@ -165,7 +186,9 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 def test_folders_are_small_and_no_two_files_share_a_name() -> None:
     """A name says which file is meant, a folder is read at a glance, and eagle's root holds what every room uses."""
     folders = {path.parent for path in SOURCES}
-    assert not {folder: count for folder in folders if (count := len(list(folder.glob("*.py")))) > FILES}
+    assert not {
+        folder: count for folder in folders if (count := len(list(folder.glob("*.py")))) > FILES
+    }
     names = [path.stem for path in SOURCES if path.stem not in ("__init__", "__main__")]
     assert len(list((ROOT / "eagle").glob("*.py"))) <= 8
     assert not {name for name in names if names.count(name) > 1}
@@ -178,7 +201,11 @@ def test_a_drafter_imports_no_other_drafter(path: Path) -> None:
 
     module, methods = name_of(path), {method.__module__ for method in DRAFTERS.values()}
     if module.startswith("eagle.drafters."):
-        others = {name for name, _ in imports(ast.parse(path.read_text())) if name.startswith("eagle.drafters.")}
+        others = {
+            name
+            for name, _ in imports(ast.parse(path.read_text()))
+            if name.startswith("eagle.drafters.")
+        }
         assert not others & methods
 
 
@@ -188,8 +215,14 @@ def test_families_share_nothing_but_parts() -> None:
     for path in SOURCES:
         if (module := name_of(path)).startswith("eagle.drafters.") and path.stem != "__init__":
             family = path.parent.name
-            names = {name for name, _ in imports(ast.parse(path.read_text())) if name.startswith("eagle.drafters.")}
-            across |= {(module, name) for name in names if name.split(".")[2] not in (family, "parts")}
+            names = {
+                name
+                for name, _ in imports(ast.parse(path.read_text()))
+                if name.startswith("eagle.drafters.")
+            }
+            across |= {
+                (module, name) for name in names if name.split(".")[2] not in (family, "parts")
+            }
     assert across == {("eagle.drafters.blocks.peagle", "eagle.drafters.recurrent.fused_head")}
 
 
@@ -199,12 +232,20 @@ def test_the_core_names_no_method(module: str) -> None:
     from eagle.drafters import DRAFTERS
 
     path = ROOT / module.replace(".", "/")
-    words = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
-    named = {node.value for node in ast.walk(words) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    words = ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    )
+    named = {
+        node.value
+        for node in ast.walk(words)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     assert not named & (DRAFTERS.keys() - {"none"})
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if name_of(p) != "eagle.__init__"], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if name_of(p) != "eagle.__init__"], ids=name_of
+)
 def test_files_stay_short_and_names_do_not_shadow(path: Path) -> None:
     """A file has 600 lines at most; no script shadows the standard library."""
     assert len(path.read_text().splitlines()) <= 600

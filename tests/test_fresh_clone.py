@@ -11,7 +11,12 @@ import pytest
 
 from tests.documents import ROOT, commands
 
-KEPT = ("PATH", "HOME", "LANG", "TMPDIR")  # and how packages are reached; nothing of this run's environment
+KEPT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "TMPDIR",
+)  # and how packages are reached; nothing of this run's environment
 PACKAGES = ("PIP_", "HTTP", "http", "SSL_", "REQUESTS_")
 
 
@@ -26,12 +31,18 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("line", "last"), [("make demo", "Lossless: yes"), ("make test", " passed")], ids=["demo", "test"]
+    ("line", "last"),
+    [("make demo", "Lossless: yes"), ("make test", " passed")],
+    ids=["demo", "test"],
 )
 def test_the_first_commands_run_in_a_clean_clone(line: str, last: str, clone: Path) -> None:
     """The main job, then the tests; the second uses what the first has installed."""
     assert line in commands(ROOT / "README.md")[:2]
-    environment = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(PACKAGES)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in KEPT or name.startswith(PACKAGES)
+    }
     environment["PYTHON"] = os.path.realpath(sys.executable)
     done = subprocess.run(line.split(), cwd=clone, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"

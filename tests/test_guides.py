@@ -68,13 +68,26 @@ NOT_RUN = {
     "my-features": "needs features that the demo stores",
     "eagle tiny-target": "trains a target for minutes; the fixture's is there",
 }
-WITH_RECIPE = {"prepare", "regenerate", "inspect-mask", "extract", "train", "measure", "tune", "lossless"}
+WITH_RECIPE = {
+    "prepare",
+    "regenerate",
+    "inspect-mask",
+    "extract",
+    "train",
+    "measure",
+    "tune",
+    "lossless",
+}
 HUB = "Qwen/Qwen2.5-0.5B-Instruct"  # the model of the reader, whose place the tiny one takes
 LESS = "data.limit=8 data.max_length=96 train.batch_size=4 train.accumulation=2 train.max_steps=2 train.dtype=float32 "
 LESS += "eval.count=1 eval.max_new_tokens=4"
-ANSWERS = "regenerate.source=my/questions.jsonl regenerate.endpoint=null regenerate.max_new_tokens=8 "
+ANSWERS = (
+    "regenerate.source=my/questions.jsonl regenerate.endpoint=null regenerate.max_new_tokens=8 "
+)
 ANSWERS += "regenerate.keep_truncated=true"
-LESS_COMPARED = "tokens=1000 seeds=[0] recipe.data.limit=40 recipe.eval.count=2 recipe.eval.max_new_tokens=4"
+LESS_COMPARED = (
+    "tokens=1000 seeds=[0] recipe.data.limit=40 recipe.eval.count=2 recipe.eval.max_new_tokens=4"
+)
 
 
 def program_of_others(line: str) -> str | None:
@@ -139,13 +152,17 @@ def test_a_guide_runs_from_its_first_command_to_its_last(
         elif not reason_not_to_run(line):
             run(["-m", *words_here(line, tmp_path)], tmp_path)
     for text in blocks(page, "python"):
-        if "Drafter" not in text and "localhost" not in text:  # a method that the reader writes, a server
+        if (
+            "Drafter" not in text and "localhost" not in text
+        ):  # a method that the reader writes, a server
             run(["-c", text.replace(HUB, "my/model")], tmp_path)
 
 
 def run(program: list[str], folder: Path) -> None:
     """Run a program to its end; a doctor may call a head broken, which is status 1."""
-    done = subprocess.run([sys.executable, *program], cwd=folder, timeout=900, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *program], cwd=folder, timeout=900, capture_output=True, text=True
+    )
     fine = done.returncode == 0 or ("doctor" in program and "verdict:" in done.stdout)
     assert fine, f"{shlex.join(program)}\n{done.stdout}{done.stderr}"
 
@@ -156,7 +173,9 @@ def give_the_readers_files(folder: Path, target: Target) -> None:
     mine.mkdir(exist_ok=True)
     for name in ("model", "base"):
         (mine / name).symlink_to(tiny / "target")
-    adapted = get_peft_model(copy.deepcopy(target.model), LoraConfig(r=2, target_modules="all-linear"))
+    adapted = get_peft_model(
+        copy.deepcopy(target.model), LoraConfig(r=2, target_modules="all-linear")
+    )
     for name in ("adapter", "second-adapter"):
         adapted.save_pretrained(mine / name)
     records = (tiny / "data/heldout.jsonl").read_text().splitlines(keepends=True)
@@ -165,18 +184,25 @@ def give_the_readers_files(folder: Path, target: Target) -> None:
     save_llava(tiny / "target", mine / "seeing-model")
     (mine / "images").mkdir()
     for number in range(8):
-        Image.new("RGB", (16 + 4 * number, 16), (30 * number, 90, 10)).save(mine / f"images/{number}.png")
+        Image.new("RGB", (16 + 4 * number, 16), (30 * number, 90, 10)).save(
+            mine / f"images/{number}.png"
+        )
     for name, first in {"seeing-questions": 0, "seeing-prompts": 6}.items():
         seen = [seeing_record(number) for number in range(first, 8)]
         (mine / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in seen))
-    head = Eagle3.for_target(Eagle3.Settings(draft_vocab=256), target.config, target.head, [torch.arange(256)])
+    head = Eagle3.for_target(
+        Eagle3.Settings(draft_vocab=256), target.config, target.head, [torch.arange(256)]
+    )
     save_head(folder / "made", head, "", {})
     export(head.bind(target.head), target.config, "vllm", mine / "published-head", folder / "made")
 
 
 def seeing_record(number: int) -> dict[str, Any]:
     """A conversation about an image."""
-    turns = [{"from": "human", "value": "<image>\nWhat do you see?"}, {"from": "gpt", "value": "A colour."}]
+    turns = [
+        {"from": "human", "value": "<image>\nWhat do you see?"},
+        {"from": "gpt", "value": "A colour."},
+    ]
     return {"id": str(number), "image": f"{number}.png", "conversations": turns}
 
 
@@ -196,7 +222,10 @@ def words_here(line: str, folder: Path) -> list[str]:
     less = LESS.split()
     if "seeing-model" in path.read_text():
         return [*words, *less, "regenerate.max_new_tokens=8", "regenerate.keep_truncated=true"]
-    is_tiny = str(name).removeprefix("recipes/").startswith("tiny/") or "path: runs/tiny/target" in path.read_text()
+    is_tiny = (
+        str(name).removeprefix("recipes/").startswith("tiny/")
+        or "path: runs/tiny/target" in path.read_text()
+    )
     if not is_tiny and "target.path=my/model" not in words:
         less.append("target.path=my/model")
     if "regenerate=null" not in words:
@@ -210,7 +239,12 @@ def words_here(line: str, folder: Path) -> list[str]:
 def test_messages_of_the_guides_are_the_projects_own() -> None:
     """A message in a text block of the troubleshooting page is one that the project prints."""
     known = messages_of_the_project()
-    shown = [line for page in GUIDES if page.name == "troubleshooting.md" for line in blocks(page, "text")]
+    shown = [
+        line
+        for page in GUIDES
+        if page.name == "troubleshooting.md"
+        for line in blocks(page, "text")
+    ]
     assert [message for message in shown if message.strip() not in known] == []
     assert "the target has lost its keys" not in known
 
@@ -264,7 +298,11 @@ def test_a_command_may_name_a_file_that_the_page_has_written(tmp_path: Path) -> 
     """YAML blocks that begin with `# PATH` and copies of recipes are files for the commands of their page."""
     arms = "# my/arms.yaml\nrecipe: recipes/tiny/eagle1.yaml\narms:\n  a: {}\n"
     page = tmp_path / "page.md"
-    lines = ["eagle recipes tiny/eagle1 --copy my/own.yaml", "eagle train my/own.yaml \\", "  train.lr=1e-3"]
+    lines = [
+        "eagle recipes tiny/eagle1 --copy my/own.yaml",
+        "eagle train my/own.yaml \\",
+        "  train.lr=1e-3",
+    ]
     page.write_text("\n".join(["```yaml", arms, "```", "```bash", *lines, "```\n"]))
     assert list(written_files(page)) == ["my/arms.yaml"]
     assert commands(page)[1] == "eagle train my/own.yaml train.lr=1e-3"

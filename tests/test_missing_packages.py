@@ -148,14 +148,18 @@ import torch, transformers, safetensors
 
 
 @pytest.mark.slow
-def test_all_else_works_without_them(run_without: Callable[..., Any], words: list[str], tmp_path: Path) -> None:
+def test_all_else_works_without_them(
+    run_without: Callable[..., Any], words: list[str], tmp_path: Path
+) -> None:
     """Extraction, training, measuring, exporting and decoding; no answer depends on its drafter."""
     ended = run_without(WORKS, tmp_path / "run", words[1].removeprefix("target.path="), *words)
     assert ended.returncode == 0 and "all of it works" in ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow
-def test_what_needs_one_names_it(run_without: Callable[..., Any], words: list[str], tmp_path: Path) -> None:
+def test_what_needs_one_names_it(
+    run_without: Callable[..., Any], words: list[str], tmp_path: Path
+) -> None:
     """In one sentence, with what to install, and without a traceback."""
     (tmp_path / "chats.parquet").write_bytes(b"PAR1")
     ended = run_without(REFUSED, tmp_path / "chats.parquet", *words)

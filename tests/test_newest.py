@@ -33,20 +33,36 @@ def row(**values: Any) -> dict[str, Any]:
     """A run of Python 3.13 with the newest versions and the GPU build, but for what is given."""
     versions = {"versions": "newest", **dict.fromkeys(PACKAGES, "1.0")}
     counts = {"passed": 9, "skipped": 1, "failed": [], "date": "2026-01-01"}
-    return {**versions, "python": "3.13.0", "torch": "2.15.0+cu130", "cuda": "13.0", **counts, **values}
+    return {
+        **versions,
+        "python": "3.13.0",
+        "torch": "2.15.0+cu130",
+        "cuda": "13.0",
+        **counts,
+        **values,
+    }
 
 
 def test_a_report_is_counted(tmp_path: Path) -> None:
     """Passed, skipped and failed; an error counts as a failure, and a test that has both is named once."""
     (tmp_path / "report.xml").write_text(REPORT)
     found = read_report(tmp_path / "report.xml")
-    assert found == {"passed": 1, "skipped": 1, "failed": ["tests.one::test_c", "tests.two::test_d"]}
+    assert found == {
+        "passed": 1,
+        "skipped": 1,
+        "failed": ["tests.one::test_c", "tests.two::test_d"],
+    }
 
 
 def test_a_later_run_takes_the_place_of_an_earlier(tmp_path: Path) -> None:
     """By Python and build of torch; 3.9 stands before 3.13, and the table has a line for each."""
     file = tmp_path / "proven.json"
-    for run in (row(passed=1), row(python="3.9.1"), row(cuda=None, torch="2.15.0+cpu"), row(python="3.13.5", passed=7)):
+    for run in (
+        row(passed=1),
+        row(python="3.9.1"),
+        row(cuda=None, torch="2.15.0+cpu"),
+        row(python="3.13.5", passed=7),
+    ):
         merge_row(run, file)
     rows = json.loads(file.read_text())
     assert [(each["python"], each["cuda"], each["passed"]) for each in rows] == [
@@ -62,7 +78,12 @@ def test_a_later_run_takes_the_place_of_an_earlier(tmp_path: Path) -> None:
 def test_oldest_and_newest_rows_of_one_python_stay(tmp_path: Path) -> None:
     """The oldest stands first, and a later run of either takes its own place alone."""
     file = tmp_path / "proven.json"
-    for run in (row(passed=1), row(versions=OLDEST, passed=2), row(passed=3), row(versions=OLDEST, passed=4)):
+    for run in (
+        row(passed=1),
+        row(versions=OLDEST, passed=2),
+        row(passed=3),
+        row(versions=OLDEST, passed=4),
+    ):
         merge_row(run, file)
     rows = json.loads(file.read_text())
     assert [(each["versions"], each["passed"]) for each in rows] == [("oldest", 4), ("newest", 3)]
@@ -90,7 +111,9 @@ def lowest_bounds() -> dict[str, Version]:
 
 
 @pytest.mark.parametrize("versions", ["oldest", "newest"])
-def test_an_environment_gets_its_versions(versions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_gets_its_versions(
+    versions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oldest are pinned in each installation, and no set of them is written down."""
     steps: list[list[str]] = []
 

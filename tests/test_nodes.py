@@ -31,7 +31,10 @@ def start_nodes(words: list[str]) -> list[subprocess.Popen[bytes]]:
     join += ["--main_process_port", str(free_port())]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "eagle", *words, *join, "--machine_rank"]
-    return [subprocess.Popen([*command, str(rank)], env=env, cwd=ROOT, start_new_session=True) for rank in range(2)]
+    return [
+        subprocess.Popen([*command, str(rank)], env=env, cwd=ROOT, start_new_session=True)
+        for rank in range(2)
+    ]
 
 
 def end_nodes(nodes: list[subprocess.Popen[bytes]]) -> list[int]:
@@ -66,14 +69,25 @@ def answers_of(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         if "drafter" in row:
-            key = tuple(row[name] for name in ("drafter", "set", "conversation", "turn", "temperature", "seed"))
+            key = tuple(
+                row[name]
+                for name in ("drafter", "set", "conversation", "turn", "temperature", "seed")
+            )
             assert key not in kept, key
-            cycles = [{name: value for name, value in cycle.items() if name not in TIMES} for cycle in row["cycles"]]
-            kept[key] = {**{name: row[name] for name in ("tokens", "text", "finish", "identical")}, "cycles": cycles}
+            cycles = [
+                {name: value for name, value in cycle.items() if name not in TIMES}
+                for cycle in row["cycles"]
+            ]
+            kept[key] = {
+                **{name: row[name] for name in ("tokens", "text", "finish", "identical")},
+                "cycles": cycles,
+            }
     return kept
 
 
-def test_extraction_of_two_nodes_is_that_of_one_process(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_extraction_of_two_nodes_is_that_of_one_process(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """Bit for bit, a node killed in its midst; the same command takes over what that had to do."""
     command = [*prepared(tiny_target_dir, tmp_path), *SHARDS]
     alone, shared = tmp_path / "alone", tmp_path / "shared"
@@ -85,17 +99,24 @@ def test_extraction_of_two_nodes_is_that_of_one_process(tiny_target_dir: Path, t
     assert shards_of(shared) == shards_of(alone) and not FeatureStore(shared).absent
 
 
-def test_measuring_on_two_nodes_is_that_of_one_process(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_measuring_on_two_nodes_is_that_of_one_process(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """Every answer once, with the same cycles, a node killed in the midst."""
     command = [*prepared(tiny_target_dir, tmp_path), "eval.count=12", "eval.max_new_tokens=24"]
-    command += [f"eval.prompts={tiny_target_dir / 'data/heldout.jsonl'}", "eval.temperatures=[0.0, 1.0]"]
+    command += [
+        f"eval.prompts={tiny_target_dir / 'data/heldout.jsonl'}",
+        "eval.temperatures=[0.0, 1.0]",
+    ]
     run(command, tmp_path / "alone")
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared/head").symlink_to(tmp_path / "alone/head")
     measure([*command, f"train.out={tmp_path / 'alone'}"])
     words = ["measure", *command, f"train.out={tmp_path / 'shared'}"]
     parts = (tmp_path / "shared").glob
-    lose_a_node(words, lambda: sum(len(part.read_bytes().splitlines()) for part in parts("*results*")) > 8)
+    lose_a_node(
+        words, lambda: sum(len(part.read_bytes().splitlines()) for part in parts("*results*")) > 8
+    )
     assert end_nodes(start_nodes(words)) == [0, 0]
     expected = answers_of(tmp_path / "alone/results.jsonl")
     assert len(expected) >= 2 * 12 * 2 and answers_of(tmp_path / "shared/results.jsonl") == expected

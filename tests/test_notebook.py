@@ -72,7 +72,11 @@ def test_an_answer_shows_what_was_accepted(tiny_target: Target) -> None:
     """The text is whole, as many green tokens as the cycles kept, and τ by hand."""
     prompt = tiny_target.chat("What does copy do?")
     trace = generate(
-        tiny_target, load_drafter("suffix", tiny_target), prompt, sampling=Sampling(0.0), max_new_tokens=24
+        tiny_target,
+        load_drafter("suffix", tiny_target),
+        prompt,
+        sampling=Sampling(0.0),
+        max_new_tokens=24,
     )
     shown = Shown(trace._repr_html_())
     kept = sum(min(len(cycle.kept), cycle.committed) for cycle in trace.cycles)
@@ -92,12 +96,16 @@ def test_a_token_that_is_markup_stays_text() -> None:
     shown = Shown(trace._repr_html_())
     assert "script" not in shown.elements
     assert shown.green == [" & so"]
-    assert "".join(shown.texts).startswith("<script>alert(1)</script> & so on⟨U+001B⟩[0m3 tokens, 1 of them")
+    assert "".join(shown.texts).startswith(
+        "<script>alert(1)</script> & so on⟨U+001B⟩[0m3 tokens, 1 of them"
+    )
 
 
 def test_an_answer_without_a_tokenizer_shows_its_tokens() -> None:
     """Token ids stand for the text."""
-    trace = Trace([0], tokens=[7, 9], cycles=[Cycle(DraftTree.chain([7]), kept=(), committed=1, context=1)])
+    trace = Trace(
+        [0], tokens=[7, 9], cycles=[Cycle(DraftTree.chain([7]), kept=(), committed=1, context=1)]
+    )
     shown = Shown(trace._repr_html_())
     assert shown.texts[:2] == ["7 ", "9 "]
     assert shown.green == []
@@ -108,10 +116,25 @@ def results(tmp_path: Path) -> Path:
     """Two answers of a drafter with a name that is markup, and of `none`."""
     lines: list[dict[str, object]] = [{"run": {"id": "1"}}]
     for prompt in ("a", "b"):
-        common = {"set": "s", "conversation": prompt, "turn": 0, "seed": 0, "temperature": 0.0, "run": "1"}
+        common = {
+            "set": "s",
+            "conversation": prompt,
+            "turn": 0,
+            "seed": 0,
+            "temperature": 0.0,
+            "run": "1",
+        }
         for name, seconds, count in (("none", 2.0, 20), ("<b>head</b>", 1.0, 8)):
-            cycles = [{"committed": 20 // count, "nodes": 1, "depth": 1, "accepted": 1, "context": 9}] * count
-            row = {"drafter": name, "tokens": 21, "seconds": seconds, "cycles": cycles, "loops": False}
+            cycles = [
+                {"committed": 20 // count, "nodes": 1, "depth": 1, "accepted": 1, "context": 9}
+            ] * count
+            row = {
+                "drafter": name,
+                "tokens": 21,
+                "seconds": seconds,
+                "cycles": cycles,
+                "loops": False,
+            }
             lines.append({**common, **row, "identical": True})
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

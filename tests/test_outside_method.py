@@ -16,7 +16,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_a_method_outside_goes_the_road_of_a_method_inside(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_method_outside_goes_the_road_of_a_method_inside(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """Every process of every verb knows the file; the installed wheel goes the same road in test_packaging.py."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/tiny").symlink_to(tiny_target_dir)

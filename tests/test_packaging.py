@@ -53,7 +53,13 @@ def test_a_verb_names_a_function_that_exists(verb: Verb) -> None:
 
 def test_help_comes_at_once() -> None:
     """`eagle --help` names every verb and imports no torch; nor do the recipes, a typo, and the help of a verb."""
-    asks = [["--help"], ["recipes"], ["--version"], ["extarct"], *([verb, "--help"] for verb in VERBS)]
+    asks = [
+        ["--help"],
+        ["recipes"],
+        ["--version"],
+        ["extarct"],
+        *([verb, "--help"] for verb in VERBS),
+    ]
     code = f"""
 import sys
 from eagle.__main__ import main
@@ -64,7 +70,9 @@ for argv in {asks}:
         assert ended.code == 2 if argv == ["extarct"] else not ended.code
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert all(f"  {verb} " in done.stdout for verb in VERBS) and "  tiny/eagle1 " in done.stdout
 
 
@@ -76,7 +84,11 @@ def test_every_recipe_has_a_name() -> None:
 def test_a_name_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe, a comparison with its base, the path of a checkout; a real file wins; a wrong name gets near ones."""
     monkeypatch.chdir(tmp_path)
-    assert Recipe.load("tiny/eagle1") == Recipe.load("recipes/tiny/eagle1.yaml") == Recipe.load("tiny/eagle1.yaml")
+    assert (
+        Recipe.load("tiny/eagle1")
+        == Recipe.load("recipes/tiny/eagle1.yaml")
+        == Recipe.load("tiny/eagle1.yaml")
+    )
     assert Comparison.load("compare/tiny").recipe.target == Recipe.load("tiny/eagle1").target
     with pytest.raises(ValueError, match=r"such as .*tiny/medusa"):
         Recipe.load("tiny/medusas")
@@ -101,8 +113,14 @@ def test_the_launcher_gets_its_options_and_the_stage_the_rest() -> None:
     ddp, zero = (RECIPES / f"accelerate/{name}.yaml" for name in ("ddp", "zero3"))
     assert launcher_options(["r.yaml", "train.lr=1"]) == ([], ["r.yaml", "train.lr=1"])
     options, rest = launcher_options(["r.yaml", "--processes", "8", "train.lr=1"])
-    assert (options, rest) == (["--num_processes=8", f"--config_file={ddp}"], ["r.yaml", "train.lr=1"])
-    assert launcher_options(["--config_file", "zero3", "r.yaml"]) == ([f"--config_file={zero}"], ["r.yaml"])
+    assert (options, rest) == (
+        ["--num_processes=8", f"--config_file={ddp}"],
+        ["r.yaml", "train.lr=1"],
+    )
+    assert launcher_options(["--config_file", "zero3", "r.yaml"]) == (
+        [f"--config_file={zero}"],
+        ["r.yaml"],
+    )
     with pytest.raises(ValueError, match="no recipe at nowhere"):
         launcher_options(["--config_file", "nowhere", "r.yaml"])
 
@@ -110,10 +128,18 @@ def test_the_launcher_gets_its_options_and_the_stage_the_rest() -> None:
 def test_a_card_of_conversations_tells_whose_answers_they_are(tmp_path: Path) -> None:
     """The model with its revision, the counts, how to load them; without the note beside them no card is made."""
     path = tmp_path / "answers.jsonl"
-    path.write_text("".join(json.dumps({"finish_reasons": ends}) + "\n" for ends in (["stop"], ["stop", "length"])))
+    path.write_text(
+        "".join(
+            json.dumps({"finish_reasons": ends}) + "\n" for ends in (["stop"], ["stop", "length"])
+        )
+    )
     with pytest.raises(ValueError, match=r"answers\.jsonl\.settings beside it"):
         dataset_card(path, "me/answers")
-    note = {"target": {"path": "org/model", "revision": "abc"}, "sampling": {"seed": 3}, "data": {"source": "f00"}}
+    note = {
+        "target": {"path": "org/model", "revision": "abc"},
+        "sampling": {"seed": 3},
+        "data": {"source": "f00"},
+    }
     Path(f"{path}.settings").write_text(json.dumps(note))
     card = dataset_card(path, "me/answers")
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "org/model"
@@ -145,7 +171,9 @@ def test_the_wheel_holds_the_stages_inside_the_package(built: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eagle", "eagle_heads"}
     packed = {path.relative_to(ROOT).as_posix() for path in (ROOT / "eagle").rglob("*.py")}
     for room in ("data_prep", "eval", "recipes"):
-        files = [path for ending in ("py", "yaml", "css") for path in (ROOT / room).rglob(f"*.{ending}")]
+        files = [
+            path for ending in ("py", "yaml", "css") for path in (ROOT / room).rglob(f"*.{ending}")
+        ]
         packed |= {f"eagle/stages/{path.relative_to(ROOT).as_posix()}" for path in files}
     assert packed | {"eagle/py.typed"} <= names
     with tarfile.open(sdist) as archive:
@@ -163,9 +191,13 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(pip, check=True)
     (site,) = environment.glob("lib/python*/site-packages")
     # the dependencies of this environment; .pth files in there, such as that of an editable install, are not read
-    (site / "dependencies.pth").write_text("\n".join([sysconfig.get_path("purelib"), *shared_dependencies()]))
+    (site / "dependencies.pth").write_text(
+        "\n".join([sysconfig.get_path("purelib"), *shared_dependencies()])
+    )
     ask = [python, "-c", "import eagle; print(eagle.__file__)"]
-    said = subprocess.run(ask, cwd=environment, env=clean(), capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ask, cwd=environment, env=clean(), capture_output=True, text=True, check=True
+    ).stdout
     assert Path(said.strip()).is_relative_to(site)
     return environment
 
@@ -178,11 +210,15 @@ def clean() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_installed_wheel_goes_from_nothing_to_an_export(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_goes_from_nothing_to_an_export(
+    installed: Path, tmp_path: Path
+) -> None:
     """In an empty folder, with an environment that does not know this checkout: every stage by its verb."""
     python, eagle, work = installed / "bin/python", installed / "bin/eagle", tmp_path
     for line in PIPELINE:
-        done = subprocess.run([eagle, *line.split()], cwd=work, env=clean(), capture_output=True, text=True)
+        done = subprocess.run(
+            [eagle, *line.split()], cwd=work, env=clean(), capture_output=True, text=True
+        )
         assert done.returncode == 0, f"eagle {line}\n{done.stdout}{done.stderr}"
     assert (work / "runs/tiny/vllm/model.safetensors").is_file()
     assert "conversations were kept" in (work / "runs/tiny/features/README.md").read_text()
@@ -194,7 +230,9 @@ def test_the_installed_wheel_goes_from_nothing_to_an_export(installed: Path, tmp
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_method_outside_goes_its_road_with_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+def test_a_method_outside_goes_its_road_with_the_installed_wheel(
+    installed: Path, tmp_path: Path
+) -> None:
     """In an empty folder, without pytest's files or a checkout: checked, trained, measured, compared, loaded."""
 
     def run(line: str) -> tuple[int, str]:
@@ -214,4 +252,8 @@ def test_a_method_outside_goes_its_road_with_the_installed_wheel(installed: Path
 
 def shared_dependencies() -> list[str]:
     """Folders of packages that this environment borrows from another by a .pth file, this checkout not among them."""
-    return [path for path in sys.path if path.endswith("site-packages") and path != sysconfig.get_path("purelib")]
+    return [
+        path
+        for path in sys.path
+        if path.endswith("site-packages") and path != sysconfig.get_path("purelib")
+    ]

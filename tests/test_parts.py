@@ -73,7 +73,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *(("peagle", {"divisor": divisor}) for divisor in ("slots", "reached", "levels")),
 ]  # fmt: skip
 CASES = [*((name, {}) for name in TRAINED), *VARIANTS]
-DEALT = [(1, 2), (1, 4), (2, 1), (3, 1), (3, 2), (9, 1)]  # processes and parts of each; of nine some are empty
+DEALT = [
+    (1, 2),
+    (1, 4),
+    (2, 1),
+    (3, 1),
+    (3, 2),
+    (9, 1),
+]  # processes and parts of each; of nine some are empty
 STEP = 5
 
 
@@ -106,7 +113,9 @@ class MadeTexts:
     def _draw(self, index: int) -> Example:
         drawn, mask = torch.Generator().manual_seed(index), self.mask(index)
         tokens = torch.randint(VOCAB, (len(mask),), generator=drawn)
-        features = torch.randn(len(mask), len(self.taps), WIDTH, generator=drawn, dtype=torch.float64)
+        features = torch.randn(
+            len(mask), len(self.taps), WIDTH, generator=drawn, dtype=torch.float64
+        )
         if self.sampled and int(mask.sum()) > 2:
             mask[: int(mask.nonzero()[0]) + 1 + index % 3] = False
         return Example(tokens, mask, features)
@@ -126,12 +135,17 @@ def new_frozen() -> TargetHead:
     torch.manual_seed(1)
     output = nn.Linear(WIDTH, VOCAB, bias=False)
     nn.init.normal_(output.weight, std=0.3)
-    return TargetHead(nn.Embedding(VOCAB, WIDTH).requires_grad_(False), output.requires_grad_(False))
+    return TargetHead(
+        nn.Embedding(VOCAB, WIDTH).requires_grad_(False), output.requires_grad_(False)
+    )
 
 
 def new_head(name: str, settings: dict[str, Any], frozen: TargetHead) -> Any:
     """A head that trains, its weights away from where they start."""
-    asked, method = settings_of({"kind": name, **SMALL.get(name, {}), **settings}, "test"), DRAFTERS[name]
+    asked, method = (
+        settings_of({"kind": name, **SMALL.get(name, {}), **settings}, "test"),
+        DRAFTERS[name],
+    )
     taps = MadeTexts(())
     torch.manual_seed(2)
     supervised = [taps.supervised_tokens(index) for index in range(len(TEXTS))]
@@ -140,7 +154,9 @@ def new_head(name: str, settings: dict[str, Any], frozen: TargetHead) -> Any:
 
 def new_plan(accumulation: int) -> Plan:
     """One step is all texts; several epochs."""
-    settings = TrainSection(out="nowhere", batch_size=len(TEXTS), validation=0, epochs=9, accumulation=accumulation)
+    settings = TrainSection(
+        out="nowhere", batch_size=len(TEXTS), validation=0, epochs=9, accumulation=accumulation
+    )
     masks = [trim_mask(MadeTexts(()).mask(index)) for index in range(len(TEXTS))]
     return Plan([int(mask.sum()) for mask in masks], settings)
 
@@ -149,7 +165,9 @@ class _AllCounted(Exception):
     """Raised where a process would wait for the others' counts."""
 
 
-def learn(head: Any, frozen: TargetHead, processes: int, accumulation: int, sampled: bool = False) -> dict[str, Tensor]:
+def learn(
+    head: Any, frozen: TargetHead, processes: int, accumulation: int, sampled: bool = False
+) -> dict[str, Tensor]:
     """What a step's losses and gradients add up to, dealt as the training loop deals it."""
     taps = tuple(sorted({*head.taps, *head.teacher_taps}))
     plan, features = new_plan(accumulation), MadeTexts(taps, sampled)
@@ -183,21 +201,30 @@ def learn(head: Any, frozen: TargetHead, processes: int, accumulation: int, samp
             (losses["total"] * share).backward()
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0) + loss.detach() * share
-    return {**sums, **{name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}}
+    return {
+        **sums,
+        **{name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None},
+    }
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The greatest difference, relative to the norm of each loss and gradient."""
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).norm() / one[name].norm().clamp(min=1e-6)) for name in one)
+    return max(
+        float((one[name] - other[name]).norm() / one[name].norm().clamp(min=1e-6)) for name in one
+    )
 
 
-def difference(name: str, settings: dict[str, Any], dealt: list[tuple[int, int]], sampled: bool = False) -> float:
+def difference(
+    name: str, settings: dict[str, Any], dealt: list[tuple[int, int]], sampled: bool = False
+) -> float:
     """Of a dealt step from a whole one, the greatest."""
     frozen = new_frozen()
     head = new_head(name, settings, frozen)
     whole = learn(head, frozen, 1, 1, sampled)
-    assert whole["total"] > 0 and any(name not in ("total",) and value.any() for name, value in whole.items())
+    assert whole["total"] > 0 and any(
+        name not in ("total",) and value.any() for name, value in whole.items()
+    )
     return max(apart(whole, learn(head, frozen, *counts, sampled)) for counts in dealt)
 
 
@@ -208,8 +235,12 @@ def test_a_step_is_the_same_in_any_parts(name: str, settings: dict[str, Any]) ->
     assert difference(name, settings, DEALT) < 1e-10
 
 
-@pytest.mark.parametrize(("name", "settings"), [("draft_model", {}), ("dflash", {}), ("medusa", {"divisor": "levels"})])
-def test_answers_that_are_sampled_within_the_step_count_as_they_are(name: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"), [("draft_model", {}), ("dflash", {}), ("medusa", {"divisor": "levels"})]
+)
+def test_answers_that_are_sampled_within_the_step_count_as_they_are(
+    name: str, settings: dict[str, Any]
+) -> None:
     """Their lengths are known once all parts are read; by the lengths that the data has, a step would be another."""
     assert difference(name, settings, DEALT, sampled=True) < 1e-10
 
@@ -243,7 +274,9 @@ def draws_by_place(patch: pytest.MonkeyPatch) -> None:
 
 def dropout_by_part(patch: pytest.MonkeyPatch) -> None:
     """One generator drops from all texts."""
-    patch.setattr(TextDropout, "__call__", lambda drop, rows: nn.functional.dropout(rows, drop.share))
+    patch.setattr(
+        TextDropout, "__call__", lambda drop, rows: nn.functional.dropout(rows, drop.share)
+    )
 
 
 FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
@@ -263,7 +296,9 @@ FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "name", "settings"), FAULTS, ids=lambda one: getattr(one, "__name__", str(one)))
+@pytest.mark.parametrize(
+    ("fault", "name", "settings"), FAULTS, ids=lambda one: getattr(one, "__name__", str(one))
+)
 def test_a_step_that_knows_its_parts_is_seen(
     fault: Any, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +307,9 @@ def test_a_step_that_knows_its_parts_is_seen(
     assert difference(name, settings, [(3, 1)]) > 1e-4
 
 
-def test_lengths_of_the_data_are_seen_where_answers_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_of_the_data_are_seen_where_answers_are_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A planted fault: parts are weighed by what their answers were before."""
     own_counts(monkeypatch)
     assert difference("draft_model", {}, [(3, 1)], sampled=True) > 1e-4

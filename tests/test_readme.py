@@ -43,17 +43,24 @@ def commands() -> list[tuple[str, str]]:
 
 def short_commands() -> list[tuple[str, list[str]]]:
     """(page, commands) of every page with commands that are not known to be long."""
-    rows = [(page.name, [line for line in documents.commands(page) if line.split()[0] not in LONG]) for page in PAGES]
+    rows = [
+        (page.name, [line for line in documents.commands(page) if line.split()[0] not in LONG])
+        for page in PAGES
+    ]
     return [row for row in rows if row[1]]
 
 
 def run(rows: list[tuple[str, Any]]) -> list[Any]:
     """What is run in a process of its own: of the first page always, of the others with the slow tests."""
-    return [pytest.param(*row, marks=() if row[0] == "README.md" else pytest.mark.slow) for row in rows]
+    return [
+        pytest.param(*row, marks=() if row[0] == "README.md" else pytest.mark.slow) for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
-def made(tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(
+    tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A working directory in which `make demo` seems to have run."""
     folder = tmp_path_factory.mktemp("made")
     documents.make_checkout(folder, tiny_target_dir, tiny_target)
@@ -103,7 +110,13 @@ def check_short_command(page: str, line: str, checkout: Path, server: Server) ->
     if is_long(words):
         assert exists(words), f"{page}: {line} names a file or module that does not exist"
         return
-    subprocess.run([sys.executable, *words[1:]], cwd=checkout, check=True, timeout=BUSY * 120, env={**os.environ})
+    subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=checkout,
+        check=True,
+        timeout=BUSY * 120,
+        env={**os.environ},
+    )
 
 
 def is_long(words: list[str]) -> bool:
@@ -119,20 +132,26 @@ def is_long(words: list[str]) -> bool:
         "bench.gpu",
         "pytest",  # of tests that run anyway
     )
-    return any(word.startswith((*stages, "my/", "target.path=my/")) for word in words)  # a model of the reader's
+    return any(
+        word.startswith((*stages, "my/", "target.path=my/")) for word in words
+    )  # a model of the reader's
 
 
 def exists(words: list[str]) -> bool:
     """Whether all modules and files of a long command exist; recipes are parsed with their overrides."""
-    modules = [words[place + 1] for place, word in enumerate(words) if word == "-m" and "pytest" not in words]
+    modules = [
+        words[place + 1]
+        for place, word in enumerate(words)
+        if word == "-m" and "pytest" not in words
+    ]
     files = [word for word in words if word.endswith((".py", ".yaml"))]
     for recipe in (word for word in files if word.endswith(".yaml") and "/accelerate/" not in word):
         load = Comparison.load if "/compare/" in recipe else Recipe.load
         load(ROOT / recipe, [word for word in words if "=" in word and not word.startswith("-")])
     places = [ROOT / module.replace(".", "/") for module in modules]
-    return all(place.with_suffix(".py").exists() or (place / "__main__.py").exists() for place in places) and all(
-        (ROOT / file).exists() for file in files
-    )
+    return all(
+        place.with_suffix(".py").exists() or (place / "__main__.py").exists() for place in places
+    ) and all((ROOT / file).exists() for file in files)
 
 
 @pytest.mark.parametrize(("page", "line"), [row for row in commands() if row[1].split()[0] in LONG])
@@ -161,7 +180,10 @@ def test_no_page_installs_what_is_not_published(page: Path) -> None:
 
 def test_the_demos_minutes_and_figures_are_told_in_one_way() -> None:
     """Every page has the minutes that were measured, rounded outwards, and the laptop guide has README's figures."""
-    minutes = [run["minutes"] for run in json.loads((ROOT / "docs/results/demo_times.json").read_text())["runs"]]
+    minutes = [
+        run["minutes"]
+        for run in json.loads((ROOT / "docs/results/demo_times.json").read_text())["runs"]
+    ]
     assert (floor(min(minutes)), ceil(max(minutes))) == (2, 5)
     pages = [
         "README.md",
@@ -171,11 +193,20 @@ def test_the_demos_minutes_and_figures_are_told_in_one_way() -> None:
         "Makefile",
         "eagle/README.md",
     ]
-    assert not [page for page in pages if "two to five minutes" not in " ".join((ROOT / page).read_text().split())]
+    assert not [
+        page
+        for page in pages
+        if "two to five minutes" not in " ".join((ROOT / page).read_text().split())
+    ]
     results = read_results(ROOT / "docs/results/demo.jsonl")
-    head = next(group for group in results.groups() if (group.drafter, group.temperature) == ("eagle1", 0))
+    head = next(
+        group for group in results.groups() if (group.drafter, group.temperature) == ("eagle1", 0)
+    )
     length, gain = (head.estimate(quantity).value for quantity in (ACCEPTANCE_LENGTH, SPEED_UP))
-    assert f"τ {length:.2f} at T = 0 and decoded {gain:.2f} ×" in (ROOT / "docs/guides/laptop.md").read_text()
+    assert (
+        f"τ {length:.2f} at T = 0 and decoded {gain:.2f} ×"
+        in (ROOT / "docs/guides/laptop.md").read_text()
+    )
 
 
 def test_the_table_across_methods_is_that_of_the_result_files() -> None:
@@ -214,7 +245,13 @@ def test_the_commands_for_your_model_work_in_their_order(
         if "--check" in words:
             overrides += ["train.dtype=float32"]
         done = subprocess.run(
-            [sys.executable, *program, *overrides], cwd=checkout, timeout=BUSY * 120, capture_output=True, text=True
+            [sys.executable, *program, *overrides],
+            cwd=checkout,
+            timeout=BUSY * 120,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    assert (checkout / "runs/model/vllm/model.safetensors").is_file() and not (checkout / "runs/llama-3.1-8b").exists()
+    assert (checkout / "runs/model/vllm/model.safetensors").is_file() and not (
+        checkout / "runs/llama-3.1-8b"
+    ).exists()

@@ -44,20 +44,30 @@ class Further(Example):
 def test_a_key_is_described() -> None:
     """Type, bounds, default and meaning; a class made from another describes the keys of both."""
     number = "- `x.number` (integer ≥ 1; default `3`): how many"
-    assert recipe_keys.key_lines(Example, "x.") == [number, '- `x.words` (list of text; default `["a"]`)']
-    assert recipe_keys.key_lines(Further, "x.") == [number, '- `x.words` (list of text; default `["b"]`): which']
+    assert recipe_keys.key_lines(Example, "x.") == [
+        number,
+        '- `x.words` (list of text; default `["a"]`)',
+    ]
+    assert recipe_keys.key_lines(Further, "x.") == [
+        number,
+        '- `x.words` (list of text; default `["b"]`): which',
+    ]
 
 
 def test_the_page_of_commands_has_every_verb() -> None:
     """In the order of `eagle --help`, with the line that stands there."""
     text = commands.PAGE.read_text()
-    headings = [line.removeprefix("### eagle ") for line in text.splitlines() if line.startswith("### ")]
+    headings = [
+        line.removeprefix("### eagle ") for line in text.splitlines() if line.startswith("### ")
+    ]
     assert headings == list(VERBS)
     assert f"```text\n{overview()}\n```" in text
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse prints options otherwise since Python 3.13")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="argparse prints options otherwise since Python 3.13"
+)
 def test_the_page_of_commands_is_what_help_prints() -> None:
     """A new option needs `python -m docs_build.commands`."""
     subprocess.run([sys.executable, "-m", "docs_build.commands", "--check"], cwd=ROOT, check=True)

@@ -42,7 +42,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     """A browser's tab."""
     if (program := browser()) is None:
-        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has installed none")
+        pytest.skip(
+            f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has installed none"
+        )
     tab = Tab(program, tmp_path_factory.mktemp("browser") / "profile")
     yield tab
     tab.close()
@@ -56,9 +58,18 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
 def faults(tab: Tab, page: Path, width: int) -> list[str]:
     """What is wrong with a page at a width."""
     tab.open(page.as_uri(), width)
-    wider = tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    pictures = tab.evaluate("[...document.images].filter(one => !one.naturalWidth).map(one => `empty: ${one.src}`)")
-    return [*tab.problems(), *tab.evaluate(OUTSIDE), *pictures, *([f"{wider} px wider"] if wider > 0 else [])]
+    wider = tab.evaluate(
+        "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    )
+    pictures = tab.evaluate(
+        "[...document.images].filter(one => !one.naturalWidth).map(one => `empty: ${one.src}`)"
+    )
+    return [
+        *tab.problems(),
+        *tab.evaluate(OUTSIDE),
+        *pictures,
+        *([f"{wider} px wider"] if wider > 0 else []),
+    ]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -77,7 +88,13 @@ def test_a_faulty_page_is_seen(tab: Tab, tmp_path: Path) -> None:
         '<div class="md-content"><img src="missing.svg"><p style="width: 2000px">wide</p></div>'
     )
     found = "\n".join(faults(tab, page, 1280))
-    for fault in ("a mistake", "request: http://127.0.0.1:9/any.js", "empty: file:", "<p style", " px wider"):
+    for fault in (
+        "a mistake",
+        "request: http://127.0.0.1:9/any.js",
+        "empty: file:",
+        "<p style",
+        " px wider",
+    ):
         assert fault in found
 
 
@@ -91,4 +108,6 @@ def test_the_search_finds_a_phrase(site: Path, tab: Tab) -> None:
         result = tab.wait_for(found)
         assert tab.problems() == []
         tab.open(result, 1280)
-        assert "acceptance length" in tab.evaluate("document.querySelector('.md-content').innerText.toLowerCase()")
+        assert "acceptance length" in tab.evaluate(
+            "document.querySelector('.md-content').innerText.toLowerCase()"
+        )

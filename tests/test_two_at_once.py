@@ -64,19 +64,42 @@ def commands(
     for run in ("measure", "lossless", "tune"):
         save_head(out / run / "head", head, "no: recipe", {})
     exported = out / "exported"
-    target, data = str(tiny_target_dir / "target"), f"data.train={tiny_target_dir / 'data/train.jsonl'}"
+    target, data = (
+        str(tiny_target_dir / "target"),
+        f"data.train={tiny_target_dir / 'data/train.jsonl'}",
+    )
     eagle(["export", str(out / "measure/head"), "--target", target, "--to", "vllm", str(exported)])
     asked = [{"turns": ["What does copy do?"]}, {"turns": ["What does chain do?"]}]
     (out / "asked.jsonl").write_text("".join(json.dumps(question) + "\n" for question in asked))
-    recipe = [str(ROOT / "recipes/tiny/eagle1.yaml"), f"target.path={target}", "target.dtype=float32"]
-    recipe += [data, "data.limit=24", "data.max_length=96", "features.shard_bytes=60000", "features.dtype=float32"]
+    recipe = [
+        str(ROOT / "recipes/tiny/eagle1.yaml"),
+        f"target.path={target}",
+        "target.dtype=float32",
+    ]
+    recipe += [
+        data,
+        "data.limit=24",
+        "data.max_length=96",
+        "features.shard_bytes=60000",
+        "features.dtype=float32",
+    ]
     recipe += ["train.dtype=float32", "train.epochs=1"]
-    recipe += [f"eval.prompts={out / 'asked.jsonl'}", "eval.max_new_tokens=6", "eval.count=1", "eval.temperatures=[0]"]
+    recipe += [
+        f"eval.prompts={out / 'asked.jsonl'}",
+        "eval.max_new_tokens=6",
+        "eval.count=1",
+        "eval.temperatures=[0]",
+    ]
     source = f"regenerate.source={tiny_target_dir / 'data/train.jsonl'}"
     return {
         "extract": ["data_prep.extract", *recipe, f"features.store={out / 'extract'}"],
         "regenerate": [
-            *("data_prep.regenerate", *recipe, source, f"regenerate.out={out / 'regenerate/answers.jsonl'}"),
+            *(
+                "data_prep.regenerate",
+                *recipe,
+                source,
+                f"regenerate.out={out / 'regenerate/answers.jsonl'}",
+            ),
             *("regenerate.max_new_tokens=4", "data.limit=6"),
         ],
         "count_tokens": ["data_prep.count_tokens", *recipe, "--out", f"{out / 'count_tokens'}"],
@@ -96,7 +119,12 @@ def commands(
             "--html",
             f"{out / 'inspect_mask/it.html'}",
         ],
-        "train": [str(ROOT / "recipes/train_eagle.py"), *recipe, f"train.out={out / 'train'}", "features.store=null"],
+        "train": [
+            str(ROOT / "recipes/train_eagle.py"),
+            *recipe,
+            f"train.out={out / 'train'}",
+            "features.store=null",
+        ],
         "export": [
             "eagle",
             "export",
@@ -111,7 +139,12 @@ def commands(
         "measure": ["eval.measure", *recipe, f"train.out={out / 'measure'}"],
         "lossless": ["eval.lossless", *recipe, f"train.out={out / 'lossless'}"],
         "tune": ["eval.tune", *recipe, f"train.out={out / 'tune'}", "--write"],
-        "report": ["eval.report", str(out / "measure/results.jsonl"), "--html", str(out / "report/it.html")],
+        "report": [
+            "eval.report",
+            str(out / "measure/results.jsonl"),
+            "--html",
+            str(out / "report/it.html"),
+        ],
     }
 
 
@@ -124,12 +157,19 @@ def outcomes(
     logs = {name: [str(folder / f"{name}-{number}") for number in (1, 2)] for name in commands}
     jobs = json.dumps([[commands[name], logs[name]] for name in commands])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=jobs, capture_output=True, text=True, cwd=ROOT, umask=UMASK
+        [sys.executable, "-c", PROGRAM],
+        input=jobs,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        umask=UMASK,
     )
     assert done.returncode == 0, done.stderr
     statuses = [json.loads(line) for line in done.stdout.splitlines()]
     return {
-        name: [(status, Path(log).read_text()) for status, log in zip(pair, logs[name], strict=True)]
+        name: [
+            (status, Path(log).read_text()) for status, log in zip(pair, logs[name], strict=True)
+        ]
         for name, pair in zip(commands, statuses, strict=True)
     }
 
@@ -140,37 +180,58 @@ def find_output(command: list[str], name: str) -> Path:
     return next(Path(word.partition("=")[2] or word) for word in command if written.search(word))
 
 
-NAMES = ("extract", "regenerate", "count_tokens", "draft_vocab", "inspect_mask", "train", "export", "import")
+NAMES = (
+    "extract",
+    "regenerate",
+    "count_tokens",
+    "draft_vocab",
+    "inspect_mask",
+    "train",
+    "export",
+    "import",
+)
 NAMES += ("measure", "lossless", "tune", "report")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_two_runs_at_once_leave_a_whole_result(
-    name: str, commands: dict[str, list[str]], outcomes: dict[str, list[tuple[int, str]]], tiny_target: Target
+    name: str,
+    commands: dict[str, list[str]],
+    outcomes: dict[str, list[tuple[int, str]]],
+    tiny_target: Target,
 ) -> None:
     """Who loses is told which folder another run writes; every file can be read, and nothing is left beside them."""
     folder = find_output(commands[name], name)
     folder = folder.parent if folder.suffix else folder
     won = [log for status, log in outcomes[name] if status == 0]
     for status, log in outcomes[name]:
-        assert status == 0 or (f"another run is writing {folder}" in log and "Traceback" not in log), log
+        assert status == 0 or (
+            f"another run is writing {folder}" in log and "Traceback" not in log
+        ), log
     assert won
     files = [path for path in folder.rglob("*") if path.is_file()]
-    assert files and not [path for path in folder.parent.rglob("*") if path.suffix in (".part", ".lock")]
+    assert files and not [
+        path for path in folder.parent.rglob("*") if path.suffix in (".part", ".lock")
+    ]
     for path in files:
         if path.suffix == ".safetensors":
             assert load_file(path)
         elif path.suffix in (".json", ".jsonl"):
             text = path.read_text()
-            assert [json.loads(part) for part in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+            assert [
+                json.loads(part)
+                for part in (text.splitlines() if path.suffix == ".jsonl" else [text])
+            ]
         assert path.stat().st_size
         assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK or "/head/" in str(path), path
     if name == "extract":
         extract([*commands[name][1:], "--verify"])
         store = FeatureStore(folder)
         for example in store.read(range(len(store))):
-            states = tiny_target.model(example.tokens[None], output_hidden_states=True).hidden_states
+            states = tiny_target.model(
+                example.tokens[None], output_hidden_states=True
+            ).hidden_states
             kept = [states[tap][0] for tap in store.taps]
             read = slots_of(example.loss_mask, "read")
             assert torch.equal(example.features[read], torch.stack(kept, dim=1)[read])
@@ -189,7 +250,10 @@ def test_two_runs_at_once_leave_a_whole_result(
     ],
 )
 def test_a_command_is_refused_while_another_writes(
-    name: str, main: Callable[[list[str]], None], commands: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+    name: str,
+    main: Callable[[list[str]], None],
+    commands: dict[str, list[str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By a sentence that names what is written and by whom; nothing of it is touched."""
     out = find_output(commands[name], name)
@@ -206,8 +270,14 @@ def test_a_command_is_refused_while_another_writes(
 
 def test_a_target_and_an_engine_are_made_once(tmp_path: Path) -> None:
     """Two that take long, and that a second run would spoil."""
-    for work in (lambda: tiny.make_target(tmp_path, steps=1), lambda: build_engine("vllm", tmp_path)):
-        with lock_folder(tmp_path), pytest.raises(ValueError, match=f"another run is writing {tmp_path}"):
+    for work in (
+        lambda: tiny.make_target(tmp_path, steps=1),
+        lambda: build_engine("vllm", tmp_path),
+    ):
+        with (
+            lock_folder(tmp_path),
+            pytest.raises(ValueError, match=f"another run is writing {tmp_path}"),
+        ):
             work()
 
 
@@ -218,7 +288,9 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         with lock_folder(folder):
             os.kill(os.getpid(), signal.SIGSTOP)
     os.waitpid(pid, os.WUNTRACED)
-    with pytest.raises(ValueError, match=f"another run is writing {folder} .*process {pid} on .*: wait for its end"):
+    with pytest.raises(
+        ValueError, match=f"another run is writing {folder} .*process {pid} on .*: wait for its end"
+    ):
         with lock_folder(folder):
             pass
     os.kill(pid, signal.SIGKILL)
@@ -261,7 +333,11 @@ def test_one_process_at_a_time_holds_a_lock(tmp_path: Path) -> None:
 
 def test_the_other_processes_of_a_command_do_without(tmp_path: Path) -> None:
     """The first holds the lock for all."""
-    with lock_folder(tmp_path), lock_folder(tmp_path, hold=False), lock_path(tmp_path / "file", hold=False):
+    with (
+        lock_folder(tmp_path),
+        lock_folder(tmp_path, hold=False),
+        lock_path(tmp_path / "file", hold=False),
+    ):
         pass
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file cannot be written"), lock_folder(tmp_path / "file"):

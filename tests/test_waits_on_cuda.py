@@ -41,7 +41,9 @@ def list_waits() -> Iterator[list[str]]:
             yield places
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    places += [Path(warning.filename).name for warning in seen if "synchronizing" in str(warning.message)]
+    places += [
+        Path(warning.filename).name for warning in seen if "synchronizing" in str(warning.message)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,9 @@ def test_cuda_sees_a_planted_wait(target: Target, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", HEADS)
-def test_a_training_step_does_not_wait(name: str, dtype: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_step_does_not_wait(
+    name: str, dtype: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between logs, and once attention is compiled; the losses are the CPU's."""
     settings: dict[str, Any] = {"dtype": dtype}
     train(HEADS[name], target, **settings)
@@ -72,16 +76,30 @@ def test_a_training_step_does_not_wait(name: str, dtype: str, target: Target, mo
     got, _ = train(HEADS[name], target, **settings)
     monkeypatch.undo()
     expected, _ = train(HEADS[name], new_target(CPU), **settings)
-    if name not in ("eagle1", "eagle1 as published", "hass", "falcon"):  # whose noise is each device's own
-        assert simulated_runs.difference(expected[:3], got[:3]) < (5e-2 if dtype == "bfloat16" else 1e-3)
+    if name not in (
+        "eagle1",
+        "eagle1 as published",
+        "hass",
+        "falcon",
+    ):  # whose noise is each device's own
+        assert simulated_runs.difference(expected[:3], got[:3]) < (
+            5e-2 if dtype == "bfloat16" else 1e-3
+        )
 
 
 @pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("budget", [name for name in BUDGETS if "drawn" not in name])
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
-@pytest.mark.parametrize("name", ["none", "ngram", "bigram", "draft_model", "eagle1", "eagle3", "several"])
+@pytest.mark.parametrize(
+    "name", ["none", "ngram", "bigram", "draft_model", "eagle1", "eagle3", "several"]
+)
 def test_a_cycle_waits_at_named_places(
-    name: str, sampling: str, budget: str, batch: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    sampling: str,
+    budget: str,
+    batch: bool,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once for a head, in `to_host`; greedy answers are the CPU's."""
     decode(name, sampling, budget, True, target)  # reads small trees once
@@ -97,7 +115,9 @@ def test_a_cycle_waits_at_named_places(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_extraction_copies_while_it_computes(dtype: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extraction_copies_while_it_computes(
+    dtype: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of waits there is one in a forward, in transformers; what is written is the CPU's."""
     monkeypatch.setattr(simulated_runs, "watch", list_waits)
     got, places = fill(dtype, target)

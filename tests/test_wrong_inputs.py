@@ -75,11 +75,17 @@ def set_in(path: Path, **values: object) -> None:
 # what is wrong with a model's folder
 MODELS = {
     "weights that are cut off": lambda folder: cut(folder / "model.safetensors"),
-    "a header that is cut off": lambda folder: (folder / "model.safetensors").write_bytes(b"\x00\x01"),
+    "a header that is cut off": lambda folder: (folder / "model.safetensors").write_bytes(
+        b"\x00\x01"
+    ),
     "a config that is cut off": lambda folder: cut(folder / "config.json"),
     "an empty config": lambda folder: (folder / "config.json").write_text(""),
-    "a config of wrong types": lambda folder: set_in(folder / "config.json", hidden_size="wide", kind="eagle1"),
-    "a config of another kind": lambda folder: set_in(folder / "config.json", model_type="none", kind="none"),
+    "a config of wrong types": lambda folder: set_in(
+        folder / "config.json", hidden_size="wide", kind="eagle1"
+    ),
+    "a config of another kind": lambda folder: set_in(
+        folder / "config.json", model_type="none", kind="none"
+    ),
     "no config": lambda folder: (folder / "config.json").unlink(),
     "a file for a folder": lambda folder: (shutil.rmtree(folder), folder.write_text("no folder")),
     "an empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
@@ -87,10 +93,16 @@ MODELS = {
 }
 HEADS = {
     **MODELS,
-    "a config of wrong types": lambda folder: set_in(folder / "config.json", shape={"hidden_size": "wide"}),
-    "a config of another kind": lambda folder: set_in(folder / "config.json", settings={"kind": "none"}),
+    "a config of wrong types": lambda folder: set_in(
+        folder / "config.json", shape={"hidden_size": "wide"}
+    ),
+    "a config of another kind": lambda folder: set_in(
+        folder / "config.json", settings={"kind": "none"}
+    ),
 }
-TOKENIZERS = {"a tokenizer that is cut off": lambda folder: cut(next(folder.glob("tokenizer.json")))}
+TOKENIZERS = {
+    "a tokenizer that is cut off": lambda folder: cut(next(folder.glob("tokenizer.json")))
+}
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +119,14 @@ def parts(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     folder = tmp_path_factory.mktemp("parts")
     shutil.copytree(tiny_target_dir / "target", folder / "target")
     torch.manual_seed(0)
-    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), Target.load(folder / "target", dtype="float32").config)
+    head = Eagle1.for_target(
+        Eagle1.Settings(fc_bias=False), Target.load(folder / "target", dtype="float32").config
+    )
     text = (ROOT / "recipes/tiny/eagle1.yaml").read_text()
     text = text.replace("runs/tiny/target", str(folder / "target"))
-    (folder / "recipe.yaml").write_text(text.replace("runs/tiny/data", str(tiny_target_dir / "data")))
+    (folder / "recipe.yaml").write_text(
+        text.replace("runs/tiny/data", str(tiny_target_dir / "data"))
+    )
     save_head(folder / "head", head, (folder / "recipe.yaml").read_text(), {})
     (folder / "EMPTY").mkdir()
     (folder / "BINARY").write_bytes(bytes(range(256)) * 9)
@@ -129,7 +145,13 @@ def work(parts: Path, tmp_path: Path) -> Path:
 def by_recipe(verb: str, recipe: str, *overrides: str) -> list[str]:
     """A verb on a small part of a recipe."""
     name, *check = verb.split()
-    small = ["data.limit=24", "data.max_length=96", "train.epochs=1", "eval.count=1", "eval.max_new_tokens=4"]
+    small = [
+        "data.limit=24",
+        "data.max_length=96",
+        "train.epochs=1",
+        "eval.count=1",
+        "eval.max_new_tokens=4",
+    ]
     small += ["target.dtype=float32", "regenerate.max_new_tokens=4"]
     return [name, recipe, *small, *overrides, *BY_RECIPE[verb], *check]
 
@@ -138,7 +160,10 @@ def plain(verb: str, **named: str) -> list[str]:
     """A verb without a recipe, with what stands for HEAD, TARGET and OUT."""
     return [
         verb,
-        *(named.get(word, {"HEAD": "head", "TARGET": "target", "OUT": "out"}.get(word, word)) for word in PLAIN[verb]),
+        *(
+            named.get(word, {"HEAD": "head", "TARGET": "target", "OUT": "out"}.get(word, word))
+            for word in PLAIN[verb]
+        ),
     ]
 
 
@@ -148,7 +173,9 @@ def refused(ended: Ended, *, or_works: bool = False) -> None:
     if not (or_works and ended.status == 0):
         last = ended.output[ended.output.rfind("error: ") :]
         is_verdict = ended.argv[0] in ("inspect", "doctor") and ended.status == 1
-        assert ended.status in (1, 2) and (is_verdict or (last.startswith("error: ") and len(last) > 25)), ended
+        assert ended.status in (1, 2) and (
+            is_verdict or (last.startswith("error: ") and len(last) > 25)
+        ), ended
         assert len(last.splitlines()) < 12, ended
 
 
@@ -168,7 +195,11 @@ def test_a_wrong_recipe(wrong: str, server: Server, work: Path) -> None:
 def test_no_recipe(server: Server, work: Path) -> None:
     """Nothing there, a folder, and a file under a file."""
     for recipe in ("nowhere.yaml", "EMPTY", "FILE/recipe.yaml", "/proc/nope/recipe.yaml"):
-        for argv in [*(by_recipe(verb, recipe) for verb in BY_RECIPE), ["forecast", recipe], ["compare", recipe]]:
+        for argv in [
+            *(by_recipe(verb, recipe) for verb in BY_RECIPE),
+            ["forecast", recipe],
+            ["compare", recipe],
+        ]:
             refused(server.run(argv, work))
 
 
@@ -184,7 +215,10 @@ def test_a_wrong_target(wrong: str, server: Server, work: Path) -> None:
     """For every verb that reads one; what reads its config alone may work."""
     {**MODELS, **TOKENIZERS}[wrong](work / "target")
     target = f"target.path={work / 'target'}"
-    for argv in [*(by_recipe(verb, "recipe.yaml", target) for verb in BY_RECIPE), *(plain(verb) for verb in PLAIN)]:
+    for argv in [
+        *(by_recipe(verb, "recipe.yaml", target) for verb in BY_RECIPE),
+        *(plain(verb) for verb in PLAIN),
+    ]:
         refused(server.run(argv, work), or_works=True)
 
 
@@ -193,13 +227,16 @@ def test_a_wrong_head(wrong: str, server: Server, work: Path) -> None:
     """For every verb that reads one."""
     HEADS[wrong](work / "head")
     measured = [
-        by_recipe(verb, "recipe.yaml", "eval.drafters={mine: {head: head}}") for verb in ("measure", "lossless")
+        by_recipe(verb, "recipe.yaml", "eval.drafters={mine: {head: head}}")
+        for verb in ("measure", "lossless")
     ]
     for argv in [*(plain(verb) for verb in PLAIN), *measured]:
         refused(server.run(argv, work), or_works=argv[0] == "card")
 
 
-@pytest.mark.parametrize("path", ["my/model", "/nowhere/model", "./nowhere", "no such id!", "FILE/model"])
+@pytest.mark.parametrize(
+    "path", ["my/model", "/nowhere/model", "./nowhere", "no such id!", "FILE/model"]
+)
 def test_a_target_that_is_not_there(path: str, server: Server, work: Path) -> None:
     """A hub id that nobody can reach, paths, and neither."""
     for verb in BY_RECIPE:
@@ -218,12 +255,30 @@ def test_where_nothing_can_be_written(place: str, server: Server, work: Path) ->
         by_recipe("extract", "recipe.yaml", f"features.store={out}"),
         by_recipe("train", "recipe.yaml", *train),
         by_recipe("regenerate", "recipe.yaml", f"regenerate.out={out}/answers.jsonl"),
-        by_recipe("measure", "recipe.yaml", f"train.out={out}", "eval.drafters={mine: {head: ngram}}"),
+        by_recipe(
+            "measure", "recipe.yaml", f"train.out={out}", "eval.drafters={mine: {head: ngram}}"
+        ),
         plain("export", OUT=out),
         plain("import", OUT=out),
-        ["draft-vocab", "recipe.yaml", "data.limit=24", "--size", "64", "--out", f"{out}/vocab.safetensors"],
+        [
+            "draft-vocab",
+            "recipe.yaml",
+            "data.limit=24",
+            "--size",
+            "64",
+            "--out",
+            f"{out}/vocab.safetensors",
+        ],
         ["count-tokens", "recipe.yaml", "data.limit=24", "--out", f"{out}/counts"],
-        ["inspect-mask", "recipe.yaml", "data.limit=24", "--count", "1", "--html", f"{out}/mask.html"],
+        [
+            "inspect-mask",
+            "recipe.yaml",
+            "data.limit=24",
+            "--count",
+            "1",
+            "--html",
+            f"{out}/mask.html",
+        ],
         ["card", "head", "--out", f"{out}/card.md"],
         ["recipes", "tiny/eagle1", "--copy", f"{out}/recipe.yaml"],
     ]
@@ -231,10 +286,14 @@ def test_where_nothing_can_be_written(place: str, server: Server, work: Path) ->
         refused(server.run(argv, work, room))
 
 
-@pytest.mark.parametrize("verb", ["extract", "train", "measure", "regenerate", "export", "generate"])
+@pytest.mark.parametrize(
+    "verb", ["extract", "train", "measure", "regenerate", "export", "generate"]
+)
 def test_ctrl_c(verb: str, server: Server, work: Path) -> None:
     """At any moment: status 130 and one line, unless the work was done."""
-    argv = by_recipe(verb, "recipe.yaml", "features.store=null") if verb in BY_RECIPE else plain(verb)
+    argv = (
+        by_recipe(verb, "recipe.yaml", "features.store=null") if verb in BY_RECIPE else plain(verb)
+    )
     argv = [word for word in argv if verb != "extract" or word != "features.store=null"]
     for seconds in (0.01, 0.1, 0.3, 0.7, 1.5):
         ended = server.run(argv, work, stop=seconds)
@@ -246,6 +305,14 @@ def test_ctrl_c(verb: str, server: Server, work: Path) -> None:
 def test_the_commands_of_a_page_where_nothing_is(page: str, server: Server, tmp_path: Path) -> None:
     """Typed in order into an empty folder, without a network: what is not there is named."""
     for line in commands(ROOT / page):
-        words = line.split('"')[0].split() + line.split('"')[1:2] + " ".join(line.split('"')[2:]).split()
-        if words[0] == "eagle" and words[1] in VERBS and words[1] not in ("demo", "recipes", "tiny-target"):
+        words = (
+            line.split('"')[0].split()
+            + line.split('"')[1:2]
+            + " ".join(line.split('"')[2:]).split()
+        )
+        if (
+            words[0] == "eagle"
+            and words[1] in VERBS
+            and words[1] not in ("demo", "recipes", "tiny-target")
+        ):
             refused(server.run(words[1:], tmp_path), or_works=words[1] == "forecast")

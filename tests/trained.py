@@ -76,7 +76,9 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 def equal(one: Path, other: Path, name: str = "last") -> bool:
     """Whether two runs have left the same bytes."""
-    return (one / name / "model.safetensors").read_bytes() == (other / name / "model.safetensors").read_bytes()
+    return (one / name / "model.safetensors").read_bytes() == (
+        other / name / "model.safetensors"
+    ).read_bytes()
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
@@ -120,7 +122,9 @@ def launched(config: str, *arguments: str, processes: int = 2) -> list[str]:
     return [*accelerate, str(ROOT / f"recipes/accelerate/{config}.yaml"), *where, *arguments]
 
 
-def finished(command: Sequence[str], *, seconds: int = 150, **env: str) -> subprocess.CompletedProcess[str]:
+def finished(
+    command: Sequence[str], *, seconds: int = 150, **env: str
+) -> subprocess.CompletedProcess[str]:
     """A command that has ended, with all that it said; its whole group is killed where it hangs.
 
     The seconds are those of an idle machine, at most.

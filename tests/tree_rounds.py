@@ -14,8 +14,16 @@ from torch import Tensor
 from eagle.target.reader import TreeReader
 from eagle.target.structure import base_of
 
-PARENTS = [[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 1, 0], [-1, 0, 0, 0, 3, 3, 3, 6]]  # of a tree for each text
-KEPT = [[[0, 2], [0, 2, 4], [0, 2, 4, 6]], [[0], [0, 1, 3], [0, 4]], [[0, 3, 6, 7], [0], [0, 3, 4]]]  # in each round
+PARENTS = [
+    [-1, 0, 0, 1, 2, 2, 4],
+    [-1, 0, 1, 1, 0],
+    [-1, 0, 0, 0, 3, 3, 3, 6],
+]  # of a tree for each text
+KEPT = [
+    [[0, 2], [0, 2, 4], [0, 2, 4, 6]],
+    [[0], [0, 1, 3], [0, 4]],
+    [[0, 3, 6, 7], [0], [0, 3, 4]],
+]  # in each round
 
 
 def trace_path(parents: Sequence[int], node: int) -> list[int]:
@@ -43,7 +51,9 @@ def read_trees(reader: TreeReader, cache: Any, nodes: Sequence[Sequence[int]]) -
 
 
 @torch.no_grad()
-def worst_difference(model: Any, reader: TreeReader, lengths: Sequence[int] = (21,), pieces: int = 1) -> float:
+def worst_difference(
+    model: Any, reader: TreeReader, lengths: Sequence[int] = (21,), pieces: int = 1
+) -> float:
     """The largest relative difference of a path's states from a plain forward, over three rounds of read and keep.
 
     Prompts of these lengths are read side by side, in so many pieces if there is only one.
@@ -57,10 +67,14 @@ def worst_difference(model: Any, reader: TreeReader, lengths: Sequence[int] = (2
     cache.reserve(len(texts), max(lengths) + 32)
     for start in range(0, max(lengths), -(-max(lengths) // pieces)):
         piece = [text[start : start + -(-max(lengths) // pieces)] for text in texts]
-        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(part) for part in piece], batch_first=True)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(part) for part in piece], batch_first=True
+        )
         last = torch.tensor(lengths)[:, None] - 1
         cache.aim(rows, sizes=list(map(len, piece)), commits=True)
-        reader(padded, torch.minimum(start + torch.arange(padded.shape[1])[None], last), None, cache)
+        reader(
+            padded, torch.minimum(start + torch.arange(padded.shape[1])[None], last), None, cache
+        )
         cache.lengths = [min(start + padded.shape[1], length) for length in lengths]
     differences = []
     for turn in range(3):
@@ -70,11 +84,15 @@ def worst_difference(model: Any, reader: TreeReader, lengths: Sequence[int] = (2
         for row in rows:
             for leaf in set(range(len(PARENTS[row]))) - set(PARENTS[row]):
                 path = trace_path(PARENTS[row], leaf)
-                expected = read_plainly(model, texts[row] + [nodes[row][node] for node in path])[-len(path) :]
+                expected = read_plainly(model, texts[row] + [nodes[row][node] for node in path])[
+                    -len(path) :
+                ]
                 differences.append(float((hidden[row, path] - expected).norm() / expected.norm()))
             texts[row] = texts[row] + [nodes[row][node] for node in KEPT[row][turn]]
         cache.keep({row: KEPT[row][turn] for row in rows})
-    return max(difference if difference == difference else float("inf") for difference in differences)
+    return max(
+        difference if difference == difference else float("inf") for difference in differences
+    )
 
 
 def make_reader(model: Any) -> TreeReader:

@@ -29,22 +29,45 @@ SHAPE = LlamaConfig(
     num_key_value_heads=2,
     head_dim=16,
 )
-NARROW = LlamaConfig(**{**SHAPE.to_dict(), "head_dim": 12})  # heads that together are as wide as the state
+NARROW = LlamaConfig(
+    **{**SHAPE.to_dict(), "head_dim": 12}
+)  # heads that together are as wide as the state
 TAPS = (2, 4, 5, -1)
 # answers of many tokens, of one, at the end of a text, and none that a drafter could write
 SPANS = {17: [(3, 5), (6, 7), (8, 17)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 12: [(2, 12)]}
-ONE, ONE_FIRST = {30: [(6, 20), (29, 30)]}, 4  # what no draft reaches stands between; the first anchor
-LONG = {310: [(5, 8), (30, 175), (306, 310)], 12: [(4, 12)]}  # one run of more rows than attention reads at once
+ONE, ONE_FIRST = (
+    {30: [(6, 20), (29, 30)]},
+    4,
+)  # what no draft reaches stands between; the first anchor
+LONG = {
+    310: [(5, 8), (30, 175), (306, 310)],
+    12: [(4, 12)],
+}  # one run of more rows than attention reads at once
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3"},
     "eagle3 draft vocabulary": {"kind": "eagle3", "draft_vocab": True},
-    "eagle3 regression": {"kind": "eagle3", "draft_vocab": True, "regression": 0.5, "loss": "acceptance"},
+    "eagle3 regression": {
+        "kind": "eagle3",
+        "draft_vocab": True,
+        "regression": 0.5,
+        "loss": "acceptance",
+    },
     "eagle3 frozen": {"kind": "eagle3", "train_lm_head": False, "intermediate_size": 64},
     "eagle3 random": {"kind": "eagle3", "draft_vocab": True, "lm_head": "random", "decay": 0.6},
     "eagle3 normed residual": {"kind": "eagle3", "norm_before_residual": True},
     "eagle3.1": {"kind": "eagle3", "draft_vocab": True, "fc_norm": True, "norm_output": True},
-    "eagle3 acceptance": {"kind": "eagle3", "draft_vocab": True, "loss": "acceptance", "fc_norm": True},
-    "eagle3 hybrid": {"kind": "eagle3", "loss": "hybrid", "norm_output": True, "norm_before_residual": True},
+    "eagle3 acceptance": {
+        "kind": "eagle3",
+        "draft_vocab": True,
+        "loss": "acceptance",
+        "fc_norm": True,
+    },
+    "eagle3 hybrid": {
+        "kind": "eagle3",
+        "loss": "hybrid",
+        "norm_output": True,
+        "norm_before_residual": True,
+    },
     "hass": {"kind": "hass", "noise": 0.0},
     "hass weighted": {
         "kind": "hass",
@@ -59,7 +82,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 Weights = dict[str, Tensor]
 
 
-def causal_states(head: Any, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead) -> Tensor:
+def causal_states(
+    head: Any, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead
+) -> Tensor:
     """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`."""
     positions = torch.arange(tokens.shape[1])[None]
     tables = rotary_tables(head.rotary, hidden, start + positions)
@@ -77,7 +102,9 @@ def texts_of(spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> lis
         mask = torch.zeros(length, dtype=torch.bool)
         for start, stop in answers:
             mask[start:stop] = True
-        features = torch.randn(length, len(TAPS), SHAPE.hidden_size, generator=generator, dtype=dtype)
+        features = torch.randn(
+            length, len(TAPS), SHAPE.hidden_size, generator=generator, dtype=dtype
+        )
         # often of the low ids, so that the draft vocabulary covers much and not all
         tokens = (torch.rand(length, generator=generator) ** 3 * SHAPE.vocab_size).long()
         made.append(Example(tokens, mask, features))
@@ -114,22 +141,38 @@ def moved(head: Any) -> Any:
 
 
 def new_head(
-    folder: Path, name: str, dtype: torch.dtype = torch.float32, shape: LlamaConfig = SHAPE, **changes: Any
+    folder: Path,
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    shape: LlamaConfig = SHAPE,
+    **changes: Any,
 ) -> Any:
     """A head of a variant, ready to train."""
     values = {**VARIANTS[name], **changes}
     method: Any = Hass if values["kind"] == "hass" else Eagle3
     if values.get("draft_vocab"):
-        values["draft_vocab"] = str(draft_vocab(folder / "draft_vocab.safetensors", SHAPE.vocab_size, 70))
+        values["draft_vocab"] = str(
+            draft_vocab(folder / "draft_vocab.safetensors", SHAPE.vocab_size, 70)
+        )
     torch.manual_seed(2)
-    return moved(method.for_target(method.Settings(**values), shape, frozen_head(torch.float32))).to(dtype).train()
+    return (
+        moved(method.for_target(method.Settings(**values), shape, frozen_head(torch.float32)))
+        .to(dtype)
+        .train()
+    )
 
 
 def rendered(head: Any, texts: list[Example], frozen: TargetHead) -> Weights:
     """The total loss and the gradients of all weights by the loop."""
     weights = {name: tensor.detach().clone() for name, tensor in head.state_dict().items()}
-    learned = {name: tensor.requires_grad_() for name, tensor in weights.items() if tensor.is_floating_point()}
-    loss = naive_unroll.LOSSES[head.settings.kind](weights, head.settings, head.shape, texts, frozen)
+    learned = {
+        name: tensor.requires_grad_()
+        for name, tensor in weights.items()
+        if tensor.is_floating_point()
+    }
+    loss = naive_unroll.LOSSES[head.settings.kind](
+        weights, head.settings, head.shape, texts, frozen
+    )
     gradients = torch.autograd.grad(loss, list(learned.values()))
     return {"total": loss.detach(), **dict(zip(learned, gradients, strict=True))}
 
@@ -139,7 +182,9 @@ def computed(head: Any, batch: Batch, frozen: TargetHead) -> Weights:
     head.zero_grad()
     loss = head(batch, frozen)["total"]
     loss.backward()
-    learned = {name: weight.grad for name, weight in head.named_parameters() if weight.requires_grad}
+    learned = {
+        name: weight.grad for name, weight in head.named_parameters() if weight.requires_grad
+    }
     return {"total": loss.detach(), **learned}
 
 

@@ -16,7 +16,12 @@ TEXT = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SQUARE = {**VISION, "image_size": 16, "patch_size": 4}
 QWEN_VISION = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2,
@@ -86,16 +91,22 @@ GRIDS = ([1, 4, 4], [1, 4, 6], [1, 2, 4])  # of images in patches
 
 def build(name: str) -> PreTrainedModel:
     """The family's model with every weight drawn afresh."""
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **VISION_FAMILIES[name]))
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(name, **VISION_FAMILIES[name])
+    )
     return draw_weights(model).eval()
 
 
-def picture(name: str, model: PreTrainedModel, count: int, seed: int) -> tuple[dict[str, Tensor], list[int]]:
+def picture(
+    name: str, model: PreTrainedModel, count: int, seed: int
+) -> tuple[dict[str, Tensor], list[int]]:
     """So many random images as the family's processor gives them, and the tokens that stand for each."""
     drawn = torch.Generator().manual_seed(seed)
     if name.startswith("qwen"):
         grids = GRIDS[:count]
-        pixels = torch.cat([torch.randn(t * h * w, 3 * 2 * 4 * 4, generator=drawn) for t, h, w in grids])
+        pixels = torch.cat(
+            [torch.randn(t * h * w, 3 * 2 * 4 * 4, generator=drawn) for t, h, w in grids]
+        )
         media = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
         return media, [t * h * w // 4 for t, h, w in grids]
     if name == "llava_onevision":  # a small whole and two tiles
@@ -115,8 +126,12 @@ def picture(name: str, model: PreTrainedModel, count: int, seed: int) -> tuple[d
         return media, [4] * count
     pixels = torch.randn(count, 3, 16, 16, generator=drawn)
     if name == "mistral3":
-        return {"pixel_values": pixels, "image_sizes": torch.tensor([[16, 16]] * count)}, [4] * count
-    return {"pixel_values": pixels[None] if name == "smolvlm" else pixels}, [16 if name == "llava" else 4] * count
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([[16, 16]] * count)}, [
+            4
+        ] * count
+    return {"pixel_values": pixels[None] if name == "smolvlm" else pixels}, [
+        16 if name == "llava" else 4
+    ] * count
 
 
 def ask(name: str, model: PreTrainedModel, count: int, seed: int) -> dict[str, Any]:

@@ -52,14 +52,23 @@ class Worker:
         self.stage = stage
         self.context = context
         self.log: TextIO = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command = [sys.executable, "-m", "bench.gpu.worker", stage.name, json.dumps(asdict(context)), *names]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.gpu.worker",
+            stage.name,
+            json.dumps(asdict(context)),
+            *names,
+        ]
         # a session of its own: what a unit starts ends with it
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=self.log, start_new_session=True)
 
     def end(self, deadline: float) -> str:
         """Wait until the deadline, end the process, and return why a unit may be unfinished."""
         try:
-            reason = f"the worker ended with status {self.process.wait(max(deadline - monotonic(), 0))}"
+            reason = (
+                f"the worker ended with status {self.process.wait(max(deadline - monotonic(), 0))}"
+            )
         except subprocess.TimeoutExpired:
             reason = "not done at the end of the stage's time"
         with contextlib.suppress(ProcessLookupError):
@@ -73,8 +82,14 @@ def list_pending(stage: Stage, context: Context) -> list[str]:
     """Return the units without a result, then those that failed in an earlier call."""
     names = list_units(stage.name, context)
     units = read_units(context.results, stage.name)
-    failed = [name for name, figures in units.items() if "error" in figures and figures["call"] != context.call]
-    return [name for name in names if name not in units] + [name for name in names if name in failed]
+    failed = [
+        name
+        for name, figures in units.items()
+        if "error" in figures and figures["call"] != context.call
+    ]
+    return [name for name in names if name not in units] + [
+        name for name in names if name in failed
+    ]
 
 
 def run_stage(stage: Stage, context: Context, deadline: float) -> None:
@@ -103,13 +118,23 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     summary = (__doc__ or "").split("\n\n", maxsplit=1)[0]
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=summary)
     names = [stage.name for stage in STAGES]
-    parser.add_argument("--minutes", type=float, default=8, help="time for this call (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="time for this call (default: %(default)s)"
+    )
     parser.add_argument("--stages", nargs="+", choices=names, default=names, help="only these")
     parser.add_argument("--again", nargs="+", choices=names, default=[], help="measure these anew")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes: try the program, on a CPU too")
-    parser.add_argument("--results", type=Path, help=f"folder of the result files (default: {RESULTS})")
-    parser.add_argument("--inputs", type=Path, help="what `make demo` left: a target, its head and prompts")
-    parser.add_argument("--page", action="store_true", help=f"only write {PAGE} from the result files")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny sizes: try the program, on a CPU too"
+    )
+    parser.add_argument(
+        "--results", type=Path, help=f"folder of the result files (default: {RESULTS})"
+    )
+    parser.add_argument(
+        "--inputs", type=Path, help="what `make demo` left: a target, its head and prompts"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help=f"only write {PAGE} from the result files"
+    )
     return parser.parse_args(argv)
 
 
@@ -133,8 +158,12 @@ def run_stages(args: argparse.Namespace, context: Context) -> int:
     left = {name: count for name, count in left.items() if count}
     failed = 0
     for stage in stages:
-        failed += sum("error" in figures for figures in read_units(context.results, stage.name).values())
-    print(f"{monotonic() - start:.0f} s; units left for another call: {left or 'none'}; {failed} failed")
+        failed += sum(
+            "error" in figures for figures in read_units(context.results, stage.name).values()
+        )
+    print(
+        f"{monotonic() - start:.0f} s; units left for another call: {left or 'none'}; {failed} failed"
+    )
     return int(args.rehearse and bool(failed or left))
 
 
@@ -146,7 +175,9 @@ def main(argv: list[str]) -> int:
         return 0
     if not args.rehearse and best_device() == "cpu":
         # the sizes of a run would take a CPU days
-        raise ValueError("torch finds no accelerator here, expected a GPU: `--rehearse` tries the program on a CPU")
+        raise ValueError(
+            "torch finds no accelerator here, expected a GPU: `--rehearse` tries the program on a CPU"
+        )
     with tempfile.TemporaryDirectory() as work:
         results = args.results or RESULTS
         if args.rehearse and args.results is None:

@@ -29,7 +29,16 @@ from tests.simulated_runs import HEADS
 # each of many processes at once compiles attention
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
 # grouped heads, windows with soft caps, experts, sinks, latent attention, learned positions, and a hybrid
-CHECKED_FAMILIES = ["llama", "qwen3", "gemma3", "mixtral", "gpt_oss", "deepseek_v3", "gpt2", "qwen3_next"]
+CHECKED_FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma3",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "gpt2",
+    "qwen3_next",
+]
 HEAD_KINDS = ("eagle1", "eagle3", "dflash", "draft_model")
 PROMPT_LENGTHS = (9, 23, 4)
 SEED = 3
@@ -40,11 +49,15 @@ def units(context: Context) -> dict[str, Unit]:
     families = context.pick(CHECKED_FAMILIES, ["llama", "qwen3_next"])
     methods = context.pick(list(DRAFTERS), ["ngram", "eagle1"])
     new_tokens = context.pick(24, 6)
-    checks: dict[str, Unit] = {"waits, decoding": partial(check_waits, "cycle or extraction or planted")}
+    checks: dict[str, Unit] = {
+        "waits, decoding": partial(check_waits, "cycle or extraction or planted")
+    }
     for dtype in (torch.float32, torch.bfloat16):
         for family in families:
             name = f"lossless, {family}, {str(dtype).removeprefix('torch.')}"
-            checks[name] = partial(check_lossless, family, dtype, device=context.device, new_tokens=new_tokens)
+            checks[name] = partial(
+                check_lossless, family, dtype, device=context.device, new_tokens=new_tokens
+            )
     for method in methods:
         checks[f"conformance, {method}"] = partial(check_method, method, context.device)
     if not context.rehearse:
@@ -69,9 +82,14 @@ def check_waits(expression: str) -> Figures:
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     # 1: tests failed, which the last lines name
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-1000:]}{done.stderr[-1000:]}")
+        raise RuntimeError(
+            f"pytest ended with status {done.returncode}: {done.stdout[-1000:]}{done.stderr[-1000:]}"
+        )
     lines = done.stdout.splitlines()
-    return {"line": lines[-1].strip("= "), "failed": [line for line in lines if line.startswith("FAILED")]}
+    return {
+        "line": lines[-1].strip("= "),
+        "failed": [line for line in lines if line.startswith("FAILED")],
+    }
 
 
 def check_method(kind: str, device: torch.device) -> Figures:
@@ -86,7 +104,9 @@ def check_method(kind: str, device: torch.device) -> Figures:
     return {"line": line, "checks": len(outcomes), "faults": faults}
 
 
-def check_lossless(family: str, dtype: torch.dtype, device: torch.device, new_tokens: int) -> Figures:
+def check_lossless(
+    family: str, dtype: torch.dtype, device: torch.device, new_tokens: int
+) -> Figures:
     """Compare drafted answers, alone and in a batch, with those of the untouched model token by token."""
     model = build(family, dtype).to(device)
     target = Target(copy.deepcopy(model))
@@ -104,7 +124,9 @@ def check_lossless(family: str, dtype: torch.dtype, device: torch.device, new_to
     accepted = 0
     differences = []
     for temperature, name in product((0.0, 1.0), drafters):
-        for i, sampling, trace in decode(target, drafters[name], prompts, temperature, new_tokens=new_tokens):
+        for i, sampling, trace in decode(
+            target, drafters[name], prompts, temperature, new_tokens=new_tokens
+        ):
             answers += 1
             accepted += sum(cycle.accepted for cycle in trace.checked().cycles)
             difference = find_divergence(
@@ -122,7 +144,13 @@ def check_lossless(family: str, dtype: torch.dtype, device: torch.device, new_to
     line = f"{identical} of {answers} identical, {len(gaps)} near-ties of at most {max(gaps, default=0.0):.2g}"
     line += f", {len(differences) - len(gaps)} other differences; {accepted} drafts accepted"
     rows = [difference.to_json() for difference in differences]
-    return {"line": line, "identical": identical, "answers": answers, "accepted": accepted, "differences": rows}
+    return {
+        "line": line,
+        "identical": identical,
+        "answers": answers,
+        "accepted": accepted,
+        "differences": rows,
+    }
 
 
 def decode(
@@ -132,6 +160,8 @@ def decode(
     samplings = [Sampling(temperature, seed=SEED, request=i) for i in range(len(prompts))]
     options: dict[str, Any] = {"budget": Budget(8, 4, 3), "max_new_tokens": new_tokens, "stop": []}
     yield 0, samplings[0], generate(target, drafter, prompts[0], sampling=samplings[0], **options)
-    batch = generate(target, drafter, prompts, sampling=samplings, batch_size=len(prompts), **options)
+    batch = generate(
+        target, drafter, prompts, sampling=samplings, batch_size=len(prompts), **options
+    )
     for i, trace in enumerate(batch):
         yield i, samplings[i], trace

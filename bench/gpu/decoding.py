@@ -44,13 +44,17 @@ ALL_SHAPES = {
 def units(context: Context) -> dict[str, Unit]:
     """Return the arms, single requests of the large model first, and what torch compiles last."""
     cases = []
-    for size, batch in product(context.pick(list(SIZES), ["8 B"]), context.pick((1, 8, 32), (1, 2))):
+    for size, batch in product(
+        context.pick(list(SIZES), ["8 B"]), context.pick((1, 8, 32), (1, 2))
+    ):
         cases += [(size, batch, arm) for arm in list_arms(context, batch)]
     if not context.rehearse:
         cases += [("8 B", 1, f"{arm}, {COMPILED}") for arm in (PLAIN, "eagle1, chain 3")]
     measured: dict[str, Unit] = {}
     for size, batch, arm in cases:
-        measured[f"{size}, batch {batch}, {arm}"] = partial(measure_arm, context, size, batch=batch, arm=arm)
+        measured[f"{size}, batch {batch}, {arm}"] = partial(
+            measure_arm, context, size, batch=batch, arm=arm
+        )
     return measured
 
 
@@ -77,7 +81,9 @@ def open_target(context: Context, size: str) -> tuple[WideTarget, list[list[int]
     """Return the widened model of this size, and its prompts."""
     gc.collect()
     folder = Path(context.inputs or make_inputs(Path(context.work) / "decoding"))
-    small = Target.load(folder / "target", dtype="bfloat16", device=context.device.type, packed=False)
+    small = Target.load(
+        folder / "target", dtype="bfloat16", device=context.device.type, packed=False
+    )
     weights = context.pick(SIZES[size], 1.5 * count_weights(small.model))
 
     def load(name: str, target: Target) -> Any:
@@ -100,12 +106,16 @@ def make_inputs(folder: Path) -> Path:
         write_conversations(folder / "data")
         make_target(folder / "target", "small")
         target = Target.load(folder / "target", dtype="bfloat16", device="cpu")
-        save_head(folder / "eagle1/head", Eagle1.for_target(Eagle1.Settings(), target.config), "", {})
+        save_head(
+            folder / "eagle1/head", Eagle1.for_target(Eagle1.Settings(), target.config), "", {}
+        )
     return folder
 
 
 @lru_cache
-def decode_plain(context: Context, size: str, batch: int) -> tuple[list[list[int]], list[list[int]]]:
+def decode_plain(
+    context: Context, size: str, batch: int
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return the prompts of a batch, the first ones again where there are fewer, and plain decoding's answers."""
     wide, questions = open_target(context, size)
     prompts = [questions[i % len(questions)] for i in range(batch)]

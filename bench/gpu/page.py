@@ -61,7 +61,9 @@ def render_page(results: Path) -> str:
         table = "\n".join(["| what | result |", "|---|---|", *rows])
         about = next(iter(units.values()))
         made = f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}, {about['date']}"
-        sections.append(f"\n## {title}\n\n{note}\n\n{table}\n\n<sub>{made}, commit {about['commit']}</sub>\n")
+        sections.append(
+            f"\n## {title}\n\n{note}\n\n{table}\n\n<sub>{made}, commit {about['commit']}</sub>\n"
+        )
     return HEAD + ("".join(sections) or NOTHING)
 
 

@@ -41,7 +41,9 @@ def units(context: Context) -> dict[str, Unit]:
     measured: dict[str, Unit] = {}
     for name, head in heads.items():
         # two batches in turns, as no step reads the same features as the one before
-        work = Work(config, [texts, texts], head, "bf16", features="bf16", device=context.device.type)
+        work = Work(
+            config, [texts, texts], head, "bf16", features="bf16", device=context.device.type
+        )
         measured[name] = partial(measure_step, work)
         # Medusa has no modules that torch compiles, and a CPU compiles for minutes
         if name != "medusa" and not context.rehearse:

@@ -85,7 +85,12 @@ def describe_device() -> Figures:
     name = f"{best_device()}, {platform.machine()}"
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-    return {"device": name, "cuda": torch.version.cuda, "python": platform.python_version(), **describe_code()}
+    return {
+        "device": name,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        **describe_code(),
+    }
 
 
 def main(stage: str, context: Context, names: list[str]) -> None:
@@ -103,7 +108,10 @@ def main(stage: str, context: Context, names: list[str]) -> None:
             figures |= units[name]()
         except Exception as error:  # of any kind: it is the unit's result
             traceback.print_exc()
-            figures |= {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()[-1500:]}
+            figures |= {
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc()[-1500:],
+            }
         figures["seconds"] = round(monotonic() - start, 1)
         write_unit(context.results, stage, figures)
         summary = figures.get("error") or figures["line"]

@@ -82,7 +82,9 @@ def number_marks(value: Any, numbers: Iterator[str]) -> Any:
     return value
 
 
-def pick_images(messages: list[dict[str, Any]], images: list[Source]) -> tuple[list[dict[str, Any]], list[Source]]:
+def pick_images(
+    messages: list[dict[str, Any]], images: list[Source]
+) -> tuple[list[dict[str, Any]], list[Source]]:
     """Return the remaining messages of a record with a plain mark for each image, and the images that they show."""
     plain = []
     picked = []
@@ -135,7 +137,9 @@ def _take_turn(turn: dict[str, Any], beside: bool) -> tuple[dict[str, Any], list
     if own:
         num_places = images.count(None)
         if num_places != len(own):
-            raise Dropped(f"{len(own)} images of a turn, and {num_places} places for them in its text")
+            raise Dropped(
+                f"{len(own)} images of a turn, and {num_places} places for them in its text"
+            )
         images = [*_fill_places(images, own)]
     if images and is_answer:
         raise Dropped("an image in an answer")
@@ -144,7 +148,9 @@ def _take_turn(turn: dict[str, Any], beside: bool) -> tuple[dict[str, Any], list
 
 def _content_key(turn: dict[str, Any]) -> str:
     """Return the key of a turn's content."""
-    return next((key for key in ("value", "content", "text") if turn.get(key) is not None), "content")
+    return next(
+        (key for key in ("value", "content", "text") if turn.get(key) is not None), "content"
+    )
 
 
 def _speaker_of(turn: dict[str, Any]) -> str:
@@ -175,7 +181,11 @@ def _show_first(
         key = _content_key(turn)
         content = turn.get(key)
         marks = MARK * many
-        content = [{"type": "text", "text": marks}, *content] if isinstance(content, list) else marks + (content or "")
+        content = (
+            [{"type": "text", "text": marks}, *content]
+            if isinstance(content, list)
+            else marks + (content or "")
+        )
         places: list[Source | None] = [None] * many
         return [*taken[:i], ({**turn, key: content}, places + images), *taken[i + 1 :]]
     raise Dropped("images, and no question")

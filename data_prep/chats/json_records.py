@@ -68,12 +68,17 @@ def _read_pieces(path: Path, broken: list[Dropped]) -> Iterator[bytes]:
     """Yield the bytes of a file as UTF-8, unzipped; the reason is added to `broken` if that stops before the end."""
     with path.open("rb") as file:
         zipped = file.peek(3).startswith(b"\x1f\x8b\x08")
-        pieces = _unzip(cast(IO[bytes], file), broken) if zipped else iter(lambda: file.read(PIECE), b"")
+        pieces = (
+            _unzip(cast(IO[bytes], file), broken) if zipped else iter(lambda: file.read(PIECE), b"")
+        )
         first = next(pieces, b"")
         pieces = chain([first], pieces)
         if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             # a backslash where it is damaged makes that record invalid JSON
-            pieces = (text.encode() for text in codecs.iterdecode(pieces, "utf-16", errors="backslashreplace"))
+            pieces = (
+                text.encode()
+                for text in codecs.iterdecode(pieces, "utf-16", errors="backslashreplace")
+            )
         yield from pieces
 
 
@@ -150,7 +155,9 @@ def _unwrap(value: Any) -> list[Any]:
 def _is_record(value: Any) -> bool:
     """Return whether a value behind damage is a record; the arguments of a tool call may hold a query, too."""
     layout = layout_of(value)
-    return layout is not None and (layout != "query" or first_of(value, *ANSWERS["query"]) is not None)
+    return layout is not None and (
+        layout != "query" or first_of(value, *ANSWERS["query"]) is not None
+    )
 
 
 def _scan_values(texts: Iterator[str], cut: str) -> Iterator[Any]:

@@ -7,20 +7,53 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-FINISHES = ("finishreason", "donereason", "stopreason")  # names of keys, in small letters and digits alone
+FINISHES = (
+    "finishreason",
+    "donereason",
+    "stopreason",
+)  # names of keys, in small letters and digits alone
 LISTED_FINISHES = ("finishreasons", "donereasons", "stopreasons")  # a list, one for each answer
-METADATA = ("metadata", "meta", "responsemetadata", "generationinfo")  # what is said of a record or a turn within it
+METADATA = (
+    "metadata",
+    "meta",
+    "responsemetadata",
+    "generationinfo",
+)  # what is said of a record or a turn within it
 # Every other reason is that of an answer without its end.
 FINISHED = {
-    *("", "none", "null", "nan", "unspecified", "stop", "stopped", "stopsequence", "stoptoken", "eos", "eostoken"),
-    *("end", "endturn", "endofturn", "endoftext", "endofsequence", "endofmessage", "toolcall", "toolcalls", "tooluse"),
+    *(
+        "",
+        "none",
+        "null",
+        "nan",
+        "unspecified",
+        "stop",
+        "stopped",
+        "stopsequence",
+        "stoptoken",
+        "eos",
+        "eostoken",
+    ),
+    *(
+        "end",
+        "endturn",
+        "endofturn",
+        "endoftext",
+        "endofsequence",
+        "endofmessage",
+        "toolcall",
+        "toolcalls",
+        "tooluse",
+    ),
     *("functioncall", "done", "complete", "completed", "finish", "finished", "success"),
 }
 # A message's key: why an answer that is learned has no end of its own.
 CUT_OFF = "finish_reason"
 TRUNCATED = re.compile("length|max|limit|timeout|timedout|truncat")
 FILTERED = re.compile("filter|safety|refus|recitation|block|prohibit|spii|guardrail|moderat|polic")
-BROKEN_OFF = re.compile("abort|cancel|error|fail|pause|incomplete|malformed|unexpected|interrupt|disconnect")
+BROKEN_OFF = re.compile(
+    "abort|cancel|error|fail|pause|incomplete|malformed|unexpected|interrupt|disconnect"
+)
 
 # 0: not learned; any other number but 1 is refused.
 WEIGHTS = ("weight", "lossweight", "lossscale", "lossmask")
@@ -52,7 +85,9 @@ PLACEHOLDER = re.compile(
 )
 
 
-LONE_PLACEHOLDER = re.compile(r"\s*(?:<image>\s*)+", re.IGNORECASE)  # an answer that says nothing beside it
+LONE_PLACEHOLDER = re.compile(
+    r"\s*(?:<image>\s*)+", re.IGNORECASE
+)  # an answer that says nothing beside it
 TAG = re.compile(r"<(?:image|img|video|audio)>|\[IMG\]", re.IGNORECASE)
 CLOSING_TAG = re.compile(r"</(?:image|video|audio)>|\[/IMG\]", re.IGNORECASE)
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -126,7 +161,11 @@ def excluding_mark(record: dict[str, Any]) -> str | None:
         if is_true(value):
             return key
     for key, value in with_names(record, RATINGS):
-        if value is False or str(value).strip().lower() == "false" or (value == 0 and is_unpaired(record)):
+        if (
+            value is False
+            or str(value).strip().lower() == "false"
+            or (value == 0 and is_unpaired(record))
+        ):
             return key
     for _, values in with_names(record, METADATA):
         judged = with_names(values, ("iscorrect",)) if isinstance(values, dict) else ()
@@ -147,7 +186,9 @@ def notes_of_marks(record: dict[str, Any], turns: list[Any]) -> set[str]:
         notes.add("a label of 0 beside a record may be a class: learned")
     for turn in turns:
         marks = with_names(turn, ("mask",)) if isinstance(turn, dict) else ()
-        if any(isinstance(value, int | float) and not isinstance(value, bool) for _, value in marks):
+        if any(
+            isinstance(value, int | float) and not isinstance(value, bool) for _, value in marks
+        ):
             notes.add("a mask of 0 or 1 beside a turn may mean either: learned")
     return notes
 
@@ -162,7 +203,11 @@ def is_broken(text: str, finish: str, history: Sequence[dict[str, Any]]) -> bool
 def weight_of(turn: dict[str, Any]) -> int | None:
     """0 where any mark excludes an answer from the loss, 1 where a weight includes it, None where it has no mark."""
     for key, value in with_names(turn, WEIGHTS):
-        if not is_false(value) and value != 1 and str(value).strip().lower() not in ("1", "1.0", "true"):
+        if (
+            not is_false(value)
+            and value != 1
+            and str(value).strip().lower() not in ("1", "1.0", "true")
+        ):
             raise ValueError(f"{key} that is neither 0 nor 1")
     if any(is_false(value) for _, value in with_names(turn, (*WEIGHTS, *SWITCHES, *RATINGS))):
         return 0
@@ -183,7 +228,9 @@ def media_key(values: dict[str, Any]) -> str | None:
 
 def medium_in(text: str, *, asked: bool) -> str | None:
     """Return the token in a text that stands for a medium; in a question (`asked`) at the edges of lines also a tag."""
-    token = SPECIAL_MEDIUM.search(text) or (PLACEHOLDER.search(text) if asked else LONE_PLACEHOLDER.fullmatch(text))
+    token = SPECIAL_MEDIUM.search(text) or (
+        PLACEHOLDER.search(text) if asked else LONE_PLACEHOLDER.fullmatch(text)
+    )
     return token[0].strip() if token else None
 
 

@@ -36,7 +36,16 @@ from data_prep.chats.turns import (
     with_reasons,
 )
 
-IDS = ("id", "conversation_id", "conversation_hash", "uuid", "uid", "prompt_id", "question_id", "message_tree_id")
+IDS = (
+    "id",
+    "conversation_id",
+    "conversation_hash",
+    "uuid",
+    "uid",
+    "prompt_id",
+    "question_id",
+    "message_tree_id",
+)
 NO_ANSWER = "no answer"  # why a question alone is dropped
 TRUNCATED_NOTE = "a truncated answer is not learned"
 # Zero-width characters alone are no answer.
@@ -119,7 +128,11 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
             messages.append(message)
         elif role == SYSTEM:
             notes.add("empty system turn removed")
-        elif role == TOOL and messages and (messages[-1]["role"] == TOOL or "tool_calls" in messages[-1]):
+        elif (
+            role == TOOL
+            and messages
+            and (messages[-1]["role"] == TOOL or "tool_calls" in messages[-1])
+        ):
             # A tool may return nothing.
             messages.append(message)
         elif is_answer and not is_broken_off and _goes_on(messages, turns[i + 1 :]):
@@ -140,7 +153,9 @@ def _messages_of(turns: list[Any], notes: set[str], answered: bool) -> list[dict
     return messages
 
 
-def _mark_answer(message: dict[str, Any], finish: str | None, history: list[dict[str, Any]], notes: set[str]) -> None:
+def _mark_answer(
+    message: dict[str, Any], finish: str | None, history: list[dict[str, Any]], notes: set[str]
+) -> None:
     """Give an answer the weight 0 if it was truncated or has broken characters, unless a mark of its own decides."""
     truncated = finish is not None and is_truncated(finish)
     if truncated and message.get("weight") == 1:
@@ -160,10 +175,17 @@ def _mark_answer(message: dict[str, Any], finish: str | None, history: list[dict
 
 def _goes_on(messages: list[dict[str, Any]], later: list[Any]) -> bool:
     """Return whether an empty answer here is between two questions, of which the first may be left out."""
-    return bool(messages) and messages[-1]["role"] == USER and bool(later) and is_spoken_by(USER, later[0])
+    return (
+        bool(messages)
+        and messages[-1]["role"] == USER
+        and bool(later)
+        and is_spoken_by(USER, later[0])
+    )
 
 
-def _check_first_answer(messages: list[dict[str, Any]], cut_turns: list[Any], broken_off: str | None) -> None:
+def _check_first_answer(
+    messages: list[dict[str, Any]], cut_turns: list[Any], broken_off: str | None
+) -> None:
     """Refuse a conversation of which a cut leaves only questions, if the turns that are cut have an answer."""
     roles = [message["role"] for message in messages]
     if ASSISTANT in roles[roles.index(USER) :]:
@@ -206,7 +228,9 @@ def _trim(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> li
 def _check_text(conversation: Conversation) -> None:
     """Refuse what cannot be written as UTF-8 or as JSON: it cannot be tokenised or stored either."""
     try:
-        json.dumps([conversation.id, conversation.messages, conversation.tools], ensure_ascii=False).encode()
+        json.dumps(
+            [conversation.id, conversation.messages, conversation.tools], ensure_ascii=False
+        ).encode()
     except UnicodeEncodeError:
         raise Dropped("text with lone surrogates") from None
     except TypeError:
@@ -226,7 +250,9 @@ def message_of(turn: Any) -> dict[str, Any]:
     medium = medium_in(text, asked=role == USER)
     if medium:
         raise Dropped(f"a placeholder in the text: {describe(medium)}")
-    reasoning += _text(first_of(turn, "reasoning_content", "reasoning", "thinking"), "reasoning_content")
+    reasoning += _text(
+        first_of(turn, "reasoning_content", "reasoning", "thinking"), "reasoning_content"
+    )
     calls += calls_of(first_of(turn, "tool_calls", "function_call") or [], "tool_calls")
     if role != ASSISTANT and (reasoning or calls):
         raise Dropped(f"reasoning or tool calls in a turn of the {role}")
@@ -285,11 +311,17 @@ def _call(call: Any) -> dict[str, Any]:
     """Return one tool call with its arguments as an object, since templates print them as JSON themselves."""
     function = call.get("function") or call if isinstance(call, dict) else None
     function = _check_name(function, "a tool call")
-    arguments = parse_json(first_of(function, "arguments", "parameters") or {}, "tool call arguments that are")
+    arguments = parse_json(
+        first_of(function, "arguments", "parameters") or {}, "tool call arguments that are"
+    )
     if not isinstance(arguments, dict):
         raise Dropped("tool call arguments that are not an object")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {
+        **call_id,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _tool(tool: Any) -> dict[str, Any]:

@@ -39,7 +39,11 @@ class RenderedText:
 
 
 def render_answers(
-    conversation: Conversation, tokenizer: Any, data: DataSection, stops: Sequence[str], notes: set[str]
+    conversation: Conversation,
+    tokenizer: Any,
+    data: DataSection,
+    stops: Sequence[str],
+    notes: set[str],
 ) -> list[RenderedText]:
     """Return texts with each learned answer after its serving prompt; answers with the same history share a text."""
     messages = [without_marks(turn) for turn in conversation.messages]
@@ -63,7 +67,9 @@ def render_answers(
             continue
         notes.update(LEFT_OUT.format(name) for name in missing)
         if not is_cut_off:
-            text, end = ensure_end_mark(text, end, turns, render, mark=mark, stops=stops, notes=notes)
+            text, end = ensure_end_mark(
+                text, end, turns, render, mark=mark, stops=stops, notes=notes
+            )
         spans: list[tuple[int, int]] = []
         if texts and text.startswith(texts[-1].text):
             # The earlier answers are read as history here, exactly as they were learned.
@@ -81,7 +87,14 @@ def render_answers(
 
 
 def ensure_end_mark(
-    text: str, end: int, messages: list[Message], render: Render, *, mark: str, stops: Sequence[str], notes: set[str]
+    text: str,
+    end: int,
+    messages: list[Message],
+    render: Render,
+    *,
+    mark: str,
+    stops: Sequence[str],
+    notes: set[str],
 ) -> tuple[str, int]:
     """Return the text and the end of its last answer, with the end mark that is printed only before another turn."""
     solid_mark = mark.strip()
@@ -151,7 +164,9 @@ def render_answer(messages: list[Message], render: Render, notes: set[str]) -> t
     return prompt + text[start:], len(prompt)
 
 
-def move_behind_prompt(prompt: str, text: str, start: int, header: str, notes: set[str]) -> tuple[str, int]:
+def move_behind_prompt(
+    prompt: str, text: str, start: int, header: str, notes: set[str]
+) -> tuple[str, int]:
     """Return the serving prompt followed by the answer, where `text` introduces that answer by another `header`.
 
     If the prompt's end leaves no thought open, the answer is what the model says next. If it does, no answer
@@ -165,7 +180,9 @@ def move_behind_prompt(prompt: str, text: str, start: int, header: str, notes: s
     if text.startswith(header, start) and is_all_closed:
         answer_start = start if says_header else start + len(header)
         return prompt + text[answer_start:], len(prompt)
-    notes.add(f"the generation prompt ends with {extra!r}, which the template prints before no answer")
+    notes.add(
+        f"the generation prompt ends with {extra!r}, which the template prints before no answer"
+    )
     return text, start
 
 
@@ -177,14 +194,18 @@ def is_closed(text: str) -> bool:
     return bool(names) and all(count % 2 == 0 for count in names.values())
 
 
-def find_mark_and_trailer(messages: list[Message], render: Render, stops: Sequence[str]) -> tuple[str, str]:
+def find_mark_and_trailer(
+    messages: list[Message], render: Render, stops: Sequence[str]
+) -> tuple[str, str]:
     """Return the model's own end mark, and what the template prints after it at the end of a conversation."""
     answered = [*messages[:-1], placeholder_answer(messages[-1])]
     _, answer, tail = render(answered, False).rpartition(ANYTHING)
     if not answer:
         return "", ""
     try:
-        following = render([*answered, {"role": "user", "content": "?"}], False).rpartition(ANYTHING)[2]
+        following = render([*answered, {"role": "user", "content": "?"}], False).rpartition(
+            ANYTHING
+        )[2]
     except Dropped:
         # For example a template that refuses a second question.
         following = tail
@@ -248,7 +269,9 @@ def cut_trailer(text: str, start: int, mark: str, trailer: str) -> tuple[str, in
         # White space is the mark, and must stay.
         return text, len(text)
     if trailer.strip() and not text.endswith(trailer):
-        raise Dropped(f"the template prints {trailer[:40]!r} behind some answers and not behind others")
+        raise Dropped(
+            f"the template prints {trailer[:40]!r} behind some answers and not behind others"
+        )
     end = max(start, len(text.removesuffix(trailer).rstrip()))
     return (text[:end] if trailer.strip() else text), end
 
@@ -265,7 +288,11 @@ def placeholder_answer(turn: Message) -> Message:
 def is_printed_empty(messages: list[Message], missing: set[str], render: Render) -> bool:
     """Return whether the last answer is empty, or lacks parts and is printed as an empty one is."""
     turn = messages[-1]
-    if not (turn.get("content") or "").strip() and not turn.get("tool_calls") and not turn.get("reasoning_content"):
+    if (
+        not (turn.get("content") or "").strip()
+        and not turn.get("tool_calls")
+        and not turn.get("reasoning_content")
+    ):
         return True
     if not missing:
         return False
@@ -293,7 +320,9 @@ def missing_from_answer(turn: Message, printed: str) -> set[str]:
     return missing
 
 
-def missing_from_history(messages: list[Message], tools: list[dict[str, Any]] | None, printed: str) -> set[str]:
+def missing_from_history(
+    messages: list[Message], tools: list[dict[str, Any]] | None, printed: str
+) -> set[str]:
     """Return the kinds of turns before an answer that are not printed, and the tools if they are not."""
     squeezed = remove_spaces(printed)
     missing = set()
@@ -327,14 +356,18 @@ def places_to_learn(conversation: Conversation, turns: str) -> list[int]:
     candidates = answers[-1:] if turns == "last" else answers
     weighted = [i for i in candidates if conversation.messages[i].get("weight", 1) != 0]
     if not weighted:
-        raise Dropped("every answer has weight 0" if turns == "all" else "the last answer has weight 0")
+        raise Dropped(
+            "every answer has weight 0" if turns == "all" else "the last answer has weight 0"
+        )
     return weighted
 
 
 def make_renderer(conversation: Conversation, tokenizer: Any, data: DataSection) -> Render:
     """Return a function that prints messages by the chat template, with a generation prompt if asked for."""
 
-    def apply_template(messages: list[Message], ask: bool, tools: list[dict[str, Any]] | None) -> str:
+    def apply_template(
+        messages: list[Message], ask: bool, tools: list[dict[str, Any]] | None
+    ) -> str:
         options = {"tools": tools, "add_generation_prompt": ask, "tokenize": False}
         messages = for_template(messages, data.images)
         return tokenizer.apply_chat_template(messages, **options, **data.template_kwargs)

@@ -29,10 +29,14 @@ LISTS = ("conversations", "messages", "conversation")
 CALLS = ("function_call", "tool_call")
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), USER),
-    **dict.fromkeys(("gpt", "assistant", "ai", "chatgpt", "chatbot", "bot", "model", "bard", "bing"), ASSISTANT),
+    **dict.fromkeys(
+        ("gpt", "assistant", "ai", "chatgpt", "chatbot", "bot", "model", "bard", "bing"), ASSISTANT
+    ),
     **dict.fromkeys(("claude", *CALLS), ASSISTANT),
     **dict.fromkeys(("system", "developer"), SYSTEM),
-    **dict.fromkeys(("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL),
+    **dict.fromkeys(
+        ("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL
+    ),
 }
 # Where a record of one question has its answer.
 ANSWERS = {
@@ -74,7 +78,10 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
     """Return the turns of a record; a question without an answer is followed by an answer without content."""
     layout = layout_of(record)
     if layout is None:
-        raise Dropped("unknown layout: keys " + ", ".join(describe(key) for key in sorted(record, key=str)[:6]))
+        raise Dropped(
+            "unknown layout: keys "
+            + ", ".join(describe(key) for key in sorted(record, key=str)[:6])
+        )
     check_media(record)
     turns = _turns_in(layout, record, notes)
     if not turns:
@@ -86,7 +93,11 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
     turns = _with_own_reasons(turns, record)
     # A reason beside the turns is that of the last answer, unless it has one itself.
     finish = unfinished_reason(record)
-    if finish is not None and isinstance(turns[-1], dict) and not any(with_names(turns[-1], FINISHES)):
+    if (
+        finish is not None
+        and isinstance(turns[-1], dict)
+        and not any(with_names(turns[-1], FINISHES))
+    ):
         turns = [*turns[:-1], {**turns[-1], "finish_reason": finish}]
     system = first_of(record, "system", "system_prompt")
     return [{"role": SYSTEM, "content": system}, *turns] if system else turns
@@ -188,7 +199,9 @@ def _turns_in(layout: str, record: dict[str, Any], notes: set[str]) -> list[Any]
 
 def _questions(values: list[Any]) -> list[Any]:
     """Return texts or turns without roles as questions, an empty answer after each; turns with roles as they are."""
-    if any(isinstance(value, dict) and first_of(value, "role", "from") is not None for value in values):
+    if any(
+        isinstance(value, dict) and first_of(value, "role", "from") is not None for value in values
+    ):
         return values
     contents: list[Any] = []
     for value in values:
@@ -201,7 +214,9 @@ def _questions(values: list[Any]) -> list[Any]:
 
 def _alternate(contents: Iterable[Any]) -> list[Any]:
     """Return turns with these contents, the first of the user, the second of the assistant, and so on."""
-    return [{"role": (USER, ASSISTANT)[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [
+        {"role": (USER, ASSISTANT)[i % 2], "content": content} for i, content in enumerate(contents)
+    ]
 
 
 def _question_and_answer(layout: str, record: dict[str, Any]) -> list[Any]:
@@ -211,12 +226,16 @@ def _question_and_answer(layout: str, record: dict[str, Any]) -> list[Any]:
     history = record.get("history") or []
     if first_of(record, "choices", "options") is not None:
         raise Dropped("a question with choices")
-    context = first_of(record, "input", "context") if layout in ("instruction", "question") else None
+    context = (
+        first_of(record, "input", "context") if layout in ("instruction", "question") else None
+    )
     if context:
         if not isinstance(question, str) or not isinstance(context, str):
             raise Dropped(f"{layout} or input: not text")
         question = f"{question}\n\n{context}"
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
         raise Dropped("history: not a list of pairs")
     # A preference record may have its answers as texts.
     if answer is None and "rejected" in record and isinstance(record.get("chosen"), str):
@@ -276,8 +295,16 @@ def _with_marks(turns: list[Any], key: str, marks: list[Any]) -> list[Any]:
 def _with_own_reasons(turns: list[Any], record: dict[str, Any]) -> list[Any]:
     """Return the turns of a record of `eagle regenerate` with the reasons of its answers."""
     reasons = record.get("finish_reasons")
-    answers = [i for i, turn in enumerate(turns) if isinstance(turn, dict) and turn.get("role") == ASSISTANT]
-    if not isinstance(record.get("sampling"), dict) or not isinstance(reasons, list) or len(reasons) != len(answers):
+    answers = [
+        i
+        for i, turn in enumerate(turns)
+        if isinstance(turn, dict) and turn.get("role") == ASSISTANT
+    ]
+    if (
+        not isinstance(record.get("sampling"), dict)
+        or not isinstance(reasons, list)
+        or len(reasons) != len(answers)
+    ):
         return turns
     # Once it gave truncated answers no mark if they were to be learned.
     turns = list(turns)

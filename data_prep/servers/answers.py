@@ -60,7 +60,9 @@ class Local:
         self.target = target
         self.tokenizer = tokenizer
         self.positions = target.max_positions
-        self.sampling = Sampling(temperature=section.temperature, top_p=section.top_p, seed=section.seed)
+        self.sampling = Sampling(
+            temperature=section.temperature, top_p=section.top_p, seed=section.seed
+        )
         self.at_once = section.batch_size
         self.max_tokens_in_cache = section.max_tokens_in_cache
         self.usage = Usage()
@@ -68,7 +70,9 @@ class Local:
         try:
             target.reader.check()
         except ValueError as error:
-            raise ValueError(f"{error} For its answers serve it, and name regenerate.endpoint.") from None
+            raise ValueError(
+                f"{error} For its answers serve it, and name regenerate.endpoint."
+            ) from None
         self.drafter = load_drafter(section.drafter, target)
         self.threads = ThreadsOfLongWork(self._read_few) if target.device.type == "cpu" else None
         nodes = min(max(DRAFTED // self.at_once, 1), 10)
@@ -109,7 +113,9 @@ class Local:
                         continue
                     self.usage.add(len(ended.prompt.ids), len(trace.tokens))
                     answer = self._answer(trace)
-                    yield from self._ask(decoding, running, ended.name, ended.dialogue, answer=answer)
+                    yield from self._ask(
+                        decoding, running, ended.name, ended.dialogue, answer=answer
+                    )
         finally:
             decoding.close()
 
@@ -155,7 +161,9 @@ class Local:
     def _answer(self, trace: Trace) -> Answer:
         """Return the message of a finished answer, without its stop token."""
         tokens = trace.tokens[:-1] if trace.finish == "stop" else trace.tokens
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return Answer({"role": "assistant", "content": text}, trace.finish, len(trace.tokens))
 
 

@@ -25,8 +25,14 @@ PROBE = [
         "role": "user",
         "content": "Hello, wörld!  Count:\t1234567890 3.14\n\n\nПривет, 世界 こんにちは 안녕 مرحبا 🙂👩‍👩‍👧",
     },
-    {"role": "assistant", "content": "def f(x_1: int) -> str:\n        return f'{x_1 ** 2:>10}'  # snake_case"},
-    {"role": "user", "content": "  CamelCase, ÅNGSTRÖM, e\u0301, http://a.b/c?d=%20&e     and the rest?  "},
+    {
+        "role": "assistant",
+        "content": "def f(x_1: int) -> str:\n        return f'{x_1 ** 2:>10}'  # snake_case",
+    },
+    {
+        "role": "user",
+        "content": "  CamelCase, ÅNGSTRÖM, e\u0301, http://a.b/c?d=%20&e     and the rest?  ",
+    },
 ]
 
 
@@ -72,7 +78,9 @@ class Endpoint:
         try:
             persist(self._count_probe, self.section.attempts, self.backoff)
         except Failure as failure:
-            raise ValueError(f"no answer to the probe conversation from {failure}: see the server's log") from None
+            raise ValueError(
+                f"no answer to the probe conversation from {failure}: see the server's log"
+            ) from None
 
     def check_sampling(self, ids: list[int], vocab_size: int) -> None:
         """Refuse a server whose answers to the probe are unlikely by its own probabilities, or are nonsense."""
@@ -91,7 +99,9 @@ class Endpoint:
             ask(PROBES - 1, True)
         sampler.tells_probs = bool(sampler.draws)
         if not sampler.tells_probs:
-            print(f"{self.url} tells no probabilities: its answers are searched for broken characters alone")
+            print(
+                f"{self.url} tells no probabilities: its answers are searched for broken characters alone"
+            )
         num_streams = min(self.section.in_flight, PROBES - 1)
         streams = []
         for start in range(num_streams):
@@ -100,7 +110,9 @@ class Endpoint:
         try:
             faults = list(merge(streams))
         except Failure as failure:
-            raise ValueError(f"no answer to the probe conversation from {failure}: see the server's log") from None
+            raise ValueError(
+                f"no answer to the probe conversation from {failure}: see the server's log"
+            ) from None
         # The last check is of all answers together.
         if faults[-1]:
             raise ValueError(f"{self.url} does not sample from its model: {faults[-1]}. {CAUSE}")
@@ -114,7 +126,9 @@ class Endpoint:
 
     def answer(self, prompt: Prompt) -> Answer:
         """Return the server's answer."""
-        choice, usage = self._ask(prompt, likeliest=self.sampler is not None and self.sampler.is_due())
+        choice, usage = self._ask(
+            prompt, likeliest=self.sampler is not None and self.sampler.is_due()
+        )
         answer = self._read(answer_in, choice, usage)
         fault = self.sampler.add(choice, prompt.messages) if self.sampler else None
         if fault:
@@ -132,7 +146,9 @@ class Endpoint:
             )
         return answer
 
-    def _ask(self, prompt: Prompt, *, likeliest: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _ask(
+        self, prompt: Prompt, *, likeliest: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the first choice of the server's reply, with the likeliest tokens if asked for, and its usage."""
         section = self.section
         request: dict[str, Any] = {"model": self.model, "messages": for_server(prompt.messages)}
@@ -175,7 +191,9 @@ class Endpoint:
         name = self.section.model
         names = [name] if name else [path, Path(path).name, str(Path(path).resolve())]
         try:
-            models = self._read(models_in, self.transport.send("/models", timeout=self.section.connect_timeout))
+            models = self._read(
+                models_in, self.transport.send("/models", timeout=self.section.connect_timeout)
+            )
         except Failure as failure:
             if name is None or failure.kind is not Kind.REFUSED:
                 raise

@@ -96,9 +96,15 @@ class Health:
             self._rest(failure, began, now)
         if refuses and due:
             self.rests = self.attempts
-        is_news = (lost and not self.was_away) or (failure.pause > LONGEST_WAIT and self.rested_at == now)
+        is_news = (lost and not self.was_away) or (
+            failure.pause > LONGEST_WAIT and self.rested_at == now
+        )
         self.was_away |= lost
-        return f"{failure}. The server is asked again in {self.rest_until - now:.0f} s" if is_news else None
+        return (
+            f"{failure}. The server is asked again in {self.rest_until - now:.0f} s"
+            if is_news
+            else None
+        )
 
     def _rest(self, failure: Failure, began: float, now: float) -> None:
         """Rest; of requests that were on their way together, all count as one."""

@@ -27,7 +27,9 @@ class Job:
     prompt: Prompt | None = None
     outcome: dict[str, Any] | str | None = None
     attempts: int = 0  # of this prompt
-    ready: dict[str, float] = field(default_factory=dict)  # when each server that failed may be asked again
+    ready: dict[str, float] = field(
+        default_factory=dict
+    )  # when each server that failed may be asked again
     is_trial: bool = False  # of the server that has it
 
     def advance(self, answer: Answer | None) -> None:
@@ -45,7 +47,12 @@ class Job:
 class Queue:
     """Conversations that wait for a server, those that were tried before first."""
 
-    def __init__(self, dialogues: Iterator[tuple[str, Dialogue]], endpoints: Sequence[Endpoint], attempts: int) -> None:
+    def __init__(
+        self,
+        dialogues: Iterator[tuple[str, Dialogue]],
+        endpoints: Sequence[Endpoint],
+        attempts: int,
+    ) -> None:
         self.dialogues = dialogues
         self.endpoints = endpoints
         self.attempts = attempts
@@ -68,7 +75,9 @@ class Queue:
                     if job is not None:
                         self.asked += 1
                         if given_up:
-                            health = max((peer.health for peer in self.endpoints), key=lambda it: it.failures)
+                            health = max(
+                                (peer.health for peer in self.endpoints), key=lambda it: it.failures
+                            )
                             job.outcome = f"not tried, after {health.failures} failures in a row: {health.latest}"
                         else:
                             job.is_trial = endpoint.health.begin()
@@ -103,7 +112,9 @@ class Queue:
                 print(f"{endpoint.url} answers again", file=sys.stderr)
             self.changed.notify_all()
 
-    def failed(self, endpoint: Endpoint, job: Job, failure: Failure, began: float, asked: bool) -> str | None:
+    def failed(
+        self, endpoint: Endpoint, job: Job, failure: Failure, began: float, asked: bool
+    ) -> str | None:
         """Note a failure: the conversation waits to be asked for again (None), or has failed (why)."""
         with self.changed:
             now = monotonic()
@@ -113,7 +124,9 @@ class Queue:
             # A server that is away has not seen the request.
             if asked and failure.kind is not Kind.AWAY:
                 job.attempts += 1
-            wait = endpoint.backoff.seconds(job.prompt.request if job.prompt else 0, max(job.attempts, 1))
+            wait = endpoint.backoff.seconds(
+                job.prompt.request if job.prompt else 0, max(job.attempts, 1)
+            )
             job.ready[endpoint.url] = inf if failure.kind is Kind.REFUSED else now + wait
             is_refused = all(job.ready.get(peer.url) == inf for peer in self.endpoints)
             is_over = is_refused or job.attempts >= self.attempts
@@ -151,7 +164,9 @@ class Pool:
         self.section = endpoints[0].section
         self.at_once = self.section.in_flight * len(endpoints)
         # The smallest of all: else the maximum length of an answer would depend on who gives it.
-        self.positions = min((endpoint.positions for endpoint in endpoints if endpoint.positions), default=None)
+        self.positions = min(
+            (endpoint.positions for endpoint in endpoints if endpoint.positions), default=None
+        )
         # Tokenizers are not thread-safe.
         self.tokenizing = Lock()
 
@@ -160,7 +175,11 @@ class Pool:
         queue = Queue(dialogues, self.endpoints, self.section.attempts)
         for endpoint in self.endpoints:
             endpoint.usage = Usage()
-        workers = [self._work(queue, endpoint) for _ in range(self.section.in_flight) for endpoint in self.endpoints]
+        workers = [
+            self._work(queue, endpoint)
+            for _ in range(self.section.in_flight)
+            for endpoint in self.endpoints
+        ]
         try:
             yield from merge(workers)
         finally:
@@ -214,7 +233,9 @@ class Pool:
         """Return what the answers cost, and of several servers what each gave; what each failed to."""
         lines = [self._usage().summary()]
         for endpoint in self.endpoints:
-            reasons = ", ".join(f"{count} {kind}" for kind, count in endpoint.health.reasons.items())
+            reasons = ", ".join(
+                f"{count} {kind}" for kind, count in endpoint.health.reasons.items()
+            )
             if len(self.endpoints) > 1 or reasons:
                 failures = f"; requests without an answer: {reasons}" if reasons else ""
                 lines.append(f"  {endpoint.url}: {endpoint.usage.summary()}{failures}")

@@ -22,7 +22,9 @@ def models_in(reply: Any) -> list[dict[str, Any]]:
     if not isinstance(entries, list):
         raise OddReply(f"sent a list of models that is {describe_type(entries)}")
     models = [{"id": entry} if isinstance(entry, str) else entry for entry in entries]
-    return [model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)]
+    return [
+        model for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)
+    ]
 
 
 def whole_number(value: Any) -> int | None:
@@ -89,5 +91,11 @@ def finish_of(choice: dict[str, Any]) -> str:
 
 def describe_type(value: Any) -> str:
     """Return the name of a value's type in JSON's words."""
-    names = {str: "text", dict: "an object", list: "a list", bool: "true or false", type(None): "null"}
+    names = {
+        str: "text",
+        dict: "an object",
+        list: "a list",
+        bool: "true or false",
+        type(None): "null",
+    }
     return names.get(type(value), "a number")

@@ -63,7 +63,10 @@ def has_probs(token: Any) -> bool:
     likeliest = token.get("top_logprobs") if isinstance(token, dict) else None
     if not isinstance(likeliest, list) or not likeliest:
         return False
-    return all(isinstance(entry, dict) and is_logprob(entry.get("logprob")) for entry in [token, *likeliest])
+    return all(
+        isinstance(entry, dict) and is_logprob(entry.get("logprob"))
+        for entry in [token, *likeliest]
+    )
 
 
 def is_logprob(value: Any) -> bool:
@@ -105,7 +108,9 @@ class SamplerCheck:
         """Add one choice of a chat completion, and return what is wrong with the latest ones together."""
         logprobs = choice.get("logprobs")
         content = logprobs.get("content") if isinstance(logprobs, dict) else None
-        tokens = [token for token in content if has_probs(token)] if isinstance(content, list) else []
+        tokens = (
+            [token for token in content if has_probs(token)] if isinstance(content, list) else []
+        )
         text = str((choice.get("message") or {}).get("content") or "")
         with self.lock:
             if tokens:

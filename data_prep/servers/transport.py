@@ -27,7 +27,9 @@ class Kind(Enum):
     """What a failure says about asking again."""
 
     REFUSED = "refused"  # this server will not answer this request
-    ODD = "odd"  # an error inside the server, or a reply that is none: perhaps of this request alone
+    ODD = (
+        "odd"  # an error inside the server, or a reply that is none: perhaps of this request alone
+    )
     BUSY = "busy"  # the server asks for a pause
     SILENT = "silent"  # it took the request, and no whole reply came within the timeout
     AWAY = "away"  # no connection: the request has not reached it
@@ -63,7 +65,9 @@ class Transport:
         self.key = check_key(key, section.key_variable)
         self.opener = make_opener(section.connect_timeout)
 
-    def send(self, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
+    def send(
+        self, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> Any:
         """Return the JSON of the reply to a POST, or to a GET without payload."""
         body = None if payload is None else json.dumps(payload).encode()
         timeout = timeout or self.section.timeout

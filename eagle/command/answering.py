@@ -93,7 +93,9 @@ def writer_to(out: TextIO, coloured: bool) -> Write:
 
 def supports_colour(out: TextIO) -> bool:
     """Whether `out` is a terminal that shows colours, which its user has not switched off."""
-    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    return (
+        out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    )
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from eagle.command.answering import TimedTrace, Write, parse_options, stream_text, supports_colour, writer_to
+from eagle.command.answering import (
+    TimedTrace,
+    Write,
+    parse_options,
+    stream_text,
+    supports_colour,
+    writer_to,
+)
 from eagle.core.drafter import Drafter
 from eagle.core.verify import Sampling
 from eagle.decoding.decode import generate
@@ -57,7 +64,9 @@ class Pace:
 class Chat:
     """A conversation with a target, whose answers are drafted, or plain while `drafts` is off."""
 
-    def __init__(self, target: Target, drafter: Drafter, sampling: Sampling, max_new_tokens: int) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, sampling: Sampling, max_new_tokens: int
+    ) -> None:
         self.target = target
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens
@@ -68,7 +77,9 @@ class Chat:
         self.system: list[dict[str, Any]] = []  # one message, or none
         self.turns: list[dict[str, Any]] = []
 
-    def answer(self, question: str, write: Write, is_stopped: Callable[[], bool] = lambda: False) -> TimedTrace:
+    def answer(
+        self, question: str, write: Write, is_stopped: Callable[[], bool] = lambda: False
+    ) -> TimedTrace:
         """Stream the answer to a question; both join the conversation, which an error leaves as it was.
 
         The whole conversation is printed by the chat template each time, since templates may rewrite earlier turns. The
@@ -136,7 +147,9 @@ class Chat:
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if rest and name in ("/help", "/plain", "/draft", "/reset"):
-            raise ValueError(f"{name} got {rest!r}, expected nothing behind it: ask on a line of its own")
+            raise ValueError(
+                f"{name} got {rest!r}, expected nothing behind it: ask on a line of its own"
+            )
         if name == "/help":
             return HELP
         if name == "/plain":
@@ -147,7 +160,9 @@ class Chat:
             return "with drafts from here on; the conversation stays"
         if name == "/reset":
             self.turns = []
-            return "the conversation is forgotten" + ("; the system message stays" if self.system else "")
+            return "the conversation is forgotten" + (
+                "; the system message stays" if self.system else ""
+            )
         if name == "/system":
             self.system = [{"role": "system", "content": rest}] if rest else []
             return "the system message is set" if rest else "there is no system message"
@@ -155,9 +170,13 @@ class Chat:
             try:
                 self.sampling = replace(self.sampling, temperature=float(rest))
             except ValueError:  # of a word, or a negative number
-                raise ValueError(f"/temperature got {rest!r}, expected a number: 0 (greedy) or more") from None
+                raise ValueError(
+                    f"/temperature got {rest!r}, expected a number: 0 (greedy) or more"
+                ) from None
             return f"temperature {self.sampling.temperature:g}"
-        raise ValueError(f"there is no command {name}: /help lists them; text that begins with / needs a space before")
+        raise ValueError(
+            f"there is no command {name}: /help lists them; text that begins with / needs a space before"
+        )
 
 
 @contextmanager
@@ -219,15 +238,34 @@ def converse(chat: Chat, write: Write) -> None:
 def main(argv: list[str]) -> None:
     """Talk with a target in the terminal, drafted by a head or a method without weights; /help lists commands."""
     parser = argparse.ArgumentParser(prog="eagle chat", description=main.__doc__)
-    parser.add_argument("drafter", help="a head's folder or hub id, or a method without weights, such as ngram")
-    parser.add_argument("--target", required=True, help="the model that answers: a folder or a hub id")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    parser.add_argument("--seed", type=int, default=0, help="of what is sampled: the same words get the same answers")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of one answer (default: 512)")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="of a method without weights"
+        "drafter", help="a head's folder or hub id, or a method without weights, such as ngram"
     )
-    parser.add_argument("--dtype", default="auto", help="of the target; by default what is fastest here")
+    parser.add_argument(
+        "--target", required=True, help="the model that answers: a folder or a hub id"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of what is sampled: the same words get the same answers",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=512, help="of one answer (default: 512)"
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of a method without weights",
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="of the target; by default what is fastest here"
+    )
     args = parser.parse_args(argv)
     sampling = Sampling(args.temperature, seed=args.seed)
     # a wrong drafter is refused before the target is loaded

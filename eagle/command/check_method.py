@@ -13,8 +13,12 @@ def main(argv: list[str]) -> None:
     """Check what every method must hold, on a tiny model that is made on the spot; status 1 if something does not."""
     parser = argparse.ArgumentParser(prog="eagle check-method", description=main.__doc__)
     parser.add_argument("method", help="PATH.py:CLASS, or the name of a method")
-    parser.add_argument("--fast", action="store_true", help="leave out the slow checks: seconds instead of minutes")
-    parser.add_argument("--device", default="cpu", help="where to check it, as `cuda` (default: %(default)s)")
+    parser.add_argument(
+        "--fast", action="store_true", help="leave out the slow checks: seconds instead of minutes"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="where to check it, as `cuda` (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     find_method(args.method)
     device = check_device(args.device)
@@ -30,6 +34,8 @@ def main(argv: list[str]) -> None:
         else:
             faults += 1
             print(f"FAULT {outcome.about}\n      {outcome.fault}", flush=True)
-    print(f"{args.method}: {count - faults} of {count} checks hold{'' if faults else ', as they must'}")
+    print(
+        f"{args.method}: {count - faults} of {count} checks hold{'' if faults else ', as they must'}"
+    )
     if faults:
         sys.exit(1)

@@ -9,7 +9,10 @@ from textwrap import shorten
 
 from eagle.shipped import find_recipe, recipe_names
 
-FOLDERS = {"compare": "comparisons, for `eagle compare`", "accelerate": "several processes, for `--config_file`"}
+FOLDERS = {
+    "compare": "comparisons, for `eagle compare`",
+    "accelerate": "several processes, for `--config_file`",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -20,7 +23,9 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.name is None:
         if args.copy is not None:
-            raise ValueError("--copy needs the name of a recipe: `eagle recipes tiny/eagle1 --copy my.yaml`")
+            raise ValueError(
+                "--copy needs the name of a recipe: `eagle recipes tiny/eagle1 --copy my.yaml`"
+            )
         print(listing())
         return
     text = find_recipe(args.name).read_text()

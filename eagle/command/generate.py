@@ -10,7 +10,15 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any
 
-from eagle.command.answering import GREEN, HARMLESS, PLAIN, parse_options, stream_text, supports_colour, writer_to
+from eagle.command.answering import (
+    GREEN,
+    HARMLESS,
+    PLAIN,
+    parse_options,
+    stream_text,
+    supports_colour,
+    writer_to,
+)
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.sampling import PUBLISHED_TYPICAL
@@ -29,20 +37,46 @@ from eagle.target.target import Target
 def main(argv: list[str]) -> None:
     """Stream an answer to a prompt, drafted by a head or a method without weights."""
     parser = argparse.ArgumentParser(prog="eagle generate", description=main.__doc__)
-    parser.add_argument("drafter", help="a head's folder or hub id, or a method without weights, such as ngram")
-    parser.add_argument("prompt", help="what the user says, as a text")
-    parser.add_argument("--target", required=True, help="the model that answers: a folder or a hub id")
-    parser.add_argument("--image", action="append", default=[], metavar="PATH", help="an image before the prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="of the answer (default: 128)")
-    parser.add_argument("--compare", action="store_true", help="decode without drafts too: how much faster, and equal?")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help="of a method without weights"
+        "drafter", help="a head's folder or hub id, or a method without weights, such as ngram"
     )
-    parser.add_argument("--policy", action="store_true", help="draft as many levels in each cycle as pay, or none")
-    parser.add_argument("--typical", action="store_true", help="LOSSY: accept what the target finds likely enough")
-    parser.add_argument("--beams", type=int, metavar="N", help="the best answer of a beam search, not a greedy one")
-    parser.add_argument("--dtype", help="of the target; by default what is fastest here, and to compare float32")
+    parser.add_argument("prompt", help="what the user says, as a text")
+    parser.add_argument(
+        "--target", required=True, help="the model that answers: a folder or a hub id"
+    )
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="PATH", help="an image before the prompt"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, help="of the answer (default: 128)"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="decode without drafts too: how much faster, and equal?",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of a method without weights",
+    )
+    parser.add_argument(
+        "--policy", action="store_true", help="draft as many levels in each cycle as pay, or none"
+    )
+    parser.add_argument(
+        "--typical", action="store_true", help="LOSSY: accept what the target finds likely enough"
+    )
+    parser.add_argument(
+        "--beams", type=int, metavar="N", help="the best answer of a beam search, not a greedy one"
+    )
+    parser.add_argument(
+        "--dtype", help="of the target; by default what is fastest here, and to compare float32"
+    )
     args = parser.parse_args(argv)
     # a beam search keeps several answers: it has none to stream
     if args.beams is None:
@@ -70,7 +104,9 @@ def read_prompt(target: Target, args: argparse.Namespace) -> list[int]:
 def _generate(args: argparse.Namespace) -> None:
     """Stream an answer, and say what it took and, if asked, how it compares with plain decoding."""
     if args.typical and args.policy:
-        raise ValueError("--policy measures exact verification, --typical is lossy: leave one of them out")
+        raise ValueError(
+            "--policy measures exact verification, --typical is lossy: leave one of them out"
+        )
     target, drafter = _load(args, parse_options(args.option))
     plain = load_drafter("none", target)
     prompt = read_prompt(target, args)
@@ -80,7 +116,13 @@ def _generate(args: argparse.Namespace) -> None:
     if args.compare:
         # the first forwards are slow, and would count for one of both
         for warmed in (drafter, plain):
-            generate(target, warmed, prompt, sampling=sampling, max_new_tokens=min(8, args.max_new_tokens))
+            generate(
+                target,
+                warmed,
+                prompt,
+                sampling=sampling,
+                max_new_tokens=min(8, args.max_new_tokens),
+            )
     policy = None
     budget: Any = None
     if args.policy:
@@ -89,7 +131,9 @@ def _generate(args: argparse.Namespace) -> None:
         # tokens that the target's own noise ranks first are often unlikely ones, which that rule turns away
         budget = replace(drafter.budget or Budget(), draw="likeliest")
     is_coloured = supports_colour(sys.stdout)
-    decode = partial(stream_text, target, prompt=prompt, sampling=sampling, max_new_tokens=args.max_new_tokens)
+    decode = partial(
+        stream_text, target, prompt=prompt, sampling=sampling, max_new_tokens=args.max_new_tokens
+    )
     target.forget()
     drafted = decode(drafter, write=writer_to(sys.stdout, is_coloured), budget=budget)
     print()
@@ -106,7 +150,9 @@ def _generate(args: argparse.Namespace) -> None:
         target.forget()
         undrafted = decode(plain, write=lambda *_: None)
         _tell(f"none: {undrafted}")
-        verdict = _compare_answers(target, drafted.trace, undrafted.trace, sampling, is_lossy=args.typical)
+        verdict = _compare_answers(
+            target, drafted.trace, undrafted.trace, sampling, is_lossy=args.typical
+        )
         _tell(f"{drafted.speed / undrafted.speed:.2f} × as fast, {verdict}")
 
 
@@ -119,11 +165,15 @@ def _search(args: argparse.Namespace) -> None:
     names = ("temperature", "compare", "policy", "typical")
     unfit = [f"--{name}" for name in names if getattr(args, name)]
     if unfit:
-        raise ValueError(f"--beams searches by the target's own probabilities: leave {', '.join(unfit)} out")
+        raise ValueError(
+            f"--beams searches by the target's own probabilities: leave {', '.join(unfit)} out"
+        )
     target, drafter = _load(args, {})
     prompt = read_prompt(target, args)
     start = perf_counter()
-    result = beam_search(target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens)
+    result = beam_search(
+        target, drafter, prompt, beams=args.beams, max_new_tokens=args.max_new_tokens
+    )
     seconds = perf_counter() - start
     # of one prompt, and its best answer alone
     [answer] = result.tokens
@@ -136,7 +186,9 @@ def _search(args: argparse.Namespace) -> None:
     )
 
 
-def _measure_policy(target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling) -> Goodput:
+def _measure_policy(
+    target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling
+) -> Goodput:
     """Return a policy with costs from a short generation, as long as the model has positions for it."""
     new_tokens = 256
     if target.max_positions is not None:
@@ -152,7 +204,9 @@ def _compare_answers(
         return "and the output is the same"
     first = first_difference(drafted.tokens, plain.tokens) + 1
     if is_lossy:
-        return f"but the output parts from it at token {first}, as a lossy rule of acceptance makes it"
+        return (
+            f"but the output parts from it at token {first}, as a lossy rule of acceptance makes it"
+        )
     if target.model.dtype not in HALF:
         return f"but the output differs from token {first} on, which must not be"
     # a half-precision forward over a tree rounds otherwise than one over a token

@@ -6,7 +6,8 @@ import argparse
 import sys
 from importlib import import_module
 
-from eagle.recipe import Recipe, command_line, parse_train
+from eagle.recipe import Recipe
+from eagle.recipe.command_lines import command_line, parse_train
 from eagle.shipped import DEMO, find_recipe
 
 USAGE = """\
@@ -14,7 +15,13 @@ USAGE = """\
   --config_file FILE   settings of accelerate: a file, or ddp, zero2, zero3, two_machines; with N the default is ddp
   --machine_rank N, --main_process_ip IP, --main_process_port PORT   for two_machines"""
 
-SHARED = {"prepare", "regenerate", "extract", "measure", "lossless"}  # whose work several processes share
+SHARED = {
+    "prepare",
+    "regenerate",
+    "extract",
+    "measure",
+    "lossless",
+}  # whose work several processes share
 
 
 def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -27,14 +34,18 @@ def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:
     args, rest = parser.parse_known_args(argv)
     if args.num_processes is not None:
         if args.num_processes < 1:
-            raise ValueError(f"--processes is {args.num_processes}, expected how many share the work: 1 or more")
+            raise ValueError(
+                f"--processes is {args.num_processes}, expected how many share the work: 1 or more"
+            )
         args.config_file = args.config_file or "ddp"
     if args.config_file == "ddp" and args.num_processes == 1:
         return [], rest
     if args.config_file is not None:
         # the short names are those of files that come with the package
         is_short = args.config_file in ("ddp", "zero2", "zero3", "two_machines")
-        args.config_file = find_recipe(f"accelerate/{args.config_file}" if is_short else args.config_file)
+        args.config_file = find_recipe(
+            f"accelerate/{args.config_file}" if is_short else args.config_file
+        )
     return [f"--{name}={value}" for name, value in vars(args).items() if value is not None], rest
 
 
@@ -49,7 +60,9 @@ def run_stage(name: str, module: str, argv: list[str]) -> None:
     if options and not asks_for_help(argv):
         check_recipe(rest)
         # which imports torch and accelerate, and takes seconds
-        import_module("eagle.training.launch").launch_processes(options, ["-m", "eagle", name, *rest])
+        import_module("eagle.training.launch").launch_processes(
+            options, ["-m", "eagle", name, *rest]
+        )
         return
     sys.argv[1:] = rest
     try:
@@ -75,8 +88,12 @@ def check_recipe(argv: list[str]) -> None:
 def train(argv: list[str]) -> None:
     """Train the head of a recipe; a recipe with a section `joint` trains its target too."""
     if asks_for_help(argv):
-        print(f"usage: eagle train [RECIPE] [key=value ...] [--check] [options]\n\n{train.__doc__}\n")
-        print(f"  --check              try every stage on two batches, tell memory and hours, and stop\n{USAGE}")
+        print(
+            f"usage: eagle train [RECIPE] [key=value ...] [--check] [options]\n\n{train.__doc__}\n"
+        )
+        print(
+            f"  --check              try every stage on two batches, tell memory and hours, and stop\n{USAGE}"
+        )
         sys.exit()
     options, rest = launcher_options(argv)
     args = parse_train(rest)
@@ -86,7 +103,9 @@ def train(argv: list[str]) -> None:
         argv = rest
         if not any(word.startswith("train.processes=") for word in argv):
             argv += [
-                option.replace("--num_processes", "train.processes") for option in options if "num_processes" in option
+                option.replace("--num_processes", "train.processes")
+                for option in options
+                if "num_processes" in option
             ]
     elif Recipe.load(args.recipe or DEMO, args.overrides).joint is not None:
         module = "recipes.train_medusa2"

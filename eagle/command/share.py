@@ -22,11 +22,20 @@ from eagle.recipe.plain_yaml import parse_yaml
 def run_push(argv: list[str]) -> None:
     """Show what would go to a hub, and where; with --yes, send it."""
     parser = argparse.ArgumentParser(prog="eagle push", description=run_push.__doc__)
-    parser.add_argument("path", type=Path, help="a head, an export, a feature store, or answers of `eagle prepare`")
-    parser.add_argument("name", metavar="OWNER/NAME", help="the repository, made if it is not there")
+    parser.add_argument(
+        "path", type=Path, help="a head, an export, a feature store, or answers of `eagle prepare`"
+    )
+    parser.add_argument(
+        "name", metavar="OWNER/NAME", help="the repository, made if it is not there"
+    )
     parser.add_argument("--private", action="store_true", help="make it a private one")
     parser.add_argument(
-        "--also", type=Path, action="append", default=[], metavar="FOLDER", help="an export, sent beside"
+        "--also",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="an export, sent beside",
     )
     parser.add_argument("--yes", action="store_true", help="send it")
     args = parser.parse_args(argv)
@@ -56,15 +65,21 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
     else:
         # the run's folder is named where its head is meant
         near = f"; did you mean {path / 'head'}?" if (path / "head").is_dir() else ""
-        raise ValueError(f"nothing to push at {path}: expected a head, an export, a feature store or answers{near}")
+        raise ValueError(
+            f"nothing to push at {path}: expected a head, an export, a feature store or answers{near}"
+        )
     if also and "recipe.yaml" not in parcel.files:
         raise ValueError(f"--also {also[0]}: exports go beside a head, and {path} is none")
     # what lies below a head's folder stays, unless it is named
     for folder in also:
         if not is_export(folder):
-            raise ValueError(f"--also {folder} holds no export: expected a folder that `eagle export` wrote")
+            raise ValueError(
+                f"--also {folder} holds no export: expected a folder that `eagle export` wrote"
+            )
         parcel.stays.pop(str(folder.absolute()), None)
-        parcel.add_folder(folder, f"{folder.resolve().name}/", "an export of it, as `eagle export` wrote it")
+        parcel.add_folder(
+            folder, f"{folder.resolve().name}/", "an export of it, as `eagle export` wrote it"
+        )
     if "recipe.yaml" in parcel.files:
         # a head, which `model.generate(custom_generate="OWNER/NAME")` drafts with
         written = path / CUSTOM_GENERATE
@@ -104,7 +119,9 @@ def pack_answers(path: Path, name: str) -> Parcel:
     readme = path.with_name("README.md")
     parcel.add("README.md", readme if readme.is_file() else card.encode(), "their card")
     if json.loads(note.read_text()).get("data", {}).get("images"):
-        parcel.stays["images"] = "are named by the conversations, and are not yours to give by this command"
+        parcel.stays["images"] = (
+            "are named by the conversations, and are not yours to give by this command"
+        )
     return parcel
 
 
@@ -113,7 +130,9 @@ def _note_checksum(parcel: Parcel) -> None:
     index = json.loads(parcel.files["index.json"].read())
     digest = hashlib.sha256(parcel.files["config.json"].read()).hexdigest()
     index["made"]["borrowed"]["config.json"] = digest
-    parcel.files["index.json"] = Sent(json.dumps(index, indent=1).encode(), parcel.files["index.json"].why)
+    parcel.files["index.json"] = Sent(
+        json.dumps(index, indent=1).encode(), parcel.files["index.json"].why
+    )
 
 
 def describe(parcel: Parcel, name: str, private: bool) -> Iterator[str]:
@@ -153,9 +172,13 @@ def run_pull(argv: list[str]) -> None:
     """Bring a head, features or answers from a hub, with every file verified."""
     parser = argparse.ArgumentParser(prog="eagle pull", description=run_pull.__doc__)
     parser.add_argument(
-        "name", metavar="OWNER/NAME", help="the repository; datasets/OWNER/NAME where a head has the name, too"
+        "name",
+        metavar="OWNER/NAME",
+        help="the repository; datasets/OWNER/NAME where a head has the name, too",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder, or one that holds a part of it")
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="a new folder, or one that holds a part of it"
+    )
     parser.add_argument("--revision", help="a branch, a tag or a commit")
     args = parser.parse_args(argv)
     fetched = fetch(args.name, args.out, args.revision)
@@ -178,7 +201,9 @@ def next_step(folder: Path) -> str:
         return f"train on these conversations with data.train={answers[0].with_suffix('')}"
     if (folder / "recipe.yaml").is_file():
         # a recipe from elsewhere may hold anything
-        recipe = parse_yaml(read_text(folder, "recipe.yaml", CONFIG_BYTES), str(folder / "recipe.yaml"))
+        recipe = parse_yaml(
+            read_text(folder, "recipe.yaml", CONFIG_BYTES), str(folder / "recipe.yaml")
+        )
         target = recipe.get("target", {}).get("path") if isinstance(recipe, dict) else None
         return f'decode with it: eagle generate {folder} "What is a draft head?" --target {target or "TARGET"}'
     return f"look at it: eagle inspect {folder}"

@@ -22,36 +22,52 @@ def run_export(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="eagle export", description=run_export.__doc__)
     parser.add_argument("head", help="the head's folder")
     parser.add_argument("--target", required=True, help=TARGET)
-    parser.add_argument("--to", required=True, choices=list(EXPORTERS), help="the engine that will read it")
+    parser.add_argument(
+        "--to", required=True, choices=list(EXPORTERS), help="the engine that will read it"
+    )
     parser.add_argument("out", help="the folder to write")
     args = parser.parse_args(argv)
     head = load_head(args.head)
     # the embedding may be written: in the checkpoint's dtype, not in what is fastest here
     target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
     export(head.bind(target.head), target.config, args.to, args.out, args.head)
-    print(f"{args.out} is ready for {name_reader(args.to, head)}; its README.md tells how to serve it")
+    print(
+        f"{args.out} is ready for {name_reader(args.to, head)}; its README.md tells how to serve it"
+    )
 
 
 def run_import(argv: list[str]) -> None:
     """Make a head of this project from one that another tool or an export wrote."""
     parser = argparse.ArgumentParser(prog="eagle import", description=run_import.__doc__)
-    parser.add_argument("folder", help="the checkpoint of the other tool, or an export: a folder or a hub id")
+    parser.add_argument(
+        "folder", help="the checkpoint of the other tool, or an export: a folder or a hub id"
+    )
     parser.add_argument("out", help="the folder to write")
-    parser.add_argument("--target", help=f"{TARGET}; needed where its embedding or sizes are not in the checkpoint")
-    parser.add_argument("--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell")
-    parser.add_argument("--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output")
+    parser.add_argument(
+        "--target", help=f"{TARGET}; needed where its embedding or sizes are not in the checkpoint"
+    )
+    parser.add_argument(
+        "--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell"
+    )
+    parser.add_argument(
+        "--norm-output", choices=list(MEANINGS), help="what reads the normed state, by norm_output"
+    )
     args = parser.parse_args(argv)
     try:
         taps = tuple(map(int, args.taps.split(","))) if args.taps else None
     except ValueError:
-        raise ValueError(f"--taps is {args.taps!r}, expected numbers as 2,16,29: the inputs of layers") from None
+        raise ValueError(
+            f"--taps is {args.taps!r}, expected numbers as 2,16,29: the inputs of layers"
+        ) from None
     print(import_head(args.folder, args.out, args.target, taps, args.norm_output))
 
 
 def run_inspect(argv: list[str]) -> None:
     """Tell what a checkpoint is, and which known traps it holds; status 1 if one of them is fatal."""
     parser = argparse.ArgumentParser(prog="eagle inspect", description=run_inspect.__doc__)
-    parser.add_argument("folder", help="a head, an export or another tool's checkpoint: a folder or a hub id")
+    parser.add_argument(
+        "folder", help="a head, an export or another tool's checkpoint: a folder or a hub id"
+    )
     parser.add_argument("--target", help=f"{TARGET}, with which the checkpoint is compared")
     args = parser.parse_args(argv)
     findings = inspect(args.folder, args.target)
@@ -66,14 +82,21 @@ def run_doctor(argv: list[str]) -> None:
     parser.add_argument("head", help="a head's folder or hub id")
     parser.add_argument("--target", required=True, help=TARGET)
     parser.add_argument("--prompts", help="a file of conversations; by default a few questions")
-    parser.add_argument("--server", help="address of a running vLLM or SGLang, whose acceptance is compared")
-    parser.add_argument("--base", help="the head's own target; tells what it loses on TARGET, a fine-tune or adapter")
+    parser.add_argument(
+        "--server", help="address of a running vLLM or SGLang, whose acceptance is compared"
+    )
+    parser.add_argument(
+        "--base",
+        help="the head's own target; tells what it loses on TARGET, a fine-tune or adapter",
+    )
     args = parser.parse_args(argv)
     report: Diagnosis | Drift
     if not args.base:
         report = examine(args.head, args.target, args.prompts, args.server)
     elif args.server:
-        raise ValueError("--base compares two targets without a server: got --server too, expected one of both")
+        raise ValueError(
+            "--base compares two targets without a server: got --server too, expected one of both"
+        )
     else:
         report = measure_drift(args.head, args.base, args.target, args.prompts)
     print(report)

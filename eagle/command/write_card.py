@@ -13,13 +13,21 @@ from eagle.formats.card import model_card
 def main(argv: list[str]) -> None:
     """Write the README.md that a hub shows: what this is, what it was made from, how to load it."""
     parser = argparse.ArgumentParser(prog="eagle card", description=main.__doc__)
-    parser.add_argument("path", type=Path, help="a head, a feature store, or conversations that `eagle prepare` wrote")
-    parser.add_argument("--name", metavar="OWNER/NAME", help="on the hub; by default the name of the folder")
+    parser.add_argument(
+        "path",
+        type=Path,
+        help="a head, a feature store, or conversations that `eagle prepare` wrote",
+    )
+    parser.add_argument(
+        "--name", metavar="OWNER/NAME", help="on the hub; by default the name of the folder"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: README.md in the folder")
     args = parser.parse_args(argv)
     path = args.path
     if not path.exists():
-        raise ValueError(f"nothing is at {path}: expected a head, a feature store, or a file of conversations")
+        raise ValueError(
+            f"nothing is at {path}: expected a head, a feature store, or a file of conversations"
+        )
     out = args.out or (path if path.is_dir() else path.parent) / "README.md"
     if out.exists():
         raise ValueError(f"{out} is there already: delete it, or name another file with --out")

@@ -59,9 +59,13 @@ def find_method(kind: str) -> type[Any]:
     method = DRAFTERS.find(kind)
     if method is None:
         names = ", ".join([*DRAFTERS, *DRAFTERS.offered()])
-        raise ValueError(f"no method {kind!r}{nearest(kind, DRAFTERS)}: expected PATH.py:CLASS, or one of {names}")
+        raise ValueError(
+            f"no method {kind!r}{nearest(kind, DRAFTERS)}: expected PATH.py:CLASS, or one of {names}"
+        )
     if method.stored_as == "files":
-        raise ValueError(f"{kind} is read from files of its own, expected a method that can be made without any")
+        raise ValueError(
+            f"{kind} is read from files of its own, expected a method that can be made without any"
+        )
     return method
 
 
@@ -125,7 +129,9 @@ class Trial:
             yield Check(about, partial(drafting.check_tree, make, target, budget))
         for sampling in drafting.SAMPLINGS:
             about = f"the output is the untouched model's own, {describe_sampling(sampling)}"
-            yield Check(about, partial(self._check_output, sampling), is_slow=sampling not in (GREEDY, WARM))
+            yield Check(
+                about, partial(self._check_output, sampling), is_slow=sampling not in (GREEDY, WARM)
+            )
         for sampling in (GREEDY, WARM):
             how = describe_sampling(sampling)
             begins = partial(drafting.check_begin, make, target, PROMPTS[1], prompt, sampling)
@@ -153,17 +159,26 @@ class Trial:
         # batches are made when they are needed, so that what a method does wrong there is the fault of a check
         for about, check in (
             ("the loss falls on one batch", learning.check_loss_falls),
-            ("the loss counts supervised tokens alone, and sees no future", learning.check_supervised_alone),
+            (
+                "the loss counts supervised tokens alone, and sees no future",
+                learning.check_supervised_alone,
+            ),
             ("the loss depends on what is supervised", learning.check_supervised_counts),
             ("the loss follows the run's progress only where it says so", learning.check_progress),
         ):
             yield Check(about, lambda check=check: check(head, target, self.batch()))  # type: ignore[misc]
-        yield Check("validation adds up", lambda: learning.check_validation(head, target, self.batch(), self.batch))
+        yield Check(
+            "validation adds up",
+            lambda: learning.check_validation(head, target, self.batch(), self.batch),
+        )
         yield Check(
             "what is drafted is what training and validation read",
             lambda: learning.check_drafted_as_validated(head, target, self.answers()),
         )
-        yield Check("noise is that of the places drafted for", partial(drafting.check_noise, self.make, target))
+        yield Check(
+            "noise is that of the places drafted for",
+            partial(drafting.check_noise, self.make, target),
+        )
         yield Check(
             "a head from disk drafts as before",
             lambda: shipping.check_saved(head(), target, PROMPTS[0], self.folder / "head"),
@@ -195,7 +210,9 @@ class Trial:
         drafting.check_law(partial(self.make_for, letters), letters, sampling, budget)
 
 
-def run_checks(kind: str, *, fast: bool = False, device: torch.device | str = "cpu") -> Iterator[Outcome]:
+def run_checks(
+    kind: str, *, fast: bool = False, device: torch.device | str = "cpu"
+) -> Iterator[Outcome]:
     """Yield the outcome of every check of a method in turn.
 
     Args:

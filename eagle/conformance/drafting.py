@@ -68,7 +68,13 @@ def check_output(
     drafter = make()
     for budget in budgets:
         trace = generate(
-            target, drafter, prompt, sampling=sampling, budget=budget, max_new_tokens=len(expected), stop=[]
+            target,
+            drafter,
+            prompt,
+            sampling=sampling,
+            budget=budget,
+            max_new_tokens=len(expected),
+            stop=[],
         )
         if trace.tokens != expected:
             raise Fault(
@@ -85,7 +91,15 @@ def check_law(make: Make, letters: Target, sampling: Sampling, budget: Budget) -
     counts = torch.zeros(LETTERS, LETTERS, LETTERS, dtype=torch.double)
     for request in range(REQUESTS):
         request_sampling = replace(sampling, request=request)
-        trace = generate(letters, drafter, prompt, sampling=request_sampling, budget=budget, max_new_tokens=4, stop=[])
+        trace = generate(
+            letters,
+            drafter,
+            prompt,
+            sampling=request_sampling,
+            budget=budget,
+            max_new_tokens=4,
+            stop=[],
+        )
         counts[tuple(trace.tokens[:3])] += 1
     law = _law_of_three(letters, prompt, sampling)
     expected = REQUESTS * law / law.sum()
@@ -119,7 +133,9 @@ def _law_of_three(letters: Target, prompt: list[int], sampling: Sampling) -> tor
     return law
 
 
-def check_begin(make: Make, target: Target, earlier: list[int], prompt: list[int], sampling: Sampling) -> None:
+def check_begin(
+    make: Make, target: Target, earlier: list[int], prompt: list[int], sampling: Sampling
+) -> None:
     """A second sequence is drafted as if it were the first, by the noise of its own positions."""
     # an answer to another prompt, and then the same as a fresh drafter's
     used = make()
@@ -183,16 +199,24 @@ def _commit(drafter: Any, target: Target, sequence: list[int], start: int, end: 
     return Committed(tokens[start:], features, sequence[end])
 
 
-def draft_alone(make: Make, target: Target, prompts: list[list[int]], sampling: Sampling) -> list[Trace]:
+def draft_alone(
+    make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
+) -> list[Trace]:
     """Return an answer to each prompt, one after the other, each with a drafter of its own."""
     traces = []
     for row, prompt in enumerate(prompts):
         row_sampling = replace(sampling, request=row)
-        traces.append(generate(target, make(), prompt, sampling=row_sampling, max_new_tokens=NEW_TOKENS, stop=[]))
+        traces.append(
+            generate(
+                target, make(), prompt, sampling=row_sampling, max_new_tokens=NEW_TOKENS, stop=[]
+            )
+        )
     return traces
 
 
-def draft_beside(make: Make, target: Target, prompts: list[list[int]], sampling: Sampling) -> list[Trace]:
+def draft_beside(
+    make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
+) -> list[Trace]:
     """Return the same answers, in one batch of one drafter."""
     return generate(
         target,
@@ -205,7 +229,9 @@ def draft_beside(make: Make, target: Target, prompts: list[list[int]], sampling:
     )
 
 
-def check_side_by_side(make: Make, target: Target, prompts: list[list[int]], sampling: Sampling) -> None:
+def check_side_by_side(
+    make: Make, target: Target, prompts: list[list[int]], sampling: Sampling
+) -> None:
     """Cycle by cycle as each alone: a batch of three, and two streams on one drafter that are asked in turn."""
     alone = draft_alone(make, target, prompts, sampling)
     _compare_traces(draft_beside(make, target, prompts, sampling), alone, "in a batch", sampling)
@@ -273,7 +299,9 @@ def check_tree(make: Make, target: Target, budget: Budget) -> None:
     text, update = begin_text(make(), target, [5, 6, 7, 5, 6], Choose(Sampling()))
     tree = text.propose(Committed(update.tokens, update.features, 7), budget)
     if int(tree.tokens[0]) != 7:
-        raise Fault(f"a tree is rooted at {int(tree.tokens[0])}, expected 7, the root of its update")
+        raise Fault(
+            f"a tree is rooted at {int(tree.tokens[0])}, expected 7, the root of its update"
+        )
     # a tree of one node needs one child, whatever top_k is
     max_children = max(len(children) for children in tree.children())
     for what, got, limit in (

@@ -91,7 +91,9 @@ def check_loss_falls(make: Make, target: Target, batch: Batch) -> None:
         )
 
 
-def _loss_and_gradients(head: Any, batch: Batch, target: Target) -> tuple[float, dict[str, Tensor | None]]:
+def _loss_and_gradients(
+    head: Any, batch: Batch, target: Target
+) -> tuple[float, dict[str, Tensor | None]]:
     head.zero_grad()
     loss = head(batch, target.head)["total"]
     loss.backward()
@@ -122,7 +124,9 @@ def check_supervised_alone(make: Make, target: Target, batch: Batch) -> None:
     for name, gradient in gradients.items():
         changed_gradient = changed_gradients[name]
         if gradient is None or changed_gradient is None:
-            raise Fault(f"the weight {name} gets no gradient: the loss must reach it, or it is a buffer")
+            raise Fault(
+                f"the weight {name} gets no gradient: the loss must reach it, or it is a buffer"
+            )
         # equal losses may hide what reaches a gradient alone, as through a detached target
         if not torch.equal(gradient, changed_gradient):
             raise Fault(
@@ -139,7 +143,9 @@ def check_supervised_counts(make: Make, target: Target, batch: Batch) -> None:
     features[8] += 1
     changed = replace(batch, features=features)
     if head(changed, target.head)["total"] == head(batch, target.head)["total"]:
-        raise Fault("the loss is the same once a state that is supervised is another: expected one that reads it")
+        raise Fault(
+            "the loss is the same once a state that is supervised is another: expected one that reads it"
+        )
 
 
 def check_progress(make: Make, target: Target, batch: Batch) -> None:
@@ -157,7 +163,9 @@ def check_progress(make: Make, target: Target, batch: Batch) -> None:
         )
 
 
-def check_validation(make: Make, target: Target, batch: Batch, part: Callable[[int], Batch]) -> None:
+def check_validation(
+    make: Make, target: Target, batch: Batch, part: Callable[[int], Batch]
+) -> None:
     """Sums of two sequences are those of each; the loss terms are those of training; nothing is drawn at random.
 
     `part` returns a batch of one of the two sequences in `batch`.
@@ -169,18 +177,24 @@ def check_validation(make: Make, target: Target, batch: Batch, part: Callable[[i
     for index in (0, 1):
         sums = add_sums(sums, head.eval().validate(part(index), target.head, TREES))
     if sums.keys() != whole.keys():
-        raise Fault(f"validate gives other sums for one text than for two: {sorted(sums.keys() ^ whole.keys())}")
+        raise Fault(
+            f"validate gives other sums for one text than for two: {sorted(sums.keys() ^ whole.keys())}"
+        )
     for key, value in whole.items():
         total = sums[key]
         same_shape = total.shape == value.shape
-        if not same_shape or not torch.allclose(total.double(), value.double(), rtol=1e-6, atol=1e-6):
+        if not same_shape or not torch.allclose(
+            total.double(), value.double(), rtol=1e-6, atol=1e-6
+        ):
             raise Fault(
                 f"validate does not add up: {key!r} of two texts is {value.tolist()}, and {total.tolist()} as the "
                 "sum of each: give sums, no means, and nothing that is drawn at random or depends on train()"
             )
     slots = int(whole["slots"])
     if slots != batch.slots:
-        raise Fault(f"validate counts {slots} slots, expected {batch.slots}: one a supervised token")
+        raise Fault(
+            f"validate counts {slots} slots, expected {batch.slots}: one a supervised token"
+        )
     losses = {term: loss.item() for term, loss in head(batch, target.head).items()}
     _check_figures(figures(whole), losses)
 
@@ -189,10 +203,14 @@ def _check_figures(validated: dict[str, float], losses: dict[str, float]) -> Non
     """Compare the figures of a validation with the losses of training, and with one another."""
     for term in validated.keys() & losses.keys():
         if abs(validated[term] - losses[term]) > 1e-5 * abs(losses[term]):
-            raise Fault(f"validate has {validated[term]:.6g} for the loss {term!r}, and forward {losses[term]:.6g}")
+            raise Fault(
+                f"validate has {validated[term]:.6g} for the loss {term!r}, and forward {losses[term]:.6g}"
+            )
     missing = {"cross_entropy", "agreement", "overlap", "chain/tau", "tree/5"} - validated.keys()
     if missing:
-        raise Fault(f"validate lacks {sorted(missing)}: return what eagle.drafters.parts.validation makes")
+        raise Fault(
+            f"validate lacks {sorted(missing)}: return what eagle.drafters.parts.validation makes"
+        )
     # a tree that holds the chain accepts at least as much
     if not 1 <= validated["chain/tau"] <= validated["tree/tau"] <= 6:
         raise Fault(
@@ -212,7 +230,9 @@ def check_drafted_as_validated(make: Make, target: Target, batch: Batch) -> None
     for level in range(LEVELS):
         validated_reached = int(sums["chain/reached"][level])
         validated_accepted = int(sums["chain/accepted"][level])
-        difference = max(abs(validated_reached - reached[level]), abs(validated_accepted - accepted[level]))
+        difference = max(
+            abs(validated_reached - reached[level]), abs(validated_accepted - accepted[level])
+        )
         if difference > TIES:
             raise Fault(
                 f"validate says that of {validated_reached} chains that come to level {level + 1} {validated_accepted} "
@@ -240,7 +260,9 @@ def count_drafts(head: Any, target: Target, batch: Batch) -> tuple[list[int], li
                 continue
             root = slot - 1
             text, update = begin_text(head, target, tokens[:root].tolist(), Choose(Sampling()))
-            chain = text.propose(Committed(update.tokens, update.features, int(tokens[root])), budget)
+            chain = text.propose(
+                Committed(update.tokens, update.features, int(tokens[root])), budget
+            )
             for level, guess in enumerate(chain.tokens[1:].tolist()):
                 position = slot + level  # of the token that is guessed
                 if position >= len(tokens) or not is_supervised[position]:

@@ -61,9 +61,13 @@ def check_export(
         layout = EXPORTERS[engine](head, target.config)
     except ValueError as error:
         if f"{engine}: " not in str(error):
-            raise Fault(f"the exporter to {engine} refuses the head without its own name: {error}") from None
+            raise Fault(
+                f"the exporter to {engine} refuses the head without its own name: {error}"
+            ) from None
         return str(error)
-    exported = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}
+    exported = {
+        name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()
+    }
     # a draft model is one module of its drafter
     exported |= {f"model.{name}": tensor for name, tensor in exported.items()}
     weights = head.state_dict()

@@ -22,7 +22,9 @@ class Fault(AssertionError):
     """What a method does and must not: what was found, what is expected, what to do."""
 
 
-TIE_BREAKING = 1e-3  # of a matrix's spread: enough to order equal parts, too little to change what they draft
+TIE_BREAKING = (
+    1e-3  # of a matrix's spread: enough to order equal parts, too little to change what they draft
+)
 
 
 def make_head(name: str, target: Target, seed: int = 0, **changed_settings: Any) -> Any:
@@ -33,14 +35,20 @@ def make_head(name: str, target: Target, seed: int = 0, **changed_settings: Any)
     weights = {"weights": target.tensor} if method.reads.weights else {}
     head = method.for_target(settings, target.config, target.head, **weights)
     # levels that start as equal copies of the LM head draft equal probabilities, whose order is rounding's
-    matrices = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.dim() > 1]
+    matrices = [
+        parameter
+        for parameter in head.parameters()
+        if parameter.requires_grad and parameter.dim() > 1
+    ]
     for index, matrix in enumerate(matrices):
         if any(torch.equal(matrix, earlier) for earlier in matrices[:index]):
             matrix.data.add_(TIE_BREAKING * matrix.std() * torch.randn_like(matrix))
     return head.to(target.device)
 
 
-def begin_text(drafter: Any, target: Target, prompt: list[int], choose: Choose, noise: Any = None) -> Any:
+def begin_text(
+    drafter: Any, target: Target, prompt: list[int], choose: Choose, noise: Any = None
+) -> Any:
     """Return a sequence of the drafter's, and the update with what the target has read of it."""
     if drafter.reads.view:
         drafter.bind_target(target.view())
@@ -76,7 +84,9 @@ def describe_sampling(sampling: Sampling) -> str:
 
 def describe_budget(budget: Budget) -> str:
     """Return what may be drafted, in words."""
-    how = {"noise": "", "likeliest": ", likeliest children", "sampled": ", drawn children"}[budget.draw]
+    how = {"noise": "", "likeliest": ", likeliest children", "sampled": ", drawn children"}[
+        budget.draw
+    ]
     fixed = "" if budget.paths is None else "a fixed tree of "
     return f"{fixed}{budget.nodes} nodes, {budget.depth} levels, top {budget.top_k}{how}"
 

@@ -23,9 +23,15 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     """Refuse a target, drafter, sampling or budget of a wrong type; the message says how to make one."""
     # by attributes: core imports no target
     if isinstance(target, Drafter) and hasattr(drafter, "reader"):
-        raise ValueError("the drafter stands where the target belongs: call generate(target, drafter, prompt)")
+        raise ValueError(
+            "the drafter stands where the target belongs: call generate(target, drafter, prompt)"
+        )
     if not hasattr(target, "reader") or isinstance(target, type):
-        hint = "pass Target(model, tokenizer)" if hasattr(target, "get_input_embeddings") else "load one: Target.load"
+        hint = (
+            "pass Target(model, tokenizer)"
+            if hasattr(target, "get_input_embeddings")
+            else "load one: Target.load"
+        )
         raise ValueError(f"the target is {_describe(target)}, expected a Target: {hint}")
     if not isinstance(drafter, Drafter):
         name = repr(str(drafter)) if isinstance(drafter, str) else "name"
@@ -34,10 +40,14 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
             "a drafter of your own inherit from eagle.core.drafter.Drafter"
         )
     if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling is {_describe(sampling)}, expected a Sampling: as Sampling(temperature=0.7)")
+        raise ValueError(
+            f"sampling is {_describe(sampling)}, expected a Sampling: as Sampling(temperature=0.7)"
+        )
     is_policy = hasattr(budget, "within") and hasattr(budget, "nodes")
     if budget is not None and not isinstance(budget, Budget) and not is_policy:
-        raise ValueError(f"budget is {_describe(budget)}, expected a Budget or a policy: as Budget(nodes=8, depth=4)")
+        raise ValueError(
+            f"budget is {_describe(budget)}, expected a Budget or a policy: as Budget(nodes=8, depth=4)"
+        )
     if budget is None:
         budget = drafter.budget or Budget()
     _check_rule(sampling, budget, drafter)
@@ -59,10 +69,18 @@ def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
     if getattr(budget, "draw", None) != "sampled":
         return
     if sampling.typical is not None:
-        raise ValueError("typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')")
+        raise ValueError(
+            "typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')"
+        )
     paths = getattr(budget, "paths", None)
-    if sampling.rule == "block" and paths is not None and sorted(paths) != sorted(chain_paths(len(paths))):
-        raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")
+    if (
+        sampling.rule == "block"
+        and paths is not None
+        and sorted(paths) != sorted(chain_paths(len(paths)))
+    ):
+        raise ValueError(
+            "block verification is defined for chains: got a tree with branches; use rule='token'"
+        )
 
 
 def check_confidence(confidence: float | None, drafter: Drafter) -> None:
@@ -82,7 +100,9 @@ def refuse_options(unknown: Iterable[str], options: Iterable[str]) -> None:
         owners: tuple[tuple[Any, str], ...] = ((Sampling, "sampling"), (Budget, "budget"))
         for owner, option in owners:
             if name in {field.name for field in fields(owner)}:
-                raise ValueError(f"generate has no option {name}: pass {option}={owner.__name__}({name}=...)")
+                raise ValueError(
+                    f"generate has no option {name}: pass {option}={owner.__name__}({name}=...)"
+                )
         raise ValueError(
             f"generate has no option {name}{nearest(name, options)}: expected some of {', '.join(options)}"
         )
@@ -99,7 +119,9 @@ def list_values(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
-        raise ValueError(f"{name} holds {len(value)} values for {count} prompts: expected one for all, or one for each")
+        raise ValueError(
+            f"{name} holds {len(value)} values for {count} prompts: expected one for all, or one for each"
+        )
     return list(value)
 
 
@@ -108,13 +130,19 @@ def list_traces(traces: Any, count: int) -> list[Trace]:
     if traces is None:
         return [Trace([]) for _ in range(count)]
     if not isinstance(traces, (list, tuple)) or len(traces) != count:
-        got = f"holds {len(traces)}" if isinstance(traces, (list, tuple)) else f"is {_describe(traces)}"
+        got = (
+            f"holds {len(traces)}"
+            if isinstance(traces, (list, tuple))
+            else f"is {_describe(traces)}"
+        )
         raise ValueError(f"trace {got}, expected a list of {count}, one for each prompt")
     for trace in traces:
         if not isinstance(trace, Trace):
             raise ValueError(f"trace is {_describe(trace)}, expected a new Trace() for each prompt")
     if len({id(trace) for trace in traces}) < count:
-        raise ValueError("one trace is given for several prompts, expected one for each: [Trace() for _ in prompts]")
+        raise ValueError(
+            "one trace is given for several prompts, expected one for each: [Trace() for _ in prompts]"
+        )
     for trace in traces:
         check_unused(trace)
     return list(traces)
@@ -123,7 +151,9 @@ def list_traces(traces: Any, count: int) -> list[Trace]:
 def check_unused(trace: Trace) -> None:
     """Refuse a trace that records an answer already."""
     if trace.tokens or trace.cycles or trace.finish != "running":
-        raise ValueError(f"the trace records an answer of {len(trace.tokens)} tokens already: pass a new Trace()")
+        raise ValueError(
+            f"the trace records an answer of {len(trace.tokens)} tokens already: pass a new Trace()"
+        )
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -151,7 +181,9 @@ def positive_int(name: str, value: Any) -> int:
 def positive_ints(name: str, values: Any) -> tuple[int, ...]:
     """Return several values as ints; ValueError for none, or below 1."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} is {_describe(values)}, expected whole numbers in a list, as (1, 4)")
+        raise ValueError(
+            f"{name} is {_describe(values)}, expected whole numbers in a list, as (1, 4)"
+        )
     numbers = tuple(positive_int(name, value) for value in values)
     if not numbers:
         raise ValueError(f"{name} is empty, expected whole numbers, as (1, 4)")
@@ -171,7 +203,9 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
     if batch_size is None and (rows is None or len(rows) <= 1):
         return None
     if rows is None:
-        raise ValueError(f"batch_size is {batch_size}, expected several prompts beside it: pass a list of them")
+        raise ValueError(
+            f"batch_size is {batch_size}, expected several prompts beside it: pass a list of them"
+        )
     if len(rows) > 1 and is_output and _media_in(prompt):
         raise ValueError(
             f"{len(rows)} prompts with images are one output of the processor, expected a list of outputs, one for each"
@@ -186,7 +220,9 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
     marked = [len(marks) for marks in masks]
     counts = [len(tokens) for tokens in prompts]
     if marked != counts:
-        raise ValueError(f"attention_mask has rows of {marked} tokens, expected {counts} as input_ids")
+        raise ValueError(
+            f"attention_mask has rows of {marked} tokens, expected {counts} as input_ids"
+        )
     unpadded = []
     for tokens, marks in zip(prompts, masks, strict=True):
         unpadded.append([token for token, mark in zip(tokens, marks, strict=True) if mark])
@@ -200,7 +236,11 @@ def _list_rows(value: Any) -> list[Any] | None:
         return list(value) if len(value.shape) == 2 else None
     if not isinstance(value, (list, tuple)):
         return None
-    if not value or _is_row(value[0]) or (isinstance(value[0], Mapping) and "input_ids" in value[0]):
+    if (
+        not value
+        or _is_row(value[0])
+        or (isinstance(value[0], Mapping) and "input_ids" in value[0])
+    ):
         return list(value)
     return None
 
@@ -241,7 +281,9 @@ def token_ids(prompt: Any) -> list[int]:
         return prompt
     # what can be iterated, and is no list of tokens, is refused by name
     if isinstance(prompt, (str, bytes)):
-        raise ValueError("the prompt is text, expected token ids: use target.chat(text) or target.tokenizer.encode")
+        raise ValueError(
+            "the prompt is text, expected token ids: use target.chat(text) or target.tokenizer.encode"
+        )
     if isinstance(prompt, Mapping):
         return _input_ids(prompt)
     if hasattr(prompt, "tolist"):
@@ -249,12 +291,18 @@ def token_ids(prompt: Any) -> list[int]:
         if shape == () or shape[:-1] not in ((), (1,)):
             raise ValueError(f"{ONE_PROMPT}: got a tensor of shape {shape}, expected [T] or [1, T]")
         prompt = prompt.reshape(-1).tolist()
-    if not isinstance(prompt, Iterable) or isinstance(prompt, (set, frozenset)):  # which has no order
-        raise ValueError(f"the prompt is {_describe(prompt)}, expected token ids in a list or a tensor [T] or [1, T]")
+    if not isinstance(prompt, Iterable) or isinstance(
+        prompt, (set, frozenset)
+    ):  # which has no order
+        raise ValueError(
+            f"the prompt is {_describe(prompt)}, expected token ids in a list or a tensor [T] or [1, T]"
+        )
     items = list(prompt)
     if items and _is_row(items[0]):
         if len(items) > 1:
-            raise ValueError(f"{ONE_PROMPT}: got {len(items)} rows, expected token ids [T] or [1, T]")
+            raise ValueError(
+                f"{ONE_PROMPT}: got {len(items)} rows, expected token ids [T] or [1, T]"
+            )
         return token_ids(items[0])
     return [_token_id(item) for item in items]
 
@@ -268,7 +316,9 @@ def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
         )
     mask = prompt.get("attention_mask")
     if mask is not None and not all(token_ids(mask)):
-        raise ValueError("the prompt's attention_mask hides padding: pass input_ids without padding, one prompt")
+        raise ValueError(
+            "the prompt's attention_mask hides padding: pass input_ids without padding, one prompt"
+        )
     tokens = token_ids(prompt["input_ids"])
     media = _media_in(prompt)
     return PromptTokens(tokens, media) if media else tokens
@@ -277,14 +327,20 @@ def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
 def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a processor gave beside tokens, where images are among it."""
     # token types and the like belong to images where there are any, else they are nothing
-    media = {name: value for name, value in prompt.items() if name not in TEXT_INPUTS and value is not None}
+    media = {
+        name: value
+        for name, value in prompt.items()
+        if name not in TEXT_INPUTS and value is not None
+    }
     return media if any(IMAGES.search(name) for name in media) else {}
 
 
 def _token_id(item: Any) -> int:
     """Return one token id as an int."""
     if isinstance(item, Mapping) and {"role", "content"} & set(item):
-        raise ValueError("the prompt is a list of messages, expected token ids: use target.chat(messages)")
+        raise ValueError(
+            "the prompt is a list of messages, expected token ids: use target.chat(messages)"
+        )
     token = to_int(item)
     if token is None:
         raise ValueError(

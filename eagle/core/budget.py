@@ -25,8 +25,12 @@ class Budget:
     top_k: int = 10  # children of a node, and candidates of a level
     paths: Paths | None = None  # a fixed tree: the ranks on the way to each node; see `fixed`
     draw: Draw = "noise"  # how children are chosen where the target samples
-    sharpness: float | None = None  # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
-    confidence: float | None = None  # no children of nodes whose children are kept less likely, as the drafter says
+    sharpness: float | None = (
+        None  # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
+    )
+    confidence: float | None = (
+        None  # no children of nodes whose children are kept less likely, as the drafter says
+    )
 
     def __post_init__(self) -> None:
         # a frozen dataclass sets its own fields by way of object
@@ -39,11 +43,17 @@ class Budget:
             if getattr(self, name) is not None:
                 number(f"Budget.{name}", getattr(self, name))
         if self.sharpness is not None and not self.sharpness > 0:
-            raise ValueError(f"Budget.sharpness is {self.sharpness!r}, expected a number above 0; 1 is EAGLE-2's rule")
+            raise ValueError(
+                f"Budget.sharpness is {self.sharpness!r}, expected a number above 0; 1 is EAGLE-2's rule"
+            )
         if self.confidence is not None and not 0 <= self.confidence <= 1:
-            raise ValueError(f"Budget.confidence is {self.confidence!r}, expected a probability, or None for all nodes")
+            raise ValueError(
+                f"Budget.confidence is {self.confidence!r}, expected a probability, or None for all nodes"
+            )
         if self.draw not in get_args(Draw):
-            raise ValueError(f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}")
+            raise ValueError(
+                f"Budget.draw is {self.draw!r}, expected one of {', '.join(get_args(Draw))}"
+            )
         if self.paths is not None:
             object.__setattr__(self, "paths", _as_paths(self.paths))
             self._check_paths()
@@ -70,7 +80,9 @@ class Budget:
                     f"Budget.paths holds {path}, expected all siblings drawn before it: give them ranks 0, 1, 2, ..."
                 )
         if len(paths) > self.nodes:
-            raise ValueError(f"Budget.paths holds {len(paths)} nodes, expected {self.nodes}: use Budget.fixed(paths)")
+            raise ValueError(
+                f"Budget.paths holds {len(paths)} nodes, expected {self.nodes}: use Budget.fixed(paths)"
+            )
 
     @classmethod
     def fixed(cls, paths: Paths, draw: Draw = "noise", confidence: float | None = None) -> Budget:

@@ -23,11 +23,19 @@ from eagle.core.tree import DraftTree, Paths
 class Parts:
     """The parts of a network that a conversion can exchange in silence; `eagle doctor` asks about each of them."""
 
-    by_tap: tuple[str, ...] = ()  # parameters whose columns, and stacks whose modules, come one for each tap
-    halves: tuple[tuple[str, ...], ...] = ()  # matrices, those of one input together, that read embedding and state
-    alike: tuple[tuple[str, str], ...] = ()  # pairs of parameters of one shape beside those of blocks
+    by_tap: tuple[
+        str, ...
+    ] = ()  # parameters whose columns, and stacks whose modules, come one for each tap
+    halves: tuple[
+        tuple[str, ...], ...
+    ] = ()  # matrices, those of one input together, that read embedding and state
+    alike: tuple[
+        tuple[str, str], ...
+    ] = ()  # pairs of parameters of one shape beside those of blocks
     tokens: tuple[str, ...] = ()  # settings that name a token of the vocabulary
-    levels: int | None = None  # so many tokens are guessed in one forward; None where each level reads the one before
+    levels: int | None = (
+        None  # so many tokens are guessed in one forward; None where each level reads the one before
+    )
 
 
 class HeadShape(Protocol):
@@ -91,8 +99,12 @@ class Committed:
     tokens: Tensor  # [A]
     features: Tensor | None  # [A, L, D], the taps that the drafter asked for
     root: int  # chosen by the target, not yet read by it
-    tree: DraftTree | None = None  # that the target read last, where the drafter reads choices or states
-    choices: Tensor | None = None  # [N, C], the target's choice after each node of the tree, then what comes next
+    tree: DraftTree | None = (
+        None  # that the target read last, where the drafter reads choices or states
+    )
+    choices: Tensor | None = (
+        None  # [N, C], the target's choice after each node of the tree, then what comes next
+    )
     states: Tensor | None = None  # [N, L, D], the target's states after each node of the tree
 
     @classmethod
@@ -119,7 +131,9 @@ class DraftState(Protocol):
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a text in a row; `noise` is the target's sampling noise (None if it is greedy)."""
 
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
         """Return a tree for each row, rooted at its update's root, with at most its budget's nodes."""
 
     def fork(self, row: int, other: int) -> None:
@@ -137,7 +151,9 @@ class Drafter:
     """
 
     taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
-    stored_as: Literal["nothing", "files", "head"] = "nothing"  # "files" are read by its own `load(folder, target)`
+    stored_as: Literal["nothing", "files", "head"] = (
+        "nothing"  # "files" are read by its own `load(folder, target)`
+    )
     reads: Reads = Reads()
     budget: Budget | None = None  # what it was tuned to
     rates_nodes = False  # whether it says how likely a child of a node is kept, which `Budget.confidence` asks for
@@ -147,7 +163,11 @@ class Drafter:
         """Return the state for a new sequence; `noise` is the target's sampling noise (None if it is greedy)."""
         # each of begin and open is made of the other: a class that defines neither would call itself for ever
         if type(self).open is Drafter.open:
-            missing = "without the target's texts: call open_with" if self.reads.texts else ": write begin or open"
+            missing = (
+                "without the target's texts: call open_with"
+                if self.reads.texts
+                else ": write begin or open"
+            )
             raise NotImplementedError(f"{type(self).__name__} cannot draft {missing}")
         return _OnlyText(self.open(), noise)
 
@@ -157,11 +177,15 @@ class Drafter:
 
     def open_with(self, texts: Any) -> DraftState:
         """Return the state for several sequences, with the target's cache rows (`eagle.target.view.TargetTexts`)."""
-        raise NotImplementedError(f"{type(self).__name__} reads the target's texts: write open_with(texts)")
+        raise NotImplementedError(
+            f"{type(self).__name__} reads the target's texts: write open_with(texts)"
+        )
 
     def bind_target(self, view: Any) -> None:
         """Receive the target's layers (`eagle.target.view.TargetView`) before a text begins, if it `reads` a view."""
-        raise NotImplementedError(f"{type(self).__name__} reads a view of the target: write bind_target(view)")
+        raise NotImplementedError(
+            f"{type(self).__name__} reads a view of the target: write bind_target(view)"
+        )
 
     def forwards(self, budget: Budget) -> tuple[int, ...] | None:
         """Return the number of rows in each of a draft's forwards after the first.
@@ -215,7 +239,9 @@ class EachText:
         """Begin a text for the row."""
         self.texts[row] = self.drafter.begin(noise)
 
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
         """Return a tree for each row, one after the other; `RowErrors` if only some rows fail."""
 
         def propose_row(row: int) -> DraftTree:
@@ -240,9 +266,15 @@ class TrainableDrafter(nn.Module, Drafter):
 
     teacher_taps: tuple[int, ...] = (-1,)
     stored_as = "head"
-    counts_by_forward = False  # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
-    drafts: Tensor | None = None  # [D], the draft vocabulary, whose tokens its logits have; None for all tokens
-    follows_progress = False  # whether its loss depends on `batch.progress`: a step of a longer run is another one
+    counts_by_forward = (
+        False  # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
+    )
+    drafts: Tensor | None = (
+        None  # [D], the draft vocabulary, whose tokens its logits have; None for all tokens
+    )
+    follows_progress = (
+        False  # whether its loss depends on `batch.progress`: a step of a longer run is another one
+    )
     Settings: type  # what a recipe may say about it
 
     def __init__(self, settings: Any, shape: HeadShape) -> None:
@@ -315,15 +347,21 @@ class TrainableDrafter(nn.Module, Drafter):
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Return loss terms: "total" is minimised, the rest is logged."""
-        raise NotImplementedError(f"{type(self).__name__} does not define its loss: write forward(batch, frozen)")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define its loss: write forward(batch, frozen)"
+        )
 
-    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+    def validate(
+        self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]
+    ) -> dict[str, Tensor]:
         """Return sums, added up over batches and processes, of which drafters/parts/validation.py makes figures."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
         )
 
-    def draft_levels(self, batch: Batch, frozen: TargetHead, levels: int) -> Iterable[tuple[Tensor, Any]]:
+    def draft_levels(
+        self, batch: Batch, frozen: TargetHead, levels: int
+    ) -> Iterable[tuple[Tensor, Any]]:
         """Yield for each level of a chain the states [S, ..] at all supervised slots and the head that gives logits."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot be examined: write draft_levels, see recurrent/unroll.py"

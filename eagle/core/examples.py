@@ -30,7 +30,9 @@ class Drafts:
     drafted: Tensor  # [A], how many it has; what stands behind them counts for nothing, on the host
     tokens: Tensor  # [A, K]
     states: Tensor  # [A, K, L, D]
-    divisor: float | None = None  # supervised tokens of the step that they are a part of; None for those of the batch
+    divisor: float | None = (
+        None  # supervised tokens of the step that they are a part of; None for those of the batch
+    )
 
     @classmethod
     def join(cls, parts: Sequence[Drafts | None], lengths: Sequence[int]) -> Drafts | None:
@@ -88,9 +90,13 @@ class Batch:
     taps: tuple[int, ...]  # which target state each of the L is
     seeds: tuple[int, ...]  # random seed of each text
     progress: float = 0.0  # how much of the training is done, from 0 to 1
-    divisors: tuple[float, ...] | None = None  # of the step that this is a part of, as the head's `divisors` sum them
+    divisors: tuple[float, ...] | None = (
+        None  # of the step that this is a part of, as the head's `divisors` sum them
+    )
     drafts: Drafts | None = None  # of a head, in texts that were written with it
-    branches: Tensor | None = None  # [N, K], the places of the tokens drafted from each slot, where slots read drafts
+    branches: Tensor | None = (
+        None  # [N, K], the places of the tokens drafted from each slot, where slots read drafts
+    )
 
     @property
     def slots(self) -> int:
@@ -196,7 +202,9 @@ def gate_mask(mask: Tensor, gate: str) -> Tensor:
     return shifted[: len(mask)]  # of a text shorter than two tokens
 
 
-def collate(examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[int] | None = None) -> Batch:
+def collate(
+    examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[int] | None = None
+) -> Batch:
     """Return one batch of examples with features, each cut after its last supervised token."""
     masks = [trim_mask(example.loss_mask) for example in examples]
     lengths = tuple(len(mask) for mask in masks)
@@ -234,7 +242,9 @@ def token_counts(texts: Iterable[Tensor], vocab_size: int) -> Tensor:
 def most_frequent(counts: Tensor, size: int) -> Tensor:
     """Return the `size` most frequent tokens [D] in ascending order; ties go to the lower token."""
     if not 0 < size <= len(counts):
-        raise ValueError(f"a draft vocabulary of {size} was asked for, expected 1 to {len(counts)}, the target's own")
+        raise ValueError(
+            f"a draft vocabulary of {size} was asked for, expected 1 to {len(counts)}, the target's own"
+        )
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 

@@ -39,7 +39,9 @@ class NodeShape:
 
 def find_shape(parents: Tensor, levels: int) -> NodeShape:
     """Return the shape of trees of at most so many levels, from parents [B, N]; the root's do not matter."""
-    parents = parents.clamp(0, parents.shape[1] - 1)  # what is wrong is refused once the host has it
+    parents = parents.clamp(
+        0, parents.shape[1] - 1
+    )  # what is wrong is refused once the host has it
     # reach[i, j]: node j is at most one step above node i
     reach = torch.zeros(*parents.shape, parents.shape[1], device=parents.device)
     reach.scatter_(2, parents[..., None], 1)
@@ -113,7 +115,9 @@ class GrownTrees:
 
     def pick(self, indices: Sequence[int]) -> tuple[Tensor, NodeShape]:
         """Return the tokens [B, N] and the shape of some of the trees."""
-        return pick_rows(self.tokens, indices), self.shape.map(lambda tensor: pick_rows(tensor, indices))
+        return pick_rows(self.tokens, indices), self.shape.map(
+            lambda tensor: pick_rows(tensor, indices)
+        )
 
     def tree(self, index: int) -> DraftTree:
         """Return one of the trees on the host."""
@@ -189,10 +193,14 @@ class GrownTree(DraftTree):
 
 def lies_on_device(tree: object) -> TypeGuard[GrownTree]:
     """Return whether the host has not read a tree yet."""
-    return isinstance(tree, GrownTree) and tree.grown is not None and tree.grown.host_columns is None
+    return (
+        isinstance(tree, GrownTree) and tree.grown is not None and tree.grown.host_columns is None
+    )
 
 
-def hand_over(grown: Sequence[GrownTrees], roots: Sequence[int], *, at_once: bool) -> list[DraftTree]:
+def hand_over(
+    grown: Sequence[GrownTrees], roots: Sequence[int], *, at_once: bool
+) -> list[DraftTree]:
     """Return the tree under each root, read from the device now (`at_once`) or when it is asked for.
 
     Args:
@@ -223,7 +231,9 @@ def _store_columns(grown: Sequence[GrownTrees], columns: Sequence[Tensor]) -> No
         group.host_columns = host_columns
 
 
-def lay_out(trees: Sequence[DraftTree], device: torch.device, vocab_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def lay_out(
+    trees: Sequence[DraftTree], device: torch.device, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return tokens and depths [B, N] and attention masks [B, N, N], on the host if all trees lie there.
 
     Masks are None for chains.
@@ -265,7 +275,9 @@ def _place_group(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tens
     """Place trees that grew together, or one tree."""
     first = trees[0]
     if not lies_on_device(first):
-        return upload(first.tokens[None], device), fixed_shape(tuple(first.parents.tolist()), device)
+        return upload(first.tokens[None], device), fixed_shape(
+            tuple(first.parents.tolist()), device
+        )
     assert first.grown is not None
     return first.grown.pick([tree.number for tree in trees if isinstance(tree, GrownTree)])
 
@@ -342,7 +354,9 @@ def walk_outputs(rows: Sequence[tuple[TargetOutput, Choose]]) -> Walks:
     return walk_trees(tokens, shape, choices, min(longest, tokens.shape[1]))
 
 
-def read_walks(rows: Sequence[tuple[TargetOutput, Choose]], walks: Walks) -> list[tuple[list[int], int]]:
+def read_walks(
+    rows: Sequence[tuple[TargetOutput, Choose]], walks: Walks
+) -> list[tuple[list[int], int]]:
     """Return the accepted path of each row, in the numbers of its tree on the host, and the token after it.
 
     One transfer brings them, together with all trees that lie on the device.
@@ -356,10 +370,14 @@ def read_walks(rows: Sequence[tuple[TargetOutput, Choose]], walks: Walks) -> lis
                 grown[id(group)] = group
     groups = list(grown.values())
     columns = [group.columns for group in groups]
-    *columns, paths, counts, following = to_host([*columns, walks.paths, walks.counts, walks.following])
+    *columns, paths, counts, following = to_host(
+        [*columns, walks.paths, walks.counts, walks.following]
+    )
     _store_columns(groups, columns)
 
     results = []
-    for tree, path, count, token in zip(trees, paths.tolist(), counts.tolist(), following.tolist(), strict=True):
+    for tree, path, count, token in zip(
+        trees, paths.tolist(), counts.tolist(), following.tolist(), strict=True
+    ):
         results.append((tree.renumber(path[:count]), token))
     return results

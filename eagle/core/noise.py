@@ -74,7 +74,10 @@ class DrafterNoise:
         first = self.used_rows
         self.used_rows += rows
         self.private.forget(first)
-        return self.private(range(first, self.used_rows), self.vocab_size, self.device) * self.temperature
+        return (
+            self.private(range(first, self.used_rows), self.vocab_size, self.device)
+            * self.temperature
+        )
 
     def filter_logits(self, logits: Tensor) -> Tensor:
         """Return the logits [K, V], minus 1000 for tokens that the target's top-k, top-p or min-p removes."""

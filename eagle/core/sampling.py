@@ -117,7 +117,9 @@ class Sampling:
     rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
     # LOSSY: with either of these the output does not follow the target's distribution
     lenience: float = 1.0  # LOSSY below 1
-    typical: tuple[float, float] | None = None  # LOSSY: typical acceptance, by its epsilon and delta
+    typical: tuple[float, float] | None = (
+        None  # LOSSY: typical acceptance, by its epsilon and delta
+    )
 
     def __post_init__(self) -> None:
         # numpy's whole numbers become ints, so that equal samplings are equal
@@ -159,9 +161,13 @@ class Sampling:
                 f"at most 1: as {PUBLISHED_TYPICAL}"
             )
         if self.temperature == 0:
-            raise ValueError("typical acceptance needs a temperature above 0: at 0 a single token is possible")
+            raise ValueError(
+                "typical acceptance needs a temperature above 0: at 0 a single token is possible"
+            )
         if self.rule == "block" or self.lenience < 1:
-            raise ValueError("typical acceptance is a rule of its own: leave out Sampling.rule='block' and lenience")
+            raise ValueError(
+                "typical acceptance is a rule of its own: leave out Sampling.rule='block' and lenience"
+            )
 
     @property
     def is_lossless(self) -> bool:
@@ -180,7 +186,9 @@ class Sampling:
             ValueError: For processors or options of theirs that no sampling has.
         """
         if isinstance(processors, (str, bytes)) or not isinstance(processors, Iterable):
-            raise ValueError(f"processors is {processors!r}, expected a list of transformers' logits processors")
+            raise ValueError(
+                f"processors is {processors!r}, expected a list of transformers' logits processors"
+            )
         processors = list(processors)
         # class -> field of a sampling, and the processor's attribute that holds its value
         supported = {
@@ -195,9 +203,13 @@ class Sampling:
         names = [type(processor).__name__ for processor in processors]
         unknown = [name for name in names if name not in supported]
         if unknown:
-            raise ValueError(f"logits processors {unknown} cannot be verified; supported are {order}: remove them")
+            raise ValueError(
+                f"logits processors {unknown} cannot be verified; supported are {order}: remove them"
+            )
         if names != sorted(set(names), key=order.index):
-            raise ValueError(f"logits processors come in the order {names}, expected each at most once, as in {order}")
+            raise ValueError(
+                f"logits processors come in the order {names}, expected each at most once, as in {order}"
+            )
         for name, processor in zip(names, processors, strict=True):
             _refuse_options(name, processor)
             field, attribute = supported[name]
@@ -217,7 +229,9 @@ def _refuse_options(name: str, processor: Any) -> None:
     for option, default in defaults.items():
         value = getattr(processor, option, default)
         if value != default:
-            raise ValueError(f"{name}.{option} is {value!r}, which cannot be verified: expected {default!r}")
+            raise ValueError(
+                f"{name}.{option} is {value!r}, which cannot be verified: expected {default!r}"
+            )
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -253,7 +267,9 @@ def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
     return row.index_copy(0, repeated, _lower(row[repeated], penalty))
 
 
-def penalise_nodes(logits: Tensor, text: Sequence[int], tokens: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalise_nodes(
+    logits: Tensor, text: Sequence[int], tokens: Tensor, seen: Tensor, penalty: float
+) -> Tensor:
     """Return logits [N, V] with a repetition penalty on the tokens of `text` and of each node's path.
 
     Args:

@@ -23,7 +23,9 @@ class Cycle:
     kept: tuple[int, ...]  # accepted nodes of the tree
     committed: int  # new tokens of the output, after cutting at a stop
     context: int  # tokens in the target's cache before
-    seconds: dict[str, float] | None = None  # of the whole cycle, which texts that are written side by side share
+    seconds: dict[str, float] | None = (
+        None  # of the whole cycle, which texts that are written side by side share
+    )
     number: int = field(default=0, compare=False)  # of that cycle
     rows: int = field(default=1, compare=False)  # texts in it
 
@@ -75,7 +77,9 @@ class Trace:
     finish: str = "running"  # at the end "stop", "length", or "error"
     tokenizer: Any = field(default=None, repr=False)
     stop_string: str | None = None
-    error: Exception | None = field(default=None, compare=False)  # that ended this text alone, among several
+    error: Exception | None = field(
+        default=None, compare=False
+    )  # that ended this text alone, among several
 
     def __repr__(self) -> str:
         facts = [
@@ -127,7 +131,9 @@ class Trace:
     def need_tokenizer(self) -> Any:
         """Return the target's tokenizer; ValueError if it has none."""
         if self.tokenizer is None:
-            raise ValueError("this target has no tokenizer, so the trace has no text: read trace.tokens")
+            raise ValueError(
+                "this target has no tokenizer, so the trace has no text: read trace.tokens"
+            )
         return self.tokenizer
 
     @property
@@ -147,7 +153,10 @@ class Trace:
             pieces = self.pieces()
         else:
             pieces = list(zip([f"{token} " for token in self.tokens], self.drafted, strict=True))
-        spans = [tag("span", text, style=f"color:{GREEN}" if drafted else None) for text, drafted in pieces]
+        spans = [
+            tag("span", text, style=f"color:{GREEN}" if drafted else None)
+            for text, drafted in pieces
+        ]
         facts = (
             f"{len(self.tokens)} tokens, {sum(self.drafted)} of them accepted drafts (green); "
             f"{len(self.cycles)} target forwards after the prompt's, τ = {self.acceptance_length:.2f}"

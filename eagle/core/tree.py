@@ -47,7 +47,9 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int, depth: int) -> Paths
         depth: The most levels.
     """
     if not rates or not all(0 <= rate <= 1 for row in rates for rate in row):
-        raise ValueError(f"rates are probabilities by depth and rank, expected rows of 0..1: got {rates}")
+        raise ValueError(
+            f"rates are probabilities by depth and rank, expected rows of 0..1: got {rates}"
+        )
     paths: list[tuple[int, ...]] = []
     # ordered by what a node adds (negated); ties go to the shallow node, then to the lower rank
     reachable: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
@@ -68,8 +70,12 @@ class DraftTree:
 
     tokens: Tensor  # [N]
     parents: Tensor  # [N], parents[0] == -1
-    draft_probs: Tensor | None = None  # [N, V], what nodes were sampled from, siblings without replacement
-    likelihoods: Tensor | None = None  # [N], the drafter's log-probability of each node's path; 0 at the root
+    draft_probs: Tensor | None = (
+        None  # [N, V], what nodes were sampled from, siblings without replacement
+    )
+    likelihoods: Tensor | None = (
+        None  # [N], the drafter's log-probability of each node's path; 0 at the root
+    )
 
     def __post_init__(self) -> None:
         _check_tensor("tokens", self.tokens, 1, "whole numbers")
@@ -83,7 +89,9 @@ class DraftTree:
         parents = self.parents.tolist()
         count = len(tokens)
         if not tokens or count != len(parents):
-            raise ValueError(f"a tree needs one parent per token and a root: got {count} and {len(parents)}")
+            raise ValueError(
+                f"a tree needs one parent per token and a root: got {count} and {len(parents)}"
+            )
         if parents[0] != -1:
             raise ValueError(f"node 0 is the root, with parent -1: got parent {parents[0]}")
         # siblings that are equal would both match the target's choice, and tokens would count twice
@@ -92,16 +100,26 @@ class DraftTree:
             edge = (parents[node], tokens[node])
             parent, token = edge
             if parent == -1:
-                raise ValueError(f"a tree has one root: node {node} has parent -1 too; give it a parent below {node}")
+                raise ValueError(
+                    f"a tree has one root: node {node} has parent -1 too; give it a parent below {node}"
+                )
             if not 0 <= parent < node:
-                raise ValueError(f"parents precede children: node {node} has parent {parent}, expected 0..{node - 1}")
+                raise ValueError(
+                    f"parents precede children: node {node} has parent {parent}, expected 0..{node - 1}"
+                )
             if edge in edges:
-                raise ValueError(f"siblings differ: token {token} stands twice under node {parent}; merge the nodes")
+                raise ValueError(
+                    f"siblings differ: token {token} stands twice under node {parent}; merge the nodes"
+                )
             edges.add(edge)
         if self.draft_probs is not None and len(self.draft_probs) != count:
-            raise ValueError(f"draft_probs hold one row per node: got {len(self.draft_probs)}, expected {count}")
+            raise ValueError(
+                f"draft_probs hold one row per node: got {len(self.draft_probs)}, expected {count}"
+            )
         if self.likelihoods is not None and len(self.likelihoods) != count:
-            raise ValueError(f"likelihoods hold one per node: got {len(self.likelihoods)}, expected {count}")
+            raise ValueError(
+                f"likelihoods hold one per node: got {len(self.likelihoods)}, expected {count}"
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -163,8 +181,12 @@ class DraftTree:
         for node, parent in enumerate(self.parents.tolist()[1:], start=1):
             words.append(words[parent] | 1 << node)
         num_bytes = -(-count // 8)
-        packed = np.frombuffer(b"".join(word.to_bytes(num_bytes, "little") for word in words), np.uint8)
-        bits = np.unpackbits(packed.reshape(count, num_bytes), axis=1, count=count, bitorder="little")
+        packed = np.frombuffer(
+            b"".join(word.to_bytes(num_bytes, "little") for word in words), np.uint8
+        )
+        bits = np.unpackbits(
+            packed.reshape(count, num_bytes), axis=1, count=count, bitorder="little"
+        )
         return torch.from_numpy(bits).bool()
 
     def path(self, node: int) -> list[int]:
@@ -190,11 +212,15 @@ def _check_tensor(name: str, value: object, dims: int, kind: str) -> None:
         got = f"{value!r:.60}"
     else:
         # torch makes an empty tensor float
-        is_wrong_type = kind == "whole numbers" and value.is_floating_point() and value.shape != (0,)
+        is_wrong_type = (
+            kind == "whole numbers" and value.is_floating_point() and value.shape != (0,)
+        )
         if value.dim() == dims and not is_wrong_type:
             return
         got = f"a {value.dtype} tensor {list(value.shape)}"
-    raise ValueError(f"DraftTree.{name} is {got}, expected a tensor of {kind} with {dims} dimensions")
+    raise ValueError(
+        f"DraftTree.{name} is {got}, expected a tensor of {kind} with {dims} dimensions"
+    )
 
 
 def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftTree:
@@ -213,11 +239,15 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
         )
     wrong = [token for token in tokens if not 0 <= token < vocab_size]
     if wrong:
-        raise ValueError(f"the draft holds token ids {wrong[:5]}, expected 0..{vocab_size - 1}: leave others out")
+        raise ValueError(
+            f"the draft holds token ids {wrong[:5]}, expected 0..{vocab_size - 1}: leave others out"
+        )
     # a tree of so few nodes cannot be deeper
     depth = tree.levels if len(tree) > levels else 0
     if depth > levels:
-        raise ValueError(f"the draft has {depth} levels, expected at most {levels}: draft within budget.depth")
+        raise ValueError(
+            f"the draft has {depth} levels, expected at most {levels}: draft within budget.depth"
+        )
     if tree.draft_probs is not None and tree.draft_probs.shape != (len(tokens), vocab_size):
         raise ValueError(
             f"the draft's probs are {list(tree.draft_probs.shape)}, expected those of {vocab_size} tokens for each of "

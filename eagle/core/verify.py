@@ -88,7 +88,9 @@ class Choose:
         """Return the tokens [K] chosen after `nodes`, on the device of the logits; `NAN` where these are nan."""
         return _pick_best(self._score(output, nodes))
 
-    def pick_where_it_lies(self, output: TargetOutput, tokens: Tensor, seen: Tensor, depths: Tensor) -> Tensor:
+    def pick_where_it_lies(
+        self, output: TargetOutput, tokens: Tensor, seen: Tensor, depths: Tensor
+    ) -> Tensor:
         """Return the tokens [N] chosen after all nodes of a tree on the device, without a transfer.
 
         Args:
@@ -105,7 +107,9 @@ class Choose:
             return _pick_best(logits)
         # one row of noise per level; all nodes of a level choose for the same position
         first = output.start + 1
-        noise = self.noise(range(first, first + output.tree.levels + 1), logits.shape[-1], logits.device)
+        noise = self.noise(
+            range(first, first + output.tree.levels + 1), logits.shape[-1], logits.device
+        )
         return _pick_best(warp(logits, self.sampling) + noise.index_select(0, depths))
 
     def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
@@ -197,7 +201,9 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
     # one transfer for all rows, where a choice depends on no outcome of a coin; a single row makes its own
     choices_by_row: dict[int, list[int]] = {}
     if len(rows) > 1:
-        at_once = [row for row, pair in enumerate(rows) if _is_walked(*pair) and not _is_lazy(pair[0])]
+        at_once = [
+            row for row, pair in enumerate(rows) if _is_walked(*pair) and not _is_lazy(pair[0])
+        ]
         tokens = []
         for row in at_once:
             output, choose = rows[row]
@@ -212,7 +218,9 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
     return [*run_rows(range(len(rows)), verify_row).values()]
 
 
-def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None) -> tuple[list[int], int]:
+def verify(
+    output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None
+) -> tuple[list[int], int]:
     """Return the accepted path and the target's token after it.
 
     Args:
@@ -228,7 +236,9 @@ def verify(output: TargetOutput, choose: Choose, choices: Sequence[int] | None =
     return path, following
 
 
-def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | None) -> tuple[list[int], int]:
+def _apply_rule(
+    output: TargetOutput, choose: Choose, choices: Sequence[int] | None
+) -> tuple[list[int], int]:
     """Verify by the rule that the tree and the sampling ask for."""
     tree = output.tree
     sampling = choose.sampling
@@ -244,7 +254,9 @@ def _apply_rule(output: TargetOutput, choose: Choose, choices: Sequence[int] | N
         return sample_tree(tree, target_probs, choose.coin, choose.pick, lenience=sampling.lenience)
     if sampling.lenience < 1:
         if sampling.temperature > 0:
-            raise ValueError("lenience at temperature > 0 needs sampled drafts (Budget.draw); use lenience=1")
+            raise ValueError(
+                "lenience at temperature > 0 needs sampled drafts (Budget.draw); use lenience=1"
+            )
         return walk_leniently(tree, target_probs, sampling.lenience)
 
     chosen = _Choices(output, choose) if choices is None else choices
@@ -351,7 +363,9 @@ def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
     return rest / rest.sum()
 
 
-def sample_block(tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick) -> tuple[list[int], int]:
+def sample_block(
+    tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick
+) -> tuple[list[int], int]:
     """Verify a sampled chain as one block: exact, and on average it accepts at least as many as `sample_tree`.
 
     Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2), with target p, draft q and drafted tokens
@@ -365,7 +379,9 @@ def sample_block(tree: DraftTree, target_probs: Probs, coin: Coin, pick: Pick) -
     """
     assert tree.draft_probs is not None
     if not tree.is_chain:
-        raise ValueError("block verification is defined for chains: got a tree with branches; use rule='token'")
+        raise ValueError(
+            "block verification is defined for chains: got a tree with branches; use rule='token'"
+        )
     last = len(tree) - 1
     tokens = tree.tokens.tolist()
     target = [target_probs(node) for node in range(last + 1)]
@@ -447,7 +463,9 @@ def walk_typically(
         The longest path of tokens above the threshold, the likeliest one of equal length.
     """
     if tree.draft_probs is not None:
-        raise ValueError("typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')")
+        raise ValueError(
+            "typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')"
+        )
     if len(tree) == 1:
         return [0]
     # probabilities are made once for each node with children, whose rows its children share

@@ -45,7 +45,9 @@ from eagle.target.talk import prepare_media
 from eagle.target.taps import find_feature_fault
 from eagle.target.target import Target
 
-BATCH_TOKENS = 8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
+BATCH_TOKENS = (
+    8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
+)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORECAST_BATCHES = 64
 FORECAST_SECONDS = 5.0
@@ -120,7 +122,9 @@ def _compute_states(
     elif any(shown):
         states_by_text = []
         for text, text_shown in zip(texts, shown, strict=True):
-            media = None if text_shown is None else prepare_media(target.processor, text_shown, text)
+            media = (
+                None if text_shown is None else prepare_media(target.processor, text_shown, text)
+            )
             states_by_text.append(target.features(text[None], taps, precision, media)[0])
     else:
         # [B, T of the longest, L, D], padding included
@@ -144,7 +148,9 @@ def can_read_on(target: Target) -> bool:
     return not (target.sharded or target.reader.mixers.mixers or target.reader.follows_steps)
 
 
-def read_on(target: Target, texts: Sequence[list[int]], shared: Sequence[int], taps: tuple[int, ...]) -> list[Tensor]:
+def read_on(
+    target: Target, texts: Sequence[list[int]], shared: Sequence[int], taps: tuple[int, ...]
+) -> list[Tensor]:
     """Return [T, L, D] of each text; tokens that it shares with the one before it are read once."""
     state = TargetState(target, taps)
     groups = group_texts(shared)
@@ -213,7 +219,9 @@ class LiveFeatures:
             texts = [examples[i].tokens for i in batch]
             masks = [examples[i].loss_mask for i in batch]
             shown = [examples[i].shown for i in batch]
-            packed = compute_rows(self.target, texts, masks, self.parts, dtype=self.dtype, shown=shown)
+            packed = compute_rows(
+                self.target, texts, masks, self.parts, dtype=self.dtype, shown=shown
+            )
             restored = restore_features(self.parts, packed, self.taps, masks)
             for i, features in zip(batch, restored, strict=True):
                 examples[i] = replace(examples[i], features=features)
@@ -236,7 +244,9 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
                 texts, masks = zip(*map(store.text, batch), strict=True)
                 shared = store.shared[batch].tolist()
                 shown = [store.shown(number) for number in batch]
-                rows = compute_rows(target, texts, masks, store.parts, dtype=store.dtype, shared=shared, shown=shown)
+                rows = compute_rows(
+                    target, texts, masks, store.parts, dtype=store.dtype, shared=shared, shown=shown
+                )
                 # the copy runs on while the next batch is computed
                 host_rows, copied = _copy_to_host(rows)
                 yield partial(_append, writer, host_rows, copied, sum(map(len, texts)))
@@ -246,7 +256,9 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
         with closing(run_ahead(write_jobs())) as written:
             yield from written
     except OSError as error:
-        advice = f"{_describe_room(store)}: make room and" if error.errno in NO_ROOM else "mend that and"
+        advice = (
+            f"{_describe_room(store)}: make room and" if error.errno in NO_ROOM else "mend that and"
+        )
         raise ValueError(
             f"the disk refused a shard in {store.folder}: {error}. What is written stays; {advice} give the same "
             "command again"
@@ -288,14 +300,18 @@ def batch_slots(target: Target, batch_tokens: int | None) -> int:
     return batch_tokens or BATCH_TOKENS
 
 
-def plan_extraction(sizes: TextSizes, target: Target, parts: Sequence[Part], features: FeaturesSection) -> ShardPlan:
+def plan_extraction(
+    sizes: TextSizes, target: Target, parts: Sequence[Part], features: FeaturesSection
+) -> ShardPlan:
     """Return the batches and shards of a feature store for texts of these sizes."""
     lengths = sizes.tokens.tolist()
     check_lengths(target, max(lengths))
     check_causal(target)
     token_bytes = mean_bytes(parts, features.dtype, target.width_of(_taps_in(parts)), sizes)
     shard_tokens = max(int(features.shard_bytes / token_bytes), 1)
-    return plan_shards(lengths, batch_slots(target, features.batch_tokens), shard_tokens, sizes.shared.tolist())
+    return plan_shards(
+        lengths, batch_slots(target, features.batch_tokens), shard_tokens, sizes.shared.tolist()
+    )
 
 
 def check_lengths(target: Target, longest: int) -> None:

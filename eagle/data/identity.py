@@ -52,7 +52,9 @@ FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which fi
     "data.images.files": "the names and sizes of the images in data.images",
     "data.images.processor": "the target's preprocessor_config.json and processor_config.json",
 }
-MASK_RULES = 3  # version of the rules by which answers are masked; features of other versions are refused
+MASK_RULES = (
+    3  # version of the rules by which answers are masked; features of other versions are refused
+)
 
 
 def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
@@ -121,7 +123,9 @@ def images_identity(recipe: Recipe) -> dict[str, str]:
     """Return fingerprints of the images' names and sizes, and of the processor; bytes are checked as they are read."""
     assert recipe.data.images is not None
     folder = Path(recipe.data.images)
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES and file.is_file())
+    files = sorted(
+        file for file in folder.rglob("*") if file.suffix.lower() in IMAGES and file.is_file()
+    )
     lines = [f"{file.relative_to(folder)} {file.stat().st_size}" for file in files]
     return {
         "files": _digest(lines),
@@ -135,7 +139,9 @@ def stop_ids(section: TargetSection) -> list[int]:
         try:
             eos = json.loads(path.read_text()).get("eos_token_id")
         except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is no generation config: {error}; expected an object of JSON") from None
+            raise ValueError(
+                f"{path} is no generation config: {error}; expected an object of JSON"
+            ) from None
         if eos is None:
             return []
         return eos if isinstance(eos, list) else [eos]
@@ -191,7 +197,9 @@ def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(patterns)))
     except HFValidationError:
-        raise ValueError(f"no model at {path}: expected a folder that is there, or a hub id as owner/name") from None
+        raise ValueError(
+            f"no model at {path}: expected a folder that is there, or a hub id as owner/name"
+        ) from None
 
 
 def target_name(recipe: Recipe) -> dict[str, Any]:
@@ -203,7 +211,9 @@ def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, 
     """Yield (dotted name, got, expected) of every leaf in which two nested dicts differ."""
     if isinstance(got, dict) and isinstance(expected, dict):
         for key in sorted({*got, *expected}):
-            yield from differences(got.get(key), expected.get(key), f"{name}.{key}" if name else key)
+            yield from differences(
+                got.get(key), expected.get(key), f"{name}.{key}" if name else key
+            )
     elif got != expected:
         yield name, got, expected
 

@@ -34,7 +34,9 @@ class OnPolicyFeatures(LiveFeatures):
         self.head = head
         # read within the step, with the weights of the step
         self.together = True
-        self.student: Target | None = None  # the draft model as what decodes, from the first step on
+        self.student: Target | None = (
+            None  # the draft model as what decodes, from the first step on
+        )
 
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples with new answers, and the target's features of them."""
@@ -53,13 +55,17 @@ class OnPolicyFeatures(LiveFeatures):
             samplings.append(Sampling(temperature=1.0, seed=step_seed, request=index))
         self.head.eval()
         self.student = self.student or trained_target(self.head.model)
-        answers = sample_answers(self.student, prompts, limits, samplings, stops=self.target.stop_tokens)
+        answers = sample_answers(
+            self.student, prompts, limits, samplings, stops=self.target.stop_tokens
+        )
         self.head.train()
         examples = []
         for prompt, answer in zip(prompts, answers, strict=True):
             tokens = torch.cat([prompt, answer])
             examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
-        return LiveFeatures(self.target, examples, self.identity, self.slots).read(range(len(examples)))
+        return LiveFeatures(self.target, examples, self.identity, self.slots).read(
+            range(len(examples))
+        )
 
 
 def trained_target(model: Any) -> Target:
@@ -89,7 +95,10 @@ def sample_answers(
         prompt_tokens,
         sampling=samplings,
         stop=[token for token in stops if 0 <= token < model.vocab_size],
-        max_new_tokens=[min(limit, model.room(tokens)) for limit, tokens in zip(limits, prompt_tokens, strict=True)],
+        max_new_tokens=[
+            min(limit, model.room(tokens))
+            for limit, tokens in zip(limits, prompt_tokens, strict=True)
+        ],
         batch_size=len(prompts),
     )
     return [torch.tensor(trace.checked().tokens) for trace in traces]

@@ -147,7 +147,9 @@ def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> 
             f"the target {name} is not here, and {store.folder} was made from {made_from}: name that one, or the "
             "folder where this one lies"
         )
-    print(f"no target at {recipe.target.path}: its files could not be compared with what made {store.folder}")
+    print(
+        f"no target at {recipe.target.path}: its files could not be compared with what made {store.folder}"
+    )
     # what needs the target's files is taken from the store, and so is equal
     stored = store.identity
     without_tokenizer = recipe.target.model_copy(update={"path": str(store.folder)})

@@ -42,7 +42,9 @@ class OwnDrafts:
     sampled = True
     together = True
 
-    def __init__(self, features: Features, target: Target, head: Any, policy: OnPolicySection) -> None:
+    def __init__(
+        self, features: Features, target: Target, head: Any, policy: OnPolicySection
+    ) -> None:
         self.features = features
         self.target = target
         self.head = head
@@ -102,7 +104,9 @@ class OwnDrafts:
             start, end = choose_answer(mask, mix64(_draw((seed, index))))
             prompts.append(tokens[:start].tolist())
             limits.append(end - start)
-            samplings.append(Sampling(temperature=self.policy.temperature, seed=seed, request=index))
+            samplings.append(
+                Sampling(temperature=self.policy.temperature, seed=seed, request=index)
+            )
         # a fixed chain: every cycle drafts as many tokens
         recorder = Recorder(self._decoding_head(), self.taps)
         traces = generate(
@@ -116,7 +120,9 @@ class OwnDrafts:
         )
         examples = []
         for row, trace in enumerate(traces):
-            examples.append(self._example(trace.checked().prompt, trace.tokens, recorder.records[row]))
+            examples.append(
+                self._example(trace.checked().prompt, trace.tokens, recorder.records[row])
+            )
         return examples
 
     def _decoding_head(self) -> Any:
@@ -213,7 +219,9 @@ class RecorderState:
         self.recorder.records[row] = Record()
         self.drafts.admit(row, noise)
 
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
         """Return the other drafter's trees, after what became of its last ones is recorded."""
         drafter_taps = self.recorder.drafter.taps
         columns = [self.recorder.taps.index(tap) for tap in drafter_taps]

@@ -182,7 +182,9 @@ CODES = {torch.int64: "I64", torch.int32: "I32"}  # the names of dtypes in a saf
 SHOWN_ENTRY = 8  # bytes of an entry, by which tensors of a file are aligned
 
 
-def shard_header(parts: Sequence[Part], rows: Sequence[int], dtype: str, width: int, metadata: dict[str, str]) -> bytes:
+def shard_header(
+    parts: Sequence[Part], rows: Sequence[int], dtype: str, width: int, metadata: dict[str, str]
+) -> bytes:
     """Return the safetensors header of a shard, which can be written before its tensors.
 
     Args:
@@ -200,7 +202,9 @@ def shard_header(parts: Sequence[Part], rows: Sequence[int], dtype: str, width: 
     return tensor_header(tensors, metadata)
 
 
-def tensor_header(tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]) -> bytes:
+def tensor_header(
+    tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]
+) -> bytes:
     """Return the safetensors header of tensors in their order.
 
     Args:
@@ -218,9 +222,14 @@ def tensor_header(tensors: Mapping[str, tuple[str, list[int], int]], metadata: d
     return len(text).to_bytes(8, "little") + text
 
 
-def write_texts(path: Path, examples: Sequence[Example], count: int, tensors: dict[str, Tensor]) -> None:
+def write_texts(
+    path: Path, examples: Sequence[Example], count: int, tensors: dict[str, Tensor]
+) -> None:
     """Write tensors, then the `count` tokens and loss masks of all examples, of which one is in memory at a time."""
-    shapes = {name: (CODES[tensor.dtype], list(tensor.shape), tensor.itemsize) for name, tensor in tensors.items()}
+    shapes = {
+        name: (CODES[tensor.dtype], list(tensor.shape), tensor.itemsize)
+        for name, tensor in tensors.items()
+    }
     # tokens follow entries of eight bytes and single bytes come last: a tensor begins where its dtype may
     shapes |= {"tokens": ("I32", [count], 4), "loss_mask": ("BOOL", [count], 1)}
     tokens = (example.tokens.int() for example in examples)
@@ -271,7 +280,9 @@ class ShardWriter:
         """Append the packed rows of each part, of the next examples."""
         # states that are not finite show in a part's last tensor, which holds scales where a dtype has them
         if not all(tensors[-1].sum(dtype=torch.float32).isfinite() for tensors in packed):
-            raise ValueError("the target's hidden states are not finite: load it in another target.dtype")
+            raise ValueError(
+                "the target's hidden states are not finite: load it in another target.dtype"
+            )
         first, *others = chain.from_iterable(packed)
         self._write(_bytes_of(first))
         if not self.pending:

@@ -95,7 +95,9 @@ class FeatureStore:
     together = False
     sampled = False
 
-    def __init__(self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False) -> None:
+    def __init__(
+        self, folder: str | Path, expected: dict[str, Any] | None = None, *, partial: bool = False
+    ) -> None:
         """Open a store.
 
         Args:
@@ -271,7 +273,9 @@ class FeatureStore:
         self.absent = absent
         self.served: Sequence[int] | Tensor = range(len(self.shards))  # numbers of the examples
         if absent:
-            self.served = torch.isin(self.shards, torch.tensor([*absent]), invert=True).nonzero()[:, 0]
+            self.served = torch.isin(self.shards, torch.tensor([*absent]), invert=True).nonzero()[
+                :, 0
+            ]
 
     def discard(self, shards: Sequence[int]) -> None:
         """Remove these shards, so that they are computed again."""
@@ -357,7 +361,9 @@ class FeatureStore:
             shared = self.shared if part.slots == "read" else nothing
             self.places[part.slots] = RowPlaces(self.plan, counts, shared)
         if self.plan.place_rows(self.lengths)[1] != self.index["shard_tokens"]:
-            raise Damaged(f"{self.folder / 'index.json'} is not of these examples: --repair makes it anew")
+            raise Damaged(
+                f"{self.folder / 'index.json'} is not of these examples: --repair makes it anew"
+            )
 
 
 def _holds(name: str, stored: Any, needed: Any) -> bool:

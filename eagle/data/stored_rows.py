@@ -185,7 +185,9 @@ class Field(NamedTuple):
     name: str
     dtype: torch.dtype
     code: str  # of safetensors
-    per: int | None = 1  # numbers of a state that `entries` entries hold; None: one entry for each state
+    per: int | None = (
+        1  # numbers of a state that `entries` entries hold; None: one entry for each state
+    )
     entries: int = 1
 
     def shape(self, rows: int, taps: int, width: int) -> list[int]:

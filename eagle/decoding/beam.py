@@ -125,7 +125,9 @@ def beam_search(
 
 def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
     """Refuse options with which no search is possible."""
-    if not isinstance(early_stopping, bool) and early_stopping not in get_args(get_args(EarlyStopping)[1]):
+    if not isinstance(early_stopping, bool) and early_stopping not in get_args(
+        get_args(EarlyStopping)[1]
+    ):
         raise ValueError(f"early_stopping is {early_stopping!r}, expected True, False or 'never'")
     if not isinstance(budget, Budget):
         raise ValueError(
@@ -153,7 +155,9 @@ def _check_penalty(value: Any, limit: int) -> float:
 def _check_processors(processors: Any) -> tuple[Processor, ...]:
     """Return the processors as a tuple; ValueError for what cannot be called."""
     if isinstance(processors, str) or not isinstance(processors, Iterable):
-        raise ValueError(f"processors is {processors!r}, expected a list of functions of tokens and log-probs")
+        raise ValueError(
+            f"processors is {processors!r}, expected a list of functions of tokens and log-probs"
+        )
     listed = tuple(processors)
     for processor in listed:
         if not callable(processor):
@@ -180,7 +184,9 @@ class _Search:
         self.beams = beams
         self.processors = processors
         self.budget = budget
-        self.width = max(budget.nodes // max(budget.depth, 1), 1)  # nodes of each level, of all beams
+        self.width = max(
+            budget.nodes // max(budget.depth, 1), 1
+        )  # nodes of each level, of all beams
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.texts = target.open(drafter.taps)
@@ -227,7 +233,10 @@ class _Search:
         first = len(trie)
         trees = self._draft()
         # the beams' own last tokens come first; beams of equal texts share a node
-        nodes = [trie.add(leaf, text[-1]) for leaf, text in zip(self.leaves, self.beams.texts, strict=True)]
+        nodes = [
+            trie.add(leaf, text[-1])
+            for leaf, text in zip(self.leaves, self.beams.texts, strict=True)
+        ]
         self._add_drafts(nodes, trees)
         tokens = torch.tensor([trie.tokens[first:]])
         mask = trie.ancestors(first)[None]
@@ -274,7 +283,9 @@ class _Search:
             candidates = []
             for beam, node, trie_node in level:
                 for child in children[beam][node]:
-                    if tokens[beam][child] not in self.beams.stops.tokens:  # which no beam goes on from
+                    if (
+                        tokens[beam][child] not in self.beams.stops.tokens
+                    ):  # which no beam goes on from
                         candidates.append((likelihoods[beam][child], beam, child, trie_node))
             level = []
             for _, beam, child, trie_node in nlargest(self.width, candidates):
@@ -334,7 +345,9 @@ class _Search:
         (packed,) = to_host([torch.stack([best.indices, bits])])
         values = packed[1].int().view(torch.float32)
         if values.isnan().any():
-            raise ValueError("log-probs are nan: the target's logits are, or a processor made them so")
+            raise ValueError(
+                "log-probs are nan: the target's logits are, or a processor made them so"
+            )
         return values, packed[0]
 
     def _fork(self, origins: list[int]) -> None:
@@ -356,7 +369,9 @@ class _Search:
         """Commit the sequence that all beams share, and keep the nodes that at least one beam needs."""
         trie = self.trie
         shared, needed = trie.split(self.leaves)
-        self.texts.keep_columns({ROW: [*shared, *needed]}, {ROW: [trie.tokens[node] for node in shared]})
+        self.texts.keep_columns(
+            {ROW: [*shared, *needed]}, {ROW: [trie.tokens[node] for node in shared]}
+        )
         numbers = {node: i for i, node in enumerate(needed)}
         self.trie = trie.keep(needed)
         self.leaves = [numbers.get(leaf, -1) for leaf in self.leaves]

@@ -61,7 +61,9 @@ class BeamState:
         scores, indices = (log_probs + self.scores[:, None]).flatten().topk(self.count)
         parents = (indices // tokens.shape[1]).tolist()
         candidates = tokens.flatten()[indices].tolist()
-        texts = [[*self.texts[parent], token] for parent, token in zip(parents, candidates, strict=True)]
+        texts = [
+            [*self.texts[parent], token] for parent, token in zip(parents, candidates, strict=True)
+        ]
         is_ended = torch.tensor([length == self.limit or self._ends(text) for text in texts])
         # rounding matters where it could exchange what ends for what runs on
         is_near = _is_near(scores, beams) and bool(is_ended[beams - 1] != is_ended[beams])

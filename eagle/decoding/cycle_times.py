@@ -52,7 +52,9 @@ class TimedCycle(NamedTuple):
     """One cycle of all rows of a batch, which asked all of them for as many levels."""
 
     levels: int
-    rows: tuple[int, ...] | None  # of each sequence in the draft's forwards; None where they have no costs
+    rows: (
+        tuple[int, ...] | None
+    )  # of each sequence in the draft's forwards; None where they have no costs
     nodes: int  # of the largest tree
     context: int  # of the longest sequence
     seconds: dict[str, float]
@@ -183,7 +185,9 @@ def bare_costs(
 
     by_context = []
     for context in contexts:
-        by_context.append(_time_forwards(target, drafter, context, sizes, rounds=rounds, clock=clock))
+        by_context.append(
+            _time_forwards(target, drafter, context, sizes, rounds=rounds, clock=clock)
+        )
     # from medians of each context to a table of each kind of forward: target, first, later
     tables = zip(*by_context, strict=True)
     ends = tuple(sorted({contexts[0], contexts[-1]}))
@@ -193,7 +197,9 @@ def bare_costs(
     for texts in sorted(set(batch_sizes) - {1}):
         table = []
         for context in ends:
-            medians = _time_forwards(target, Drafter(), context, tokens, rounds=rounds, clock=clock, texts=texts)
+            medians = _time_forwards(
+                target, Drafter(), context, tokens, rounds=rounds, clock=clock, texts=texts
+            )
             table.append(medians[0])
         batches.append(Costs(ends, tokens, tuple(table), texts=texts))
     unread = int(min(UNREAD, max_positions - contexts[0]))
@@ -313,7 +319,9 @@ def time_cycles(
     # as many cycles of each depth as a mean needs
     needed = max(ROUNDS, SINGLE_ROUNDS // len(prompts)) * (budget.depth + 1)
     clock = clock or clock_of(target.device)
-    decoding = Decoding(target, drafter, budget=policy, batch_size=len(prompts), timing=clock, **room)
+    decoding = Decoding(
+        target, drafter, budget=policy, batch_size=len(prompts), timing=clock, **room
+    )
     traces = [Trace([]) for _ in prompts]
     try:
         for row, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
@@ -334,7 +342,9 @@ def time_cycles(
     return _join_rows(costs, drafter, turns.asked, traces)
 
 
-def _join_rows(costs: Costs, drafter: Drafter, asked: Sequence[Budget], traces: Sequence[Trace]) -> list[TimedCycle]:
+def _join_rows(
+    costs: Costs, drafter: Drafter, asked: Sequence[Budget], traces: Sequence[Trace]
+) -> list[TimedCycle]:
     """Return the cycles that all rows were in."""
     # by the number of a cycle: what each row did in it, and the rows of its draft's forwards
     cycles_by_number: dict[int, list[Cycle]] = defaultdict(list)
@@ -355,7 +365,9 @@ def _join_rows(costs: Costs, drafter: Drafter, asked: Sequence[Budget], traces: 
         timed.append(
             TimedCycle(
                 levels=asked[number].depth,
-                rows=max(forwards_by_number[number], default=None),  # padded to the most that is pending
+                rows=max(
+                    forwards_by_number[number], default=None
+                ),  # padded to the most that is pending
                 nodes=max(cycle.nodes for cycle in cycles),
                 context=max(cycle.context for cycle in cycles),
                 seconds=cycles[0].seconds or {},

@@ -137,7 +137,9 @@ def stream(
     timing = boolean("timing", timing)
     if not isinstance(sampling, (list, tuple)):
         # prompts that share a sampling have noise of their own
-        samplings = [replace(shared, request=shared.request + i) for i, shared in enumerate(samplings)]
+        samplings = [
+            replace(shared, request=shared.request + i) for i, shared in enumerate(samplings)
+        ]
     traces = _find_traces(trace, rows)
 
     if max_tokens_in_cache is not None:
@@ -146,7 +148,9 @@ def stream(
         batch_size = 1 if rows is None else TOGETHER
     batch_size = positive_int("batch_size", batch_size)
     # a limit on the cache can leave a single row in it
-    check_policy(budget, samplings, 1 if max_tokens_in_cache is not None else min(batch_size, count))
+    check_policy(
+        budget, samplings, 1 if max_tokens_in_cache is not None else min(batch_size, count)
+    )
     decoding = Decoding(
         target,
         drafter,
@@ -179,7 +183,9 @@ def _find_traces(trace: Any, rows: list[list[int]] | None) -> list[Trace]:
     return list_traces(None if trace is None else [trace], 1)
 
 
-def _write(decoding: Decoding, traces: list[Trace], strings: list[str], *, alone: bool) -> Iterator[Any]:
+def _write(
+    decoding: Decoding, traces: list[Trace], strings: list[str], *, alone: bool
+) -> Iterator[Any]:
     """Yield the tokens of each step, with their prompt's index if there are several.
 
     A single prompt's error is raised. Of several prompts, errors stay on their traces and are counted in a warning; the
@@ -233,7 +239,9 @@ class _AnswerText:
     def __init__(self, trace: Trace, strings: Sequence[str]) -> None:
         self.trace = trace
         self.stop_strings = strings
-        self.pieces: list[tuple[list[int], bool]] = []  # tokens, and whether the answer ends with them
+        self.pieces: list[
+            tuple[list[int], bool]
+        ] = []  # tokens, and whether the answer ends with them
         self.texts: list[str] = []  # of the first pieces
         self.spelling: Spelling | None = None
         self.pending = ""  # may be the beginning of a stop string

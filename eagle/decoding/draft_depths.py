@@ -11,7 +11,9 @@ from operator import mul
 from eagle.core.trace import Cycle
 from eagle.decoding.forward_costs import CostTable
 
-MIN_WEIGHT = 2.0  # least weight of an average, in cycles; with 8 a policy starts and adapts too slowly
+MIN_WEIGHT = (
+    2.0  # least weight of an average, in cycles; with 8 a policy starts and adapts too slowly
+)
 GUESS = 0.1  # acceptance of a drafter of which nothing is known, as if of one cycle; a higher one is dear if it fails
 PRIOR = 4.0  # cycles of its own after which a row's average weighs as much as that of all
 ROW_MEMORY = 30.0  # cycles over which a row's own averages are taken, at most
@@ -58,7 +60,9 @@ class Levels:
         """Add a cycle of a row that was asked for `asked` levels; levels cut off by its end are not rejected."""
         # a cycle of many rows adds many outcomes: the average still spans as many cycles
         memory = self.memory * texts
-        for level, (proposed, accepted) in enumerate(zip(self.proposed, self.accepted, strict=True)):
+        for level, (proposed, accepted) in enumerate(
+            zip(self.proposed, self.accepted, strict=True)
+        ):
             was_asked = level < asked
             proposed.add(depth > level if was_asked else None, memory)
             # acceptance of a level shows only where the level above was accepted
@@ -83,7 +87,9 @@ class Forecast:
         """Return the forecast without gains beyond a depth."""
         depth = max(depth, 0)
         beyond = [0.0] * (len(self.reached) - depth)
-        return Forecast([*self.reached[:depth], *beyond], [*self.proposed[:depth], *beyond], self.start)
+        return Forecast(
+            [*self.reached[:depth], *beyond], [*self.proposed[:depth], *beyond], self.start
+        )
 
 
 class Acceptance:
@@ -116,8 +122,12 @@ class Acceptance:
         accepted = [average.value for average in self.all.accepted]
         proposed = [average.value for average in self.all.proposed]
         if of_row is not None:
-            accepted = [own.shrink_to(rate) for own, rate in zip(of_row.accepted, accepted, strict=True)]
-            proposed = [own.shrink_to(rate) for own, rate in zip(of_row.proposed, proposed, strict=True)]
+            accepted = [
+                own.shrink_to(rate) for own, rate in zip(of_row.accepted, accepted, strict=True)
+            ]
+            proposed = [
+                own.shrink_to(rate) for own, rate in zip(of_row.proposed, proposed, strict=True)
+            ]
         # a level is reached if all above it are accepted
         return Forecast(list(accumulate(accepted, mul)), proposed)
 
@@ -152,10 +162,16 @@ class Batch:
         """Return the expected seconds: a forward of the target is as long as the longest tree that is proposed."""
         read = self.costs.read
         total = read[0] + self.costs.drafting(levels)
-        total += sum(forecast.start for forecast, depth in zip(self.texts, levels, strict=True) if depth)
+        total += sum(
+            forecast.start for forecast, depth in zip(self.texts, levels, strict=True) if depth
+        )
         for level in range(max(levels)):
             # the target reads this level unless every row that was asked for it stays silent
-            drafting = [forecast for forecast, depth in zip(self.texts, levels, strict=True) if depth > level]
+            drafting = [
+                forecast
+                for forecast, depth in zip(self.texts, levels, strict=True)
+                if depth > level
+            ]
             silent = prod(1 - forecast.proposed[level] for forecast in drafting)
             total += (1 - silent) * (read[level + 1] - read[level])
         return total
@@ -176,7 +192,9 @@ class Batch:
             deepest: The most levels of any row.
         """
         # rows that are worth most draft deepest: only how many draft a level is left to choose
-        limited = [forecast.limit(limit) for forecast, limit in zip(self.texts, limits, strict=True)]
+        limited = [
+            forecast.limit(limit) for forecast, limit in zip(self.texts, limits, strict=True)
+        ]
         order = sorted(range(len(limited)), key=lambda row: -sum(limited[row].reached))
         ranked = Batch([limited[row] for row in order], self.costs)
         levels = [0] * len(order)
@@ -198,7 +216,9 @@ class Batch:
         """Return the number of rows that draft each level, maximising tokens minus `price` times seconds."""
         # by level from the deepest, and by the most rows there may be: the best number of rows
         choices: list[list[int]] = []
-        worth = [0.0] * (len(self.texts) + 1)  # of this level and those below it, by the most rows there may be
+        worth = [0.0] * (
+            len(self.texts) + 1
+        )  # of this level and those below it, by the most rows there may be
         for level in reversed(range(deepest)):
             level_worth = []
             level_choices = []

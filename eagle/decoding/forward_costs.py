@@ -31,14 +31,24 @@ class Costs:
     contexts: tuple[int, ...]
     sizes: tuple[int, ...]
     target: Table
-    first: Table | None = None  # the drafter's over what was committed: right after the target, one row scored
-    level: Table | None = None  # the drafter's over a level of the tree: after a forward of its own, all rows scored
+    first: Table | None = (
+        None  # the drafter's over what was committed: right after the target, one row scored
+    )
+    level: Table | None = (
+        None  # the drafter's over a level of the tree: after a forward of its own, all rows scored
+    )
     # by levels: rows of each forward after a draft's first, of the drafter and budget that were measured
     forwards: Rows | None = field(default=None, kw_only=True)
-    unread: Rows | None = field(default=None, kw_only=True)  # by levels and accepted: rows of the next first forward
+    unread: Rows | None = field(
+        default=None, kw_only=True
+    )  # by levels and accepted: rows of the next first forward
     texts: int = field(default=1, kw_only=True)  # that each forward of the target reads in a batch
-    batches: tuple[Costs, ...] = field(default=(), kw_only=True)  # the target's with more texts, fewest first
-    catch_up: float = field(default=0.0, kw_only=True)  # of the drafter's first forward for each of many tokens
+    batches: tuple[Costs, ...] = field(
+        default=(), kw_only=True
+    )  # the target's with more texts, fewest first
+    catch_up: float = field(
+        default=0.0, kw_only=True
+    )  # of the drafter's first forward for each of many tokens
     # seconds outside the forwards: of a cycle, and of each forward of a draft
     outside: tuple[float, float] = field(default=(0.0, 0.0), kw_only=True)
 
@@ -70,7 +80,9 @@ class Costs:
         sizes = [costs.texts for costs in self.by_texts]
         outside = line(sizes, [costs.outside[1] for costs in self.by_texts], texts)
         seconds = len(rows) * outside + self._look_up(self.first, rows[0] * texts, context)
-        return seconds + sum(self._look_up(self.level, count * texts, context) for count in rows[1:])
+        return seconds + sum(
+            self._look_up(self.level, count * texts, context) for count in rows[1:]
+        )
 
     def cycle(self, nodes: int, rows: Sequence[int], context: int, texts: int = 1) -> float:
         """Return the seconds of a cycle that drafts `nodes` for each sequence in forwards of these `rows`."""
@@ -146,7 +158,9 @@ class CycleCosts:
     contexts: tuple[int, ...]
     draft: Grid
     read: Grid
-    catch_up: float = 0.0  # seconds of a draft for each token that its first forward reads beyond PENDING ones
+    catch_up: float = (
+        0.0  # seconds of a draft for each token that its first forward reads beyond PENDING ones
+    )
 
     @classmethod
     def of_one(cls, draft: Sequence[float], read: Sequence[float]) -> CycleCosts:
@@ -220,7 +234,9 @@ class CycleCosts:
         # bilinear: along contexts, then along batch sizes
         by_size = []
         for table in grid:
-            by_size.append([line(self.contexts, seconds, context) for seconds in zip(*table, strict=True)])
+            by_size.append(
+                [line(self.contexts, seconds, context) for seconds in zip(*table, strict=True)]
+            )
         return [line(self.batch_sizes, seconds, texts) for seconds in zip(*by_size, strict=True)]
 
 

@@ -25,7 +25,9 @@ from eagle.decoding.forward_costs import PENDING, CycleCosts, count_nodes
 from eagle.target.target import Target
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
-FIRST_ANSWERS = 5  # answers like the one ahead whose share of exploring a new policy may spend at once
+FIRST_ANSWERS = (
+    5  # answers like the one ahead whose share of exploring a new policy may spend at once
+)
 TOKENS_AHEAD = 50  # tokens that are counted on ahead: a request may end long before its limit
 TOKENS_PER_CYCLE = 2.0  # with a draft, which tells the number of cycles ahead
 ONLY = 0  # the number of a row by itself
@@ -67,9 +69,13 @@ class Goodput:
         share = number("share", share)
         memory = number("memory", memory)
         if not isinstance(costs, (CycleCosts, type(None))):
-            raise ValueError(f"costs is {costs!r:.60}, expected CycleCosts, as Goodput.measure makes them")
+            raise ValueError(
+                f"costs is {costs!r:.60}, expected CycleCosts, as Goodput.measure makes them"
+            )
         if not isinstance(budget, (Budget, type(None))):
-            raise ValueError(f"budget is {budget!r}, expected a Budget: as Budget(nodes=8, depth=4)")
+            raise ValueError(
+                f"budget is {budget!r}, expected a Budget: as Budget(nodes=8, depth=4)"
+            )
         self.budget = budget or Budget.fixed(chain_paths(len(draft) - 1))
         depth = self.budget.depth
         _check_levels("draft", draft, depth)
@@ -187,8 +193,12 @@ class Goodput:
 
     def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
         """Return (expected tokens, expected seconds) of a cycle by the number of levels that each row drafts."""
-        new_rows = range(-texts, 0)  # numbers that no row has, so that no rates of its own are known
-        batch = self._make_batch(new_rows, self.context if context is None else context, [0.0] * texts)
+        new_rows = range(
+            -texts, 0
+        )  # numbers that no row has, so that no rates of its own are known
+        batch = self._make_batch(
+            new_rows, self.context if context is None else context, [0.0] * texts
+        )
         forecasts = []
         for depth in range(self.budget.depth + 1):
             levels = [depth] * texts
@@ -210,11 +220,15 @@ class Goodput:
         depths = {row: min(cycle.depth, self.asked[row]) for row, cycle in cycles.items()}
         self.context = max(cycle.context for cycle in cycles.values())
         costs = self.costs.at(len(cycles), self.context)
-        self.spent += costs.drafting([self.asked[row] for row in cycles]) + costs.read[max(depths.values())]
+        self.spent += (
+            costs.drafting([self.asked[row] for row in cycles]) + costs.read[max(depths.values())]
+        )
         # explored levels that are all accepted call for deeper ones
         if self.exploring:
             deepest = max(self.asked.values())
-            was_reached = any(self.asked[row] == deepest <= cycle.accepted for row, cycle in cycles.items())
+            was_reached = any(
+                self.asked[row] == deepest <= cycle.accepted for row, cycle in cycles.items()
+            )
             self.step = self.step + 1 if was_reached else 1
         for row, cycle in cycles.items():
             self.acceptance.learn(row, self.asked[row], cycle, depths[row])
@@ -223,7 +237,9 @@ class Goodput:
         """Update the rates after a cycle of one row."""
         self.learn_rows({ONLY: cycle})
 
-    def _choose_depths(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
+    def _choose_depths(
+        self, levels: Mapping[int, int], contexts: Mapping[int, int]
+    ) -> dict[int, Budget]:
         """Choose each row's depth: usually the best one, sometimes a deeper one to explore."""
         # what the drafter has not read of a row costs time at its next draft; spread over the cycles ahead, it counts
         # against drafting now
@@ -250,7 +266,10 @@ class Goodput:
     def _make_batch(self, rows: Collection[int], context: int, starts: Iterable[float]) -> Batch:
         """Return the forecasts of these rows, with the seconds at which their drafts start."""
         forecasts = self.acceptance.forecasts(rows)
-        started = [replace(forecast, start=start) for forecast, start in zip(forecasts, starts, strict=True)]
+        started = [
+            replace(forecast, start=start)
+            for forecast, start in zip(forecasts, starts, strict=True)
+        ]
         return Batch(started, self.costs.at(len(rows), context))
 
     def _explore(
@@ -278,7 +297,9 @@ class Goodput:
             # the time beyond what the best depths would take for as many tokens
             loss = batch.seconds(deeper) - batch.tokens(deeper) / speed
             # a trial may be all that the start of a draft is paid for
-            loss += sum(starts[row] - batch.texts[row].start for row in rows[:count] if not best[row])
+            loss += sum(
+                starts[row] - batch.texts[row].start for row in rows[:count] if not best[row]
+            )
             if loss <= allowance:
                 return deeper, max(loss, 0.0)
         return best, 0.0
@@ -287,7 +308,9 @@ class Goodput:
 def _check_figures(name: str, seconds: Any) -> None:
     """Refuse what is no list of finite numbers."""
     if not isinstance(seconds, Sequence) or isinstance(seconds, (str, bytes)):
-        raise ValueError(f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}")
+        raise ValueError(
+            f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}"
+        )
     for figure in seconds:
         number(f"a figure of {name}", figure)
 

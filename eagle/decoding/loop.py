@@ -150,7 +150,11 @@ class Decoding:
         """
         self._admit()
         # a row writes from the cycle after its prompt is read
-        writing = [row for row in self.rows.values() if row.is_running and (row.pending or row.trace.cycles)]
+        writing = [
+            row
+            for row in self.rows.values()
+            if row.is_running and (row.pending or row.trace.cycles)
+        ]
         new = []
         if self.state.prompts:
             new += self._read_prompts(PROMPT_TOKENS if writing else None)
@@ -298,7 +302,9 @@ class Decoding:
                     drafting.append(row)
         return drafting
 
-    def _draft(self, rows: list[Row], budgets: dict[int, Budget], *, stays: bool) -> dict[int, DraftTree]:
+    def _draft(
+        self, rows: list[Row], budgets: dict[int, Budget], *, stays: bool
+    ) -> dict[int, DraftTree]:
         """Return the drafter's trees for these rows, checked.
 
         Trees that stay on the device (`stays`) are checked once the host has read them.
@@ -307,7 +313,9 @@ class Decoding:
             return {}
         # a row that did not draft in some cycles tells the drafter of all of them now
         updates = {row.row_id: Committed.join(row.pending) for row in rows}
-        proposed, errors = self.drafts.propose(updates, {row.row_id: budgets[row.row_id] for row in rows})
+        proposed, errors = self.drafts.propose(
+            updates, {row.row_id: budgets[row.row_id] for row in rows}
+        )
         max_positions = self.target.max_positions or sys.maxsize
         trees = {}
         for row in rows:
@@ -320,7 +328,9 @@ class Decoding:
                 # deeper nodes would stand beyond the model's last position
                 max_depth = max_positions - self.state.length(row_id) - 1
                 if not (stays and lies_on_device(tree) and tree.levels <= max_depth):
-                    tree = check_draft(tree, updates[row_id].root, max_depth, self.target.vocab_size)
+                    tree = check_draft(
+                        tree, updates[row_id].root, max_depth, self.target.vocab_size
+                    )
                 trees[row_id] = tree
         return trees
 
@@ -333,7 +343,9 @@ class Decoding:
         reads = self.drafter.reads
         return not reads.choices and not reads.states and self.target.reader.reads_on_device
 
-    def _commit(self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]) -> list[tuple[int, list[int]]]:
+    def _commit(
+        self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]
+    ) -> list[tuple[int, list[int]]]:
         """Note what the drafter is told next, and return the new tokens of each answer."""
         reads = self.drafter.reads
         new: list[tuple[int, list[int]]] = []
@@ -378,7 +390,9 @@ class Accepted:
     update: Committed
 
 
-def accept(state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]) -> dict[int, Accepted]:
+def accept(
+    state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
+) -> dict[int, Accepted]:
     """Return what the target accepts of each row's tree, and keep it in the cache; rows fail alone.
 
     Args:
@@ -400,7 +414,9 @@ def accept(state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]) ->
         return {}
 
 
-def _accept_on_host(state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]) -> dict[int, Accepted]:
+def _accept_on_host(
+    state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
+) -> dict[int, Accepted]:
     """Accept nodes of trees on the host."""
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     try:
@@ -421,7 +437,9 @@ def _accept_on_host(state: Any, rows: Sequence[Row], outputs: dict[int, TargetOu
 
 
 @torch.inference_mode()
-def _accept_on_device(state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]) -> dict[int, Accepted]:
+def _accept_on_device(
+    state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
+) -> dict[int, Accepted]:
     """Accept nodes of trees on the device: all that follows is under way there before the host waits."""
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     # all of this is queued on the device, with fixed shapes

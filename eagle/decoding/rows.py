@@ -87,7 +87,9 @@ def find_budget(budgets: Mapping[int, Budget], row_id: int) -> Budget:
     """Return a row's budget of those that a policy gave."""
     budget = budgets.get(row_id)
     if not isinstance(budget, Budget):
-        raise ValueError(f"the policy gave {budget!r} for row {row_id}, expected a Budget: an empty one drafts nothing")
+        raise ValueError(
+            f"the policy gave {budget!r} for row {row_id}, expected a Budget: an empty one drafts nothing"
+        )
     return budget
 
 
@@ -177,7 +179,9 @@ class RowDrafts:
         state = self.states[row_ids[0]]
         try:
             whole_updates = {row_id: self._complete(row_id, updates[row_id]) for row_id in row_ids}
-            return dict(state.propose(whole_updates, {row_id: budgets[row_id] for row_id in row_ids})), {}
+            return dict(
+                state.propose(whole_updates, {row_id: budgets[row_id] for row_id in row_ids})
+            ), {}
         except RowErrors as failed:
             return failed.trees, failed.errors
         except FATAL:

@@ -21,7 +21,9 @@ class Stops:
         self.reach = longest + SILENT_TOKENS
         self.tokenizer = tokenizer
         if self.strings and tokenizer is None:
-            raise ValueError(f"stop strings {self.strings} need a tokenizer: load the target with one, or pass ids")
+            raise ValueError(
+                f"stop strings {self.strings} need a tokenizer: load the target with one, or pass ids"
+            )
 
     def first_end(self, before: list[int], new: list[int]) -> tuple[int | None, str | None]:
         """Find where an answer ends.
@@ -75,7 +77,9 @@ def _as_items(stop: Any) -> list[Any]:
     try:
         return list(stop)
     except TypeError:
-        raise ValueError(f"stop is {stop!r}, expected token ids and strings in a list, or one of them") from None
+        raise ValueError(
+            f"stop is {stop!r}, expected token ids and strings in a list, or one of them"
+        ) from None
 
 
 def _stop_item(item: Any, vocab_size: int) -> int | str:
@@ -90,5 +94,7 @@ def _stop_item(item: Any, vocab_size: int) -> int | str:
             f"stop holds {item!r} of type {type(item).__name__}, expected token ids (whole numbers) and strings"
         )
     if not 0 <= token < vocab_size:
-        raise ValueError(f"stop holds the token id {token}, which no answer has: expected 0..{vocab_size - 1}")
+        raise ValueError(
+            f"stop holds the token id {token}, which no answer has: expected 0..{vocab_size - 1}"
+        )
     return token

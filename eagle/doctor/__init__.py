@@ -5,4 +5,13 @@ from eagle.doctor.examine import diagnose, examine
 from eagle.doctor.server import ServerCounts, read_server
 from eagle.doctor.verdict import Diagnosis, Effect
 
-__all__ = ["Diagnosis", "Drift", "Effect", "ServerCounts", "diagnose", "examine", "measure_drift", "read_server"]
+__all__ = [
+    "Diagnosis",
+    "Drift",
+    "Effect",
+    "ServerCounts",
+    "diagnose",
+    "examine",
+    "measure_drift",
+    "read_server",
+]

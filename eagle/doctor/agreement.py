@@ -28,7 +28,9 @@ class Agreement:
     in_seq: Tensor  # [K, S], whether the sequence goes on that far
     is_greedy: Tensor  # [S], whether the sequence goes on as the greedy target would
     seq_ids: Tensor  # [S], the sequence of each slot
-    sampled_accepted: Tensor  # [K, S], how often a sampled draft is accepted where the target chose this token
+    sampled_accepted: (
+        Tensor  # [K, S], how often a sampled draft is accepted where the target chose this token
+    )
     recurrent: bool = True  # whether later levels read what the head has drafted
 
     @cached_property
@@ -136,7 +138,9 @@ def visit_slots(accepted: Tensor, in_seq: Tensor, seq_ids: Tensor) -> Tensor:
     padded = accepted.new_zeros(levels, len(counts), int(counts.max()) + levels + 1)
     padded[:, seq_ids, columns] = accepted * in_seq
     at_least = torch.cat([torch.ones_like(padded[:1]), padded.cumprod(0)])
-    exactly = torch.cat([at_least[:-1] - at_least[1:], at_least[-1:]])  # [K + 1, M, ..], so many drafts accepted
+    exactly = torch.cat(
+        [at_least[:-1] - at_least[1:], at_least[-1:]]
+    )  # [K + 1, M, ..], so many drafts accepted
     begins = torch.zeros_like(padded[0])
     begins[:, 1] = 1.0
     begins[counts == 1, 0] = 1.0
@@ -172,14 +176,18 @@ class TargetProbs:
 
     def after(self, positions: Tensor) -> Tensor:
         """Return [n, V], the probs of the token after each position [n]."""
-        return self._compute(self.hidden[positions]) if self.buffer is None else self.buffer[positions]
+        return (
+            self._compute(self.hidden[positions]) if self.buffer is None else self.buffer[positions]
+        )
 
     def _compute(self, hidden: Tensor) -> Tensor:
         return self.target_head.logits(hidden).float().softmax(-1)
 
 
 @torch.no_grad()
-def measure(wiring: Wiring, batch: Batch, target_head: TargetHead, reference: TargetProbs | None = None) -> Agreement:
+def measure(
+    wiring: Wiring, batch: Batch, target_head: TargetHead, reference: TargetProbs | None = None
+) -> Agreement:
     """Run the head at every supervised slot of the sequences, each level on the states that it drafts from.
 
     Args:
@@ -208,7 +216,11 @@ def measure(wiring: Wiring, batch: Batch, target_head: TargetHead, reference: Ta
         for start in range(0, len(slots), ROWS):
             rows = slice(start, start + ROWS)
             target_probs = reference.after(position[rows].clamp(max=last))
-            chunks.append(_compare_probs(logits(states[rows]), target_probs, tokens[following[rows]], draft_tokens))
+            chunks.append(
+                _compare_probs(
+                    logits(states[rows]), target_probs, tokens[following[rows]], draft_tokens
+                )
+            )
         figures.append(torch.cat(chunks))
     overlap, sampled_accepted, hits, choices = torch.stack(figures).cpu().unbind(-1)  # each [K, S]
     return Agreement(
@@ -222,7 +234,9 @@ def measure(wiring: Wiring, batch: Batch, target_head: TargetHead, reference: Ta
     )
 
 
-def _compare_probs(logits: Tensor, target_probs: Tensor, tokens: Tensor, draft_tokens: Tensor | None) -> Tensor:
+def _compare_probs(
+    logits: Tensor, target_probs: Tensor, tokens: Tensor, draft_tokens: Tensor | None
+) -> Tensor:
     """Return [n, 4]: overlap, min(1, q / p) of the sequence's token, whether the likeliest agree, and the target's."""
     probs = logits.float().softmax(-1)
     guess = probs.argmax(-1)

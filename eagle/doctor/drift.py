@@ -23,7 +23,9 @@ from eagle.target.target import Target
 
 TEMPERATURES = (0.0, 1.0)
 KEEP = 0.9  # of what drafts add; heads of other seeds differ by 0.05 of it, so that less is hardly worth a run
-TRAIN_ON = 0.25  # of it: a head that kept 0.26 was a better start than fresh weights; no less was tried
+TRAIN_ON = (
+    0.25  # of it: a head that kept 0.26 was a better start than fresh weights; no less was tried
+)
 SIZES = ("hidden_size", "num_hidden_layers")
 
 
@@ -54,8 +56,14 @@ class Drift:
         return f"train a new head: {what}, too little for a start"
 
     def __str__(self) -> str:
-        lines = [f"verdict: {self.verdict}", "", f"acceptance length on {self.prompts} prompts, base -> fine-tune:"]
-        lines += [f"  T = {temperature:g}: {gain}" for temperature, gain in self.by_temperature.items()]
+        lines = [
+            f"verdict: {self.verdict}",
+            "",
+            f"acceptance length on {self.prompts} prompts, base -> fine-tune:",
+        ]
+        lines += [
+            f"  T = {temperature:g}: {gain}" for temperature, gain in self.by_temperature.items()
+        ]
         lines.append("")
         lines.append(
             "- part of a loss may be answers that are harder to guess: with train.init, training prints what comes back"
@@ -87,11 +95,15 @@ def measure_drift(
         config = target_config(target_path)
         vocab_size = getattr(base_config, "vocab_size", None)
         if getattr(config, "vocab_size", None) != vocab_size:
-            return Diagnosis(f"train a new head: {target_path} has other than the {vocab_size} tokens of {base_path}")
+            return Diagnosis(
+                f"train a new head: {target_path} has other than the {vocab_size} tokens of {base_path}"
+            )
         expected = {name: getattr(base_config, name, None) for name in SIZES}
         sizes = {name: getattr(config, name, None) for name in SIZES}
         if sizes != expected:
-            raise ValueError(f"{target_path} is no fine-tune of {base_path}: got {sizes}, expected {expected}")
+            raise ValueError(
+                f"{target_path} is no fine-tune of {base_path}: got {sizes}, expected {expected}"
+            )
     questions = read_prompts(prompts)
     template_kwargs = read_template_kwargs(folder)
     base = Target.load(base_path)
@@ -101,7 +113,9 @@ def measure_drift(
     else:
         del base  # the memory of one model is enough
         tuned = Target.load(target_path)
-    return compare_cycles(base_counts, count_cycles(tuned, head, render_prompts(tuned, questions, **template_kwargs)))
+    return compare_cycles(
+        base_counts, count_cycles(tuned, head, render_prompts(tuned, questions, **template_kwargs))
+    )
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -136,7 +150,9 @@ def count_cycles(target: Target, head: Any, prompts: Sequence[list[int]]) -> dic
 
 def compare_cycles(base: dict[float, Cycles], tuned: dict[float, Cycles]) -> Drift:
     """Return the differences between the acceptance lengths on a base and on a fine-tune, paired by prompt."""
-    gains = {temperature: Gain.between(base[temperature], tuned[temperature]) for temperature in base}
+    gains = {
+        temperature: Gain.between(base[temperature], tuned[temperature]) for temperature in base
+    }
     base_tokens, base_cycles = pool_cycles(base)
     pooled = Gain.between((base_tokens, base_cycles), pool_cycles(tuned))
     return Drift(gains, pooled, len(base_tokens))

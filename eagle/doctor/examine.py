@@ -22,11 +22,25 @@ from eagle.device import in_dtype
 from eagle.doctor.agreement import Agreement, TargetProbs, measure
 from eagle.doctor.probes import Probe, list_missing, list_probes, list_removals
 from eagle.doctor.server import read_server
-from eagle.doctor.texts import answer_prompts, count_chains, read_prompts, render_prompts, select_texts, split_texts
+from eagle.doctor.texts import (
+    answer_prompts,
+    count_chains,
+    read_prompts,
+    render_prompts,
+    select_texts,
+    split_texts,
+)
 from eagle.doctor.verdict import LOST, MOVED, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.outside import UntrustedCode
-from eagle.formats.reading.files import CONFIG_BYTES, folder_at, has, read_json, read_tensors, read_text
+from eagle.formats.reading.files import (
+    CONFIG_BYTES,
+    folder_at,
+    has,
+    read_json,
+    read_tensors,
+    read_text,
+)
 from eagle.formats.reading.foreign import Finding, inspect, read_head
 from eagle.formats.reading.head_folder import EMBEDDING
 from eagle.formats.reading.recognise import read_folder
@@ -45,7 +59,9 @@ CANDIDATES = 3  # changes that are confirmed
 ROUNDS = 3  # two faults at once are both named; the third round says that there is no more
 
 
-def examine(folder: str | Path, target_path: str, prompts: str | None = None, server: str | None = None) -> Diagnosis:
+def examine(
+    folder: str | Path, target_path: str, prompts: str | None = None, server: str | None = None
+) -> Diagnosis:
     """Read a head of any layout, let the target answer some prompts, and diagnose the head on the answers.
 
     Args:
@@ -70,18 +86,24 @@ def examine(folder: str | Path, target_path: str, prompts: str | None = None, se
     diagnosis = diagnose(head, target, texts, fatal, target_head=borrow_embedding(folder, target))
     assert diagnosis.figures is not None
     notes = [str(finding) for finding in findings]
-    notes += try_templates(head, target, questions, trained=template_kwargs, figures=diagnosis.figures)
+    notes += try_templates(
+        head, target, questions, trained=template_kwargs, figures=diagnosis.figures
+    )
     provenance = _read_provenance(folder)
     rates, source = _read_expected(provenance)
     if rates:
-        notes.append(f"{source}: acceptance length {1 + sum(rates):.3f} with chains of {len(rates)}")
+        notes.append(
+            f"{source}: acceptance length {1 + sum(rates):.3f} with chains of {len(rates)}"
+        )
     tokens = provenance.get("tokens")
     reached = describe_reached(head.settings.kind, tokens if type(tokens) is int else 0, head)
     if reached:
         notes.append(reached)
     if counts:
         decoded = count_chains(target, head, prompt_tokens, len(counts.per_position) or LEVELS)
-        notes.append(counts.compare(decoded, f"This decoder, greedy on {prompts or 'the built-in prompts'},"))
+        notes.append(
+            counts.compare(decoded, f"This decoder, greedy on {prompts or 'the built-in prompts'},")
+        )
     return replace(diagnosis, notes=(*diagnosis.notes, *notes))
 
 
@@ -108,7 +130,11 @@ def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | No
         )
     # engines compute in the dtype of the matrices
     tensors = read_tensors(folder_at(folder)).stored.values()
-    dtypes = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point and len(tensor.shape) > 1]
+    dtypes = [
+        tensor.dtype
+        for tensor in tensors
+        if tensor.dtype.is_floating_point and len(tensor.shape) > 1
+    ]
     commonest = Counter(dtypes).most_common(1)
     return in_dtype(head, commonest[0][0] if commonest else torch.float32), None
 
@@ -126,7 +152,9 @@ def borrow_embedding(folder: str | Path, target: Target) -> TargetHead:
     if not count_differing_rows(rows, target_rows):
         return target.head
     embedding = nn.Embedding.from_pretrained(rows.to(weight))
-    return replace(target.head, embedding=embedding, embed_scale=1.0)  # engines multiply only the target's own
+    return replace(
+        target.head, embedding=embedding, embed_scale=1.0
+    )  # engines multiply only the target's own
 
 
 def diagnose(
@@ -180,7 +208,9 @@ def find_faults(
     # greedily: the best change is made before the next one is looked for
     for _ in range(ROUNDS):
         tried = search_changes(wiring, target, choosing)
-        likely = try_changes(wiring, [effect.probe for effect in tried[:CANDIDATES]], confirming, target)
+        likely = try_changes(
+            wiring, [effect.probe for effect in tried[:CANDIDATES]], confirming, target
+        )
         if is_untrained or not likely[0].is_sure:
             break
         faults.append(likely[0])
@@ -206,7 +236,11 @@ def measure_timed(wiring: Wiring, target: Target, texts: Batch) -> Agreement:
     # of all answers: each probe reads a glance, the likely ones the choosing third, the candidates the rest
     rounds = count / (CHOOSING * GLANCE) + min(count, LIKELY) / CHOOSING + CANDIDATES
     what = f"{count} single changes on {len(texts.lengths)} answers"
-    print(f"{what}: about {rounds * seconds:.0f} s, and as much again for each fault", file=sys.stderr, flush=True)
+    print(
+        f"{what}: about {rounds * seconds:.0f} s, and as much again for each fault",
+        file=sys.stderr,
+        flush=True,
+    )
     return figures
 
 
@@ -224,18 +258,24 @@ def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]
     return [*try_changes(wiring, likely, texts, target), *unlikely]
 
 
-def try_changes(wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target) -> list[Effect]:
+def try_changes(
+    wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target
+) -> list[Effect]:
     """Return the effect of every single change on these answers, best first."""
     reference = TargetProbs(texts, target.head)
     before = measure(wiring, texts, target.head, reference)
     effects = []
-    for probe in progress(probes, f"changes on {len(texts.lengths)} answers", len(probes), unit="changes"):
+    for probe in progress(
+        probes, f"changes on {len(texts.lengths)} answers", len(probes), unit="changes"
+    ):
         after = measure(probe.change(wiring), texts, target.head, reference)
         effects.append(Effect(probe, before, after))
     return sorted(effects, key=lambda effect: -effect.min_share)
 
 
-def weigh_findings(fatal: Sequence[Finding], tried: Sequence[Effect]) -> tuple[list[str], list[str]]:
+def weigh_findings(
+    fatal: Sequence[Finding], tried: Sequence[Effect]
+) -> tuple[list[str], list[str]]:
     """Return the findings of `inspect` that count, and a note where drafts refute the one that drafts can refute."""
     stands = []
     refuted = []
@@ -309,7 +349,9 @@ def _describe(head: Any, target: Target, texts: Batch) -> list[str]:
         target_rows = target_rows[draft_tokens]
         answered = texts.tokens[texts.loss_mask.to(texts.tokens.device)]
         share = float(torch.isin(answered, draft_tokens).float().mean())
-        notes.append(f"its {len(draft_tokens)} draft tokens are {share:.1%} of what the target said")
+        notes.append(
+            f"its {len(draft_tokens)} draft tokens are {share:.1%} of what the target said"
+        )
     for name in find_tensors(head, "lm_head.weight"):
         weight = head.get_parameter(name).float()
         if weight.shape == target_rows.shape:

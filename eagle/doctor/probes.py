@@ -35,10 +35,16 @@ Found = Iterator[tuple[str, str, Change]]  # kind, fault and change
 TensorPairs = list[tuple[str, str]]  # names of tensors that are alike
 
 THETA = "rope_theta"
-COUNTED = {1: " (outputs were counted)", -1: " (they were taken for outputs)"}  # the two conventions are one apart
+COUNTED = {
+    1: " (outputs were counted)",
+    -1: " (they were taken for outputs)",
+}  # the two conventions are one apart
 GUESS = "another rope"  # of values that nothing speaks for
 ATTENTION = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
-BRANCHES = {"mlp.down_proj": "MLP", "self_attn.o_proj": "attention"}  # the last matrix of what adds to the residual
+BRANCHES = {
+    "mlp.down_proj": "MLP",
+    "self_attn.o_proj": "attention",
+}  # the last matrix of what adds to the residual
 LAST_TOKENS = 4  # of a vocabulary, where those are that no sequence has
 MAX_TOKENS = 24  # that are tried in place of a mask token
 
@@ -153,11 +159,21 @@ def probe_tap_order(head: Any, wiring: Wiring, target: Target) -> Found:
         return
     for order in list_orders(len(head.taps)):
         if "fc.weight" in names:
-            change = map_tensors(find_tensors(head, "fc.weight"), partial(reorder_blocks, order=order))
-            yield "tap order", f"the blocks of fc stand in the order {list(order)} of the layers", change
+            change = map_tensors(
+                find_tensors(head, "fc.weight"), partial(reorder_blocks, order=order)
+            )
+            yield (
+                "tap order",
+                f"the blocks of fc stand in the order {list(order)} of the layers",
+                change,
+            )
         if names != ("fc.weight",):  # else the same as with another order of fc
             taps = tuple(head.taps[order.index(i)] for i in range(len(order)))
-            yield "tap order", f"layer ids {list(head.taps)} are out of order: {list(taps)} was meant", set_taps(taps)
+            yield (
+                "tap order",
+                f"layer ids {list(head.taps)} are out of order: {list(taps)} was meant",
+                set_taps(taps),
+            )
 
 
 def list_orders(count: int) -> list[tuple[int, ...]]:
@@ -193,12 +209,19 @@ def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> Found:
     """Drop the bias of the fusion."""
     names = find_tensors(head, "fc.bias")
     if names:
-        yield "fc.bias", "fc.bias is added, but was not there in training", map_tensors(names, torch.zeros_like)
+        yield (
+            "fc.bias",
+            "fc.bias is added, but was not there in training",
+            map_tensors(names, torch.zeros_like),
+        )
 
 
 def probe_halves(head: Any, wiring: Wiring, target: Target) -> Found:
     """Exchange the columns of a matrix that reads token and state together."""
-    order = ["embedding; state", "state; embedding"]  # as it is trained, and as it may have been written
+    order = [
+        "embedding; state",
+        "state; embedding",
+    ]  # as it is trained, and as it may have been written
     if reads_state_first(head):
         order.reverse()
     for names in head.parts.halves:
@@ -228,7 +251,11 @@ def probe_alike(head: Any, wiring: Wiring, target: Target) -> Found:
 def probe_norms(head: Any, wiring: Wiring, target: Target) -> Found:
     """Exchange two norms, leave one out, or read gains as offsets."""
     width = (head.shape.hidden_size,)
-    gains = [name for name, gain in head.named_parameters() if gain.shape == width and name.endswith(".weight")]
+    gains = [
+        name
+        for name, gain in head.named_parameters()
+        if gain.shape == width and name.endswith(".weight")
+    ]
     norms = [name.removesuffix(".weight") for name in gains]
     for first, second in combinations(norms, 2):
         matches = [re.match(r"layers\.\d+\.", name) for name in (first, second)]
@@ -271,11 +298,19 @@ def probe_rope(head: Any, wiring: Wiring, target: Target) -> Found:
         for projection in projections:
             names += find_tensors(head, f"{ATTENTION[projection]}.weight")
         for interleaved, order in ((False, "in halves"), (True, "interleaved")):
-            change = map_tensors(names, partial(reorder_rows, width=head.shape.head_dim, interleaved=interleaved))
-            yield "rope order", f"rows of {' and '.join(projections)} are not {order}, as rope expects them", change
+            change = map_tensors(
+                names, partial(reorder_rows, width=head.shape.head_dim, interleaved=interleaved)
+            )
+            yield (
+                "rope order",
+                f"rows of {' and '.join(projections)} are not {order}, as rope expects them",
+                change,
+            )
 
 
-def _list_ropes(current: dict[str, Any], target: Target) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _list_ropes(
+    current: dict[str, Any], target: Target
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield kind, words and rotary parameters of what a head may have been trained with."""
     theta = current[THETA]
     of_target = dict(getattr(target.config, "rope_parameters", None) or {})
@@ -337,7 +372,11 @@ def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> Found:
             module = re.sub(r"(\.\d+)*(\.weight)?$", "", name)
             square.setdefault(re.sub(r"^.*\.\d+\.", "", module), []).append(name)
     for module, names in square.items():
-        yield "transposed", f"{module} is transposed", map_tensors(names, lambda matrix: matrix.T.contiguous())
+        yield (
+            "transposed",
+            f"{module} is transposed",
+            map_tensors(names, lambda matrix: matrix.T.contiguous()),
+        )
 
 
 def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
@@ -358,7 +397,11 @@ def probe_numbered_parts(head: Any, wiring: Wiring, target: Target) -> Found:
         pairs = [(f"{stack}.{first}.{name}", f"{stack}.{second}.{name}") for name in tensors]
         alike.setdefault((first, second), {})[stack] = pairs
         if max(map(len, tensors.values())) > 1:  # norms are asked about one by one
-            yield "numbered parts", f"{stack}.{first} and {stack}.{second} are swapped", swap_tensors(pairs)
+            yield (
+                "numbered parts",
+                f"{stack}.{first} and {stack}.{second} are swapped",
+                swap_tensors(pairs),
+            )
     for (first, second), stacks in alike.items():
         if len(stacks) > 1:
             fault = f"{first} and {second} are swapped in all of {', '.join(stacks)}"
@@ -376,7 +419,11 @@ def probe_lm_head(head: Any, wiring: Wiring, target: Target) -> Found:
         rows = rows[draft_tokens.clamp(0, len(rows) - 1).to(rows.device)]
     # tables that are alike, as Markov's, may have the shape of an LM head
     tables = {name for pair in head.parts.alike for name in pair}
-    names = [name for name, tensor in head.named_parameters() if tensor.shape == rows.shape and name not in tables]
+    names = [
+        name
+        for name, tensor in head.named_parameters()
+        if tensor.shape == rows.shape and name not in tables
+    ]
     if names:
         what = "its LM head fits" if len(names) == 1 else "its LM heads fit"
         fault = f"{what} worse than the target's own rows: it is missing, or another's"
@@ -414,7 +461,9 @@ def probe_precision(head: Any, wiring: Wiring, target: Target) -> Found:
     """Compute in float32."""
     stored = next(head.parameters()).dtype
     if stored != torch.float32:
-        fault = f"it loses acceptance in {str(stored).removeprefix('torch.')}, and would not in float32"
+        fault = (
+            f"it loses acceptance in {str(stored).removeprefix('torch.')}, and would not in float32"
+        )
         yield "dtype", fault, on_head(lambda head: head.float())
 
 

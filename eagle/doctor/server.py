@@ -71,7 +71,9 @@ def read_server(url: str) -> ServerCounts:
         with make_opener().open(address, timeout=SECONDS) as answer:
             text = answer.read().decode("utf-8", "replace")
     except (OSError, HTTPException) as error:
-        raise ValueError(f"no metrics at {address}: {error}; SGLang shows them with --enable-metrics") from None
+        raise ValueError(
+            f"no metrics at {address}: {error}; SGLang shows them with --enable-metrics"
+        ) from None
     return parse_metrics(text, address)
 
 

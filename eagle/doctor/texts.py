@@ -49,7 +49,9 @@ def read_prompts(file: str | None) -> list[str]:
     if file is None:
         return list(PROMPTS)
     if not Path(file).is_file():
-        raise ValueError(f"no prompts at {file}: expected a JSONL file, each line a prompt, a question or messages")
+        raise ValueError(
+            f"no prompts at {file}: expected a JSONL file, each line a prompt, a question or messages"
+        )
     prompts = []
     for number, line in enumerate(Path(file).read_text().splitlines(), start=1):
         if not line.strip():
@@ -84,10 +86,14 @@ def _first_turn(record: Any) -> str | None:
     return None
 
 
-def render_prompts(target: Target, prompts: Sequence[str], **template_kwargs: Any) -> list[list[int]]:
+def render_prompts(
+    target: Target, prompts: Sequence[str], **template_kwargs: Any
+) -> list[list[int]]:
     """Return token ids of the prompts, as the target's chat template asks them where it has one."""
     if target.tokenizer is None:
-        raise ValueError("this target has no tokenizer: load it from a folder with its tokenizer's files")
+        raise ValueError(
+            "this target has no tokenizer: load it from a folder with its tokenizer's files"
+        )
     if getattr(target.tokenizer, "chat_template", None):
         return [list(target.chat(prompt, **template_kwargs)) for prompt in prompts]
     return [list(target.tokenizer.encode(prompt)) for prompt in prompts]
@@ -115,7 +121,9 @@ def answer_prompts(
     rounds: list[list[Example]] = [[] for _ in prompts]
     total = 0
     requests = 0
-    for temperature in progress(temperatures, "the target's answers", len(temperatures), unit="rounds"):
+    for temperature in progress(
+        temperatures, "the target's answers", len(temperatures), unit="rounds"
+    ):
         if total >= enough:
             break
         # each answer is sampled with a noise of its own
@@ -163,7 +171,9 @@ def select_texts(batch: Batch, start: int, end: int) -> Batch:
     )
 
 
-def count_chains(target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int) -> list[float]:
+def count_chains(
+    target: Target, head: TrainableDrafter, prompts: Sequence[Sequence[int]], depth: int
+) -> list[float]:
     """Return the acceptance at each position of a chain in greedy answers of this decoder, counted as engines count."""
     drafter = head.bind(target.head)
     budget = Budget.fixed(chain_paths(depth))

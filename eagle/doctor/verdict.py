@@ -25,8 +25,12 @@ SURE_BESIDE_CLEAR = 1.0
 # shares of what drafts add to the acceptance length, from which on a gain is a fault
 MIN_SAMPLED = 0.005
 MIN_GREEDY = 0.015  # no change of the healthy heads it was chosen on brought both
-MIN_GUESSED = 0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
-ABLE = 0.35  # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
+MIN_GUESSED = (
+    0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
+)
+ABLE = (
+    0.35  # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
+)
 MIN_OF_WEAK = 0.06
 ABLE_OF_WEAK = 0.1
 MIN_WORTH = 0.01  # of what drafts add; a block's attention and MLP were worth 0.04 and more in healthy heads
@@ -72,7 +76,9 @@ class Gain:
     def __str__(self) -> str:
         gain = self.after - self.before
         margin = 1.96 * self.error
-        interval = f"{gain - margin:+.3f} to {gain + margin:+.3f}, {self.errors:.1f} standard errors"
+        interval = (
+            f"{gain - margin:+.3f} to {gain + margin:+.3f}, {self.errors:.1f} standard errors"
+        )
         return f"{self.before:.3f} -> {self.after:.3f} ({interval})"
 
 
@@ -182,7 +188,11 @@ class Diagnosis:
 def describe_tried(tried: Sequence[Effect], has_faults: bool) -> str:
     """Describe the changes that are no fault and their effects, as the list below shows them."""
     what = f"{len(tried)} {'further ' if has_faults else ''}single changes"
-    shares = [effect.min_share for effect in tried if effect.sampled.errors >= SURE and effect.min_share > 0]
+    shares = [
+        effect.min_share
+        for effect in tried
+        if effect.sampled.errors >= SURE and effect.min_share > 0
+    ]
     if not shares:
         return f"{what}, of which none helps; the nearest:"
     return (
@@ -203,10 +213,15 @@ def describe_levels(figures: Agreement) -> list[str]:
         overlap = float(figures.overlap[level, in_seq].mean()) if in_seq.any() else 0.0
         lines.append(f"  {level + 1:5}   {rate:8.3f}   {forced:28.3f}   {overlap:20.3f}")
     chain = f"  acceptance length of a chain of {len(figures.hits)}"
-    return [*lines, f"{chain}: greedy τ {figures.greedy_tau:.3f}, drawn drafts {figures.sampled_tau:.3f}"]
+    return [
+        *lines,
+        f"{chain}: greedy τ {figures.greedy_tau:.3f}, drawn drafts {figures.sampled_tau:.3f}",
+    ]
 
 
-def decide(figures: Agreement, faults: Sequence[Effect], fatal: Sequence[str], norm_shift: float) -> str:
+def decide(
+    figures: Agreement, faults: Sequence[Effect], fatal: Sequence[str], norm_shift: float
+) -> str:
     """Return the verdict.
 
     Args:

@@ -80,7 +80,11 @@ def _parse_settings(method: type[Any] | None, section: dict[str, Any], source: s
     """Return a drafter section, checked by its method."""
     kind = section.get("kind")
     if method is None or not issubclass(method, TrainableDrafter):
-        names = [name for name, registered in DRAFTERS.items() if issubclass(registered, TrainableDrafter)]
+        names = [
+            name
+            for name, registered in DRAFTERS.items()
+            if issubclass(registered, TrainableDrafter)
+        ]
         names += DRAFTERS.offered()
         raise ValueError(
             f"{source}: drafter.kind is {kind!r}, expected a method with weights: "

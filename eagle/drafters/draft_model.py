@@ -20,7 +20,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from eagle.core.budget import Budget
-from eagle.core.drafter import ColumnBytes, Committed, HeadShape, Noise, TargetHead, TrainableDrafter
+from eagle.core.drafter import (
+    ColumnBytes,
+    Committed,
+    HeadShape,
+    Noise,
+    TargetHead,
+    TrainableDrafter,
+)
 from eagle.core.examples import Batch
 from eagle.core.tree import DraftTree, Paths
 from eagle.device import to_host, upload
@@ -53,11 +60,15 @@ class DraftModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["draft_model"] = "draft_model"
-    model: str | None = None  # a causal language model to start from; by default fresh weights of the sizes below
+    model: str | None = (
+        None  # a causal language model to start from; by default fresh weights of the sizes below
+    )
     layers: int = Field(2, ge=1)  # of a fresh model
     hidden_size: int | None = None  # of a fresh model; by default the target's
     intermediate_size: int | None = None  # of a fresh model's MLP
-    divergence: Divergence = "forward_kl"  # what is minimized; "tokens": cross-entropy with the text
+    divergence: Divergence = (
+        "forward_kl"  # what is minimized; "tokens": cross-entropy with the text
+    )
     samples: Literal["data", "own"] = "data"  # learn on the data's answers, or on the model's own
 
 
@@ -72,7 +83,9 @@ class DraftModel(TrainableDrafter):
 
     def __init__(self, settings: DraftModelSettings, shape: HeadShape, model: Any = None) -> None:
         super().__init__(settings, shape)
-        self.model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32) if model is None else model
+        self.model = (
+            AutoModelForCausalLM.from_config(shape, dtype=torch.float32) if model is None else model
+        )
 
     @classmethod
     def for_target(
@@ -112,7 +125,9 @@ class DraftModel(TrainableDrafter):
         """Return the distillation loss, a mean over supervised tokens; or the cross-entropy of the data's tokens."""
         output = self.model.get_output_embeddings()
         if getattr(output, "bias", None) is not None or getattr(self.shape, "logit_scale", None):
-            raise ValueError(f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale")
+            raise ValueError(
+                f"a {self.shape.model_type} cannot be distilled here: its LM head has a bias or a scale"
+            )
         # both vocabularies may have unused rows at the end
         head = OwnHead(output.weight[: frozen.weight.shape[0]])
         before = upload(batch.loss_mask.nonzero()[:, 0] - 1, batch.tokens.device)
@@ -140,7 +155,9 @@ class DraftModel(TrainableDrafter):
         tokens = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
         base = base_of(self.model)
         cache = NoCache(count_cache_layers(self.model.config.get_text_config()))
-        output = base(input_ids=self.clip_to_vocab(tokens), use_cache=False, **{cache_name_of(base): cache})
+        output = base(
+            input_ids=self.clip_to_vocab(tokens), use_cache=False, **{cache_name_of(base): cache}
+        )
         states = output.last_hidden_state
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
@@ -149,7 +166,9 @@ class DraftModel(TrainableDrafter):
         return tokens.clamp(max=self.model.get_input_embeddings().weight.shape[0] - 1)
 
     @torch.no_grad()
-    def validate(self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]) -> dict[str, Tensor]:
+    def validate(
+        self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]
+    ) -> dict[str, Tensor]:
         """Return validation sums: tokens that each tree would have kept, and agreement with the target's probs."""
         output = self.model.get_output_embeddings()
         size = frozen.weight.shape[0]
@@ -214,14 +233,17 @@ def _small(target_config: Any, settings: DraftModelSettings) -> Any:
     whole: Any = head_shape(target_config, num_hidden_layers=settings.layers)
     width = settings.hidden_size or whole.hidden_size
     if width % whole.head_dim:
-        raise ValueError(f"drafter.hidden_size is {width}, expected a multiple of {whole.head_dim}, a head's width")
+        raise ValueError(
+            f"drafter.hidden_size is {width}, expected a multiple of {whole.head_dim}, a head's width"
+        )
     heads = width // whole.head_dim
     keys = heads if heads % whole.num_key_value_heads else whole.num_key_value_heads
     return head_shape(
         target_config,
         num_hidden_layers=settings.layers,
         hidden_size=width,
-        intermediate_size=settings.intermediate_size or whole.intermediate_size * width // whole.hidden_size,
+        intermediate_size=settings.intermediate_size
+        or whole.intermediate_size * width // whole.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=keys,
     )
@@ -255,10 +277,15 @@ def check_vocabulary(tokenizer: Any, target_tokenizer: Any, size: int, target_si
         return
     ids = tokenizer.get_vocab()
     target_ids = target_tokenizer.get_vocab()
-    differ = sorted(word for word in ids.keys() | target_ids.keys() if ids.get(word) != target_ids.get(word))
+    differ = sorted(
+        word for word in ids.keys() | target_ids.keys() if ids.get(word) != target_ids.get(word)
+    )
     if not differ:
         return
-    some = ", ".join(f"{word!r} is {ids.get(word)} here and {target_ids.get(word)} there" for word in differ[:NAMED])
+    some = ", ".join(
+        f"{word!r} is {ids.get(word)} here and {target_ids.get(word)} there"
+        for word in differ[:NAMED]
+    )
     raise ValueError(
         f"the draft model has another vocabulary than the target: {len(differ)} tokens differ ({some}); expected a "
         "model with the target's tokenizer"
@@ -275,7 +302,9 @@ class ModelState:
         self.state = own.open()
         self.noises: dict[int, Noise | None] = {}
         self.confirmed: dict[int, int] = {}  # tokens, the root not counted
-        self.levels: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of the last draft: tokens, and what they follow
+        self.levels: dict[
+            int, list[tuple[Tensor, Tensor]]
+        ] = {}  # of the last draft: tokens, and what they follow
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row; its tokens are read at the first proposal."""
@@ -306,7 +335,9 @@ class ModelState:
                 self.levels[moved] = []
 
     @torch.inference_mode()
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
         """Return trees grown from the model's own logits; roots alone where the model cannot read on."""
         trees: dict[int, DraftTree] = {}
         texts: dict[int, list[int]] = {}
@@ -324,16 +355,22 @@ class ModelState:
             seeds = []
             for row in rows:
                 budget = budgets[row].within(depths[row])
-                seeds.append(Seed(updates[row].root, self.state.length(row), budget, self.noises[row]))
+                seeds.append(
+                    Seed(updates[row].root, self.state.length(row), budget, self.noises[row])
+                )
             grown = self._grow(rows, seeds, [logits[row] for row in rows])
             trees |= zip(rows, grown, strict=True)
         return trees
 
-    def _grow(self, rows: list[int], seeds: list[Seed], logits: Sequence[Tensor]) -> list[DraftTree]:
+    def _grow(
+        self, rows: list[int], seeds: list[Seed], logits: Sequence[Tensor]
+    ) -> list[DraftTree]:
         """Return the trees of rows that may share a forward, from the logits [V] after their roots."""
         depths: list[int] = []  # of all nodes that were read so far
 
-        def level(depth: int, indices: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor) -> Tensor:
+        def level(
+            depth: int, indices: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor
+        ) -> Tensor:
             # rows with other budgets grow after these ones, again from the first level on
             if depth == 1:
                 depths.clear()
@@ -341,11 +378,15 @@ class ModelState:
             drafting = [rows[index] for index in indices]
             for row, row_tokens, row_parents in zip(drafting, tokens, parents, strict=True):
                 self.levels[row].append((row_tokens, row_parents))
-            return self.state.ahead(drafting, self.clip_to_vocab(tokens), depths, tree_mask)[..., : self.size]
+            return self.state.ahead(drafting, self.clip_to_vocab(tokens), depths, tree_mask)[
+                ..., : self.size
+            ]
 
         # of a model whose vocabulary ends earlier, only these tokens are drafted
         shared_size = min(self.own.vocab_size, self.size)
-        drafts = torch.arange(shared_size, device=self.own.device) if shared_size < self.size else None
+        drafts = (
+            torch.arange(shared_size, device=self.own.device) if shared_size < self.size else None
+        )
         return grow_rows(seeds, torch.stack(list(logits))[:, : self.size], level, drafts)
 
     # -- what may be read together ------------------------------------------------------------------------------------
@@ -379,7 +420,9 @@ class ModelState:
 
     def _read(self, texts: Mapping[int, list[int]]) -> dict[int, Tensor]:
         """Read new sequences, and what was committed of others, and return the logits [V] after each root."""
-        logits = self._read_prompts({row: text for row, text in texts.items() if row not in self.state.rows})
+        logits = self._read_prompts(
+            {row: text for row, text in texts.items() if row not in self.state.rows}
+        )
         earlier = [row for row in self.state.rows if row in texts and row not in logits]
         for rows in self._groups(earlier):
             logits |= self._read_confirmed({row: texts[row] for row in rows})
@@ -430,7 +473,9 @@ class ModelState:
         values = iter(to_host(tensors))
         drafted: dict[int, list[tuple[list[int], list[int]]]] = {}
         for row in rows:
-            drafted[row] = [(next(values).tolist(), next(values).tolist()) for _ in self.levels[row]]
+            drafted[row] = [
+                (next(values).tolist(), next(values).tolist()) for _ in self.levels[row]
+            ]
         return drafted
 
 

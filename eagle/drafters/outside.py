@@ -31,7 +31,9 @@ class UntrustedCode(ValueError):
 class Methods(dict[str, type[Any]]):
     """Methods by name; `find` loads and registers those that the package does not know."""
 
-    trusts_heads = False  # whether the code in any head's folder may be run, as `eagle --trust-code` asks
+    trusts_heads = (
+        False  # whether the code in any head's folder may be run, as `eagle --trust-code` asks
+    )
 
     def find(self, kind: str) -> type[Any] | None:
         """Return the method of a name or of `PATH.py:CLASS`, relative to the working directory; None if unknown.
@@ -50,10 +52,16 @@ class Methods(dict[str, type[Any]]):
         if kind in self:
             return self[kind]
         # a package in a head's folder, which may be on Python's path, would run code that nobody has trusted
-        offers = {point for point in entry_points(group=GROUP) if point.name == kind and not _lies_in(point, folder)}
+        offers = {
+            point
+            for point in entry_points(group=GROUP)
+            if point.name == kind and not _lies_in(point, folder)
+        }
         if len(offers) > 1:
             packages = " and ".join(sorted(_package_of(point) for point in offers))
-            raise ValueError(f"{packages} both offer a method {kind!r}: uninstall one, or name MODULE:CLASS")
+            raise ValueError(
+                f"{packages} both offer a method {kind!r}: uninstall one, or name MODULE:CLASS"
+            )
         return self._register_offer(offers.pop()) if offers else None
 
     def registered_name(self, kind: str) -> str:
@@ -84,7 +92,9 @@ class Methods(dict[str, type[Any]]):
         """Register every method that a file defines, and return their names."""
         methods = _methods_in(load_file(Path(path)))
         if not methods:
-            raise ValueError(f"{path} defines no method: expected a class that inherits from Drafter, {ADVICE}")
+            raise ValueError(
+                f"{path} defines no method: expected a class that inherits from Drafter, {ADVICE}"
+            )
         return [name_of(self.register(method, str(path)), str(path)) for method in methods.values()]
 
     def admit(self, folder: Path, config: dict[str, Any], *, trust_code: bool) -> None:
@@ -106,8 +116,14 @@ class Methods(dict[str, type[Any]]):
         known = self.find_named(kind, folder) if isinstance(kind, str) else None
         if code is None:
             return
-        if not isinstance(code, dict) or not all(isinstance(value, str) for value in code.values()) or kind is None:
-            raise ValueError(f"{source}: code is {code!r:.200}, expected what save_head writes; copy the file again")
+        if (
+            not isinstance(code, dict)
+            or not all(isinstance(value, str) for value in code.values())
+            or kind is None
+        ):
+            raise ValueError(
+                f"{source}: code is {code!r:.200}, expected what save_head writes; copy the file again"
+            )
         # a method of an installed package has no file in the folder
         if "sha256" not in code:
             if known is None:
@@ -134,7 +150,9 @@ class Methods(dict[str, type[Any]]):
         method = class_in(module, code.get("class", ""), str(path))
         name = name_of(method, str(path))
         if name != kind:
-            raise ValueError(f"{source} names the method {kind!r}, and {METHOD_FILE} beside it has {name!r}")
+            raise ValueError(
+                f"{source} names the method {kind!r}, and {METHOD_FILE} beside it has {name!r}"
+            )
         self.register(method, str(path))
 
     def _register_offer(self, point: EntryPoint) -> type[Any]:
@@ -148,11 +166,15 @@ class Methods(dict[str, type[Any]]):
             ) from None
         name = name_of(method, place)
         if name != point.name:
-            raise ValueError(f"{place}: that method is called {name!r}; its makers give the entry point the same name")
+            raise ValueError(
+                f"{place}: that method is called {name!r}; its makers give the entry point the same name"
+            )
         return self.register(method, place)
 
 
-ADVICE = "and where it has weights from TrainableDrafter, with Settings that have a kind of their own"
+ADVICE = (
+    "and where it has weights from TrainableDrafter, with Settings that have a kind of their own"
+)
 
 
 def _compare(known: type[Any], text: bytes, folder: Path, kind: str) -> None:
@@ -180,7 +202,9 @@ def load_place(place: str) -> ModuleType:
     try:
         return import_module(place)
     except ImportError as error:
-        raise ValueError(f"{place} is no module that can be imported: {error}; expected {EXPECTED}") from None
+        raise ValueError(
+            f"{place} is no module that can be imported: {error}; expected {EXPECTED}"
+        ) from None
 
 
 def load_file(path: Path) -> ModuleType:
@@ -207,7 +231,11 @@ def _run(text: bytes, path: Path) -> ModuleType:
         exec(compile(text, module.__file__, "exec"), module.__dict__)
     except Exception as error:
         del sys.modules[name]
-        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == module.__file__]
+        lines = [
+            frame.lineno
+            for frame in extract_tb(error.__traceback__)
+            if frame.filename == module.__file__
+        ]
         if isinstance(error, SyntaxError):
             lines = [error.lineno]
         line = lines[-1] if lines else "?"
@@ -231,7 +259,11 @@ def _methods_in(module: ModuleType) -> dict[str, type[Any]]:
     """Return the methods that a module defines, by name; bases of methods are none."""
     methods = {}
     for name, value in vars(module).items():
-        is_drafter = isinstance(value, type) and issubclass(value, Drafter) and value.__module__ == module.__name__
+        is_drafter = (
+            isinstance(value, type)
+            and issubclass(value, Drafter)
+            and value.__module__ == module.__name__
+        )
         if not is_drafter or value.__name__.startswith("_"):
             continue
         if not issubclass(value, TrainableDrafter) or hasattr(value, "Settings"):
@@ -243,13 +275,20 @@ def name_of(method: Any, place: str) -> str:
     """Return a method's name in recipes: the `kind` of its Settings; without weights its own, or the class's name."""
     if not isinstance(method, type) or not issubclass(method, Drafter):
         what = getattr(method, "__name__", repr(method)[:80])
-        raise ValueError(f"{place}: {what} is no Drafter: expected a class that inherits from Drafter, {ADVICE}")
+        raise ValueError(
+            f"{place}: {what} is no Drafter: expected a class that inherits from Drafter, {ADVICE}"
+        )
     if not issubclass(method, TrainableDrafter):
         kind: Any = getattr(method, "kind", method.__name__)
     else:
         fields = getattr(getattr(method, "Settings", None), "model_fields", {})
         kind = fields["kind"].default if "kind" in fields else None
-    is_word = isinstance(kind, str) and kind and not SPELLED.fullmatch(kind) and not {",", "/"} & set(kind)
+    is_word = (
+        isinstance(kind, str)
+        and kind
+        and not SPELLED.fullmatch(kind)
+        and not {",", "/"} & set(kind)
+    )
     if not is_word:
         raise ValueError(
             f"{place}: {method.__name__} has the name {kind!r}, expected a word: write a class Settings(Section) with "
@@ -269,7 +308,11 @@ def describe_code(method: type[Any]) -> dict[str, str] | None:
     if top == __name__.split(".")[0]:
         return None
     package = _find_package(top)
-    return None if package is None else {"module": method.__module__, "class": method.__name__, "package": package}
+    return (
+        None
+        if package is None
+        else {"module": method.__module__, "class": method.__name__, "package": package}
+    )
 
 
 @cache
@@ -293,7 +336,9 @@ def _read_code(folder: Path, code: dict[str, str]) -> bytes:
     """Return the code in a head's folder, which must be what was saved."""
     path = folder / METHOD_FILE
     if not path.is_file():
-        raise ValueError(f"{path} is missing, which holds the head's method: copy the whole folder again")
+        raise ValueError(
+            f"{path} is missing, which holds the head's method: copy the whole folder again"
+        )
     text = path.read_bytes()
     if checksum(text) != code["sha256"]:
         raise ValueError(

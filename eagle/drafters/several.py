@@ -28,7 +28,9 @@ class FirstOf(Drafter):
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
-            raise ValueError("a list of drafters is empty: expected at least one, for none at all NoDrafter()")
+            raise ValueError(
+                "a list of drafters is empty: expected at least one, for none at all NoDrafter()"
+            )
         self.drafters = tuple(drafters)
         # each tap once, in the order in which they are first asked for
         taps: dict[int, None] = {}
@@ -48,7 +50,10 @@ class FirstOf(Drafter):
 
     def open_with(self, texts: Any) -> SeveralState:
         """Return a state with one state of each drafter; those that read the target's texts get them."""
-        states = [drafter.open_with(texts) if drafter.reads.texts else drafter.open() for drafter in self.drafters]
+        states = [
+            drafter.open_with(texts) if drafter.reads.texts else drafter.open()
+            for drafter in self.drafters
+        ]
         return SeveralState(self, states)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
@@ -91,7 +96,9 @@ class SeveralState:
         for state in self.states:
             state.release(row)
 
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
         """Return each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
         # a drafter that is asked later gets all that was committed since, reduced to what it reads
         for index, drafter in enumerate(self.several.drafters):
@@ -127,7 +134,9 @@ def _restrict(update: Committed, taps: list[int], choices: int) -> Committed:
     """Return an update with the features at these positions and with `choices` choices, as one drafter gets it."""
     features = None
     if taps and update.features is not None:
-        features = update.features.index_select(1, upload(torch.tensor(taps), update.features.device))
+        features = update.features.index_select(
+            1, upload(torch.tensor(taps), update.features.device)
+        )
     # the tree is there for its choices
     if update.choices is None or not choices:
         return replace(update, features=features, tree=None, choices=None)

@@ -15,7 +15,8 @@ from eagle.recipe.plain_yaml import parse_yaml
 CURVE_POINTS = 8
 MAX_BYTES = 10**9  # of the answers of a run
 CODE = (
-    "Its method is not part of `eagle`: `method.py` beside the head, which was {file}. Read it before you trust it.\n\n"
+    "Its method is not part of `eagle`: `method.py` beside the head, which was {file}. "
+    "Read it before you trust it.\n\n"
 )
 LICENCE = "Not chosen yet: add `license:` to the lines at the top. Those of the target and of the data may bind it."
 
@@ -46,7 +47,9 @@ def model_card(folder: Path, name: str) -> str:
         sections.append(f"## On held-out conversations\n\n{_key_table(validation)}")
     acceptance = acceptance_of(run)
     if acceptance:
-        sections.append(f"## Acceptance\n\nTokens committed per forward of the target.\n\n{acceptance}")
+        sections.append(
+            f"## Acceptance\n\nTokens committed per forward of the target.\n\n{acceptance}"
+        )
     sections.append(f"## What made it\n\n```json\n{json.dumps(provenance, indent=2)}\n```")
     return "\n\n".join(sections) + "\n"
 
@@ -64,7 +67,9 @@ def _read_origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     recipe = parse_yaml(read_text(folder, "recipe.yaml", CONFIG_BYTES), str(folder / "recipe.yaml"))
     provenance = json.loads(read_text(folder, "provenance.json", CONFIG_BYTES))
     if not isinstance(recipe, dict) or not {"target", "drafter", "data", "train"} <= recipe.keys():
-        raise ValueError(f"{folder / 'recipe.yaml'} is no recipe of this project, of which its card is made")
+        raise ValueError(
+            f"{folder / 'recipe.yaml'} is no recipe of this project, of which its card is made"
+        )
     return recipe, provenance
 
 
@@ -76,7 +81,9 @@ def _method_of(folder: Path, recipe: dict[str, Any]) -> tuple[str, str | None]:
         if path.is_file():
             config = json.loads(read_text(folder, "config.json", CONFIG_BYTES))
     except ValueError as error:  # no text, or no JSON
-        raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
+        raise ValueError(
+            f"{path} cannot be read: {error}; is it cut short? Copy it again"
+        ) from None
     # a method that is not part of the package says where its class comes from
     if isinstance(config, dict) and isinstance(config.get("code"), dict):
         return config["settings"]["kind"], config["code"].get("file")
@@ -102,7 +109,9 @@ def is_hub_id(target: str) -> bool:
 
 def _describe_exactness(run: Path) -> str:
     """Return what is known about the output: by construction, and by comparison where one lies in the run's folder."""
-    text = "With exact verification, the default, the output is the target's own at any temperature."
+    text = (
+        "With exact verification, the default, the output is the target's own at any temperature."
+    )
     path = run / "lossless.json"
     if not path.is_file():
         return text
@@ -182,7 +191,10 @@ def _curve_table(rows: list[dict[str, Any]]) -> str:
         return ""
     # of long runs some points
     count = min(CURVE_POINTS, len(steps))
-    names = ["step", *(name for name in ("total", "regression", "cross_entropy") if name in steps[0])]
+    names = [
+        "step",
+        *(name for name in ("total", "regression", "cross_entropy") if name in steps[0]),
+    ]
     lines = []
     for point in range(count):
         row = steps[point * (len(steps) - 1) // max(count - 1, 1)]
@@ -209,7 +221,10 @@ def acceptance_of(run: Path) -> str:
         groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
     if not groups:
         return ""
-    lines = [[temperature, f"`{drafter}`", _pool_lengths(group)] for (temperature, drafter), group in groups.items()]
+    lines = [
+        [temperature, f"`{drafter}`", _pool_lengths(group)]
+        for (temperature, drafter), group in groups.items()
+    ]
     keys = [key for key in ("prompts", "tree", "torch", "machine", "date") if key in header]
     note = ", ".join(f"{key} {header[key]}" for key in keys)
     return f"{_table(['T', 'drafter', 'acceptance length'], lines)}\n\n<sub>{note}</sub>"

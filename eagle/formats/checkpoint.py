@@ -71,7 +71,9 @@ def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
     write_tensors(folder / WEIGHTS, head.state_dict())
 
 
-def save_head(folder: str | Path, head: TrainableDrafter, recipe: str, provenance: dict[str, Any]) -> None:
+def save_head(
+    folder: str | Path, head: TrainableDrafter, recipe: str, provenance: dict[str, Any]
+) -> None:
     """Save a head with recipe and provenance, replacing the folder once everything is written beside it."""
     folder = Path(folder)
     staging = folder.with_name(folder.name + ".part")
@@ -104,7 +106,9 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"no head at {folder}: expected the folder that training leaves in train.out, head or last")
+        raise ValueError(
+            f"no head at {folder}: expected the folder that training leaves in train.out, head or last"
+        )
     config = _read_config(folder)
     if not isinstance(config.get("settings"), dict) or not isinstance(config.get("shape"), dict):
         raise ValueError(
@@ -129,14 +133,18 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
     return head
 
 
-def from_pretrained(path: str | Path, revision: str | None = None, *, trust_code: bool = False) -> TrainableDrafter:
+def from_pretrained(
+    path: str | Path, revision: str | None = None, *, trust_code: bool = False
+) -> TrainableDrafter:
     """Load a trained head from a folder or a hub id; `trust_code` as in `load_head`."""
     folder = Path(path)
     if not folder.is_dir():
         folder = _download(str(path), revision)
     missing = [name for name in ("config.json", WEIGHTS) if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"no head in {path}: {', '.join(missing)} missing; expected a folder that save_head wrote")
+        raise ValueError(
+            f"no head in {path}: {', '.join(missing)} missing; expected a folder that save_head wrote"
+        )
     return load_head(folder, trust_code=trust_code)
 
 
@@ -145,7 +153,9 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(ON_HUB)))
     except Exception as error:  # of many kinds: not an id, no such repository, no network
-        raise ValueError(f"no head at {name}: expected a folder, or a hub id as owner/name: {error}") from error
+        raise ValueError(
+            f"no head at {name}: expected a folder, or a hub id as owner/name: {error}"
+        ) from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -155,7 +165,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:  # no JSON, or brackets in brackets without end
         path = folder / "config.json"
-        raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
+        raise ValueError(
+            f"{path} cannot be read: {error}; is it cut short? Copy it again"
+        ) from None
     return config if isinstance(config, dict) else {}
 
 
@@ -177,7 +189,9 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
     mask_token = getattr(settings, "mask_token", None)
     size = head.shape.vocab_size
     if mask_token is not None and not 0 <= mask_token < size:
-        raise ValueError(f"{source}: mask_token is {mask_token}, expected a token of the vocabulary, 0 to {size - 1}")
+        raise ValueError(
+            f"{source}: mask_token is {mask_token}, expected a token of the vocabulary, 0 to {size - 1}"
+        )
     return head
 
 
@@ -189,7 +203,9 @@ def _read_shape(shape: dict[str, Any]) -> Any:
     # transformers fetches a kernel from the hub by such a name
     for name in ("attn_implementation", "_attn_implementation"):
         if "/" in str(shape.get(name)):
-            raise ValueError(f"{name} is {shape[name]!r:.200}, which names code to fetch and run: take it out")
+            raise ValueError(
+                f"{name} is {shape[name]!r:.200}, which names code to fetch and run: take it out"
+            )
     if not isinstance(layers, int) or layers > MAX_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers!r:.30}, expected at most {MAX_LAYERS:,}")
     return AutoConfig.for_model(**shape)
@@ -223,10 +239,14 @@ def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
         for name in ("nodes", "depth", "top_k"):
             limit = values.get(name, 0)
             if limit > MOST_NODES:
-                raise ValueError(f"{name} is {limit}, expected at most {MOST_NODES:,}, as in any tree that was tuned")
+                raise ValueError(
+                    f"{name} is {limit}, expected at most {MOST_NODES:,}, as in any tree that was tuned"
+                )
         return Budget(**{**values, "paths": paths})
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{source}: budget cannot be read: {error!r}; tune it again, or take the key out") from None
+        raise ValueError(
+            f"{source}: budget cannot be read: {error!r}; tune it again, or take the key out"
+        ) from None
 
 
 # -- its weights, compared with what its config says before any of them is read ---------------------------------------
@@ -240,15 +260,21 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
         check_not_hollow(path, display_path)
         return read_header(path, display_path)
     except ValueError as error:
-        raise ValueError(f"{display_path} cannot be read: {error}; is it cut short? Copy it again") from None
+        raise ValueError(
+            f"{display_path} cannot be read: {error}; is it cut short? Copy it again"
+        ) from None
 
 
-def _compare_entries(folder: Path, entries: dict[str, TensorEntry], expected: dict[str, Tensor]) -> None:
+def _compare_entries(
+    folder: Path, entries: dict[str, TensorEntry], expected: dict[str, Tensor]
+) -> None:
     """Refuse tensors in a file that are not those of a head, before one of either is made."""
     missing = expected.keys() - entries.keys()
     unknown = entries.keys() - expected.keys()
     if missing or unknown:
-        raise ValueError(f"{folder} is not this head: missing tensors {sorted(missing)}, unknown {sorted(unknown)}")
+        raise ValueError(
+            f"{folder} is not this head: missing tensors {sorted(missing)}, unknown {sorted(unknown)}"
+        )
     for name, entry in entries.items():
         shape = tuple(expected[name].shape)
         dtype = expected[name].dtype
@@ -276,7 +302,9 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; is it cut short? Copy it again") from None
+        raise ValueError(
+            f"{path} cannot be read: {error}; is it cut short? Copy it again"
+        ) from None
 
 
 def _check_finite(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -315,13 +343,19 @@ def load_drafter(
         options: What methods without weights take.
     """
     if not isinstance(target, Target):
-        raise ValueError(f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)")
+        raise ValueError(
+            f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)"
+        )
     # an option goes to each drafter that takes it
     accepted = check_options(name, options)
     drafters = []
     for drafter_name in _split_names(name):
-        own_options = {key: value for key, value in options.items() if key in accepted[drafter_name]}
-        drafter = _load_one(drafter_name, target, own_options, revision=revision, trust_code=trust_code)
+        own_options = {
+            key: value for key, value in options.items() if key in accepted[drafter_name]
+        }
+        drafter = _load_one(
+            drafter_name, target, own_options, revision=revision, trust_code=trust_code
+        )
         if drafter.reads.view:
             drafter.bind_target(target.view())
         if drafter.taps:
@@ -373,7 +407,9 @@ def method_without_files(name: str) -> Any:
     return None
 
 
-def _load_one(name: str, target: Target, options: dict[str, Any], *, revision: str | None, trust_code: bool) -> Drafter:
+def _load_one(
+    name: str, target: Target, options: dict[str, Any], *, revision: str | None, trust_code: bool
+) -> Drafter:
     """Load one drafter by its name, folder or hub id."""
     method = method_without_files(name)
     if method is not None:
@@ -381,7 +417,9 @@ def _load_one(name: str, target: Target, options: dict[str, Any], *, revision: s
             made: Drafter = method(**options)
             return made
         except TypeError as error:
-            raise ValueError(f"{name}: an option of {options} is of a wrong type: {error}") from None
+            raise ValueError(
+                f"{name}: an option of {options} is of a wrong type: {error}"
+            ) from None
     folder = Path(name)
     _check_name(name)
     method = _method_of_files(folder)
@@ -407,7 +445,9 @@ def _method_of_files(folder: Path) -> Any:
         return None
     file_methods = _names_stored_as("files")
     if kind not in file_methods:
-        raise ValueError(f"{folder / 'config.json'}: kind is {kind!r}, expected one of {', '.join(file_methods)}")
+        raise ValueError(
+            f"{folder / 'config.json'}: kind is {kind!r}, expected one of {', '.join(file_methods)}"
+        )
     return DRAFTERS[kind]
 
 
@@ -434,8 +474,12 @@ def _split_names(name: Any) -> list[str]:
         items = name.split(",")
     elif isinstance(name, Path):
         items = [name]
-    if not isinstance(items, (list, tuple)) or not all(isinstance(item, (str, Path)) for item in items):
-        raise ValueError(f"got {type(name).__name__} for a drafter's name, expected a string, a path or a list of them")
+    if not isinstance(items, (list, tuple)) or not all(
+        isinstance(item, (str, Path)) for item in items
+    ):
+        raise ValueError(
+            f"got {type(name).__name__} for a drafter's name, expected a string, a path or a list of them"
+        )
     names = [str(item).strip() for item in items]
     if not names or not all(names):
         without_files = _names_stored_as("nothing")

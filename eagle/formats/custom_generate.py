@@ -31,7 +31,9 @@ def generate(model, *args, **kwargs):
 def write_custom_generate(folder: str | Path) -> None:
     """Write `custom_generate/generate.py` into a head's folder, which serves it from there and from the hub."""
     if not Path(folder).is_dir():
-        raise ValueError(f"no folder at {folder}: expected a head's, which training leaves in train.out")
+        raise ValueError(
+            f"no folder at {folder}: expected a head's, which training leaves in train.out"
+        )
     path = Path(folder) / CUSTOM_GENERATE
     path.parent.mkdir(exist_ok=True)
     write_text(path, CODE)

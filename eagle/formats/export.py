@@ -20,7 +20,11 @@ EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
 
 
 def export(
-    drafter: Any, target_config: TargetConfig, engine: str, out: str | Path, head: str | Path | None = None
+    drafter: Any,
+    target_config: TargetConfig,
+    engine: str,
+    out: str | Path,
+    head: str | Path | None = None,
 ) -> None:
     """Write a head in an engine's layout.
 
@@ -36,13 +40,17 @@ def export(
     out = Path(out)
     layout = EXPORTERS[engine](drafter, target_config)
     if (out / "recipe.yaml").exists():
-        raise ValueError(f"{out} holds a head of this project, which an export would overwrite: name another folder")
+        raise ValueError(
+            f"{out} holds a head of this project, which an export would overwrite: name another folder"
+        )
     target = getattr(target_config, "name_or_path", "")
     folder = Path(head) if head else None
     texts = write_notes(layout, drafter, engine, out, head=folder, target=target)
     # refused layouts leave no folder
     with lock_folder(out):
         write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")
-        write_tensors(out / layout.file, layout.tensors, {"format": "pt"})  # which older transformers insist on
+        write_tensors(
+            out / layout.file, layout.tensors, {"format": "pt"}
+        )  # which older transformers insist on
         for name, text in texts.items():
             write_text(out / name, text)

@@ -31,13 +31,22 @@ STATUS = {
     429: "it was asked too often: wait some minutes, and give the same command again",
 }
 AGAIN = "give the same command again: what has arrived is not sent twice"
-OFFLINE = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")  # whose errors tell of no answer
+OFFLINE = (
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "httpcore2",
+    "requests",
+    "urllib3",
+)  # whose errors tell of no answer
 
 
 def check_name(name: str) -> str:
     """Return a repository's name, which must be OWNER/NAME."""
     if not NAME.fullmatch(name) or "--" in name or ".." in name:
-        raise ValueError(f"{name!r} is no name on a hub: expected OWNER/NAME, of letters, digits, '-', '_' and '.'")
+        raise ValueError(
+            f"{name!r} is no name on a hub: expected OWNER/NAME, of letters, digits, '-', '_' and '.'"
+        )
     return name
 
 
@@ -74,8 +83,15 @@ def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
             else:
                 path.symlink_to(item.source.resolve())
         url = api.create_repo(**repo, private=private or None, exist_ok=True)
-        if "index.json" in parcel.files:  # whatever interrupts it, an index names no shard that is not there
-            api.upload_folder(**repo, folder_path=staged, allow_patterns=["*.safetensors"], commit_message="Shards")
+        if (
+            "index.json" in parcel.files
+        ):  # whatever interrupts it, an index names no shard that is not there
+            api.upload_folder(
+                **repo,
+                folder_path=staged,
+                allow_patterns=["*.safetensors"],
+                commit_message="Shards",
+            )
         api.upload_folder(**repo, folder_path=staged, commit_message="Upload by eagle push")
     return str(url)
 
@@ -107,8 +123,15 @@ def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: 
         if missing:
             # names of files are patterns to the client
             patterns = [re.sub(r"([*?[])", r"[\1]", path) for path in missing]
-            snapshot_download(repo_id, repo_type=kind, revision=commit, local_dir=staging, allow_patterns=patterns)
-    _refuse_differing([path for path in missing if not _is_same(staging / path, files[path])], staging, out, repo_id)
+            snapshot_download(
+                repo_id, repo_type=kind, revision=commit, local_dir=staging, allow_patterns=patterns
+            )
+    _refuse_differing(
+        [path for path in missing if not _is_same(staging / path, files[path])],
+        staging,
+        out,
+        repo_id,
+    )
     for path in missing:
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / path, out / path)
@@ -133,7 +156,9 @@ def _refuse_differing(paths: list[str], staging: Path, out: Path, repo_id: str) 
         )
 
 
-def _list_files(repo_id: str, revision: str | None, kinds: list[str]) -> tuple[str, str, dict[str, RepoFile]]:
+def _list_files(
+    repo_id: str, revision: str | None, kinds: list[str]
+) -> tuple[str, str, dict[str, RepoFile]]:
     """Return the kind of a repository, its commit and its files by name; of two kinds the first that is there."""
     api = HfApi()
     for kind in kinds:
@@ -149,7 +174,9 @@ def _list_files(repo_id: str, revision: str | None, kinds: list[str]) -> tuple[s
     for path in files:
         parts = PurePosixPath(path).parts
         if path.startswith("/") or "\\" in path or ".." in parts or parts[0] == ".cache":
-            raise ValueError(f"{repo_id} lists a file {path!r}, which would lie outside of a folder: it is not fetched")
+            raise ValueError(
+                f"{repo_id} lists a file {path!r}, which would lie outside of a folder: it is not fetched"
+            )
     files.pop(".gitattributes", None)
     return kind, str(commit), files
 
@@ -184,7 +211,10 @@ def _is_same(path: Path, entry: Any) -> bool:
         return sha256(path) == entry.lfs.sha256
     # the hub stores small files as git does
     data = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == entry.blob_id
+    return (
+        hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        == entry.blob_id
+    )
 
 
 def _find_torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:

@@ -14,7 +14,11 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.target.stock_head import StockHead
 
 Config = dict[str, Any]  # of config.json, whose values are of any kind
-PER_TARGET = ("partial_rotary_factor", "full_attention", "sliding_attention")  # heads turn whole vectors in one way
+PER_TARGET = (
+    "partial_rotary_factor",
+    "full_attention",
+    "sliding_attention",
+)  # heads turn whole vectors in one way
 
 
 class TargetConfig(Protocol):
@@ -39,7 +43,9 @@ class Layout:
     config: Config
     tensors: dict[str, Tensor]
     serve: str = ""  # where HEAD, TARGET and DEPTH stand for themselves
-    file: str = "model.safetensors"  # of the weights; one that torch.save writes by any other ending
+    file: str = (
+        "model.safetensors"  # of the weights; one that torch.save writes by any other ending
+    )
     deepest: int | None = None  # the longest chain that can be drafted with it
     at_once: bool = False  # whether one forward drafts all of it
     whole: bool = False  # whether it guesses otherwise where fewer tokens are asked for
@@ -83,7 +89,11 @@ def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more:
 def base_config(drafter: TrainableDrafter) -> Config:
     """Return the config keys for any reader of heads without attention."""
     shape = drafter.shape
-    return {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size, "torch_dtype": dtype_of(drafter)}
+    return {
+        "hidden_size": shape.hidden_size,
+        "vocab_size": shape.vocab_size,
+        "torch_dtype": dtype_of(drafter),
+    }
 
 
 def check_family(
@@ -121,16 +131,24 @@ def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
     return rows.detach().to("cpu", next(drafter.parameters()).dtype)
 
 
-def output_of(drafter: TrainableDrafter, engine: str, advice: str = "no exporter has a layout for it") -> Tensor:
+def output_of(
+    drafter: TrainableDrafter, engine: str, advice: str = "no exporter has a layout for it"
+) -> Tensor:
     """Return the target's LM head [V, H], in the dtype of the head's weights."""
     if not drafter.frozen:
-        raise ValueError(f"{engine}: the target's LM head is part of this layout: call bind(target.head) first")
+        raise ValueError(
+            f"{engine}: the target's LM head is part of this layout: call bind(target.head) first"
+        )
     target_head = drafter.frozen[0]
     # what is not one matrix cannot be copied as one
     if isinstance(target_head, StockHead):
-        raise ValueError(f"{engine}: the target's LM head transforms states, and engines take a matrix: {advice}")
+        raise ValueError(
+            f"{engine}: the target's LM head transforms states, and engines take a matrix: {advice}"
+        )
     if getattr(target_head.output, "bias", None) is not None:
-        raise ValueError(f"{engine}: the target's LM head has a bias, which would be dropped in silence: {advice}")
+        raise ValueError(
+            f"{engine}: the target's LM head has a bias, which would be dropped in silence: {advice}"
+        )
     return target_head.weight.detach().to("cpu", next(drafter.parameters()).dtype)
 
 
@@ -146,13 +164,19 @@ def has_attention(drafter: TrainableDrafter) -> bool:
 
 def rotary_of(shape: Any) -> Config:
     """Return the head's rotary parameters, without those of its target that it ignores."""
-    rope = {key: value for key, value in shape.rope_parameters.items() if value is not None and key not in PER_TARGET}
+    rope = {
+        key: value
+        for key, value in shape.rope_parameters.items()
+        if value is not None and key not in PER_TARGET
+    }
     return {**rope, "rope_type": shape.rope_parameters.get("rope_type", "default")}
 
 
 def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
     """Refuse a head whose states, tokens or layers a target does not have; `target` is its config, or its files."""
-    if not (head.taps or head.reads.texts):  # a language model of its own, which reads nothing but tokens
+    if not (
+        head.taps or head.reads.texts
+    ):  # a language model of its own, which reads nothing but tokens
         return
     advice = "name the target that its recipe.yaml names"
     shape = head.shape

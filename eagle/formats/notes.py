@@ -21,7 +21,12 @@ WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than 
 
 
 def write_notes(
-    layout: Layout, drafter: TrainableDrafter, engine: str, out: Path, head: Path | None, target: str = ""
+    layout: Layout,
+    drafter: TrainableDrafter,
+    engine: str,
+    out: Path,
+    head: Path | None,
+    target: str = "",
 ) -> dict[str, str]:
     """Return the texts of README.md and provenance.json.
 
@@ -57,15 +62,31 @@ def write_notes(
         f"## What it was trained under\n\n{_describe_template(recipe)}",
         f"## What it accepts\n\n{_describe_acceptance(shares, head)}",
     ]
-    provenance = {"engine": engine, "settings": drafter.settings.model_dump(mode="json"), **provenance}
+    provenance = {
+        "engine": engine,
+        "settings": drafter.settings.model_dump(mode="json"),
+        **provenance,
+    }
     if shares:
-        provenance["acceptance"] = {"tau": 1 + sum(shares), "per_position": shares, "by": "validation"}
-    return {"README.md": "\n\n".join(sections) + "\n", "provenance.json": json.dumps(provenance, indent=2) + "\n"}
+        provenance["acceptance"] = {
+            "tau": 1 + sum(shares),
+            "per_position": shares,
+            "by": "validation",
+        }
+    return {
+        "README.md": "\n\n".join(sections) + "\n",
+        "provenance.json": json.dumps(provenance, indent=2) + "\n",
+    }
 
 
 def _fill_in(serve: str, depth: int, out: Path, path: str) -> str:
     """Return the commands with their placeholders filled in, in one pass, for a path may hold such a word."""
-    words = {"DEPTH": str(depth), "NODES": str(depth + 1), "HEAD": str(out.resolve()), "TARGET": path}
+    words = {
+        "DEPTH": str(depth),
+        "NODES": str(depth + 1),
+        "HEAD": str(out.resolve()),
+        "TARGET": path,
+    }
     return re.sub("|".join(words), lambda match: words[match[0]], serve)
 
 
@@ -78,7 +99,9 @@ def _explain_paths(out: Path, path: str) -> str:
     return f"`{out.resolve()}` is where this folder was written: name the place where it lies now. {target}"
 
 
-def _choose_depth(layout: Layout, drafter: TrainableDrafter, shares: list[float]) -> tuple[int, str]:
+def _choose_depth(
+    layout: Layout, drafter: TrainableDrafter, shares: list[float]
+) -> tuple[int, str]:
     """Return the recommended chain length and its reason."""
     depth = USUAL_DEPTH
     reason = UNMEASURED
@@ -88,12 +111,17 @@ def _choose_depth(layout: Layout, drafter: TrainableDrafter, shares: list[float]
     elif shares:
         depth = max(sum(share >= WORTH for share in shares), 1)
         share = shares[depth - 1]
-        reason = f"on held-out texts {share:.0%} of such drafts are kept whole; longer ones rarely pay"
+        reason = (
+            f"on held-out texts {share:.0%} of such drafts are kept whole; longer ones rarely pay"
+        )
     # what the layout can draft comes first
     if layout.deepest is None:
         return depth, reason
     if layout.whole:
-        return layout.deepest, "as many as the head guesses at once; asked for fewer, it guesses otherwise"
+        return (
+            layout.deepest,
+            "as many as the head guesses at once; asked for fewer, it guesses otherwise",
+        )
     if depth > layout.deepest or (layout.at_once and reason == UNMEASURED):
         return layout.deepest, "as many as the head guesses"
     return depth, reason
@@ -106,7 +134,8 @@ def _describe_template(recipe: dict[str, Any]) -> str:
     tool = _section(recipe, "train").get("imported_from")
     if tool:
         return (
-            f"Unknown: the head was imported ({tool}). Ask whoever trained it for the chat template and its arguments."
+            f"Unknown: the head was imported ({tool}). "
+            "Ask whoever trained it for the chat template and its arguments."
         )
     # an older recipe, or none
     if not {"template", "template_kwargs"} & data.keys():
@@ -144,9 +173,13 @@ def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         value = parse(read_text(path.parent, path.name, CONFIG_BYTES))
     except ValueError as error:  # a link that leads elsewhere, or text that is no YAML or JSON
-        raise ValueError(f"{path} cannot be read: {error}; copy it again, or take it away") from None
+        raise ValueError(
+            f"{path} cannot be read: {error}; copy it again, or take it away"
+        ) from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}, expected a mapping: copy it again, or take it away")
+        raise ValueError(
+            f"{path} holds {type(value).__name__}, expected a mapping: copy it again, or take it away"
+        )
     return value
 
 

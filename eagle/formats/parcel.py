@@ -76,15 +76,23 @@ class Parcel:
     home: Path
     files: dict[str, Sent] = field(default_factory=dict)
     stays: dict[str, str] = field(default_factory=dict)
-    hidden: dict[str, str] = field(default_factory=dict)  # what others need not know, and what stands there instead
+    hidden: dict[str, str] = field(
+        default_factory=dict
+    )  # what others need not know, and what stands there instead
     changed: dict[str, list[str]] = field(default_factory=dict)  # file -> what was hidden in it
-    named: dict[str, list[str]] = field(default_factory=dict)  # file -> paths of this machine that it still names
-    frozen: set[str] = field(default_factory=set)  # files that go as they are, as checksums or data do
+    named: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # file -> paths of this machine that it still names
+    frozen: set[str] = field(
+        default_factory=set
+    )  # files that go as they are, as checksums or data do
 
     def add(self, name: str, source: Path | bytes, why: str, root: Path | None = None) -> None:
         """Add a file; two of one name are refused, and links that leave its root, by default the folder around it."""
         if name in self.files:
-            raise ValueError(f"two files would be {name} in the repository: name another folder, or rename one of them")
+            raise ValueError(
+                f"two files would be {name} in the repository: name another folder, or rename one of them"
+            )
         if isinstance(source, Path):
             check_not_hollow(resolve_inside(source, root or source.parent), source)
         self.files[name] = Sent(source, why)
@@ -143,7 +151,12 @@ class Parcel:
         if address and not address["host"].startswith(THIS_MACHINE):
             host = address["host"]
             # a server's, or one with a password or a port, by number or without a domain: no page of the web
-            if key == "endpoint" or "@" in host or ":" in host or re.fullmatch(r"[\d.]+|[\w-]+", host):
+            if (
+                key == "endpoint"
+                or "@" in host
+                or ":" in host
+                or re.fullmatch(r"[\d.]+|[\w-]+", host)
+            ):
                 self.hidden[host] = "SERVER"
 
     def _hide(self, name: str, text: str) -> None:
@@ -164,7 +177,9 @@ class Parcel:
 def _refuse_secrets(name: str, text: bytes) -> None:
     for what, pattern in SECRETS.items():
         if pattern.search(text):
-            raise ValueError(f"{name} holds what looks like {what}: take it out, as all could read it there")
+            raise ValueError(
+                f"{name} holds what looks like {what}: take it out, as all could read it there"
+            )
 
 
 def _is_here(path: str) -> bool:
@@ -185,7 +200,9 @@ def _read_values(name: str, text: bytes) -> Iterator[tuple[str, str]]:
         elif Path(name).suffix in PARSERS:
             yield from _flatten("", PARSERS[Path(name).suffix](text.decode()))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} cannot be read: {error}; write it anew, or take it away") from None
+        raise ValueError(
+            f"{name} cannot be read: {error}; write it anew, or take it away"
+        ) from None
 
 
 def _flatten(key: str, values: Any) -> Iterator[tuple[str, str]]:
@@ -212,7 +229,9 @@ def pack_head(folder: Path, name: str) -> Parcel:
     if "README.md" not in parcel.files:  # an edited card stays
         parcel.add("README.md", model_card(folder, name).encode(), REASONS["README.md"])
     parcel.leave(folder)
-    if folder.name == "head":  # as training leaves it in a run's folder, and what is told there is of this one
+    if (
+        folder.name == "head"
+    ):  # as training leaves it in a run's folder, and what is told there is of this one
         for file, why in RUN_FILES.items():
             if (folder.parent / file).is_file():
                 parcel.add(file, folder.parent / file, why)

@@ -59,8 +59,12 @@ LOADED = (
     "model_id",
 )  # as they call it
 ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or name a folder on another disk"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or name another one"),
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or name a folder on another disk"
+    ),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions, or name another one"
+    ),
     errno.ENOENT: "check the path",
     errno.EISDIR: "it is a folder: name a file",
     errno.EEXIST: "a file is where a folder should be: name another one",
@@ -71,7 +75,9 @@ ADVICE = {
 # -- how a command ends -----------------------------------------------------------------------------------------------
 
 
-def script(main: Callable[[list[str]], Any], argv: list[str] | None = None, status: int = 1) -> None:
+def script(
+    main: Callable[[list[str]], Any], argv: list[str] | None = None, status: int = 1
+) -> None:
     """Run a command's `main`.
 
     Args:
@@ -149,7 +155,11 @@ def _describe_loading(error: BaseException, frame: FrameType) -> str:
             break
     if name.startswith(("/", ".", "~")) and not Path(name).exists():
         return f"no folder at {name}: expected a model that save_pretrained wrote, or a hub id; check the path"
-    reason = first_line(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}, {error}"
+    reason = (
+        first_line(error)
+        if isinstance(error, OSError | ValueError)
+        else f"{type(error).__name__}, {error}"
+    )
     return (
         f"{name} cannot be loaded: {first_line(reason)} Expected a folder that save_pretrained wrote, whole and of a "
         "model that transformers knows, or a hub id that this machine can reach: check the name and its files"
@@ -202,7 +212,10 @@ def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
 def _note_interrupts(received: list[int]) -> Iterator[None]:
     """Note each Ctrl-C of the block, as what is raised inside an import may come out of it as another error."""
     handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    if (
+        handler is not signal.default_int_handler
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     unraisable_hook = sys.unraisablehook

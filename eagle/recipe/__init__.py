@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -38,12 +37,16 @@ class TargetSection(Section):
 
     path: str  # a folder or a hub id
     revision: str | None = None  # a branch, tag or commit of the hub id
-    dtype: str = "auto"  # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it
+    dtype: str = (
+        "auto"  # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it
+    )
     trust_remote_code: bool = False  # run modeling code that the checkpoint brings
     adapter: str | None = None  # a LoRA adapter, merged into the model at load
     device_map: str | None = None  # "auto" spreads a target that no single device holds
     images: bool = False  # the class that sees, where the model's type has one for text alone, too
-    packed: bool | None = None  # weights on a CPU in a layout that is faster to read; null: in bfloat16 alone
+    packed: bool | None = (
+        None  # weights on a CPU in a layout that is faster to read; null: in bfloat16 alone
+    )
 
 
 class DataSection(Section):
@@ -52,17 +55,31 @@ class DataSection(Section):
     train: str  # conversations: a file, a folder of files, a hub dataset, or a mix of such
     heldout: str | None = None  # conversations kept apart for measuring; no stage learns from them
     split: str = "train"  # the split of a hub dataset
-    revision: str | None = None  # the commit of a hub dataset; if pinned, a change of the data is noticed
+    revision: str | None = (
+        None  # the commit of a hub dataset; if pinned, a change of the data is noticed
+    )
     limit: int | None = Field(None, ge=1)  # use only the first conversations, this many
-    allow_broken: bool = False  # go on with what can be read of files that are damaged beyond a few lines
-    images: str | None = None  # the folder of the images that records name; null: records with images are dropped
+    allow_broken: bool = (
+        False  # go on with what can be read of files that are damaged beyond a few lines
+    )
+    images: str | None = (
+        None  # the folder of the images that records name; null: records with images are dropped
+    )
     max_length: int = Field(2048, ge=8)  # tokens of a conversation; what follows is cut off
-    turns: Literal["all", "last"] = "all"  # which answers are learned: all of a conversation, or only the last
-    template: str | None = None  # a Jinja file, for tokenizers without a chat template or with a wrong one
+    turns: Literal["all", "last"] = (
+        "all"  # which answers are learned: all of a conversation, or only the last
+    )
+    template: str | None = (
+        None  # a Jinja file, for tokenizers without a chat template or with a wrong one
+    )
     drop_duplicates: bool = False  # leave out conversations that ask what an earlier one asks
-    cache: str | None = None  # the folder for tokens and masks, made once; null: within Hugging Face's cache of assets
+    cache: str | None = (
+        None  # the folder for tokens and masks, made once; null: within Hugging Face's cache of assets
+    )
     num_proc: int | None = Field(None, ge=1)  # processes that tokenise; null: as many as processors
-    template_kwargs: dict[str, Any] = {}  # arguments of the chat template: enable_thinking, reasoning_effort, a date
+    template_kwargs: dict[
+        str, Any
+    ] = {}  # arguments of the chat template: enable_thinking, reasoning_effort, a date
 
 
 Addresses = str | Annotated[tuple[str, ...], Field(min_length=1)]
@@ -73,23 +90,45 @@ class RegenerateSection(Section):
 
     source: str  # conversations whose answers are replaced, as in data.train, which names `out`
     out: str  # the file that gets the new conversations
-    endpoint: Addresses | None = None  # OpenAI-compatible servers, as http://localhost:8000/v1; if null, decode here
-    model: str | None = None  # the model to ask a server for; by default the one it lists that is the target
-    key_variable: str = "EAGLE_API_KEY"  # the environment variable with the servers' API key, if they want one
+    endpoint: Addresses | None = (
+        None  # OpenAI-compatible servers, as http://localhost:8000/v1; if null, decode here
+    )
+    model: str | None = (
+        None  # the model to ask a server for; by default the one it lists that is the target
+    )
+    key_variable: str = (
+        "EAGLE_API_KEY"  # the environment variable with the servers' API key, if they want one
+    )
     in_flight: int = Field(32, ge=1)  # requests to each server at a time
     timeout: float = Field(600.0, gt=0)  # seconds in which a server must give a whole answer
-    connect_timeout: float = Field(10.0, gt=0)  # seconds in which a server must take a connection, and list its models
-    attempts: int = Field(6, ge=1)  # how often an answer is asked for before its conversation counts as failed
+    connect_timeout: float = Field(
+        10.0, gt=0
+    )  # seconds in which a server must take a connection, and list its models
+    attempts: int = Field(
+        6, ge=1
+    )  # how often an answer is asked for before its conversation counts as failed
     batch_size: int = Field(16, ge=1)  # conversations decoded at a time, without an endpoint
-    drafter: str = "none"  # a method or a head's folder that speeds up decoding here; several by commas
-    max_tokens_in_cache: int | None = Field(None, ge=1)  # limit on the tokens of a batch, padding included
+    drafter: str = (
+        "none"  # a method or a head's folder that speeds up decoding here; several by commas
+    )
+    max_tokens_in_cache: int | None = Field(
+        None, ge=1
+    )  # limit on the tokens of a batch, padding included
     max_new_tokens: int = Field(1024, ge=1)  # tokens of one answer
     temperature: float = Field(0.0, ge=0)  # 0 takes the likeliest token; above 0 samples
-    top_p: float = Field(1.0, gt=0, le=1)  # sample from the likeliest tokens of this total probability
+    top_p: float = Field(
+        1.0, gt=0, le=1
+    )  # sample from the likeliest tokens of this total probability
     seed: int = 0  # of the sampling
-    keep_truncated: bool = True  # learn from answers that were cut off, too: what they say, and no end
-    samples: int = Field(1, ge=1)  # conversations made of each one, with other answers; needs a temperature above 0
-    reasoning: Literal["keep", "drop"] = "keep"  # what a server tells apart as the reasoning before an answer
+    keep_truncated: bool = (
+        True  # learn from answers that were cut off, too: what they say, and no end
+    )
+    samples: int = Field(
+        1, ge=1
+    )  # conversations made of each one, with other answers; needs a temperature above 0
+    reasoning: Literal["keep", "drop"] = (
+        "keep"  # what a server tells apart as the reasoning before an answer
+    )
 
     @model_validator(mode="after")
     def _check_addresses(self) -> RegenerateSection:
@@ -99,7 +138,9 @@ class RegenerateSection(Section):
             return self
         if isinstance(addresses, str):
             addresses = (addresses,)
-        instead = f"set the environment variable {self.key_variable} to the key, or to Basic and base64"
+        instead = (
+            f"set the environment variable {self.key_variable} to the key, or to Basic and base64"
+        )
         for address in addresses:
             check_address(address, "regenerate.endpoint", f"{instead} of USER:PASSWORD")
         return self
@@ -108,10 +149,14 @@ class RegenerateSection(Section):
 class FeaturesSection(Section):
     """Where the target's hidden states are kept, and how."""
 
-    store: str | None = None  # the folder of stored hidden states; if null, they are computed while training
+    store: str | None = (
+        None  # the folder of stored hidden states; if null, they are computed while training
+    )
     dtype: Literal["float32", "bfloat16", "float8", "float6"] = "bfloat16"  # of the stored states
     shard_bytes: int = Field(1_000_000_000, ge=1)  # size of one file of the store
-    batch_tokens: int | None = Field(None, ge=1)  # tokens of one forward of the target; by default what suits it
+    batch_tokens: int | None = Field(
+        None, ge=1
+    )  # tokens of one forward of the target; by default what suits it
     shard_target: bool = False  # without a store: spread the target's layers over all processes
 
 
@@ -122,20 +167,32 @@ class DrafterSection(BaseModel):
     kind: str  # the method, or PATH.py:CLASS of one's own; its other keys are listed under [methods](#methods)
 
 
-Divergence = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest"]
+Divergence = Literal[
+    "cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest"
+]
 
 
 class OnPolicySection(Section):
     """Learning from the head's own drafts, where the target writes answers with them during training."""
 
-    share: float = Field(0.5, gt=0, le=1)  # of a step's conversations that get a new answer; the others are the data's
-    every: int = Field(16, ge=1)  # steps whose answers are written at once, with the head as it is then
+    share: float = Field(
+        0.5, gt=0, le=1
+    )  # of a step's conversations that get a new answer; the others are the data's
+    every: int = Field(
+        16, ge=1
+    )  # steps whose answers are written at once, with the head as it is then
     depth: int = Field(5, ge=1)  # tokens of a draft
     temperature: float = Field(1.0, ge=0)  # of the answers
     weight: float = Field(1.0, ge=0)  # of what is learned from drafts, beside the loss of the texts
-    accepted: Divergence = "cross_entropy"  # from the target's probs, for what drew a token that the target accepted
-    rejected: Divergence = "reverse_kl"  # and for what drew one that it did not, or one behind such a token
-    decay: float = Field(0.8, ge=0, le=1)  # weight of each token behind the first rejected one, relative to the last
+    accepted: Divergence = (
+        "cross_entropy"  # from the target's probs, for what drew a token that the target accepted
+    )
+    rejected: Divergence = (
+        "reverse_kl"  # and for what drew one that it did not, or one behind such a token
+    )
+    decay: float = Field(
+        0.8, ge=0, le=1
+    )  # weight of each token behind the first rejected one, relative to the last
 
 
 class TrainSection(Section):
@@ -143,39 +200,73 @@ class TrainSection(Section):
 
     out: str  # the folder of the run: checkpoints, metrics and the head
     init: str | None = None  # a head to start from, instead of fresh weights
-    stem: str | None = None  # a shorter run with schedule `wsd`, to go on from where its learning rate began to fall
+    stem: str | None = (
+        None  # a shorter run with schedule `wsd`, to go on from where its learning rate began to fall
+    )
     processes: int | None = Field(None, ge=1)  # refuse to start with another number of processes
     compile: bool = False  # compile parts of the head with torch.compile
     shard_head: bool = False  # spread the head's weights, gradients and moments over all processes
     epochs: int = Field(1, ge=1)  # passes over the data
     max_steps: int | None = Field(None, ge=1)  # stop after so many steps
     batch_size: int = Field(4, ge=1)  # conversations in a step, over all processes
-    accumulation: int = Field(1, ge=1)  # parts of a step, computed in turn; more parts need less memory
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the matrix products; weights stay in float32
+    accumulation: int = Field(
+        1, ge=1
+    )  # parts of a step, computed in turn; more parts need less memory
+    dtype: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of the matrix products; weights stay in float32
+    )
     lr: float = Field(3e-5, gt=0)  # the highest learning rate
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: float = Field(0.0, ge=0)  # of AdamW
     clip: float = Field(0.5, gt=0)  # limit on the gradients; .inf for none
-    clip_by: Literal["norm", "value"] = "norm"  # whether `clip` limits the norm of all gradients, or each value
-    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"  # how the learning rate falls after warm-up
-    decay_share: float = Field(0.2, gt=0, le=1)  # the last share of the steps, in which `wsd` falls linearly
-    schedule_steps: int | None = Field(None, ge=1)  # steps that the schedule is made for; by default those of the run
+    clip_by: Literal["norm", "value"] = (
+        "norm"  # whether `clip` limits the norm of all gradients, or each value
+    )
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = (
+        "linear"  # how the learning rate falls after warm-up
+    )
+    decay_share: float = Field(
+        0.2, gt=0, le=1
+    )  # the last share of the steps, in which `wsd` falls linearly
+    schedule_steps: int | None = Field(
+        None, ge=1
+    )  # steps that the schedule is made for; by default those of the run
     warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
     final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`
-    mean_over: Literal["step", "texts", "all"] = "step"  # of the loss: a step's slots, each text's, or all its tokens
-    gate: Literal["predicted", "read"] = "predicted"  # a slot counts if the token that it predicts (or reads) does
+    mean_over: Literal["step", "texts", "all"] = (
+        "step"  # of the loss: a step's slots, each text's, or all its tokens
+    )
+    gate: Literal["predicted", "read"] = (
+        "predicted"  # a slot counts if the token that it predicts (or reads) does
+    )
     seed: int = 0  # of weights, order of the data and noise
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
-    validate_every: int | None = Field(None, ge=1)  # steps between validations; by default once an epoch
-    decode: int | None = Field(None, ge=0)  # held-out prompts to decode; by default 24 where the target is in memory
-    choose: Literal["best", "last"] = "best"  # what `head/` is: the head that accepts most, or the last
-    patience: int | None = Field(None, ge=1)  # end the run when so many validations brought no better head
-    on_policy: OnPolicySection | None = None  # learn from the head's own drafts, too; {} for the defaults
-    checkpoint_every: int | None = Field(None, ge=1)  # steps between checkpoints; by default once an epoch
+    validate_every: int | None = Field(
+        None, ge=1
+    )  # steps between validations; by default once an epoch
+    decode: int | None = Field(
+        None, ge=0
+    )  # held-out prompts to decode; by default 24 where the target is in memory
+    choose: Literal["best", "last"] = (
+        "best"  # what `head/` is: the head that accepts most, or the last
+    )
+    patience: int | None = Field(
+        None, ge=1
+    )  # end the run when so many validations brought no better head
+    on_policy: OnPolicySection | None = (
+        None  # learn from the head's own drafts, too; {} for the defaults
+    )
+    checkpoint_every: int | None = Field(
+        None, ge=1
+    )  # steps between checkpoints; by default once an epoch
     keep: int = Field(2, ge=1)  # checkpoints that stay on the disk
-    log_with: tuple[str, ...] = ()  # trackers beside metrics.jsonl: wandb, tensorboard, mlflow, trackio, comet
+    log_with: tuple[
+        str, ...
+    ] = ()  # trackers beside metrics.jsonl: wandb, tensorboard, mlflow, trackio, comet
     project: str = "eagle"  # the project of the trackers in which the run is logged
-    wandb: str | None = None  # log to this project of Weights & Biases, as `log_with` does with `project`
+    wandb: str | None = (
+        None  # log to this project of Weights & Biases, as `log_with` does with `project`
+    )
 
     @field_validator("log_with", mode="before")
     @classmethod
@@ -206,10 +297,14 @@ class TrainSection(Section):
 class JointSection(Section):
     """Training a target together with heads, by `recipes/train_medusa2.py`: what comes out is another target."""
 
-    loss: Literal["kl", "tokens"] = "kl"  # of the target: stay close to what it was, or learn the text's own next token
+    loss: Literal["kl", "tokens"] = (
+        "kl"  # of the target: stay close to what it was, or learn the text's own next token
+    )
     heads: float = Field(0.01, gt=0)  # weight of the heads' loss beside the target's
     rise: bool = True  # raise that weight from 0 over the run, by a sine
-    head_lr: float = Field(1.0, gt=0)  # learning rate of the heads' matrices, in units of `train.lr`
+    head_lr: float = Field(
+        1.0, gt=0
+    )  # learning rate of the heads' matrices, in units of `train.lr`
     rank: int = Field(32, ge=1)  # of the LoRA adapters, on all linear layers but the LM head
     alpha: int = Field(16, ge=1)  # of the LoRA adapters
     dropout: float = Field(0.05, ge=0, lt=1)  # of what an adapter reads
@@ -221,36 +316,56 @@ class BudgetSection(Section):
     nodes: int | None = Field(None, ge=0)  # tokens drafted in a cycle, the root not counted
     depth: int | None = Field(None, ge=0)  # levels of the tree
     top_k: int | None = Field(None, ge=0)  # candidates a level
-    paths: tuple[tuple[int, ...], ...] | None = None  # a fixed tree: for every node the ranks on its way from the root
-    draw: Literal["noise", "likeliest", "sampled"] | None = None  # how children are chosen where the target samples
+    paths: tuple[tuple[int, ...], ...] | None = (
+        None  # a fixed tree: for every node the ranks on its way from the root
+    )
+    draw: Literal["noise", "likeliest", "sampled"] | None = (
+        None  # how children are chosen where the target samples
+    )
     sharpness: float | None = Field(None, gt=0)  # of trees without paths: 1 is EAGLE-2's rule
 
 
 class MeasuredSection(Section):
     """A drafter that is measured."""
 
-    head: str | None = None  # a folder, a hub id, or a method without weights; by default the run's own head
+    head: str | None = (
+        None  # a folder, a hub id, or a method without weights; by default the run's own head
+    )
     options: dict[str, Any] = {}  # of methods without weights, as `load_drafter` takes them
-    budget: BudgetSection | None = None  # by default that of the head, else nodes, depth and top_k of `eval`
+    budget: BudgetSection | None = (
+        None  # by default that of the head, else nodes, depth and top_k of `eval`
+    )
 
 
 class EvalSection(Section):
     """The prompts to decode, the drafters and the limits."""
 
-    prompts: str | dict[str, str] | None = None  # a file, folder or hub dataset; several by name; else data.heldout
+    prompts: str | dict[str, str] | None = (
+        None  # a file, folder or hub dataset; several by name; else data.heldout
+    )
     split: str = "train"  # the split of a hub dataset
     count: int = Field(8, ge=1)  # prompts of each set, evenly over its tasks
     max_new_tokens: int = Field(64, ge=1)  # tokens of one answer
-    temperatures: tuple[float, ...] = Field((0.0,), min_length=1)  # each prompt is answered at each temperature
-    seeds: tuple[int, ...] = Field((0,), min_length=1)  # answers of a prompt above temperature 0, one for each seed
-    drafters: dict[str, MeasuredSection] = {}  # what is measured, by name; by default ngram and the run's head
+    temperatures: tuple[float, ...] = Field(
+        (0.0,), min_length=1
+    )  # each prompt is answered at each temperature
+    seeds: tuple[int, ...] = Field(
+        (0,), min_length=1
+    )  # answers of a prompt above temperature 0, one for each seed
+    drafters: dict[
+        str, MeasuredSection
+    ] = {}  # what is measured, by name; by default ngram and the run's head
     nodes: int = Field(8, ge=0)  # tokens drafted in a cycle
     depth: int = Field(4, ge=0)  # levels of the draft tree
     top_k: int = Field(4, ge=0)  # candidates a level
     costs: bool = False  # time single forwards too, for the modelled speed
     goodput_policy: bool = False  # measure each drafter once more with an adaptive draft length
-    batch_size: tuple[PositiveInt, ...] = Field((1,), min_length=1)  # texts at a time: a number, or several in turn
-    max_tokens_in_cache: int | None = Field(None, ge=1)  # limit on the tokens of a batch, padding included
+    batch_size: tuple[PositiveInt, ...] = Field(
+        (1,), min_length=1
+    )  # texts at a time: a number, or several in turn
+    max_tokens_in_cache: int | None = Field(
+        None, ge=1
+    )  # limit on the tokens of a batch, padding included
 
     @field_validator("batch_size", mode="before")
     @classmethod
@@ -383,7 +498,9 @@ def _nearest_key(name: str, keys: Iterable[str]) -> str | None:
 
 def type_of_key(owner: Any, key: Any) -> Any:
     """Return the type of section or mapping that `owner` holds under a key."""
-    annotation = get_args(owner)[1] if get_origin(owner) is dict else owner.model_fields[key].annotation
+    annotation = (
+        get_args(owner)[1] if get_origin(owner) is dict else owner.model_fields[key].annotation
+    )
     if get_origin(annotation) is dict:
         return annotation
     # the first of `Section | None`
@@ -404,7 +521,9 @@ class Trust:
 def check_code(values: dict[str, Any], path: Path, overridden: Iterable[str]) -> None:
     """Refuse a recipe beside a head's weights that names code in a key which the command line does not set."""
     # whoever made the head made the recipe, too
-    is_beside_head = (path.parent / "model.safetensors").exists() and (path.parent / "config.json").exists()
+    is_beside_head = (path.parent / "model.safetensors").exists() and (
+        path.parent / "config.json"
+    ).exists()
     if not is_beside_head or Trust.in_recipes:
         return
     for key, value in list_code(values):
@@ -429,7 +548,9 @@ def list_code(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in measured:
         drafters[f"eval.drafters.{name}.head"] = _get_mapping(measured, name).get("head")
     for key, value in drafters.items():
-        if isinstance(value, str) and any(CODE.fullmatch(name.strip()) for name in value.split(",")):
+        if isinstance(value, str) and any(
+            CODE.fullmatch(name.strip()) for name in value.split(",")
+        ):
             yield key, value
 
 
@@ -437,72 +558,3 @@ def _get_mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
     """Return the mapping under a key. The values are not validated yet, so that something else may be there."""
     value = values.get(key)
     return value if isinstance(value, dict) else {}
-
-
-# -- command lines ----------------------------------------------------------------------------------------------------
-
-
-class RecipeParser(argparse.ArgumentParser):
-    """A parser of options and of `section.key=value`, which explains a recipe's key that is given as an option."""
-
-    def __init__(self, *args: Any, sections: Mapping[str, Iterable[str]], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.sections = sections
-        self.words: list[str] = []
-
-    def parse_known_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse, and remember the words for what `error` says of them."""
-        self.words = list(args or ())
-        return super().parse_known_intermixed_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """End with usage and the message; of an unknown option with the override that it may stand for."""
-        # argparse has no other hook for what it did not recognise
-        unknown = message.removeprefix("unrecognized arguments: ").split()
-        if unknown != message.split() and unknown[0].startswith("--"):
-            near = " or ".join(self._overrides_for(unknown[0]))
-            message += f": did you mean {near}?" if near else ": keys of the recipe are given as section.key=value"
-        super().error(message)
-
-    def _overrides_for(self, option: str) -> Iterator[str]:
-        """Yield the overrides that an option may stand for: `--lr 1e-3` and `--train.lr=1e-3` for `train.lr=1e-3`."""
-        name, equals, value = option.removeprefix("--").partition("=")
-        if not equals:
-            # the value is the next word, unless that is an option too
-            value = "VALUE"
-            if option in self.words[:-1]:
-                following = self.words[self.words.index(option) + 1]
-                if not following.startswith("-"):
-                    value = following
-        name = name.replace("-", "_")
-        for section, keys in self.sections.items():
-            for key in keys:
-                if name in (key, f"{section}.{key}") or OTHER_NAMES.get(name) == key:
-                    yield f"{section}.{key}={value}"
-
-
-def recipe_parser(program: str, about: str | None) -> argparse.ArgumentParser:
-    """Return a parser without arguments, which explains a recipe's key that is given as an option."""
-    sections = {name: type_of_key(Recipe, name).model_fields for name in Recipe.model_fields}
-    return RecipeParser(prog=program, description=about, sections=sections)
-
-
-def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
-    """Return the parser that all stages share, of a recipe and its overrides."""
-    parser = recipe_parser(program, about)
-    parser.add_argument("recipe", metavar="RECIPE", help="a file, or a name that `eagle recipes` lists")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the recipe")
-    return parser
-
-
-def parse_train(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of `eagle train`; `recipe` is None where the command line names none."""
-    # a word with an equals sign is an override, and without a recipe the tiny one is meant
-    words = [word for word in argv if not word.startswith("-")]
-    has_recipe = bool(words) and "=" not in words[0]
-    parser = command_line("eagle train", None)
-    parser.usage = "eagle train [RECIPE] [key=value ...] [--check] [options]"
-    parser.add_argument("--check", action="store_true", help="try every stage on two batches, and stop")
-    args = parser.parse_intermixed_args(argv if has_recipe else ["", *argv])
-    args.recipe = args.recipe or None
-    return args

@@ -17,7 +17,9 @@ class SourceSection(Section):
     config: str | None = None  # of a hub dataset that has several
     split: str = "train"  # of a hub dataset, or of the files in a folder
     revision: str | None = None  # of a hub dataset
-    weight: float = Field(1.0, gt=0)  # how often each conversation counts: 0.5 takes every second, 2 each twice
+    weight: float = Field(
+        1.0, gt=0
+    )  # how often each conversation counts: 0.5 takes every second, 2 each twice
     limit: int | None = Field(None, ge=1)  # use only the first conversations, this many
 
 
@@ -29,14 +31,19 @@ def is_mix(source: str | Path) -> bool:
 def read_mix(path: str | Path) -> list[SourceSection]:
     """Return the sources that a mix lists."""
     if not Path(path).is_file():
-        raise ValueError(f"no mix at {path}: expected a YAML file that lists sources, each with a path")
+        raise ValueError(
+            f"no mix at {path}: expected a YAML file that lists sources, each with a path"
+        )
     # the name does not say what is in the file
     values = parse_yaml(Path(path).read_bytes(), str(path))
     if not isinstance(values, list) or not values:
         kind = "a mapping" if isinstance(values, dict) else "no list"
-        raise ValueError(f"{path} holds {kind}, expected a list of sources, as '- {{path: my/chats.jsonl, weight: 2}}'")
+        raise ValueError(
+            f"{path} holds {kind}, expected a list of sources, as '- {{path: my/chats.jsonl, weight: 2}}'"
+        )
     sources = [
-        parse_section(SourceSection, value, f"{path}, source {number}") for number, value in enumerate(values, start=1)
+        parse_section(SourceSection, value, f"{path}, source {number}")
+        for number, value in enumerate(values, start=1)
     ]
     for source in sources:
         if is_mix(source.path):

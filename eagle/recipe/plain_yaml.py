@@ -43,14 +43,18 @@ def count_values(values: Any, counts: dict[int, int | None]) -> int:
     if id(values) in counts:
         known = counts[id(values)]
         if known is None:
-            raise ValueError("its values hold themselves, expected plain values without `*` references to what is open")
+            raise ValueError(
+                "its values hold themselves, expected plain values without `*` references to what is open"
+            )
         return known
     # keys count too: they may be long texts
     counts[id(values)] = None
     children = [*values.keys(), *values.values()] if isinstance(values, dict) else values
     total = 1 + sum(count_values(child, counts) for child in children)
     if total > MAX_VALUES:
-        raise ValueError(f"its references stand for more than {MAX_VALUES:,} values: write them out")
+        raise ValueError(
+            f"its references stand for more than {MAX_VALUES:,} values: write them out"
+        )
     counts[id(values)] = total
     return total
 
@@ -60,7 +64,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     values = parse_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict):
         got = "an empty file" if values is None else f"a {type(values).__name__}"
-        raise ValueError(f"{path} holds {got}, expected keys and values, as `eagle recipes tiny/eagle1` prints them")
+        raise ValueError(
+            f"{path} holds {got}, expected keys and values, as `eagle recipes tiny/eagle1` prints them"
+        )
     return values
 
 
@@ -74,9 +80,13 @@ def lay_over(values: dict[str, Any], override: str) -> None:
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
-            raise ValueError(f"override {hide_users(override)!r}: {parent} holds a value, not a section")
+            raise ValueError(
+                f"override {hide_users(override)!r}: {parent} holds a value, not a section"
+            )
     try:
         values[last] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or error
-        raise ValueError(f"override {hide_users(override)!r}: its value is no YAML: {problem}; quote it") from None
+        raise ValueError(
+            f"override {hide_users(override)!r}: its value is no YAML: {problem}; quote it"
+        ) from None

@@ -84,7 +84,9 @@ SWITCH = "_attn_implementation_internal"  # where a config holds the name of its
 Observe = Callable[[int, Tensor, Tensor, float], None]
 """Gets a layer's index, its rotated queries [B, H, N, D] and keys [B, K, S, D], and the scale of their product."""
 OBSERVED = "eagle_observed"
-OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")  # with the name of the attention that it looks at
+OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar(
+    "observer"
+)  # with the name of the attention that it looks at
 
 
 def observed_attention(
@@ -133,9 +135,13 @@ def can_group(model: Any, config: Any) -> bool:
     )
 
 
-STATEFUL = re.compile("linear|mamba|conv|recurrent|^(moe|mlp)$")  # layers of these types attend to nothing
+STATEFUL = re.compile(
+    "linear|mamba|conv|recurrent|^(moe|mlp)$"
+)  # layers of these types attend to nothing
 WINDOWED = re.compile("sliding|compressed|^any$")
-SPARSE = re.compile("chunk|index|sparse|compressed")  # their attention looks at the mask, so it must be there
+SPARSE = re.compile(
+    "chunk|index|sparse|compressed"
+)  # their attention looks at the mask, so it must be there
 PLAIN = {"any", "full_attention", "sliding_attention"}
 
 
@@ -160,8 +166,12 @@ def layer_windows(config: Any) -> dict[str, int | None]:
 
 
 # config keys that may bound attention; max_window_layers is a number of layers
-LIMIT_NAMES = re.compile(r"window(?!_layers)|chunk|block_size|local_attention|index\w*_(topk|budget)|compress_rates")
-BLOCK_NAMES = re.compile("index_block_size|compress_rates")  # tokens for each of the entries that "topk" counts
+LIMIT_NAMES = re.compile(
+    r"window(?!_layers)|chunk|block_size|local_attention|index\w*_(topk|budget)|compress_rates"
+)
+BLOCK_NAMES = re.compile(
+    "index_block_size|compress_rates"
+)  # tokens for each of the entries that "topk" counts
 
 
 def attention_limits(config: Any) -> set[int]:
@@ -184,7 +194,9 @@ def attention_limits(config: Any) -> set[int]:
     return {*limits, *(budget * block for budget in budgets)}
 
 
-FAR_NAMES = re.compile("^(sliding_window|attention_chunk_size|floor_scale)$")  # numbers of tokens, read in each forward
+FAR_NAMES = re.compile(
+    "^(sliding_window|attention_chunk_size|floor_scale)$"
+)  # numbers of tokens, read in each forward
 
 
 @contextmanager
@@ -307,7 +319,9 @@ class Masks:
             mask[:, :, starts[0] :].masked_fill_(hidden, lowest)
         else:
             # after its own columns a sequence has none, and longer ones have
-            for row, row_hidden, start in zip(mask, hidden.expand(len(starts), -1, -1), starts, strict=True):
+            for row, row_hidden, start in zip(
+                mask, hidden.expand(len(starts), -1, -1), starts, strict=True
+            ):
                 row[:, start : start + new].masked_fill_(row_hidden, lowest)
                 row[:, start + new :] = lowest
         if window is not None or chunk is not None:

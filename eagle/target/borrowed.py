@@ -126,14 +126,18 @@ class Borrowed:
 
     def tensor(self, name: str) -> Tensor:
         """Raise, because a head that copies the target's weights needs the whole target."""
-        raise ValueError(f"{name} is not stored beside the features: set train.decode=1, which loads the whole target")
+        raise ValueError(
+            f"{name} is not stored beside the features: set train.decode=1, which loads the whole target"
+        )
 
 
 def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str, str]:
     """Write head and config, return checksums by file name; {} if plain matrices cannot express the head."""
     folder = Path(folder)
     if isinstance(head, StockHead):
-        print(f"the LM head of {config.model_type} transforms states: training on this store loads the whole target")
+        print(
+            f"the LM head of {config.model_type} transforms states: training on this store loads the whole target"
+        )
         return {}
     tensors, scales = _split_head(head)
     if config.model_type not in CONFIG_MAPPING or not _reproduce_head(tensors, scales, head):
@@ -160,7 +164,9 @@ def target_config(
     trust_remote_code: bool = False,
 ) -> Any:
     """Return the text config of a target, without its weights."""
-    return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code).get_text_config()
+    return AutoConfig.from_pretrained(
+        path, revision=revision, trust_remote_code=trust_remote_code
+    ).get_text_config()
 
 
 def is_local_model(path: str, revision: str | None = None) -> bool:
@@ -171,7 +177,10 @@ def is_local_model(path: str, revision: str | None = None) -> bool:
     quiet: dict[str, Any] = {f"_raise_exceptions_for_{fault}": False for fault in faults}
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
     try:
-        return any(cached_file(path, name, revision=revision, local_files_only=True, **quiet) for name in names)
+        return any(
+            cached_file(path, name, revision=revision, local_files_only=True, **quiet)
+            for name in names
+        )
     except OSError:  # a folder's name, which no hub's id can be
         return False
 

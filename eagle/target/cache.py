@@ -29,7 +29,9 @@ from eagle.target.trees.text_states import TextStates, count_states
 class TreeCache(SlotCache, Cache):
     """A target's keys, values and tapped states, and the states of its mixers if it has any."""
 
-    lists: tuple[str, ...] = ()  # by layer, that a model's own kind of cache has beside keys and values
+    lists: tuple[
+        str, ...
+    ] = ()  # by layer, that a model's own kind of cache has beside keys and values
 
     def __init__(
         self,
@@ -159,7 +161,9 @@ class TreeCache(SlotCache, Cache):
         if self.states is not None:
             self.states.resize(len(self.lengths))
             # a sequence that was cut may have no state at its new end
-            self.lengths = [self.states.reusable(slot, length) for slot, length in enumerate(self.lengths)]
+            self.lengths = [
+                self.states.reusable(slot, length) for slot, length in enumerate(self.lengths)
+            ]
 
     def reusable(self, slot: int, length: int) -> int:
         """Return how many of a slot's first tokens, at most `length`, reading can go on after."""
@@ -303,7 +307,9 @@ def cache_kind(model_cache: Any) -> type[TreeCache]:
         return TreeCache
     # caches of some recurrent models keep lists by layer, which the models look up by name
     attributes = vars(model_cache).items()
-    lists = tuple(name for name, value in attributes if isinstance(value, list) and name != "layers")
+    lists = tuple(
+        name for name, value in attributes if isinstance(value, list) and name != "layers"
+    )
     if not lists:
         return TreeCache
     return type("TreeCache", (TreeCache, type(model_cache)), {"lists": lists})

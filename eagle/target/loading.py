@@ -36,7 +36,9 @@ COMPUTED = re.compile(
     r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^(model\.)?mtp(_layers)?\."
 )
 MAX_NAMED = 4  # tensors that an error lists
-NO_CODE = {"trust_remote_code": False}  # without it transformers asks in the terminal whether to run code
+NO_CODE = {
+    "trust_remote_code": False
+}  # without it transformers asks in the terminal whether to run code
 
 
 def load_model(
@@ -63,7 +65,9 @@ def load_model(
     """
     source = {**NO_CODE, **source}
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"{path} is no model: got a folder without config.json, expected one of save_pretrained")
+        raise ValueError(
+            f"{path} is no model: got a folder without config.json, expected one of save_pretrained"
+        )
     quantization = read_quantization(path, **source)
     if quantization is not None:
         check_quantised(path, quantization, device, dtype)
@@ -96,14 +100,18 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
         ) from error
     except SafetensorError as error:
         # an interrupted download leaves such files
-        torn = ", ".join(sorted(file.name for file in Path(path).glob("*.safetensors") if not _is_whole(file)))
+        torn = ", ".join(
+            sorted(file.name for file in Path(path).glob("*.safetensors") if not _is_whole(file))
+        )
         raise ValueError(
             f"{path} holds weights that cannot be read: {torn or error}; fetch or write it anew"
         ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError(f"{path} holds weights of other sizes than its config.json says: {error}") from error
+        raise ValueError(
+            f"{path} holds weights of other sizes than its config.json says: {error}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -118,11 +126,15 @@ def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> A
         images: take the one that sees in any case.
         source: as in `load_model`.
     """
-    options = {name: value for name, value in source.items() if name in ("revision", "trust_remote_code")}
+    options = {
+        name: value for name, value in source.items() if name in ("revision", "trust_remote_code")
+    }
     kind = type(AutoConfig.from_pretrained(path, **options))
     sees = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if images and not sees:
-        raise ValueError(f"images is True, and {path} is a {kind.model_type}, which sees none: leave images out")
+        raise ValueError(
+            f"images is True, and {path} is a {kind.model_type}, which sees none: leave images out"
+        )
     if sees and (images or kind not in MODEL_FOR_CAUSAL_LM_MAPPING):
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
@@ -248,7 +260,9 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
             warnings.filterwarnings("error", "Found missing adapter keys")
             # a config must not choose what code runs here
             if getattr(PeftConfig.from_pretrained(str(adapter)), "megatron_config", None):
-                raise ValueError("its megatron_config makes peft import the module that megatron_core names")
+                raise ValueError(
+                    "its megatron_config makes peft import the module that megatron_core names"
+                )
             adapted: Any = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, RuntimeError, SafetensorError, UserWarning, ValueError) as error:
         raise ValueError(
@@ -305,13 +319,19 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
 def check_model(model: Any) -> Any:
     """Return a causal language model of transformers, out of peft's wrapper; ValueError for anything else."""
     if isinstance(model, str | Path):
-        raise ValueError(f"Target takes a model, got the path {str(model)!r}: use Target.load({str(model)!r})")
+        raise ValueError(
+            f"Target takes a model, got the path {str(model)!r}: use Target.load({str(model)!r})"
+        )
     model = unwrap_adapters(model)
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "base_model"):
-        raise ValueError(f"Target takes a model of transformers, got {type(model).__name__}: load one with Target.load")
+        raise ValueError(
+            f"Target takes a model of transformers, got {type(model).__name__}: load one with Target.load"
+        )
     name = type(model).__name__
     if getattr(model.config, "return_dict", True) is False:
-        raise ValueError(f"{name}.config.return_dict is False, expected True: outputs are read by their names")
+        raise ValueError(
+            f"{name}.config.return_dict is False, expected True: outputs are read by their names"
+        )
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"{name} has no LM head: got a model that is no causal language model of transformers, "
@@ -354,5 +374,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """Return the floating-point type of that name."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype is {name!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or 'float64'")
+        raise ValueError(
+            f"dtype is {name!r}, expected 'auto', 'float32', 'bfloat16', 'float16' or 'float64'"
+        )
     return dtype

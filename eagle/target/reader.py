@@ -52,8 +52,12 @@ from eagle.target.twin import share_weights, with_own_hooks
 from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
 LEAST_BYTES = 2**30  # of states that a tree's nodes may take by levels; else as many as the weights
-WHOLE_PROMPTS = "max_inference_chunksize"  # beyond it layers run on pieces of a prompt, which taps would miss
-STEP_TOKENS = 16  # of a prompt that take as long as one token by itself: 4 in fp32 and 12 in bf16 on a CPU
+WHOLE_PROMPTS = (
+    "max_inference_chunksize"  # beyond it layers run on pieces of a prompt, which taps would miss
+)
+STEP_TOKENS = (
+    16  # of a prompt that take as long as one token by itself: 4 in fp32 and 12 in bf16 on a CPU
+)
 
 
 class TreeReader:
@@ -70,7 +74,9 @@ class TreeReader:
         self.checked = False
         self.tolerance = 0.0
         self.refusal: str | None = None  # why no mode was found: it is looked for once
-        self.follows_steps = False  # whether the truth is the model's own steps by one token, as in `generate`
+        self.follows_steps = (
+            False  # whether the truth is the model's own steps by one token, as in `generate`
+        )
         self.reads_rows: bool | None = None  # None: not tried yet
         self.layouts: dict[int, Layout] = {}  # of the taps that a forward has shown
         self.arguments = inspect.signature(type(base_of(model)).forward).parameters
@@ -101,7 +107,9 @@ class TreeReader:
         self.mixers = self._make_mixers(mode)
         # of the forward that runs, for models that count by themselves
         self.token_positions: TokenPositions | None = None
-        self.origin = first_position(self) if ORIGIN in mode.extras else 0  # of a sequence's first token
+        self.origin = (
+            first_position(self) if ORIGIN in mode.extras else 0
+        )  # of a sequence's first token
         if TABLES in mode.extras:
             place_tables(self)
         if mode.keeps_bits:
@@ -363,7 +371,11 @@ class TreeReader:
         width: int,
     ) -> AbstractContextManager[None]:
         """A context in which modules that keep a state read `new` of `width` uncommitted nodes where the cache aims."""
-        return cache.reading(self.mixers, tree_mask, new, width) if self.mixers.mixers else nullcontext()
+        return (
+            cache.reading(self.mixers, tree_mask, new, width)
+            if self.mixers.mixers
+            else nullcontext()
+        )
 
     def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
         """Return the states [1, T, D] of a sequence [1, T] at all taps that can be read; note their layouts."""
@@ -394,7 +406,11 @@ class TreeReader:
         for tap in taps:
             # the LM head's input is no layer's
             if tap != -1:
-                handles.append(self.layers[tap].register_forward_pre_hook(partial(record, tap), with_kwargs=True))
+                handles.append(
+                    self.layers[tap].register_forward_pre_hook(
+                        partial(record, tap), with_kwargs=True
+                    )
+                )
         try:
             yield tapped
         finally:
@@ -428,7 +444,9 @@ class TreeReader:
         if not self.checked:
             # a refusal stands: what is tried takes long
             with self._on_a_copy():
-                self.refusal = self.refusal or why_no_trees(self.config, self.cache_name) or choose_mode(self)
+                self.refusal = (
+                    self.refusal or why_no_trees(self.config, self.cache_name) or choose_mode(self)
+                )
             if self.refusal:
                 # rows that change each other look like a fault of the mask
                 self.refusal = why_rows_mix(quantization_of(self.original.config)) or self.refusal

@@ -73,7 +73,9 @@ class SlotCache:
     def __init__(self) -> None:
         self.lengths = [0]  # committed columns of every slot
         self.buffers: list[Rows] = []
-        self.offsets: dict[int, int] = {}  # of slots whose prompt has images: what positions are ahead of columns
+        self.offsets: dict[
+            int, int
+        ] = {}  # of slots whose prompt has images: what positions are ahead of columns
         self.reserved = (1, 0)  # slots and columns that the current sequences may come to
         self.token_positions: Any = None  # positions of the forward that runs
         self.counts_positions = False  # whether the model takes lengths of its cache for positions
@@ -145,7 +147,9 @@ class SlotCache:
         key = (heads, columns, count, buffer.device)
         if key not in self.flat:
             # [B, X, 1] and [B, 1, N]
-            head_rows = torch.tensor(self.slots)[:, None, None] * heads + torch.arange(heads)[:, None]
+            head_rows = (
+                torch.tensor(self.slots)[:, None, None] * heads + torch.arange(heads)[:, None]
+            )
             new_columns = torch.tensor(self.starts)[:, None, None] + torch.arange(count)
             indices = head_rows * columns + new_columns
             self.flat[key] = upload(indices.flatten(), buffer.device)
@@ -167,7 +171,11 @@ class SlotCache:
         for slot, path in paths.items():
             start = self.lengths[slot]
             # what is in its place already stays
-            moves += [(slot, start + node, start + index) for index, node in enumerate(path) if index != node]
+            moves += [
+                (slot, start + node, start + index)
+                for index, node in enumerate(path)
+                if index != node
+            ]
         if moves:
             self._move(*torch.tensor(moves).T)
         for slot, path in paths.items():
@@ -181,7 +189,9 @@ class SlotCache:
         destination = starts[:, None] + torch.arange(count)
         slot_ids = torch.tensor(slots)[:, None].expand(-1, count)
         # one copy to the device for both
-        slot_ids, destination = upload(torch.stack([slot_ids, destination]), nodes.device).flatten(1)
+        slot_ids, destination = upload(torch.stack([slot_ids, destination]), nodes.device).flatten(
+            1
+        )
         first = destination.view_as(nodes)[:, :1]
         self._move(slot_ids, (first + nodes).flatten(), destination)
 
@@ -191,7 +201,9 @@ class SlotCache:
         moves = []
         for slot, (start, stop) in gaps.items():
             origin = torch.arange(stop, self.lengths[slot])
-            moves.append(torch.stack([torch.full_like(origin, slot), origin, origin - (stop - start)]))
+            moves.append(
+                torch.stack([torch.full_like(origin, slot), origin, origin - (stop - start)])
+            )
             self.lengths[slot] -= stop - start
         if moves:
             self._move(*torch.cat(moves, dim=1))

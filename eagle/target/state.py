@@ -163,7 +163,9 @@ class TargetState:
         columns = max([*self.needs.values(), *self.cache.lengths[: len(self.rows)]])
         self.cache.reserve(slots, columns, self.max_tokens)
         texts = self.texts + [[] for _ in self.cache.lengths]
-        self.texts = [text[:length] for text, length in zip(texts, self.cache.lengths, strict=False)]
+        self.texts = [
+            text[:length] for text, length in zip(texts, self.cache.lengths, strict=False)
+        ]
 
     def _swap(self, first: int, second: int) -> None:
         """Swap two slots together with their rows."""
@@ -217,12 +219,16 @@ class TargetState:
             start = max(start, self.length(row))
             is_alone = self.target.is_alone(len(prompt)) or bool(media_of(prompt))
             # padding is written too, up to column start + longest
-            fits = (len(batch) + 1) * longest <= most and start + longest <= max(self.needs.values())
+            fits = (len(batch) + 1) * longest <= most and start + longest <= max(
+                self.needs.values()
+            )
             if batch and (is_alone or not fits):
                 break
             # A long first prompt is read in chunks. A sequence beyond longrope's border is not, as one set of
             # frequencies reads it whole; nor one with images; nor by mixers that would ignore what they have read.
-            is_whole = len(prompt) > self.target.border or media_of(prompt) or self.reader.mixers.by_levels
+            is_whole = (
+                len(prompt) > self.target.border or media_of(prompt) or self.reader.mixers.by_levels
+            )
             if not batch and not is_whole:
                 tokens = tokens[:most]
             batch[row] = tokens
@@ -313,7 +319,9 @@ class TargetState:
         for index, size in enumerate(sizes):
             first = index * max(sizes)
             nodes += range(first, first + size)
-        logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), nodes)).split(sizes)
+        logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), nodes)).split(
+            sizes
+        )
         outputs = {}
         for index, (row, tree) in enumerate(trees.items()):
             features = None

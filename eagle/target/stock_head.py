@@ -21,7 +21,9 @@ from eagle.target.twin import share_weights
 class StockHead(TargetHead):
     """The target's embedding and the part of its forward above its base; gradients go through that forward too."""
 
-    model: Any = None  # the target's modules over its own weights, with a `PassThrough` for its base
+    model: Any = (
+        None  # the target's modules over its own weights, with a `PassThrough` for its base
+    )
     matrix: Tensor | None = None  # [V, D'], of the last linear layer
     rows: Tensor | slice | None = None  # of the vocabulary; None for all
 
@@ -67,7 +69,9 @@ class StockHead(TargetHead):
         with torch.enable_grad():
             hidden = slope.detach().requires_grad_()
             logits = self.logits(hidden)
-        return torch.autograd.grad(logits, hidden, gradient.to(logits.dtype))[0].to(self.weight.dtype)
+        return torch.autograd.grad(logits, hidden, gradient.to(logits.dtype))[0].to(
+            self.weight.dtype
+        )
 
     def narrow(self, tokens: Tensor | slice) -> StockHead:
         """Return a head for a subset of the vocabulary, which picks its logits."""

@@ -68,9 +68,13 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
     Of equally deep ones it is the last parent's (encoders come first), and the first of that parent.
     """
     # by name, in the order of their registration
-    lists = {name: module for name, module in base.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {
+        name: module for name, module in base.named_modules() if isinstance(module, nn.ModuleList)
+    }
     if not lists:
-        raise ValueError(f"{type(base).__name__} has no list of layers: its layers cannot be tapped")
+        raise ValueError(
+            f"{type(base).__name__} has no list of layers: its layers cannot be tapped"
+        )
     fitting = {name: module for name, module in lists.items() if len(module) == count}
     outermost = _outermost(fitting or lists)
     # a config may count something else than these layers, as two caches in each of them
@@ -90,7 +94,9 @@ def _outermost(names: Iterable[str]) -> list[str]:
 
 def holder_of(base: nn.Module, layers: nn.ModuleList) -> nn.Module:
     """Return the module that runs these decoder layers: the base itself, or its text model."""
-    return next(module for module in base.modules() if any(child is layers for child in module.children()))
+    return next(
+        module for module in base.modules() if any(child is layers for child in module.children())
+    )
 
 
 def typical_config(config: Any, keys: Iterable[str]) -> Any:

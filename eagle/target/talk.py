@@ -55,11 +55,19 @@ class ChatMixin:
                 target that sees. The tokens of such a prompt hold its images.
             template_kwargs: what the chat template takes.
         """
-        if not getattr(self.tokenizer, "chat_template", None) and not getattr(self.processor, "chat_template", None):
-            raise ValueError("this target has no chat template: pass token ids, or load a tokenizer that has one")
-        is_conversation = isinstance(messages, (str, list)) and all(isinstance(turn, (str, dict)) for turn in messages)
+        if not getattr(self.tokenizer, "chat_template", None) and not getattr(
+            self.processor, "chat_template", None
+        ):
+            raise ValueError(
+                "this target has no chat template: pass token ids, or load a tokenizer that has one"
+            )
+        is_conversation = isinstance(messages, (str, list)) and all(
+            isinstance(turn, (str, dict)) for turn in messages
+        )
         if not is_conversation:
-            raise ValueError(f"messages is {messages!r:.60}, expected a text, or a list of dicts with role and content")
+            raise ValueError(
+                f"messages is {messages!r:.60}, expected a text, or a list of dicts with role and content"
+            )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         kwargs = {"add_generation_prompt": True, **template_kwargs}
@@ -97,7 +105,9 @@ class ChatMixin:
             raise ValueError("the prompt is empty: expected at least one token id")
         wrong = [token for token in prompt if not 0 <= token < self.vocab_size]
         if wrong:
-            raise ValueError(f"token ids {wrong[:5]} are outside the vocabulary: expected 0..{self.vocab_size - 1}")
+            raise ValueError(
+                f"token ids {wrong[:5]} are outside the vocabulary: expected 0..{self.vocab_size - 1}"
+            )
         if self.max_positions is not None and len(prompt) > self.max_positions:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, this model has {self.max_positions} positions: shorten it"
@@ -239,19 +249,25 @@ def list_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def image_in(part: dict[str, Any]) -> Any:
     """Return the image of a part: a path that exists, a data URL, or an object that holds it."""
-    images = [part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None]
+    images = [
+        part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None
+    ]
     image = images[0] if images else None
     # OpenAI's
     if isinstance(image, dict):
         image = image.get("url")
     if image is None:
-        raise ValueError(f"a message has an image without a path: got {part!r:.80}, expected 'image': path or data URL")
+        raise ValueError(
+            f"a message has an image without a path: got {part!r:.80}, expected 'image': path or data URL"
+        )
     if isinstance(image, Path):
         image = str(image)
     if not isinstance(image, str) or image.startswith("data:image/"):
         return image
     if "://" in image and not image.startswith("file://"):
-        raise ValueError(f"the image {image:.80} is on a server, and nothing is downloaded: save it, and pass its path")
+        raise ValueError(
+            f"the image {image:.80} is on a server, and nothing is downloaded: save it, and pass its path"
+        )
     path = image.removeprefix("file://")
     if not Path(path).is_file():
         raise ValueError(f"no image at {path}: expected a file")

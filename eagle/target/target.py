@@ -72,8 +72,12 @@ class Target(ChatMixin):
         self.config = self.model.config.get_text_config()
         self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
         self.sharded = False
-        self.adapter: str | None = None  # that it reads with, over weights that it shares with another target
-        self.draws = Counter[tuple[int, int]]()  # uses of private random numbers, by seed and request
+        self.adapter: str | None = (
+            None  # that it reads with, over weights that it shares with another target
+        )
+        self.draws = Counter[
+            tuple[int, int]
+        ]()  # uses of private random numbers, by seed and request
         self._find_out()
 
     def _find_out(self) -> None:
@@ -87,7 +91,9 @@ class Target(ChatMixin):
         if wants_invariant is None:
             wants_invariant = self.device.type == "cpu"
         self.reader = TreeReader(model, self.config, invariant=wants_invariant)
-        self.vocab_size = output.get_parameter("weight").shape[0]  # may be more than the tokenizer knows
+        self.vocab_size = output.get_parameter("weight").shape[
+            0
+        ]  # may be more than the tokenizer knows
         # a first forward tells the layers' inputs, and what it sets in the model by itself
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
         reader_mark = ModelMark(self.reader.model, self.config, set())
@@ -209,7 +215,9 @@ class Target(ChatMixin):
             The target, with its tokenizer and its image processor if there are any.
         """
         if not isinstance(path, (str, Path)) or not str(path):
-            raise ValueError(f"Target.load got the path {path!r:.60}, expected a folder of save_pretrained or a hub id")
+            raise ValueError(
+                f"Target.load got the path {path!r:.60}, expected a folder of save_pretrained or a hub id"
+            )
         device = check_device(device)
         dtype = fastest_dtype(device) if dtype == "auto" else parse_dtype(dtype)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -286,7 +294,9 @@ class Target(ChatMixin):
             tensor = read_spare_tensor(self.model, name)
         if tensor is None:
             known = ", ".join([parameter for parameter, _ in self.model.named_parameters()][:3])
-            raise ValueError(f"{self.config.model_type} has no tensor {name}: expected one as {known}")
+            raise ValueError(
+                f"{self.config.model_type} has no tensor {name}: expected one as {known}"
+            )
         return to_plain(tensor.detach())
 
     @property
@@ -323,7 +333,12 @@ class Target(ChatMixin):
         state.clear()
         is_current = state.reader is self.reader
         # without a mark nobody can tell whether the weights have changed since
-        if is_current and len(state.texts) == 1 and state.max_tokens is None and state.mark is not None:
+        if (
+            is_current
+            and len(state.texts) == 1
+            and state.max_tokens is None
+            and state.mark is not None
+        ):
             self.spare = state
 
     def forget(self) -> None:

@@ -137,7 +137,9 @@ class TargetView:
         if mask is None:
             return self.read(hidden[None], batch_positions, None, cache, start, end)[0]
         if self.keeps_states:
-            raise ValueError("layers that keep a state have no rows that a mask could hide: pass no mask")
+            raise ValueError(
+                "layers that keep a state have no rows that a mask could hide: pass no mask"
+            )
         masks = self.reader.masks
         additive = torch.zeros(mask.shape, dtype=masks.dtype, device=masks.device)
         additive.masked_fill_(~upload(mask, masks.device), torch.finfo(masks.dtype).min)
@@ -208,7 +210,9 @@ class TargetView:
         """Return [B, N, D], the LM head's input, computed by the layers that are switched on; positions [B, R]."""
         count = hidden.shape[1]
         starts = [first - (positions.shape[1] - count) for first in cache.starts]
-        with self.reader.placing(TokenPositions(starts, positions, count, None, self.reader.masks), cache):
+        with self.reader.placing(
+            TokenPositions(starts, positions, count, None, self.reader.masks), cache
+        ):
             output = self.reader.run({"inputs_embeds": hidden}, positions[:, -count:], mask, cache)
         return output.last_hidden_state
 
@@ -262,7 +266,9 @@ class TargetView:
         except FAILURES as error:
             fault = f"fail ({describe_failure(error)})"
         if fault:
-            raise ValueError(f"the layers of {target.config.model_type}, run one by one, {fault}: it cannot be viewed")
+            raise ValueError(
+                f"the layers of {target.config.model_type}, run one by one, {fault}: it cannot be viewed"
+            )
 
 
 class _Layer(nn.Module):
@@ -333,14 +339,18 @@ class TargetTexts:
 
     def room(self, row: int) -> float:
         """Return the number of columns that a draft may use after a row's sequence without growing the cache."""
-        return math.inf if self.state.max_tokens is None else self.state.needs[row] - self.length(row)
+        return (
+            math.inf if self.state.max_tokens is None else self.state.needs[row] - self.length(row)
+        )
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
         """Return [X, T, D] each, a layer's rotated keys and values of a row's committed tokens (read-only)."""
         (slot,) = self._slots([row])
         cache_layer = self.state.cache.layers[layer]
         end = self.state.cache.lengths[slot]
-        return cache_layer.key_rows.buffer[slot, :, :end], cache_layer.value_rows.buffer[slot, :, :end]
+        return cache_layer.key_rows.buffer[slot, :, :end], cache_layer.value_rows.buffer[
+            slot, :, :end
+        ]
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
         """Return groups of rows that may share a forward, in the order of their slots."""

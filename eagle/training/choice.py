@@ -13,7 +13,9 @@ from accelerate.utils import broadcast_object_list
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
 
-Counts = dict[str, list[list[int]]]  # by temperature, as metrics name them: tokens and cycles of each prompt
+Counts = dict[
+    str, list[list[int]]
+]  # by temperature, as metrics name them: tokens and cycles of each prompt
 
 
 class Decoding(Protocol):
@@ -62,10 +64,14 @@ class Choice:
 
     step: int = 0
     score: float = -inf
-    counts: Counts = field(default_factory=dict)  # what it was judged by; nothing where nothing is decoded
+    counts: Counts = field(
+        default_factory=dict
+    )  # what it was judged by; nothing where nothing is decoded
     loss: float = nan  # its cross-entropy on the held-out conversations
     stale: int = 0  # validations since
-    start: Counts = field(default_factory=dict)  # what the head of `train.init` decoded, before the first step
+    start: Counts = field(
+        default_factory=dict
+    )  # what the head of `train.init` decoded, before the first step
 
     @classmethod
     def parse(cls, state: Any) -> Choice:
@@ -99,7 +105,9 @@ class Choice:
         """Return whether so many validations in a row brought no better head."""
         return patience is not None and self.stale >= patience
 
-    def describe(self, step: int, counts: Counts, metrics: Mapping[str, float], decoding: Decoding) -> str:
+    def describe(
+        self, step: int, counts: Counts, metrics: Mapping[str, float], decoding: Decoding
+    ) -> str:
         """Return a sentence that compares what was just decoded with the best."""
         line = f"step {step}: {describe_tau(counts)}"
         if self.step == step:

@@ -26,13 +26,17 @@ class DraftsLoss:
         self.policy = policy
         self.dtype = dtype
 
-    def __call__(self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    def __call__(
+        self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return the losses of the head's forward with those of the drafts."""
         if "total" not in losses:
             # a forward that only counts
             return losses
         batch, target_head = inputs
-        with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
+        with torch.autocast(
+            batch.tokens.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"
+        ):
             terms = losses_of_drafts(head, batch, target_head, self.policy)
         total = losses["total"] + self.policy.weight * (terms["accepted"] + terms["rejected"])
         return {

@@ -18,7 +18,9 @@ from eagle.target.borrowed import Borrowed
 from eagle.target.target import Target
 
 
-def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features) -> TrainableDrafter:
+def first_head(
+    recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features
+) -> TrainableDrafter:
     """Return a new head, or the one that `train.init` names, which must be of the same network and sizes.
 
     Its window may differ, because a window changes no weights.
@@ -39,7 +41,9 @@ def first_head(recipe: Recipe, settings: Any, target: Target | Borrowed, feature
     for name, found, needed in differences(_describe_network(initial), _describe_network(head)):
         wrong.append(f"{name}: {found!r}, needed {needed!r}")
     if wrong:
-        raise ValueError(f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init")
+        raise ValueError(
+            f"the head in {recipe.train.init} does not fit: {'; '.join(wrong)}. Train without train.init"
+        )
     head.load_state_dict(initial.state_dict())
     return head
 

@@ -31,7 +31,12 @@ class AdapterDropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, ..]."""
-        if self.texts is None or not self.training or x.ndim != 3 or len(x) != len(self.texts.counts):
+        if (
+            self.texts is None
+            or not self.training
+            or x.ndim != 3
+            or len(x) != len(self.texts.counts)
+        ):
             return super().forward(x)
         return self.texts.drop_padded(x)
 
@@ -47,10 +52,14 @@ class StepPart(NamedTuple):
 class Joint(nn.Module):
     """A target's model with adapters, and heads. `forward` is their loss; the state dict holds only trained weights."""
 
-    def __init__(self, model: Any, head: TrainableDrafter, frozen: TargetHead, settings: JointSection) -> None:
+    def __init__(
+        self, model: Any, head: TrainableDrafter, frozen: TargetHead, settings: JointSection
+    ) -> None:
         super().__init__()
         if {*head.taps, *head.teacher_taps} != {-1}:
-            raise ValueError(f"these heads read taps {head.taps} of the target, expected -1 alone, its LM head's input")
+            raise ValueError(
+                f"these heads read taps {head.taps} of the target, expected -1 alone, its LM head's input"
+            )
         self.adapted = add_adapter(model, settings.rank, settings.alpha, settings.dropout)
         self.dropouts = _replace_dropouts(self.adapted)
         self.head = head
@@ -75,7 +84,9 @@ class Joint(nn.Module):
         dropout = None
         if part.seeds:
             counts = [len(example.tokens) for example in examples]
-            dropout = TextDropout(self.settings.dropout, part.seeds, counts, self.frozen.weight.device)
+            dropout = TextDropout(
+                self.settings.dropout, part.seeds, counts, self.frozen.weight.device
+            )
         for module in self.dropouts:
             module.texts = dropout
         batch, original_states = self.read(examples, compare=self.settings.loss == "kl")
@@ -117,7 +128,9 @@ class Joint(nn.Module):
         # [1, S, D], one level of states, each of which predicts the token of the next slot
         states = batch.features[:, 0].index_select(0, slots - 1)[None]
         dtype = torch.promote_types(states.dtype, torch.float32)
-        weights = torch.full(states.shape[:2], 1 / max(len(slots), 1), dtype=dtype, device=states.device)
+        weights = torch.full(
+            states.shape[:2], 1 / max(len(slots), 1), dtype=dtype, device=states.device
+        )
         if original_states is None:
             tokens = batch.tokens.index_select(0, slots)
             return distillation_loss(states, tokens, weights, (self.frozen, None))[0]

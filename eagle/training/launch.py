@@ -65,7 +65,9 @@ def launch(settings: TrainSection) -> Accelerator:
         _quiet_deepspeed(cpu)
     accelerator = Accelerator(
         cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
-        mixed_precision="bf16" if bf16 and not zero else "no",  # DeepSpeed would hold the weights in bf16 too
+        mixed_precision="bf16"
+        if bf16 and not zero
+        else "no",  # DeepSpeed would hold the weights in bf16 too
         gradient_accumulation_steps=settings.accumulation,
         kwargs_handlers=[group] if launched else [],
     )
@@ -144,7 +146,9 @@ def end_as_the_first(failure: tuple[int, ProcessFailure], messages: list[str]) -
 def resolve_dtype(recipe: Recipe) -> Recipe:
     """Return the recipe with `train.dtype: auto` replaced by the dtype for this device."""
     if recipe.train.decode and recipe.features.shard_target:
-        raise ValueError("a sharded target cannot decode while a head is trained: set train.decode=0")
+        raise ValueError(
+            "a sharded target cannot decode while a head is trained: set train.decode=0"
+        )
     if recipe.train.dtype != "auto":
         return recipe
     dtype = str(fastest_dtype(best_device())).removeprefix("torch.")
@@ -244,13 +248,21 @@ def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: boo
     started = int(os.environ.get("WORLD_SIZE", "1"))
     expected = settings.processes or started
     if not got == started == expected:
-        raise ValueError(f"asked for {expected} processes; {started} were started, {got} work together: {LAUNCH_HINT}")
+        raise ValueError(
+            f"asked for {expected} processes; {started} were started, {got} work together: {LAUNCH_HINT}"
+        )
     if zero != (kind == DistributedType.DEEPSPEED) or (got > 1 and kind == DistributedType.NO):
-        raise ValueError(f"{'DeepSpeed' if zero else 'DDP'} was asked for on {got} processes, accelerate gives {kind}")
+        raise ValueError(
+            f"{'DeepSpeed' if zero else 'DDP'} was asked for on {got} processes, accelerate gives {kind}"
+        )
     if zero and settings.clip_by == "value":
-        raise ValueError("DeepSpeed clips by norm alone: set train.clip_by=norm, or use recipes/accelerate/ddp.yaml")
+        raise ValueError(
+            "DeepSpeed clips by norm alone: set train.clip_by=norm, or use recipes/accelerate/ddp.yaml"
+        )
     if zero and settings.shard_head:
-        raise ValueError("DeepSpeed splits the head itself: leave train.shard_head out, or use ddp.yaml with it")
+        raise ValueError(
+            "DeepSpeed splits the head itself: leave train.shard_head out, or use ddp.yaml with it"
+        )
 
 
 # -- a head that is spread over all processes (FSDP2); its state dicts are whole ---------------------------------------
@@ -274,11 +286,15 @@ def shard_head(head: nn.Module) -> None:
     head.register_load_state_dict_pre_hook(_split_weights)
 
 
-def prepare_sharded(accelerator: Any, head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def prepare_sharded(
+    accelerator: Any, head: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, Any]:
     """Return a sharded head in the accelerator's precision, without DDP, and its optimizer with whole state dicts."""
     optimizer.register_state_dict_post_hook(lambda _, state: tree_map(gather, state))
     optimizer.register_load_state_dict_post_hook(_split_moments)
-    return accelerator.prepare_model(head, evaluation_mode=True), accelerator.prepare_optimizer(optimizer)
+    return accelerator.prepare_model(head, evaluation_mode=True), accelerator.prepare_optimizer(
+        optimizer
+    )
 
 
 def gather(value: Any) -> Any:
@@ -310,4 +326,6 @@ def _split_like(whole: Tensor, weight: Tensor) -> Tensor:
     """Return this process's share of a tensor, split as a weight is."""
     if not isinstance(weight, DTensor) or isinstance(whole, DTensor):
         return whole
-    return distribute_tensor(whole.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
+    return distribute_tensor(
+        whole.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None
+    )

@@ -142,7 +142,9 @@ class Dealer:
     depend on the head's states, a process reads all of its parts first, and the divisors are summed over all processes.
     """
 
-    def __init__(self, head: TrainableDrafter, features: Features, plan: Plan, rank: int, processes: int) -> None:
+    def __init__(
+        self, head: TrainableDrafter, features: Features, plan: Plan, rank: int, processes: int
+    ) -> None:
         self.head = head
         self.features: Any = features  # those of written texts have `write`
         self.plan = plan
@@ -156,7 +158,9 @@ class Dealer:
                 f"train.mean_over=texts takes the mean of one text at a time, and the {texts} texts of a step lie in "
                 f"{self.count} parts: give train.accumulation={math.ceil(texts / processes)}"
             )
-        self.counts_batches = (head.counts_by_forward or features.sampled) and self.count > 1 and not self.by_text
+        self.counts_batches = (
+            (head.counts_by_forward or features.sampled) and self.count > 1 and not self.by_text
+        )
         self.divisors_of = lru_cache(2)(self._divisors_of)
 
     def batches(self, first: int, pin: bool = False) -> Iterator[Batch]:
@@ -200,9 +204,14 @@ class Dealer:
         else:
             gate = self.plan.settings.gate
             # the gate decides what is learned, not what is measured
-            examples = [replace(example, loss_mask=gate_mask(example.loss_mask, gate)) for example in examples]
+            examples = [
+                replace(example, loss_mask=gate_mask(example.loss_mask, gate))
+                for example in examples
+            ]
             batch = collate(examples, self.features.taps, self.plan.seeds(number, texts))
-            batch = replace(batch, progress=number / len(self.plan), divisors=self.divisors_of(number))
+            batch = replace(
+                batch, progress=number / len(self.plan), divisors=self.divisors_of(number)
+            )
         if pin:
             batch = batch.pin_memory()
         return batch
@@ -238,7 +247,9 @@ class Dealer:
         supervised = self._supervised_share(number)
         if self.counts_batches:
             own_batches = [next(batches) for _ in own_parts]
-            yield from self._deal_counted(own_parts, weights, own_batches, supervised, count=count, add_up=add_up)
+            yield from self._deal_counted(
+                own_parts, weights, own_batches, supervised, count=count, add_up=add_up
+            )
             return
         for texts, weight in zip(own_parts, weights, strict=True):
             batch = next(batches)
@@ -263,9 +274,14 @@ class Dealer:
             counts.append(self._count(batch, count) * (weight > 0))
             slots += batch.slots * (weight > 0)
         # one exchange for all: the divisors [N], and the supervised slots
-        sums = add_up(torch.cat([torch.stack(counts).sum(0), torch.tensor([slots], dtype=torch.float64)]))
+        sums = add_up(
+            torch.cat([torch.stack(counts).sum(0), torch.tensor([slots], dtype=torch.float64)])
+        )
         *divisors, step_slots = sums.tolist()
-        is_mean = not self.head.counts_by_forward and self.head.divisors(batches[0].masks, batches[0].seeds) is None
+        is_mean = (
+            not self.head.counts_by_forward
+            and self.head.divisors(batches[0].masks, batches[0].seeds) is None
+        )
         for texts, weight, batch, own_count in zip(parts, weights, batches, counts, strict=True):
             if is_mean:
                 yield Part(texts, batch, supervised * float(own_count) / max(divisors[0], 1.0))
@@ -281,7 +297,9 @@ class Dealer:
         if self.plan.settings.mean_over != "all":
             return 1.0
         texts = self.plan.step(number)
-        return sum(self.plan.slots[index] for index in texts) / sum(len(self.features.mask(index)) for index in texts)
+        return sum(self.plan.slots[index] for index in texts) / sum(
+            len(self.features.mask(index)) for index in texts
+        )
 
     def _count(self, batch: Batch, count: Callable[[Batch], Tensor]) -> Tensor:
         """Return [N], the divisors of one batch; of a mean, its supervised slots."""

@@ -38,7 +38,9 @@ class Refresh:
         self.steps = 0
         self.policy = policy or OnPolicySection.model_validate({"share": 1.0})
         weights = [weight for weight in head.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
         self.clip = 0.5
 
     def step(
@@ -86,7 +88,9 @@ class Refresh:
         """Return a copy of the head that drafts for the target, as it is now."""
         return in_dtype(copy.deepcopy(self.head), target.model.dtype).bind(target.head)
 
-    def _write(self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> OwnDrafts:
+    def _write(
+        self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
+    ) -> OwnDrafts:
         """Return the target's answers to the prompts, written with drafts of the head."""
         examples = []
         for prompt in prompts:

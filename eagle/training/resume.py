@@ -107,7 +107,9 @@ class Checkpoints:
             except DISK_FAULTS as error:
                 if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
                     # other ranks wait inside of it
-                    raise ValueError(f"no checkpoint in {temporary}: {error}. {MAKE_ROOM}") from error
+                    raise ValueError(
+                        f"no checkpoint in {temporary}: {error}. {MAKE_ROOM}"
+                    ) from error
                 raise
 
         def complete() -> None:
@@ -130,7 +132,9 @@ class Checkpoints:
         size = sum(path.stat().st_size for path in files)
         free = shutil.disk_usage(self.folder).free
         if size > free:
-            raise DiskError(f"{self.folder} has room for {free:,} bytes, and a checkpoint takes {size:,}")
+            raise DiskError(
+                f"{self.folder} has room for {free:,} bytes, and a checkpoint takes {size:,}"
+            )
 
     def _complete(self, temporary: Path, step: int, state: dict[str, Any]) -> None:
         """Flush a checkpoint's files, mark it complete, rename it into place and remove the oldest."""
@@ -142,7 +146,9 @@ class Checkpoints:
                     os.fsync(file.fileno())
                 files[str(path.relative_to(temporary))] = [path.stat().st_size, sha256(path)]
         # the mark comes last: what has none is not whole
-        write_whole(temporary / MARK, [json.dumps({"files": files, "state": state}, indent=1).encode()])
+        write_whole(
+            temporary / MARK, [json.dumps({"files": files, "state": state}, indent=1).encode()]
+        )
         final = self.folder / f"step-{step}"
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)

@@ -65,7 +65,9 @@ class PatientWandb(WandBTracker):
 
         if "finish_timeout" not in wandb.Settings.model_fields:
             # else a lost network holds a run up
-            raise ValueError(f"wandb is {wandb.__version__}, expected 0.27 or newer: `pip install -U wandb`.")
+            raise ValueError(
+                f"wandb is {wandb.__version__}, expected 0.27 or newer: `pip install -U wandb`."
+            )
         settings = wandb.Settings(
             init_timeout=WANDB_SECONDS,
             finish_timeout=WANDB_SECONDS,
@@ -82,7 +84,9 @@ class PatientWandb(WandBTracker):
         except wandb.Error as error:
             # UsageError without a key, CommError without a network
             where = f"{self.init_kwargs['dir']}/wandb"
-            print(f"wandb is not reached ({error}): the run is kept in {where}, send it later with `wandb sync`")
+            print(
+                f"wandb is not reached ({error}): the run is kept in {where}, send it later with `wandb sync`"
+            )
             options["resume"] = None
             self.run = wandb.init(**options, mode="offline")
 
@@ -138,7 +142,9 @@ KEEPERS = {
         lambda tracker, path: tracker.log_artifact(str(path)),
     ),
     "trackio": RunKeeper(
-        lambda name: {"name": f"{name}-{secrets.token_hex(3)}"},  # by which alone a run is found again
+        lambda name: {
+            "name": f"{name}-{secrets.token_hex(3)}"
+        },  # by which alone a run is found again
         lambda tracker: tracker.run.name,
         lambda run: {"name": run, "resume": "allow"},
         lambda tracker, path: tracker.run.log_artifact(str(path), type="report"),
@@ -188,7 +194,9 @@ class Trackers:
         except Exception as error:
             # every tracker raises errors of its own
             mend = f"`pip install {name}`" if isinstance(error, ImportError) else "Mend that"
-            fault = f"train.log_with: {name} begins no run: {first_line(error)} {mend}, or leave it out"
+            fault = (
+                f"train.log_with: {name} begins no run: {first_line(error)} {mend}, or leave it out"
+            )
             if self.is_training:
                 raise ValueError(fault) from error
             print(fault)
@@ -245,7 +253,9 @@ class Trackers:
         except Exception as error:
             # a network that went away, a full disk: every tracker raises errors of its own
             self.running.remove(tracker)
-            print(f"{tracker.name} takes nothing more: {first_line(error)} All of it is in {self.folder}")
+            print(
+                f"{tracker.name} takes nothing more: {first_line(error)} All of it is in {self.folder}"
+            )
 
 
 class TrackedMetrics(Metrics):

@@ -69,7 +69,9 @@ def train(
         The folder of the best head.
     """
     with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
-        run = _Run(accelerator, recipe, head, target_head, features, decoding=decoding, commit=commit)
+        run = _Run(
+            accelerator, recipe, head, target_head, features, decoding=decoding, commit=commit
+        )
         with interrupted_by_user(run.checkpoints.describe_resume):
             run.resume()
             run.train()
@@ -161,7 +163,9 @@ class _Run:
         """Run the remaining steps, with logs, validations and checkpoints between them."""
         settings = self.settings
         if self.step >= len(self.plan) or self.choice.has_ended(settings.patience):
-            self.print(f"{self.out} holds this run, complete: another train.out, or its removal, starts anew")
+            self.print(
+                f"{self.out} holds this run, complete: another train.out, or its removal, starts anew"
+            )
             return
         is_main = self.accelerator.is_main_process
         if is_main:
@@ -209,7 +213,9 @@ class _Run:
 
     def _report(self) -> None:
         """Say how far the run came beside published ones, and what it gained over the head of `train.init`."""
-        reached = describe_reached(self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror)
+        reached = describe_reached(
+            self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror
+        )
         if reached:
             self.print(reached)
         if self.decoding and self.choice.start and self.choice.counts:
@@ -226,7 +232,9 @@ class _Run:
         sums = torch.zeros((), device=accelerator.device)
         # for texts that are sampled now
         torch.manual_seed(self.settings.seed + step)
-        for conversations, batch, share in self.dealer.deal(step, batches, self._count, self._add_up):
+        for conversations, batch, share in self.dealer.deal(
+            step, batches, self._count, self._add_up
+        ):
             # what no text's seed decides is sampled alike in all parts
             torch.manual_seed(self.settings.seed + step)
             with accelerator.accumulate(self.model):
@@ -247,7 +255,9 @@ class _Run:
         # ZeRO-3 runs no forward without its backward
         head = self._whole_head() if self.deepspeed else self.model
         with self._autocast():
-            divisor: Tensor = head(batch.to(self.accelerator.device), self.target_head, count=True)["divisor"]
+            divisor: Tensor = head(batch.to(self.accelerator.device), self.target_head, count=True)[
+                "divisor"
+            ]
         return divisor
 
     def _add_up(self, counts: Tensor) -> Tensor:
@@ -289,7 +299,9 @@ class _Run:
         finite = [row for step, row in rows.items() if step not in skipped]
         if finite:
             norm, _, *losses = (sum(column) / len(finite) for column in zip(*finite, strict=True))
-            self.note = f"loss {losses[0]:.3f}, {tokens_per_second:,.0f} tokens/s, {memory_gb():.1f} GB"
+            self.note = (
+                f"loss {losses[0]:.3f}, {tokens_per_second:,.0f} tokens/s, {memory_gb():.1f} GB"
+            )
             self._write(
                 step=last,
                 lr=self.plan.lr(last),
@@ -311,7 +323,9 @@ class _Run:
         # of every process
         indices = list(chain.from_iterable(gather_object([bad])))
         self.skipped += len(skipped)
-        self.print(f"skipped steps {skipped}: their gradients are not finite; conversations {indices or 'not known'}")
+        self.print(
+            f"skipped steps {skipped}: their gradients are not finite; conversations {indices or 'not known'}"
+        )
         self._write(step=last, skipped=skipped, conversations=indices)
 
     def _write(self, **row: Any) -> None:
@@ -383,14 +397,22 @@ class _Run:
             batch = self.dealer.load(groups[min(group_index, len(groups) - 1)], pin=self.pins)
             if group_index < len(groups):
                 with self._autocast():
-                    batch_sums = head.validate(batch.to(accelerator.device), self.target_head, TREES)
-                sums = add_sums(sums, {name: value.double().cpu() for name, value in batch_sums.items()})
+                    batch_sums = head.validate(
+                        batch.to(accelerator.device), self.target_head, TREES
+                    )
+                sums = add_sums(
+                    sums, {name: value.double().cpu() for name, value in batch_sums.items()}
+                )
         return sums
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16")
+        return torch.autocast(
+            self.accelerator.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
+        )
 
-    def _save(self, head: TrainableDrafter, metrics: dict[str, Any], *, is_best: bool, is_last: bool) -> None:
+    def _save(
+        self, head: TrainableDrafter, metrics: dict[str, Any], *, is_best: bool, is_last: bool
+    ) -> None:
         """Save the head in its folders. A disk that refuses it ends the run only at the last step."""
         names = ["last"]
         if is_best:
@@ -443,7 +465,9 @@ class _Run:
         }
         fault = checkpoints.write(self.step, state)
         if fault:
-            self.print(f"no checkpoint at step {self.step}: {fault}. Training goes on; make room on the disk")
+            self.print(
+                f"no checkpoint at step {self.step}: {fault}. Training goes on; make room on the disk"
+            )
             self._write(step=self.step - 1, checkpoint_failed=fault)
 
     def resume(self) -> None:
@@ -470,6 +494,8 @@ def _clip_gradients(weights: Sequence[Tensor], settings: TrainSection) -> Tensor
     """Clip the gradients of these weights, whole or spread over processes, in place; returns their norm before."""
     if settings.clip_by == "norm":
         return torch.nn.utils.clip_grad_norm_(weights, settings.clip)
-    norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+    norm = torch.nn.utils.get_total_norm(
+        [weight.grad for weight in weights if weight.grad is not None]
+    )
     torch.nn.utils.clip_grad_value_(weights, settings.clip)
     return norm

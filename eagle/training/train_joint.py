@@ -65,14 +65,18 @@ def train_jointly(
         The folder with the new `target` and its `head`.
     """
     if recipe.joint is None:
-        raise ValueError("this recipe has no section `joint`: train its head alone, by recipes/train_eagle.py")
+        raise ValueError(
+            "this recipe has no section `joint`: train its head alone, by recipes/train_eagle.py"
+        )
     for name, value in UNUSED.items():
         if getattr(recipe.train, name) != value:
             raise ValueError(
                 f"train.{name} is for heads alone, which are trained by recipes/train_eagle.py: leave it out"
             )
     if features.target.border < float("inf"):
-        raise ValueError("this target's rotary frequencies depend on the longest text of a batch: it is not trained")
+        raise ValueError(
+            "this target's rotary frequencies depend on the longest text of a batch: it is not trained"
+        )
     with lock_folder(recipe.train.out, hold=accelerator.is_main_process):
         run = _JointRun(accelerator, recipe, recipe.joint, head, features, commit=commit)
         with interrupted_by_user(run.checkpoints.describe_resume):
@@ -106,7 +110,9 @@ class _JointRun:
         )
         target = self.features.target
         target_head = target.head.cast(getattr(torch, self.section.dtype))
-        self.joint = Joint(target.model, self.head.to(accelerator.device), target_head, self.settings).train()
+        self.joint = Joint(
+            target.model, self.head.to(accelerator.device), target_head, self.settings
+        ).train()
         # adapters and vectors learn at `lr`, the heads' matrices at a multiple of it
         groups = self.joint.groups(self.section.lr)
         self.trained = list(chain.from_iterable(group["params"] for group in groups))
@@ -136,7 +142,9 @@ class _JointRun:
         is_main = self.accelerator.is_main_process
         metrics = TrackedMetrics(self.recipe, before=self.step) if is_main else None
         steps = range(self.step, len(self.plan))
-        for step in progress(steps, "train", len(self.plan), unit="steps", show=is_main, done=self.step):
+        for step in progress(
+            steps, "train", len(self.plan), unit="steps", show=is_main, done=self.step
+        ):
             self._advance(step)
             self.step = step + 1
             validates = self._is_due(self.section.validate_every)
@@ -157,7 +165,9 @@ class _JointRun:
 
     def _is_due(self, interval: int | None) -> bool:
         """Return whether something is due after this step that is done every `interval` steps, or once an epoch."""
-        return self.step == len(self.plan) or self.step % (interval or self.plan.steps_an_epoch) == 0
+        return (
+            self.step == len(self.plan) or self.step % (interval or self.plan.steps_an_epoch) == 0
+        )
 
     def _checkpoint(self) -> None:
         """Write a checkpoint; a full disk costs the checkpoint, not the run."""
@@ -170,13 +180,17 @@ class _JointRun:
         }
         fault = self.checkpoints.write(self.step, state)
         if fault:
-            self.accelerator.print(f"no checkpoint at step {self.step}: {fault}. Training goes on", flush=True)
+            self.accelerator.print(
+                f"no checkpoint at step {self.step}: {fault}. Training goes on", flush=True
+            )
 
     def _advance(self, step: int) -> None:
         """Take one step: forward and backward of this process's parts of the batch, clip, update."""
         accelerator = self.accelerator
         lr = self.plan.lr(step)
-        for group, scale in zip(self.prepared.param_groups, (1.0, self.settings.head_lr), strict=True):
+        for group, scale in zip(
+            self.prepared.param_groups, (1.0, self.settings.head_lr), strict=True
+        ):
             group["lr"] = lr * scale
         parts = self.plan.parts(step, self.dealer.count)
         weights = self.plan.weights(step, parts)
@@ -262,7 +276,9 @@ class _JointRun:
             "skipped_steps": self.skipped,
             "made_from": self.recipe.target.model_dump(),
             "joint": self.settings.model_dump(mode="json"),
-            "kl_from_the_old_target": self.figures.get("kl"),  # in nats a token, on the held-out conversations
+            "kl_from_the_old_target": self.figures.get(
+                "kl"
+            ),  # in nats a token, on the held-out conversations
             "validation": self.figures,
         }
 

@@ -12,7 +12,9 @@ from eagle.core.drafter import Drafter
 from eagle.core.trace import Trace
 from eagle.target.target import Target
 
-ATTRIBUTE = "_eagle_held"  # of a model; anything else that held a target would keep the model's weights
+ATTRIBUTE = (
+    "_eagle_held"  # of a model; anything else that held a target would keep the model's weights
+)
 
 
 class Held:
@@ -22,7 +24,9 @@ class Held:
         self.lock = RLock()
         self.target: Target | None = None
         self.built: Any = None  # the model's build that the target was made for
-        self.drafters: WeakKeyDictionary[Any, Drafter] = WeakKeyDictionary()  # by the callable that loaded them
+        self.drafters: WeakKeyDictionary[Any, Drafter] = (
+            WeakKeyDictionary()
+        )  # by the callable that loaded them
         self.callables: dict[Any, Any] = {}  # of folders, by folder, revision and state of files
         self.traces: list[Trace] = []
 

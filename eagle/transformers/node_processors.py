@@ -69,7 +69,9 @@ DRAFTER_HINTS = {
 def check_processors(processors: Iterable[Any], stateless: Sequence[type]) -> None:
     """Refuse processors by name that might depend on more than the tokens and scores that they are called with."""
     allowed = {getattr(transformers, name, None) for name in STATELESS} | set(stateless)
-    unknown = sorted({_name(processor) for processor in processors if type(processor) not in allowed})
+    unknown = sorted(
+        {_name(processor) for processor in processors if type(processor) not in allowed}
+    )
     if unknown:
         raise ValueError(
             f"the logits processors {', '.join(unknown)} cannot be served with drafts: they are called for drafted "
@@ -118,7 +120,9 @@ def _processor_of_row(processor: Any, row: int, prompt: int, padding: int) -> An
     return bound
 
 
-def sampling_of(processors: Iterable[Any], *, do_sample: bool, padding: int, **fields: Any) -> tuple[Sampling, bool]:
+def sampling_of(
+    processors: Iterable[Any], *, do_sample: bool, padding: int, **fields: Any
+) -> tuple[Sampling, bool]:
     """Return the sampling of a row's processors, and whether it is all that they do.
 
     Else it tells drafters the most of it.

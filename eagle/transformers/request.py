@@ -149,7 +149,9 @@ def _check_mode(
             f"{type(model).__name__} is an encoder-decoder, expected a causal model: leave the drafter out"
         )
     if kwargs.get("assistant_model") is not None:
-        raise ValueError("assistant_model drafts, too: expected one drafter, so leave it or custom_generate out")
+        raise ValueError(
+            "assistant_model drafts, too: expected one drafter, so leave it or custom_generate out"
+        )
     mode = config.get_generation_mode()
     if mode not in SERVED:
         asked = OTHER_MODES.get(mode.value, "this generation config")
@@ -181,25 +183,35 @@ def _check_outputs(config: GenerationConfig) -> None:
         return
     for name in STATES:
         if getattr(config, name):
-            raise ValueError(f"{name} is True, and forwards over drafts keep none: leave it out, or the drafter")
+            raise ValueError(
+                f"{name} is True, and forwards over drafts keep none: leave it out, or the drafter"
+            )
     if (config.num_beams or 1) == 1:
         return
     for name in ("output_scores", "output_logits"):
         if getattr(config, name):
-            raise ValueError(f"{name} is not kept of beams: leave it out, or call eagle.beam_search for the scores")
+            raise ValueError(
+                f"{name} is not kept of beams: leave it out, or call eagle.beam_search for the scores"
+            )
 
 
-def _split_padding(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
+def _split_padding(
+    input_ids: Tensor, mask: Tensor | None
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return the texts of the rows and their padding, which may lie on either side of a text."""
     rows = input_ids.tolist()
     if mask is None:
         return rows, [[] for _ in rows]
     if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask is {list(mask.shape)}, expected {list(input_ids.shape)} as input_ids")
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)}, expected {list(input_ids.shape)} as input_ids"
+        )
     prompts, paddings = [], []
     for i, (tokens, marks) in enumerate(zip(rows, mask.bool().tolist(), strict=True)):
         if True not in marks:
-            raise ValueError(f"attention_mask hides all of row {i}: expected at least one token to answer")
+            raise ValueError(
+                f"attention_mask hides all of row {i}: expected at least one token to answer"
+            )
         start = marks.index(True)
         end = len(marks) - marks[::-1].index(True)
         if False in marks[start:end]:
@@ -220,9 +232,13 @@ def _check_positions(positions: Tensor | None, mask: Tensor | None, input_ids: T
     marks = input_ids.new_ones(input_ids.shape) if mask is None else mask.long()
     expected = marks.cumsum(-1) - 1
     # positions of padding do not matter
-    is_wrong = positions.shape != expected.shape or bool(((positions != expected) & marks.bool()).any())
+    is_wrong = positions.shape != expected.shape or bool(
+        ((positions != expected) & marks.bool()).any()
+    )
     if is_wrong:
-        raise ValueError("position_ids differ from those of the tokens in their order, expected none: leave them out")
+        raise ValueError(
+            "position_ids differ from those of the tokens in their order, expected none: leave them out"
+        )
 
 
 def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any]) -> None:
@@ -348,7 +364,9 @@ def _is_default_type(model: Any, types: Tensor) -> bool:
     return (sees or has_types) and not bool(types.any())
 
 
-def _join_media(prompts: list[list[int]], paddings: list[list[int]], media: Mapping[str, Any]) -> list[int]:
+def _join_media(
+    prompts: list[list[int]], paddings: list[list[int]], media: Mapping[str, Any]
+) -> list[int]:
     """Return the only prompt of a call, with its images."""
     if len(prompts) > 1 or paddings[0]:
         raise ValueError(

@@ -107,7 +107,9 @@ class WithDrafter:
         """Decode by these options of `generate_with` from now on."""
         for item in stateless:
             if not isinstance(item, type):
-                raise ValueError(f"stateless holds {item!r:.60}, expected classes of logits processors")
+                raise ValueError(
+                    f"stateless holds {item!r:.60}, expected classes of logits processors"
+                )
         self.seed = None if seed is None else whole("seed", seed)
         self.budget = budget
         self.stateless = tuple(stateless)
@@ -148,7 +150,9 @@ class WithDrafter:
         )
         check_processors(request.processors, self.stateless)
         if request.is_beams and streamer is not None:
-            raise ValueError("a streamer cannot follow beams, which are chosen at the end: leave it or num_beams out")
+            raise ValueError(
+                "a streamer cannot follow beams, which are chosen at the end: leave it or num_beams out"
+            )
         with in_evaluation(model):
             target, drafter = self._prepare(model)
             if request.has_positions:
@@ -164,10 +168,14 @@ class WithDrafter:
         config = kwargs.get("generation_config")
         tokenizer = kwargs.pop("tokenizer", None)
         default = getattr(model.generation_config, "stop_strings", None)
-        strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None) or default
+        strings = (
+            kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None) or default
+        )
         if strings is not None:
             if tokenizer is None:
-                raise ValueError("stop_strings are given without their tokenizer: pass tokenizer=...")
+                raise ValueError(
+                    "stop_strings are given without their tokenizer: pass tokenizer=..."
+                )
             # transformers hands a callable no tokenizer: a criterion of the call's own takes the strings' place
             criteria = [
                 *(kwargs.get("stopping_criteria") or []),
@@ -321,7 +329,9 @@ def arguments_of_generate() -> dict[str, Any]:
 class _StringStops(Stops):
     """The stop tokens of a call, and its criteria for stop strings, which see the whole text of a beam."""
 
-    def __init__(self, tokens: list[int], criteria: list[Any], start: list[int], vocab_size: int) -> None:
+    def __init__(
+        self, tokens: list[int], criteria: list[Any], start: list[int], vocab_size: int
+    ) -> None:
         super().__init__(tokens, None, vocab_size)
         self.criteria = criteria
         self.start = start
@@ -330,7 +340,9 @@ class _StringStops(Stops):
         """Return how many of the new tokens belong to the answer; None if it goes on."""
         for count in range(1, len(new) + 1):
             text = torch.tensor([[*self.start, *before, *new[:count]]])
-            if new[count - 1] in self.tokens or any(bool(stops(text, None).any()) for stops in self.criteria):
+            if new[count - 1] in self.tokens or any(
+                bool(stops(text, None).any()) for stops in self.criteria
+            ):
                 return count, None
         return None, None
 
@@ -338,13 +350,19 @@ class _StringStops(Stops):
 def _search_beams(target: Target, drafter: Drafter, request: Request, budget: Any) -> Any:
     """Return what `model.generate` gives for beams: tokens [B * returned, T + new], or an output that holds them."""
     config = request.config
-    wrong = [type(criterion).__name__ for criterion in request.criteria if type(criterion) not in BEAM_CRITERIA]
+    wrong = [
+        type(criterion).__name__
+        for criterion in request.criteria
+        if type(criterion) not in BEAM_CRITERIA
+    ]
     if wrong:
         raise ValueError(
             f"the stopping criteria {', '.join(wrong)} cannot be followed by beams with drafts: expected max_length, "
             "stop tokens and stop strings"
         )
-    string_criteria = [criterion for criterion in request.criteria if type(criterion) is StopStringCriteria]
+    string_criteria = [
+        criterion for criterion in request.criteria if type(criterion) is StopStringCriteria
+    ]
     stop = _valid_stops(target, request)
     returned = config.num_return_sequences or 1
     prompts: list[Tensor] = []

@@ -34,7 +34,9 @@ class Decoder:
         self.rows = rows
         self.recipe = comparison.recipe
         self.questions = questions(comparison.recipe)
-        self.prompts: dict[tuple[Any, ...], list[int]] = {}  # by the keys of their answers: rows hold no images
+        self.prompts: dict[
+            tuple[Any, ...], list[int]
+        ] = {}  # by the keys of their answers: rows hold no images
         parts: list[Any] = [[question.turns for question in self.questions], self.recipe.eval.seeds]
         images = [list(map(as_text, question.images)) for question in self.questions]
         # digests of questions without images are those of earlier releases
@@ -130,7 +132,9 @@ class Decoder:
             tokens=tokens,
             prompt=row["prompt"],
             features=features_of(self.target, tokens, taps),
-            sampling=Sampling(row["temperature"], seed=row["sampling_seed"], request=row["request"]),
+            sampling=Sampling(
+                row["temperature"], seed=row["sampling_seed"], request=row["request"]
+            ),
             limit=self.recipe.eval.max_new_tokens,
         )
 
@@ -139,7 +143,12 @@ class Decoder:
         if budget.draw == "sampled" and answer.sampling.temperature > 0:
             # the target's random numbers decide, so a replay cannot tell
             trace = generate(
-                self.target, drafter, answer.asked, sampling=answer.sampling, budget=budget, max_new_tokens=answer.limit
+                self.target,
+                drafter,
+                answer.asked,
+                sampling=answer.sampling,
+                budget=budget,
+                max_new_tokens=answer.limit,
             )
             return sum(cycle.committed for cycle in trace.cycles), len(trace.cycles)
         cycles = record_cycles(answer, replay(self.target, drafter, answer, budget))
@@ -149,13 +158,24 @@ class Decoder:
 
     def _about(self, arm: Arm, seed: int, shape: str) -> dict[str, Any]:
         """Return the columns that identify an arm's figures in one shape; an untrained arm has no seed."""
-        return {"digest": self.comparison.row_digest(arm, shape), "seed": seed if arm.is_trained else None}
+        return {
+            "digest": self.comparison.row_digest(arm, shape),
+            "seed": seed if arm.is_trained else None,
+        }
 
     def _marks(self, arm: Arm, seed: int, shape: str, temperature: float) -> list[Entry]:
-        return self.rows.of("done", **self._about(arm, seed, shape), temperature=temperature, asked=self.asked)
+        return self.rows.of(
+            "done", **self._about(arm, seed, shape), temperature=temperature, asked=self.asked
+        )
 
     def _record(
-        self, arm: Arm, seed: int, shape: str, temperature: float, *, lengths: Iterable[tuple[Entry, tuple[int, int]]]
+        self,
+        arm: Arm,
+        seed: int,
+        shape: str,
+        temperature: float,
+        *,
+        lengths: Iterable[tuple[Entry, tuple[int, int]]],
     ) -> None:
         """Add the missing rows of one shape and temperature, then the mark that they are complete."""
         about = self._about(arm, seed, shape)
@@ -167,6 +187,15 @@ class Decoder:
             key = {name: answer[name] for name in KEY}
             # a run that was killed, or asked for less, has stored some of them
             if tuple(key.values()) not in stored:
-                rows.append({"arm": arm.name, **about, "shape": shape, **key, "committed": committed, "cycles": cycles})
+                rows.append(
+                    {
+                        "arm": arm.name,
+                        **about,
+                        "shape": shape,
+                        **key,
+                        "committed": committed,
+                        "cycles": cycles,
+                    }
+                )
         self.rows.add("row", rows)
         self.rows.add("done", [{**about, "temperature": temperature, "asked": self.asked}])

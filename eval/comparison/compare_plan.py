@@ -37,12 +37,18 @@ Count = Annotated[int, Field(ge=1)]
 class ArmSection(Section):
     """One way to a drafter: a method, its data, and how long it is trained."""
 
-    base: str | None = None  # a recipe file whose drafter, features and train sections this arm takes
+    base: str | None = (
+        None  # a recipe file whose drafter, features and train sections this arm takes
+    )
     recipe: dict[str, Any] = Field({})  # laid over the recipe of the comparison, for this arm alone
-    untrained: str | None = None  # a drafter that is not trained here: a method without weights, a folder, a hub id
+    untrained: str | None = (
+        None  # a drafter that is not trained here: a method without weights, a folder, a hub id
+    )
     options: dict[str, Any] = Field({})  # of an untrained method, as `load_drafter` takes them
     start: str | None = None  # the arm whose head this one goes on from
-    tokens: Count | tuple[Count, ...] | None = None  # supervised, its start's included; several are a curve
+    tokens: Count | tuple[Count, ...] | None = (
+        None  # supervised, its start's included; several are a curve
+    )
     seconds: float | None = Field(None, gt=0)  # of training, its start's included
     as_long_as: str | None = None  # the arm whose seconds of training this one has
 
@@ -51,16 +57,24 @@ class ComparisonSection(Section):
     """Arms, and what they have in common."""
 
     out: str  # the folder of the comparison
-    prepare: dict[str, str] = Field({})  # a file or folder that is needed, and the Python command that makes it
+    prepare: dict[str, str] = Field(
+        {}
+    )  # a file or folder that is needed, and the Python command that makes it
     base: str | None = None  # a recipe file that all arms share
     recipe: dict[str, Any] = Field({})  # sections laid over it, or the whole recipe
     seeds: tuple[int, ...] = Field((0,), min_length=1)  # each arm is trained once for each seed
     tokens: Count | tuple[Count, ...] | None = None  # of each arm that names no budget of its own
-    seconds: float | None = Field(None, gt=0)  # of training, of each arm that names no budget of its own
-    clock_steps: int = Field(20, ge=1)  # steps in which arms with a budget of time are timed, in turns
+    seconds: float | None = Field(
+        None, gt=0
+    )  # of training, of each arm that names no budget of its own
+    clock_steps: int = Field(
+        20, ge=1
+    )  # steps in which arms with a budget of time are timed, in turns
     shapes: dict[str, BudgetSection] = Field(min_length=1)  # draft trees to measure, by name
     arms: dict[str, ArmSection] = Field(min_length=1)  # what is compared, by name
-    compare: tuple[tuple[str, str], ...] | None = None  # second minus first; by default all minus the first arm
+    compare: tuple[tuple[str, str], ...] | None = (
+        None  # second minus first; by default all minus the first arm
+    )
 
 
 @dataclass(frozen=True)
@@ -138,9 +152,13 @@ class Comparison:
             self._check_arm(f"{self.source}: arms.{name}", section, names[:i])
         compared = set[str]().union(*(self.section.compare or ()))
         for name in compared - set(names):
-            raise ValueError(f"{self.source}: compare names {name!r}, expected one of the arms: {', '.join(names)}")
+            raise ValueError(
+                f"{self.source}: compare names {name!r}, expected one of the arms: {', '.join(names)}"
+            )
         if self.section.tokens is not None and self.section.seconds is not None:
-            raise ValueError(f"{self.source} has tokens and seconds, expected one budget for all arms")
+            raise ValueError(
+                f"{self.source} has tokens and seconds, expected one budget for all arms"
+            )
         dtypes = set()
         for arm in self.arms.values():
             if arm.is_trained:
@@ -148,7 +166,9 @@ class Comparison:
                 dtypes.add(arm.recipe.train.dtype)
         # seconds of training would not be comparable
         if len(dtypes) > 1:
-            raise ValueError(f"{self.source}: arms train in {' and '.join(sorted(dtypes))}, expected one train.dtype")
+            raise ValueError(
+                f"{self.source}: arms train in {' and '.join(sorted(dtypes))}, expected one train.dtype"
+            )
 
     def _check_arm(self, key: str, arm: ArmSection, earlier: Sequence[str]) -> None:
         """Refuse an arm whose keys contradict each other; `earlier` names the arms before it."""
@@ -158,19 +178,25 @@ class Comparison:
             if name is not None:
                 # arms are trained in the order of the file
                 if name not in earlier or self.section.arms[name].untrained:
-                    raise ValueError(f"{key}.{relation} is {name!r}, expected a trained arm that comes before")
+                    raise ValueError(
+                        f"{key}.{relation} is {name!r}, expected a trained arm that comes before"
+                    )
                 related.append(self.section.arms[name])
         budgets = _budgets(arm)
         if len(budgets) > 1:
             raise ValueError(f"{key} has {' and '.join(budgets)}, expected one budget")
         if related and any(self._is_curve(section) for section in (arm, *related)):
-            raise ValueError(f"{key} starts from an arm, or is timed by one, expected one count of tokens of both")
+            raise ValueError(
+                f"{key} starts from an arm, or is timed by one, expected one count of tokens of both"
+            )
         if arm.untrained is not None:
             if arm.start or budgets or arm.recipe or arm.base:
                 raise ValueError(f"{key} is untrained, expected no other key beside it but options")
             check_options(arm.untrained, arm.options)
         elif arm.options:
-            raise ValueError(f"{key} is trained and has options, expected settings: name them in recipe.drafter")
+            raise ValueError(
+                f"{key} is trained and has options, expected settings: name them in recipe.drafter"
+            )
         shared = [name for name in OF_ALL if name in arm.recipe]
         if shared:
             raise ValueError(
@@ -197,9 +223,16 @@ class Comparison:
                 continue
             start = arms.get(section.start or "")
             as_long_as = arms.get(section.as_long_as or "")
-            digest = digest_of(_decisive(recipe, section), start and start.digest, as_long_as and as_long_as.digest)
+            digest = digest_of(
+                _decisive(recipe, section), start and start.digest, as_long_as and as_long_as.digest
+            )
             arms[name] = Arm(
-                name=name, section=section, recipe=recipe, start=start, as_long_as=as_long_as, digest=digest
+                name=name,
+                section=section,
+                recipe=recipe,
+                start=start,
+                as_long_as=as_long_as,
+                digest=digest,
             )
         return arms
 
@@ -275,7 +308,9 @@ class Comparison:
             arm_recipe = _read_yaml(arm.base)
             values |= {key: arm_recipe[key] for key in OF_AN_ARM if key in arm_recipe}
             # what the comparison sets for all arms goes before an arm's file, but for the method
-            changes = {key: self.section.recipe.get(key, {}) for key in OF_AN_ARM if key != "drafter"}
+            changes = {
+                key: self.section.recipe.get(key, {}) for key in OF_AN_ARM if key != "drafter"
+            }
             values = _merge_sections(values, changes)
         source = f"{self.source}: arms.{name}" if name else self.source
         return Recipe.parse(_merge_sections(values, arm.recipe), source)

@@ -44,7 +44,10 @@ class Rows:
     def add(self, kind: str, rows: Iterable[Entry]) -> None:
         """Add rows that belong together; they are on the disk when this returns."""
         rows = list(rows)
-        lines = "".join(json.dumps({kind: row}, separators=(",", ":"), ensure_ascii=False) + "\n" for row in rows)
+        lines = "".join(
+            json.dumps({kind: row}, separators=(",", ":"), ensure_ascii=False) + "\n"
+            for row in rows
+        )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             # a torn last line is cut off

@@ -18,7 +18,10 @@ from eval.result_files.statistics import Estimate, Row, estimate, estimate_diffe
 
 Key = tuple[Any, ...]  # seed, set, conversation, turn, sampling seed
 NO_DATA = "–"
-SIZES = {"weights": "weights", "token_bytes": "bytes a token"}  # of a head, and of what it reads; not in older files
+SIZES = {
+    "weights": "weights",
+    "token_bytes": "bytes a token",
+}  # of a head, and of what it reads; not in older files
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ class ComparisonTable:
             contexts[key] = CONTEXT.find((row["prompt"] + len(row["tokens"])) // 2)
         return contexts
 
-    def split_by_context(self, lengths: Mapping[Key, Row], temperature: float) -> dict[str, dict[Key, Row]]:
+    def split_by_context(
+        self, lengths: Mapping[Key, Row], temperature: float
+    ) -> dict[str, dict[Key, Row]]:
         """Return the answers of each bucket with enough cycles."""
         num_cycles: dict[int, float] = defaultdict(float)
         parts: dict[int, dict[Key, Row]] = {}
@@ -107,7 +112,9 @@ class ComparisonTable:
                 sizes |= {name: last[name] for name in SIZES if name in last}
         means: dict[str, float | None] = {"tokens": None, "steps": None, "seconds": None}
         if trained:
-            means = {name: sum(training[name] for training in trained) / len(trained) for name in means}
+            means = {
+                name: sum(training[name] for training in trained) / len(trained) for name in means
+            }
         tau = {}
         for shape, temperature in self.columns:
             lengths = self.lengths(arm, shape, temperature)
@@ -118,7 +125,14 @@ class ComparisonTable:
                     "by_seed": _ratios(lengths),
                     "by_context": {name: _tau(part)._asdict() for name, part in parts.items()},
                 }
-        return {"arm": arm.name, "trained": arm.is_trained, "seeds": len(trained), **means, **sizes, "tau": tau}
+        return {
+            "arm": arm.name,
+            "trained": arm.is_trained,
+            "seeds": len(trained),
+            **means,
+            **sizes,
+            "tau": tau,
+        }
 
     def _pair(self, first: str, second: str) -> dict[str, Any]:
         """Return how much longer the second arm's acceptance lengths are, by prompt and seed."""
@@ -131,7 +145,10 @@ class ComparisonTable:
                 more_parts = self.split_by_context(more, temperature)
                 shared = [name for name in more_parts if name in less_parts]
                 by_context = {name: _compare(less_parts[name], more_parts[name]) for name in shared}
-                tau[column_name(shape, temperature)] = {**_compare(less, more), "by_context": by_context}
+                tau[column_name(shape, temperature)] = {
+                    **_compare(less, more),
+                    "by_context": by_context,
+                }
         return {"first": first, "second": second, "tau": tau}
 
 
@@ -196,12 +213,19 @@ def markdown(figures: Mapping[str, Any]) -> str:
     for arm in figures["arms"]:
         cells = [arm["arm"], *_training_cells(arm)]
         cells += [f"{arm[name]:,}" if name in arm else NO_DATA for name in sizes]
-        cells += [f"{arm['tau'][column]['value']:.2f}" if column in arm["tau"] else NO_DATA for column in columns]
+        cells += [
+            f"{arm['tau'][column]['value']:.2f}" if column in arm["tau"] else NO_DATA
+            for column in columns
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     for pair in figures["pairs"]:
         differences = [_difference(pair["tau"].get(column)) for column in columns]
-        lines.append(f"| {pair['second']} over {pair['first']} {'| ' * len(titles)}| {' | '.join(differences)} |")
-    return "\n".join([*lines, *_context_lines(figures), "", f"<sub>{', '.join(_about(figures))}</sub>"])
+        lines.append(
+            f"| {pair['second']} over {pair['first']} {'| ' * len(titles)}| {' | '.join(differences)} |"
+        )
+    return "\n".join(
+        [*lines, *_context_lines(figures), "", f"<sub>{', '.join(_about(figures))}</sub>"]
+    )
 
 
 def _context_lines(figures: Mapping[str, Any]) -> list[str]:
@@ -216,7 +240,10 @@ def _context_lines(figures: Mapping[str, Any]) -> list[str]:
     lines = ["", f"| τ by {CONTEXT.title} | {titles} |", "|---|" + "---:|" * len(columns)]
     for arm in figures["arms"]:
         by_context = _contexts(arm)
-        cells = [format_number(Estimate(**by_context[key])) if key in by_context else NO_DATA for key in columns]
+        cells = [
+            format_number(Estimate(**by_context[key])) if key in by_context else NO_DATA
+            for key in columns
+        ]
         lines.append(f"| {arm['arm']} | {' | '.join(cells)} |")
     for pair in figures["pairs"]:
         by_context = _contexts(pair)
@@ -238,7 +265,12 @@ def _contexts(row: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, float]]
 def _training_cells(arm: Mapping[str, Any]) -> list[str]:
     if not arm["trained"] or not arm["seeds"]:
         return [NO_DATA] * 4
-    return [f"{arm['seeds']}", f"{arm['tokens']:,.0f}", f"{arm['steps']:,.0f}", f"{arm['seconds']:,.1f}"]
+    return [
+        f"{arm['seeds']}",
+        f"{arm['tokens']:,.0f}",
+        f"{arm['steps']:,.0f}",
+        f"{arm['seconds']:,.1f}",
+    ]
 
 
 def _difference(more: Mapping[str, float] | None) -> str:

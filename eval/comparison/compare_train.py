@@ -45,7 +45,9 @@ def store_features(comparison: Comparison) -> None:
             stores.setdefault(arm.recipe.features.store, []).append(arm.recipe)
     for store, recipes in stores.items():
         target = recipes[0].target
-        config = target_config(target.path, target.revision, trust_remote_code=target.trust_remote_code)
+        config = target_config(
+            target.path, target.revision, trust_remote_code=target.trust_remote_code
+        )
         roles = TapRoles.join(roles_of(_settings(recipe), config) for recipe in recipes)
         with lock_folder(store):
             fill_store(recipes[0], Path(store), roles, repair=False, strict=False)
@@ -114,20 +116,37 @@ class TrainingRun:
         recipe = self.recipe.model_copy(update={"train": plan.settings})
         done = _count_saved_steps(recipe)
         begin = _seconds()
-        train(self.accelerator, recipe, self.head, self.frozen, features=self.features, commit=commit())
+        train(
+            self.accelerator,
+            recipe,
+            self.head,
+            self.frozen,
+            features=self.features,
+            commit=commit(),
+        )
         # seconds of a resumed run are scaled up to all of its steps
         seconds = (_seconds() - begin) * len(plan) / max(len(plan) - done, 1)
         self.accelerator.free_memory()
-        return {"steps": len(plan), "tokens": plan.learned(len(plan)), "seconds": round(seconds, 1), **self.sizes()}
+        return {
+            "steps": len(plan),
+            "tokens": plan.learned(len(plan)),
+            "seconds": round(seconds, 1),
+            **self.sizes(),
+        }
 
     def sizes(self) -> Entry:
         """Return how many weights the head trains, and the bytes of what it reads of each token."""
         texts = TextSizes.of((self.features.mask(i), 0) for i in range(len(self.features)))
         token_bytes = mean_bytes(
-            parts_of(tap_identity(self.roles)), self.recipe.features.dtype, self.head.shape.hidden_size, texts
+            parts_of(tap_identity(self.roles)),
+            self.recipe.features.dtype,
+            self.head.shape.hidden_size,
+            texts,
         )
         return {
-            "weights": sum(weight.numel() for weight in self.head.parameters() if weight.requires_grad),
+            "weights": sum(
+                weight.numel() for weight in self.head.parameters() if weight.requires_grad
+            ),
             "token_bytes": round(token_bytes),
         }
 
@@ -138,7 +157,9 @@ class TrainingRun:
         head = self.head.to(device).train()
         plan = self.plan(ENOUGH)
         writing = self._timed_writing(plan)
-        optimizer = torch.optim.AdamW(head.parameters(), lr=settings.lr, betas=settings.betas, fused=True)
+        optimizer = torch.optim.AdamW(
+            head.parameters(), lr=settings.lr, betas=settings.betas, fused=True
+        )
 
         def step(step_index: int) -> float:
             # on-policy texts are written for several steps at once, and count in each of these

@@ -63,7 +63,9 @@ class _Panel:
 
     def y(self, tau: float) -> float:
         """Return the coordinate of an acceptance length."""
-        return round(HEIGHT - BOTTOM - (tau - self.low) / (self.high - self.low) * (HEIGHT - BOTTOM - TOP), 1)
+        return round(
+            HEIGHT - BOTTOM - (tau - self.low) / (self.high - self.low) * (HEIGHT - BOTTOM - TOP), 1
+        )
 
     def draw(self) -> Iterator[str]:
         """Yield title, axes and curves as SVG."""
@@ -75,11 +77,15 @@ class _Panel:
         for tokens in self.counts:
             label = _short(tokens)
             yield f'<text x="{self.x(tokens)}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>'
-        heights = _spread({name: self.y(points[-1]["value"]) for name, points in self.curves.items()})
+        heights = _spread(
+            {name: self.y(points[-1]["value"]) for name, points in self.curves.items()}
+        )
         for name, points in self.curves.items():
             yield from self._draw_curve(name, points, heights[name])
 
-    def _draw_curve(self, name: str, points: list[dict[str, float]], height: float) -> Iterator[str]:
+    def _draw_curve(
+        self, name: str, points: list[dict[str, float]], height: float
+    ) -> Iterator[str]:
         """Yield a curve, its intervals, and its name at its end."""
         index = self.names.index(name)
         ink = COLOURS[index % len(COLOURS)]

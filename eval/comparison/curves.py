@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from eval.comparison.compare_plan import Arm
-from eval.comparison.compare_table import NO_DATA, ComparisonTable, Key, column_name, group_by_conversation
+from eval.comparison.compare_table import (
+    NO_DATA,
+    ComparisonTable,
+    Key,
+    column_name,
+    group_by_conversation,
+)
 from eval.result_files.statistics import Row, column_sums, draw_counts
 
 EXPONENTS = torch.logspace(-2, 0.5, 120, dtype=torch.float64)  # [B]
@@ -55,7 +61,9 @@ def describe_column(table: ComparisonTable, shape: str, temperature: float) -> d
             curves[name] = torch.tensor(counts, dtype=torch.float64), torch.stack(taus)
     max_tau = float(table.comparison.shapes[shape].depth + 1)
     return {
-        "curves": {name: describe_curve(counts, taus, max_tau) for name, (counts, taus) in curves.items()},
+        "curves": {
+            name: describe_curve(counts, taus, max_tau) for name, (counts, taus) in curves.items()
+        },
         "crossings": list(find_crossings(curves)),
     }
 
@@ -71,7 +79,9 @@ def draw_taus(lengths: dict[Key, Row]) -> Tensor:
 
 def describe_curve(counts: Tensor, taus: Tensor, most: float) -> dict[str, Any]:
     """Return points and fit with their intervals, and how well the first points predict the last."""
-    points = [{"tokens": int(count), **_estimate(tau)} for count, tau in zip(counts, taus, strict=True)]
+    points = [
+        {"tokens": int(count), **_estimate(tau)} for count, tau in zip(counts, taus, strict=True)
+    ]
     figures: dict[str, Any] = {"points": points}
     last = counts[-1:]
     if len(counts) >= FEWEST:
@@ -128,14 +138,18 @@ def curve(counts: Tensor, fitted: Tensor) -> Tensor:
 
 def find_crossings(curves: dict[str, tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
     """Yield where the second of two curves overtakes the first, between their measured points."""
-    for (first, (first_counts, first_taus)), (second, (second_counts, second_taus)) in combinations(curves.items(), 2):
+    for (first, (first_counts, first_taus)), (second, (second_counts, second_taus)) in combinations(
+        curves.items(), 2
+    ):
         shared = [count for count in first_counts.tolist() if count in second_counts.tolist()]
         # a crossing lies between two points
         if len(shared) < 2:
             continue
         differences = []
         for count in shared:
-            differences.append(second_taus[second_counts == count][0] - first_taus[first_counts == count][0])
+            differences.append(
+                second_taus[second_counts == count][0] - first_taus[first_counts == count][0]
+            )
         gaps = torch.stack(differences)  # [N, D]
         crossed = cross(torch.tensor(shared, dtype=torch.float64), gaps)
         if crossed.isfinite()[0]:
@@ -186,7 +200,9 @@ def curve_lines(columns: Sequence[dict[str, Any]]) -> Iterator[str]:
     for column in columns:
         curves = {}
         for name, described in column["curves"].items():
-            curves[name] = {point["tokens"]: f"{point['value']:.2f}" for point in described["points"]}
+            curves[name] = {
+                point["tokens"]: f"{point['value']:.2f}" for point in described["points"]
+            }
         # a row for each curve, and a column for each count that any of them has
         counts = sorted(set[int]().union(*curves.values()))
         titles = [f"{column['column']}, tokens", *(f"{count:,}" for count in counts)]
@@ -208,4 +224,8 @@ def _fitted_cells(curve: dict[str, Any]) -> list[str]:
     # both need a fit
     if "fit" not in curve:
         return [*cells, NO_DATA, NO_DATA]
-    return [*cells, WITH_INTERVAL.format(**curve["fit"]["ceiling"]), CHANGE.format(**curve["a doubling more"])]
+    return [
+        *cells,
+        WITH_INTERVAL.format(**curve["fit"]["ceiling"]),
+        CHANGE.format(**curve["a doubling more"]),
+    ]

@@ -77,7 +77,9 @@ def by_task(report: ReportData) -> Html:
     rows = []
     for heading, groups in by_temperature(report.drafting):
         for group in groups:
-            rows.append((code(group.name), heading, group.rule, cell(group.estimate(ACCEPTANCE_LENGTH))))
+            rows.append(
+                (code(group.name), heading, group.rule, cell(group.estimate(ACCEPTANCE_LENGTH)))
+            )
     by_rule = table(["drafter", "temperature", "children drafted", "τ"], [("", rows)])
     title = "Acceptance by task, temperature and rule"
     return section("task", title, lead, legend(report.names), panels(*figures), by_rule)
@@ -159,7 +161,9 @@ def calibration(report: ReportData) -> Html:
         return section("calibration", "Calibration", lead, missing(note))
     figures = []
     for temperature, bins_by_name in bins_by_temperature.items():
-        errors = ", ".join(f"{name} {_calibration_error(bins):.0%}" for name, bins in bins_by_name.items())
+        errors = ", ".join(
+            f"{name} {_calibration_error(bins):.0%}" for name, bins in bins_by_name.items()
+        )
         # points on the diagonal are as often right as the draft believes
         figure = draw_plot(
             f"Accepted by confidence, T = {temperature:g}",

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from math import inf, log2
 
 from eagle.markup import Html
-from eval.page.page_parts import ReportData, by_temperature, cell, code, missing, panels, section, table
+from eval.page.page_parts import (
+    ReportData,
+    by_temperature,
+    cell,
+    code,
+    missing,
+    panels,
+    section,
+    table,
+)
 from eval.page.page_speed import describe_output
 from eval.result_files.figures import Points, Scale, draw_plot, legend
 from eval.result_files.results import (
@@ -20,7 +29,17 @@ from eval.result_files.results import (
 )
 from eval.result_files.statistics import Estimate
 
-COLUMNS = ("at a time", "drafter", "texts a step", "tokens/s", "speed-up", "modelled", "latency", "τ", "output")
+COLUMNS = (
+    "at a time",
+    "drafter",
+    "texts a step",
+    "tokens/s",
+    "speed-up",
+    "modelled",
+    "latency",
+    "τ",
+    "output",
+)
 PLAIN = Estimate(1, -inf, inf)
 
 
@@ -43,7 +62,12 @@ def batches(report: ReportData) -> Html:
         "bootstrap over conversations: what texts of one batch share is not in them."
     )
     if max(group.batch_size for group in report.every) == 1:
-        return section("batches", title, lead, missing("One text at a time: eval.batch_size=[1, 4, 16] adds batches."))
+        return section(
+            "batches",
+            title,
+            lead,
+            missing("One text at a time: eval.batch_size=[1, 4, 16] adds batches."),
+        )
     parts = []
     figures = []
     for heading, groups in by_temperature(report.every):
@@ -51,9 +75,17 @@ def batches(report: ReportData) -> Html:
         by_size = sorted(groups, key=lambda group: group.batch_size)
         parts.append((heading, [_row(group) for group in by_size]))
         drafting = [group for group in groups if group.drafts]
-        figures.append(_draw(f"Speed-up, {heading}", report, drafting, SPEED_UP, unit="× plain decoding"))
-        figures.append(_draw(f"Tokens per second, {heading}", report, groups, TOKENS_PER_SECOND, unit="tokens/s"))
-    return section("batches", title, lead, table(COLUMNS, parts), legend(report.names), panels(*figures))
+        figures.append(
+            _draw(f"Speed-up, {heading}", report, drafting, SPEED_UP, unit="× plain decoding")
+        )
+        figures.append(
+            _draw(
+                f"Tokens per second, {heading}", report, groups, TOKENS_PER_SECOND, unit="tokens/s"
+            )
+        )
+    return section(
+        "batches", title, lead, table(COLUMNS, parts), legend(report.names), panels(*figures)
+    )
 
 
 def _row(group: Group) -> list[object]:
@@ -92,7 +124,9 @@ def points_by_size(groups: Sequence[Group], metric: Metric) -> Points:
     return [(log2(group.batch_size), group.estimate(metric)) for group in by_size]
 
 
-def _draw(title: str, report: ReportData, groups: Sequence[Group], metric: Metric, *, unit: str) -> Html:
+def _draw(
+    title: str, report: ReportData, groups: Sequence[Group], metric: Metric, *, unit: str
+) -> Html:
     """Draw a line for every drafter, and one for plain decoding."""
     by_name: dict[str, list[Group]] = {}
     for group in groups:

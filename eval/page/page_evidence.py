@@ -25,7 +25,9 @@ def answers(report: ReportData) -> Html:
         with_pieces = [answer for answer in group.answers if answer.get("pieces")]
         ranked += [(rank, group, answer) for rank, answer in enumerate(with_pieces)]
     if not ranked:
-        return section("answers", "Some answers", lead, missing("These results keep no answers in pieces."))
+        return section(
+            "answers", "Some answers", lead, missing("These results keep no answers in pieces.")
+        )
     # one of each drafter and temperature first, then the next of each
     ranked.sort(key=lambda item: item[0])
     figures = [_answer(group, answer) for _, group, answer in ranked[:ANSWERS]]
@@ -68,7 +70,13 @@ def losslessness(report: ReportData) -> Html:
     sampled = total - same - differing
     text += f", {sampled} were sampled from q." if sampled else "."
     note = tag("p", text, class_="warn" if differing else None)
-    return section("lossless", "Nothing lost?", lead, note, [_certificate(report, label) for label in report.runs])
+    return section(
+        "lossless",
+        "Nothing lost?",
+        lead,
+        note,
+        [_certificate(report, label) for label in report.runs],
+    )
 
 
 def _certificate(report: ReportData, label: str) -> Html:
@@ -97,9 +105,18 @@ def _certificate(report: ReportData, label: str) -> Html:
             _divergence(verdict["divergences"]),
         )
         rows.append(row)
-    columns = ["drafter", "T", "at a time", "identical to plain decoding", "to the model's own", "to the model in fp32"]
+    columns = [
+        "drafter",
+        "T",
+        "at a time",
+        "identical to plain decoding",
+        "to the model's own",
+        "to the model in fp32",
+    ]
     columns += ["verdict", "first divergence"]
-    return html([tag("h3", name, "certificate against the untouched model"), table(columns, [("", rows)])])
+    return html(
+        [tag("h3", name, "certificate against the untouched model"), table(columns, [("", rows)])]
+    )
 
 
 def _identical(count: int | None, answers: int) -> str:
@@ -121,7 +138,9 @@ def _divergence(divergences: list[dict[str, Any]]) -> object:
 
 def provenance(report: ReportData) -> Html:
     """Show the machine, versions and commit of each run."""
-    lead = "Figures belong to a machine, versions and a commit; compare them with those of no other."
+    lead = (
+        "Figures belong to a machine, versions and a commit; compare them with those of no other."
+    )
     parts = []
     for label, run in report.runs.items():
         count = f"{len(run.answers)} answers"

@@ -67,11 +67,17 @@ def labels(paths: Sequence[str | Path]) -> list[str]:
     if len(paths) == 1:
         return [""]
     full = [Path(path).resolve() for path in paths]
-    kinds = [[path.stem for path in full], [path.parent.name for path in full], [str(path) for path in full]]
+    kinds = [
+        [path.stem for path in full],
+        [path.parent.name for path in full],
+        [str(path) for path in full],
+    ]
     for names in kinds:
         if len(set(names)) == len(full):
             return names
-    raise ValueError(f"the same results file is given twice: {', '.join(map(str, paths))}; give each once")
+    raise ValueError(
+        f"the same results file is given twice: {', '.join(map(str, paths))}; give each once"
+    )
 
 
 def by_temperature(groups: Iterable[Group]) -> list[tuple[str, list[Group]]]:
@@ -110,7 +116,10 @@ def table(columns: Sequence[str], parts: Iterable[tuple[str, Sequence[Sequence[o
             body.append(tag("tr", tag("td", heading, colspan=len(columns)), class_="part"))
         for row in rows:
             # on a phone each row becomes a card, so a cell knows its column's name
-            cells = [tag("td", tag("div", value), data_label=name) for name, value in zip(columns, row, strict=True)]
+            cells = [
+                tag("td", tag("div", value), data_label=name)
+                for name, value in zip(columns, row, strict=True)
+            ]
             body.append(tag("tr", cells))
     head = tag("thead", tag("tr", [tag("th", name, scope="col") for name in columns]))
     return tag("table", head, tag("tbody", body))
@@ -136,7 +145,9 @@ def task_of(answer: Answer) -> str:
     return f"{prompt_set} · {answer['task']}"
 
 
-def figures_by_task(report: ReportData, label: str, metric: Metric, start: float = 0, unit: str = "") -> list[Html]:
+def figures_by_task(
+    report: ReportData, label: str, metric: Metric, start: float = 0, unit: str = ""
+) -> list[Html]:
     """Draw a panel per temperature with the metric of each drafter by set and task."""
     lines: dict[str, Rows] = {}
     for heading, groups in by_temperature(report.drafting):
@@ -153,7 +164,9 @@ def figures_by_task(report: ReportData, label: str, metric: Metric, start: float
     return side_by_side(f"{label} by task", lines, start=start, unit=unit)
 
 
-def side_by_side(label: str, lines: dict[str, Rows], *, start: float = 0, unit: str = "", note: str = "") -> list[Html]:
+def side_by_side(
+    label: str, lines: dict[str, Rows], *, start: float = 0, unit: str = "", note: str = ""
+) -> list[Html]:
     """Draw a panel per temperature, all on one scale; plain decoding is at 1."""
     ends: list[float] = [1]
     for rows in lines.values():

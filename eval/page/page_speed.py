@@ -41,7 +41,9 @@ AGAINST_PLAIN = {
 
 def verdicts(report: ReportData) -> Html:
     """Show the fastest drafter at every temperature in large letters, also where plain decoding is faster."""
-    return tag("ul", [_verdict(*part) for part in by_temperature(report.drafting)], class_="verdicts")
+    return tag(
+        "ul", [_verdict(*part) for part in by_temperature(report.drafting)], class_="verdicts"
+    )
 
 
 def _verdict(heading: str, groups: list[Group]) -> Html:
@@ -105,9 +107,14 @@ def headline(report: ReportData) -> Html:
         parts.append((heading, [_headline_row(group, waited, has_modelled) for group in groups]))
     lines: dict[str, Rows] = {}
     for heading, groups in by_temperature(report.drafting):
-        lines[heading] = [(group.name, [(report.series[group.name], group.estimate(SPEED_UP))]) for group in groups]
+        lines[heading] = [
+            (group.name, [(report.series[group.name], group.estimate(SPEED_UP))])
+            for group in groups
+        ]
     figures = side_by_side("Speed-up", lines, unit=" ×", note="The dashed line is plain decoding.")
-    return section("headline", "How fast, and how sure", lead, table(columns, parts), panels(*figures))
+    return section(
+        "headline", "How fast, and how sure", lead, table(columns, parts), panels(*figures)
+    )
 
 
 def _headline_row(group: Group, waited: bool, has_modelled: bool) -> list[object]:

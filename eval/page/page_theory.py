@@ -10,7 +10,16 @@ from operator import mul
 from typing import Any
 
 from eagle.markup import Html
-from eval.page.page_parts import ReportData, by_temperature, cell, code, missing, panels, section, table
+from eval.page.page_parts import (
+    ReportData,
+    by_temperature,
+    cell,
+    code,
+    missing,
+    panels,
+    section,
+    table,
+)
 from eval.result_files.figures import Scale, draw_plot, legend
 from eval.result_files.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Group, cycles
 from eval.result_files.statistics import Estimate
@@ -42,7 +51,9 @@ def tokens_of_rates(rates: Sequence[float]) -> float:
 def check_rate(alpha: float, gamma: int = 0) -> None:
     """Refuse what is no acceptance rate or no length."""
     if not 0 <= alpha <= 1 or gamma < 0:
-        raise ValueError(f"alpha = {alpha}, gamma = {gamma}: expected a probability, and a chain of 0 or more tokens")
+        raise ValueError(
+            f"alpha = {alpha}, gamma = {gamma}: expected a probability, and a chain of 0 or more tokens"
+        )
 
 
 def count_shapes(recorded: Iterable[Cycle]) -> Shapes:
@@ -107,7 +118,9 @@ class Rates:
         return self._mean(lambda depth: tokens_of_rates(self.by_level[:depth]))
 
     def _mean(self, value: Callable[[int], float]) -> float:
-        return sum(value(depth) * times for depth, times in self.depths.items()) / self.depths.total()
+        return (
+            sum(value(depth) * times for depth, times in self.depths.items()) / self.depths.total()
+        )
 
 
 def theory(report: ReportData) -> Html:
@@ -151,7 +164,9 @@ def theory(report: ReportData) -> Html:
     figures = [_draw_agreement("τ", "from α", lengths, low=1)]
     if speeds:
         figures.append(_draw_agreement("Speed-up", how, speeds, low=0))
-    return section("theory", title, lead, table(columns, parts), legend(report.names), panels(*figures))
+    return section(
+        "theory", title, lead, table(columns, parts), legend(report.names), panels(*figures)
+    )
 
 
 def _row(group: Group, rates: Rates, even: float | None, predicted: float | None) -> list[object]:

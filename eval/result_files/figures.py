@@ -16,7 +16,12 @@ RIGHT = 10
 TOP = 22
 BOTTOM = 36
 # SVG paths around the origin: circle, square, diamond, triangle
-MARKS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z", "M-3.5-3.5h7v7h-7z", "M0-5L5 0L0 5L-5 0z", "M0-5L4.6 3.4H-4.6z")
+MARKS = (
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
+    "M-3.5-3.5h7v7h-7z",
+    "M0-5L5 0L0 5L-5 0z",
+    "M0-5L4.6 3.4H-4.6z",
+)
 COLOURS = 6
 Points = Sequence[tuple[float, Estimate]]
 Position = tuple[float, float]  # x and y, in the figure's pixels
@@ -121,7 +126,9 @@ def draw_dots(
             at = y + 26 + 12 * i
             hint = f"{name}: {format_number(value, unit)}"
             mark = _mark(series, (scale(value.value), at), hint)
-            parts.append(_point(series, value, (scale(value.low), at), (scale(value.high), at), mark=mark))
+            parts.append(
+                _point(series, value, (scale(value.low), at), (scale(value.high), at), mark=mark)
+            )
         y += 26 + 12 * len(points)
         parts.append(_line((scale.start, y - 3), (scale.end, y - 3), "rule"))
     ticks = []
@@ -174,12 +181,20 @@ def draw_plot(
         for at, value in finite:
             hint = format_percent(value) if y.percent else format_number(value)
             mark = _mark(series_index, (at, y(value.value)), hint)
-            parts.append(_point(series_index, value, (at, y(value.low)), (at, y(value.high)), mark=mark))
+            parts.append(
+                _point(series_index, value, (at, y(value.low)), (at, y(value.high)), mark=mark)
+            )
     return _figure(title, note, height, parts)
 
 
 def draw_bars(
-    title: str, shares: Sequence[float], *, y: Scale, series: int, axes: tuple[str, str], note: str = ""
+    title: str,
+    shares: Sequence[float],
+    *,
+    y: Scale,
+    series: int,
+    axes: tuple[str, str],
+    note: str = "",
 ) -> Html:
     """Draw a bar for 0, 1, 2 ... with its share above it."""
     height = 168
@@ -199,10 +214,14 @@ def draw_bars(
         # a share that would be shown as 0% has no text
         label = f"{share:.0%}" if share >= 0.005 else ""
         bars.append(tag("g", bar, _text((x(i), y(share) - 4), label, "tick", "middle")))
-    return _figure(title, note, height, _axes(x, y, height, axes), tag("g", bars, class_=_colour(series)))
+    return _figure(
+        title, note, height, _axes(x, y, height, axes), tag("g", bars, class_=_colour(series))
+    )
 
 
-def draw_stack(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str) -> Html:
+def draw_stack(
+    title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str
+) -> Html:
     """Draw a bar for each name, cut into parts whose names are classes of the style sheet."""
     totals = []
     for _, values in rows:
@@ -225,7 +244,10 @@ def draw_stack(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]
     ticks = scale.ticks()
     grid = [_line((scale(value), 18), (scale(value), y - 4), "grid") for value in ticks]
     # the first and the last number would be cut off at the figure's edge
-    numbers = [_text((scale(value), y + 10), scale.format(value), "tick", "middle") for value in ticks[1:-1]]
+    numbers = [
+        _text((scale(value), y + 10), scale.format(value), "tick", "middle")
+        for value in ticks[1:-1]
+    ]
     return _figure(title, "", y + 16, grid, bars, numbers)
 
 
@@ -249,7 +271,9 @@ def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
         hint = tag("title", f"{name}: {shares[path]:.1%}")
         circle = tag("circle", hint, cx=round(x, 1), cy=round(y, 1), r=9, class_="node")
         inside = _text((x, y + 4), rank, "rank", "middle")
-        nodes.append(tag("g", circle, inside, _text((x, y + 20), f"{shares[path]:.0%}", "tick", "middle")))
+        nodes.append(
+            tag("g", circle, inside, _text((x, y + 20), f"{shares[path]:.0%}", "tick", "middle"))
+        )
     lowest = max(y for _, y in positions.values())
     return _figure(title, "", lowest + 26, edges, nodes)
 
@@ -284,8 +308,12 @@ def assign_rows(shares: Mapping[Path, float]) -> dict[Path, int]:
 
 def _figure(title: str, note: str, height: float, *parts: object) -> Html:
     """Return a drawing of the common width under its title and a note."""
-    drawing = tag("svg", tag("title", title), parts, viewBox=f"0 0 {WIDTH} {ceil(height)}", role="img")
-    caption = tag("figcaption", tag("strong", title), tag("span", note, class_="note") if note else "")
+    drawing = tag(
+        "svg", tag("title", title), parts, viewBox=f"0 0 {WIDTH} {ceil(height)}", role="img"
+    )
+    caption = tag(
+        "figcaption", tag("strong", title), tag("span", note, class_="note") if note else ""
+    )
     return tag("figure", caption, drawing)
 
 
@@ -314,7 +342,9 @@ def _colour(series: int) -> str:
 def _mark(series: int, position: Position, hint: str = "") -> Html:
     """Draw a point. Its colour and its shape both tell the series."""
     x, y = position
-    shape = tag("path", d=MARKS[series % len(MARKS)], transform=f"translate({x} {y})", class_="point")
+    shape = tag(
+        "path", d=MARKS[series % len(MARKS)], transform=f"translate({x} {y})", class_="point"
+    )
     return tag("g", tag("title", hint) if hint else "", shape, class_=_colour(series))
 
 

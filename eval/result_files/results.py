@@ -18,12 +18,28 @@ from eagle.markup import Html, table
 from eagle.target.bits.near_ties import MAX_TIE
 from eval.costs import asked_budgets, model_seconds
 from eval.result_files.figures import format_number
-from eval.result_files.statistics import Difference, Estimate, Row, Statistic, estimate, estimate_difference, ratio
+from eval.result_files.statistics import (
+    Difference,
+    Estimate,
+    Row,
+    Statistic,
+    estimate,
+    estimate_difference,
+    ratio,
+)
 
 Answer = dict[str, Any]  # one row of a results file
 GroupKey = tuple[int, float, str]  # batch size, temperature, drafter
 Key = tuple[Any, ...]  # set, conversation, turn, temperature, seed, batch size
-ANSWER = {"drafter", "temperature", "tokens", "seconds", "cycles", "loops", "identical"}  # what every row has
+ANSWER = {
+    "drafter",
+    "temperature",
+    "tokens",
+    "seconds",
+    "cycles",
+    "loops",
+    "identical",
+}  # what every row has
 RULES = {
     "noise": "ranked with the target's own noise",
     "likeliest": "the likeliest, as point masses",
@@ -110,11 +126,17 @@ class Metric:
 
 ACCEPTANCE_LENGTH = Metric(count_cycles)
 TOKENS_PER_SECOND = Metric(count_seconds)
-SPEED_UP = Metric(lambda answer: (*count_seconds(answer), *count_seconds(answer["baseline"])), speed_up)
-CPU_SPEED_UP = Metric(lambda answer: (*count_cpu_seconds(answer), *count_cpu_seconds(answer["baseline"])), speed_up)
+SPEED_UP = Metric(
+    lambda answer: (*count_seconds(answer), *count_seconds(answer["baseline"])), speed_up
+)
+CPU_SPEED_UP = Metric(
+    lambda answer: (*count_cpu_seconds(answer), *count_cpu_seconds(answer["baseline"])), speed_up
+)
 MODELLED_SPEED_UP = Metric(lambda answer: answer["modelled"], speed_up)  # prefill excluded
 # mean seconds; a prompt decoded alone has no latency beside its seconds
-LATENCY = Metric(lambda answer: (answer["latency"] if "latency" in answer else answer["seconds"], 1))
+LATENCY = Metric(
+    lambda answer: (answer["latency"] if "latency" in answer else answer["seconds"], 1)
+)
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,9 @@ class Group:
     rule: str  # how the draft was drawn
     answers: list[Answer]
     batch_size: int = 1
-    steps: tuple[Answer, ...] = ()  # what steps of the batches took, those of interrupted answers included
+    steps: tuple[
+        Answer, ...
+    ] = ()  # what steps of the batches took, those of interrupted answers included
 
     @property
     def name(self) -> str:
@@ -169,7 +193,9 @@ class Group:
     @property
     def has_cpu_seconds(self) -> bool:
         """Return whether all answers and baselines have CPU seconds."""
-        return all("cpu_seconds" in row and "cpu_seconds" in row["baseline"] for row in self.answers)
+        return all(
+            "cpu_seconds" in row and "cpu_seconds" in row["baseline"] for row in self.answers
+        )
 
     @property
     def had_to_wait(self) -> bool:
@@ -207,7 +233,9 @@ class Group:
         measured = [tie for tie in ties if tie is not None]
         if not measured:
             return "the others part at ties that were not measured"
-        text = f"the others part at near-ties of at most {max(measured):.2g} units in the last place"
+        text = (
+            f"the others part at near-ties of at most {max(measured):.2g} units in the last place"
+        )
         if len(measured) < len(ties):
             text += f", {len(ties) - len(measured)} not measured"
         return text
@@ -274,7 +302,9 @@ class Results:
 
     def groups(self, label: str = "") -> list[Group]:
         """Group the answers by batch size, temperature and drafter; add modelled seconds where costs are known."""
-        baselines = {prompt_key(answer): answer for answer in self.answers if answer["drafter"] == "none"}
+        baselines = {
+            prompt_key(answer): answer for answer in self.answers if answer["drafter"] == "none"
+        }
         answers: dict[GroupKey, list[Answer]] = {}
         # answers are copied, so that reading the groups twice adds to fresh rows
         for answer in self.answers:
@@ -285,10 +315,14 @@ class Results:
                     "every figure needs its baseline in the same run: let eval.measure finish, then report again"
                 )
             paired = {**answer, "baseline": baselines[key]}
-            answers.setdefault((key[-1], answer["temperature"], answer["drafter"]), []).append(paired)
+            answers.setdefault((key[-1], answer["temperature"], answer["drafter"]), []).append(
+                paired
+            )
         steps: dict[GroupKey, list[Answer]] = {}
         for batch in self.batches:
-            steps.setdefault((batch["batch_size"], batch["temperature"], batch["drafter"]), []).append(batch)
+            steps.setdefault(
+                (batch["batch_size"], batch["temperature"], batch["drafter"]), []
+            ).append(batch)
         groups = []
         for group_key, rows in answers.items():
             batch_size, temperature, drafter = group_key
@@ -327,7 +361,9 @@ class Results:
             baseline_tokens, _ = count_cycles(answer["baseline"])
             answer["modelled"] = tokens, seconds[i], baseline_tokens, baseline_seconds[i]
 
-    def _model_seconds(self, costs: Costs, answers: Sequence[Answer], budget: Budget | None) -> list[float]:
+    def _model_seconds(
+        self, costs: Costs, answers: Sequence[Answer], budget: Budget | None
+    ) -> list[float]:
         limit = self.header.get("new_tokens")
         rows = [{**answer, "cycles": cycles(answer)} for answer in answers]
         budgets = [asked_budgets(row["cycles"], budget, limit) for row in rows]
@@ -385,7 +421,9 @@ def _parse_line(path: Path, line_number: int, line: bytes) -> dict[str, Any]:
     try:
         item = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{path}:{line_number} is not JSON ({error}): remove that line or measure again") from None
+        raise ValueError(
+            f"{path}:{line_number} is not JSON ({error}): remove that line or measure again"
+        ) from None
     # a line that is no object at all lacks every column
     fields = item if isinstance(item, dict) else {}
     missing = ANSWER - fields.keys()

@@ -15,7 +15,9 @@ from torch import Tensor
 
 Row = Sequence[float]  # numbers that one answer adds: cycles, tokens, seconds
 Clusters = Mapping[Any, Sequence[Row]]  # the rows of every conversation
-Statistic = Callable[[Any], Any]  # of the sums of the columns; a sum is a number, or a tensor [draws]
+Statistic = Callable[
+    [Any], Any
+]  # of the sums of the columns; a sum is a number, or a tensor [draws]
 
 
 class Estimate(NamedTuple):
@@ -44,7 +46,11 @@ def ratio(sums: Any) -> Any:
 
 
 def interval(
-    values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0, level: float = 0.95
+    values_by_cluster: Clusters,
+    statistic: Statistic = ratio,
+    draws: int = 2000,
+    seed: int = 0,
+    level: float = 0.95,
 ) -> tuple[float, float]:
     """Return the bootstrap interval of a statistic of column sums, infinite for a single cluster."""
     num_clusters = len(values_by_cluster)
@@ -58,11 +64,15 @@ def interval(
     if not len(samples):
         return -inf, inf
     tail = _tail(num_clusters, level)
-    low, high = torch.quantile(samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)).tolist()
+    low, high = torch.quantile(
+        samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)
+    ).tolist()
     return low, high
 
 
-def estimate(values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0) -> Estimate:
+def estimate(
+    values_by_cluster: Clusters, statistic: Statistic = ratio, draws: int = 2000, seed: int = 0
+) -> Estimate:
     """Return the statistic of all rows, with its interval."""
     value = statistic(column_sums(values_by_cluster).sum(0))
     low, high = interval(values_by_cluster, statistic, draws, seed)
@@ -101,7 +111,9 @@ def estimate_difference(
 
 def column_sums(clusters: Clusters) -> Tensor:
     """Return the column sums of every cluster  # [C, K]"""
-    return torch.stack([torch.tensor(rows, dtype=torch.float64).sum(0) for rows in clusters.values()])
+    return torch.stack(
+        [torch.tensor(rows, dtype=torch.float64).sum(0) for rows in clusters.values()]
+    )
 
 
 @lru_cache(maxsize=8)

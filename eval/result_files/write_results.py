@@ -54,7 +54,9 @@ def _cut_torn_line(path: Path) -> None:
     data = path.read_bytes()
     end = data.rfind(b"\n") + 1
     if end < len(data):
-        print(f"{path}: the last line is torn; its {len(data) - end} bytes are cut off, and it is measured again")
+        print(
+            f"{path}: the last line is torn; its {len(data) - end} bytes are cut off, and it is measured again"
+        )
         with path.open("r+b") as file:
             file.truncate(end)
 

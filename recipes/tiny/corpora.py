@@ -26,7 +26,17 @@ from typing import Any
 STORIES = Path(__file__).with_name("stories.json")
 UNWANTED = r"_|antigravity|distutils|encodings|ensurepip|idlelib|lib2to3|msilib|pydoc_data|test$|this|tkinter|turtle"
 STDLIB = sorted(name for name in sys.stdlib_module_names if not re.match(UNWANTED, name))
-C_MODULES = ["binascii", "builtins", "cmath", "gc", "itertools", "math", "time", "unicodedata", "zlib"]
+C_MODULES = [
+    "binascii",
+    "builtins",
+    "cmath",
+    "gc",
+    "itertools",
+    "math",
+    "time",
+    "unicodedata",
+    "zlib",
+]
 PACKAGES = ["torch", "numpy", "networkx"]  # torch brings networkx along
 # Tests and scripts are not documentation, and torch's internals mostly repeat the docstrings of its public modules.
 SKIPPED = re.compile(
@@ -41,8 +51,19 @@ HELD_OUT = re.compile(
 # Characters, so that a conversation stays below about 400 tokens.
 LONGEST_TEXT = 700
 LONGEST_CALL = 240
-PURPOSE = ("What does `{}` do?", "What does {} do?", "Explain `{}`.", "What is {} for?", "Tell me about `{}`.")
-ARGUMENTS = ("What are its arguments?", "Which arguments does it take?", "How do I call it?", "Show me its signature.")
+PURPOSE = (
+    "What does `{}` do?",
+    "What does {} do?",
+    "Explain `{}`.",
+    "What is {} for?",
+    "Tell me about `{}`.",
+)
+ARGUMENTS = (
+    "What are its arguments?",
+    "Which arguments does it take?",
+    "How do I call it?",
+    "Show me its signature.",
+)
 PLACE = ("Where is it defined?", "Where do I find it?", "Where does it belong?")
 # What ends the prose of a docstring: examples, directives, fields, lists, underlined and Google-style sections.
 END_OF_PROSE = re.compile(
@@ -63,7 +84,9 @@ class Documented:
     arguments: ast.arguments | None
 
 
-def docstring_conversations(held_out: bool, seen: set[str], tally: Counter[str]) -> Iterator[dict[str, Any]]:
+def docstring_conversations(
+    held_out: bool, seen: set[str], tally: Counter[str]
+) -> Iterator[dict[str, Any]]:
     """Yield ShareGPT records of one split; names and texts in `seen` are left out, and `tally` counts the decisions."""
     for item in documented_items(held_out, tally):
         text = extract_prose(item.docstring)
@@ -77,7 +100,11 @@ def docstring_conversations(held_out: bool, seen: set[str], tally: Counter[str])
         else:
             tally["kept" if call else "kept, without its arguments: unknown or too long"] += 1
             seen |= {item.name, text}
-            yield {"id": item.name, "module": item.module, "conversations": make_turns(item, text, call)}
+            yield {
+                "id": item.name,
+                "module": item.module,
+                "conversations": make_turns(item, text, call),
+            }
 
 
 def documented_items(held_out: bool, tally: Counter[str]) -> Iterator[Documented]:
@@ -121,7 +148,10 @@ def parse_source(module: str, source: bytes) -> Iterator[Documented]:
 
 def _parse_body(body: list[ast.stmt], module: str, prefix: str, kind: str) -> Iterator[Documented]:
     for node in body:
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name[0] == "_":
+        if (
+            not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            or node.name[0] == "_"
+        ):
             continue
         name = f"{prefix}.{node.name}"
         docstring = ast.get_docstring(node) or ""
@@ -210,7 +240,10 @@ def call_answer(item: Documented) -> str | None:
     call = f"{item.name.rpartition('.')[2]}({ast.unparse(arguments)})"
     if len(call) > LONGEST_CALL:
         return None
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    names = [
+        argument.arg
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    ]
     if arguments.vararg:
         names.append(f"*{arguments.vararg.arg}")
     if arguments.kwarg:
@@ -234,7 +267,10 @@ def make_turns(item: Documented, text: str, call: str | None) -> list[dict[str, 
     if call:
         texts += [ARGUMENTS[choice // 7 % len(ARGUMENTS)], call]
     if not call or choice // 3 % 3 == 0:
-        texts += [PLACE[choice // 5 % len(PLACE)], f"`{name}` is a {item.kind} of `{owner or item.module}`."]
+        texts += [
+            PLACE[choice // 5 % len(PLACE)],
+            f"`{name}` is a {item.kind} of `{owner or item.module}`.",
+        ]
     return [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(texts)]
 
 

@@ -155,7 +155,9 @@ def run(stages: Sequence[Stage]) -> None:
     training_env = {**plain_env, "OMP_NUM_THREADS": str(threads)}
     console = Console(highlight=False)
     for number, stage in enumerate(stages, start=1):
-        console.print(f"\n[bold]\\[{number}/{len(stages)}] {stage.title}[/bold] (about {stage.seconds} s)")
+        console.print(
+            f"\n[bold]\\[{number}/{len(stages)}] {stage.title}[/bold] (about {stage.seconds} s)"
+        )
         console.print(stage.about, style="dim", soft_wrap=True)
         # Programs that decode choose their own number of threads.
         is_decoding = stage.command[1] in ("eval.measure", "eval.lossless", "eagle")
@@ -206,7 +208,11 @@ def verdict(results: Results, certificate: Path) -> str:
 def show_report(path: Path) -> None:
     """Print where the report is, and open it if there is a screen."""
     print(f"Report: {path}")
-    has_screen = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    has_screen = (
+        sys.platform in ("darwin", "win32")
+        or os.environ.get("DISPLAY")
+        or os.environ.get("WAYLAND_DISPLAY")
+    )
     if sys.stdout.isatty() and has_screen:
         webbrowser.open(path.resolve().as_uri())
 

@@ -33,10 +33,14 @@ Turn = dict[str, str]
 
 def read_turns(path: Path) -> list[list[Turn]]:
     """Return the turns of each conversation of a file."""
-    return [json.loads(line)["conversations"] for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)["conversations"] for line in path.read_text(encoding="utf-8").splitlines()
+    ]
 
 
-def join_turns(conversations: list[list[Turn]], tokenizer: Any, length: int) -> Iterator[list[Turn]]:
+def join_turns(
+    conversations: list[list[Turn]], tokenizer: Any, length: int
+) -> Iterator[list[Turn]]:
     """Concatenate conversations up to `length` tokens; longer ones are left out."""
     joined: list[Turn] = []
     total = 1  # the token at the beginning
@@ -64,10 +68,17 @@ def write_prompts(texts: list[list[Turn]], tokenizer: Any, folder: Path) -> None
             last = max(i for i, turn in enumerate(turns) if turn["from"] == "human")
             first = last
             # A question and its answer at a time, until the context is long enough.
-            while first > 1 and len(tokenizer(render_turns(turns[first - 2 : last + 1]))["input_ids"]) < context:
+            while (
+                first > 1
+                and len(tokenizer(render_turns(turns[first - 2 : last + 1]))["input_ids"]) < context
+            ):
                 first -= 2
             # The chat template will print the marks around a message again.
-            text = render_turns(turns[first : last + 1]).removeprefix("<|user|>\n").removesuffix("<|end|>\n")
+            text = (
+                render_turns(turns[first : last + 1])
+                .removeprefix("<|user|>\n")
+                .removesuffix("<|end|>\n")
+            )
             turn = {"from": "human", "value": text}
             records.append({"id": f"{context}-{number}", "conversations": [turn]})
         write_lines(folder / f"prompts-{context}.jsonl", records)
@@ -94,11 +105,15 @@ def train(model: Any, rows: list[torch.Tensor], steps: int, bf16: bool) -> None:
 def make_long(start: Path, out: Path, steps: int) -> dict[str, float]:
     """Write `target/` and `data/` to `out`; return the perplexity of a long held-out sequence before and after."""
     tokenizer = AutoTokenizer.from_pretrained(start / "target")
-    model = LlamaForCausalLM.from_pretrained(start / "target", dtype=torch.float32, attn_implementation="sdpa")
+    model = LlamaForCausalLM.from_pretrained(
+        start / "target", dtype=torch.float32, attn_implementation="sdpa"
+    )
     conversations = read_turns(start / "data" / "train.jsonl")
     # Some tokens stay free for an answer.
     train_turns = join_turns(conversations, tokenizer, LONG - 64)
-    heldout_turns = list(join_turns(read_turns(start / "data" / "heldout.jsonl"), tokenizer, LONG - 64))
+    heldout_turns = list(
+        join_turns(read_turns(start / "data" / "heldout.jsonl"), tokenizer, LONG - 64)
+    )
     rows = [encode_turns(turns, tokenizer) for turns in train_turns]
     heldout_row = encode_turns(heldout_turns[0], tokenizer)[None]
     model.config.max_position_embeddings = LONG
@@ -141,12 +156,18 @@ def encode_turns(turns: list[Turn], tokenizer: Any) -> torch.Tensor:
 def main(argv: list[str]) -> None:
     """Make the target and print the perplexities."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--start", type=Path, default=Path("runs/tiny"), help="the folder of the tiny target")
-    parser.add_argument("--out", type=Path, default=Path("runs/tiny-long"), help="the folder to write")
+    parser.add_argument(
+        "--start", type=Path, default=Path("runs/tiny"), help="the folder of the tiny target"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/tiny-long"), help="the folder to write"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help="of training")
     args = parser.parse_args(argv)
     report = make_long(args.start, args.out, args.steps)
-    print(f"held-out perplexity at 8k {report['perplexity_before']:.1f} before, {report['perplexity']:.1f} after")
+    print(
+        f"held-out perplexity at 8k {report['perplexity_before']:.1f} before, {report['perplexity']:.1f} after"
+    )
 
 
 if __name__ == "__main__":

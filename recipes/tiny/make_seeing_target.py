@@ -52,7 +52,10 @@ def make_seeing_target(
     made_with = {
         "code": hash_files([__file__, *(str(module.__file__) for module in modules)]),
         "python": python_version(),
-        **{package: version(package) for package in ("torch", "transformers", "tokenizers", "pillow")},
+        **{
+            package: version(package)
+            for package in ("torch", "transformers", "tokenizers", "pillow")
+        },
     }
     settings = {"steps": steps, "images": images, "seed": seed, "made_with": made_with}
     return make_once(Path(out), settings, lambda folder, begun: build(folder, begun, settings))
@@ -118,7 +121,9 @@ def draw_texts(seed: int, avoid: frozenset[Scene]) -> Iterator[str]:
         yield from chain.from_iterable(draw_chat(random, avoid).turns)
 
 
-def draw_split(split: str, images: int, seed: int, avoid: frozenset[Scene] = frozenset()) -> list[Chat]:
+def draw_split(
+    split: str, images: int, seed: int, avoid: frozenset[Scene] = frozenset()
+) -> list[Chat]:
     """Return conversations about `images` different scenes, and those without a picture that come between them."""
     random = Random(f"{seed} {split}")
     chats: list[Chat] = []
@@ -207,7 +212,10 @@ def write_data(folder: Path, splits: dict[str, Sequence[Chat]], own: Sequence[Tu
             turns = own[i] if split == "train" else chat.turns
             records.append(make_record(f"{split}-{i}", turns, name))
         write_lines(folder / f"{split}.jsonl", records)
-    write_lines(folder / "blind.jsonl", [make_record(f"train-{i}", turns, None) for i, turns in enumerate(own)])
+    write_lines(
+        folder / "blind.jsonl",
+        [make_record(f"train-{i}", turns, None) for i, turns in enumerate(own)],
+    )
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
@@ -231,20 +239,27 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=OUT, help=f"default: {OUT}")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default: {STEPS}")
-    parser.add_argument("--images", type=int, default=IMAGES, help=f"to train heads on; default: {IMAGES}")
+    parser.add_argument(
+        "--images", type=int, default=IMAGES, help=f"to train heads on; default: {IMAGES}"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     args = parser.parse_args(argv)
     if min(args.steps, args.images) < 1:
         parser.error(f"got --steps {args.steps} and --images {args.images}, expected at least 1")
     report = make_seeing_target(args.out, args.steps, args.images, args.seed)
     counts = ", ".join(f"{count:,} {name}" for name, count in report["conversations"].items())
-    print(f"{report['parameters'] / 1e6:.1f} M parameters, {report['vocabulary']} tokens; conversations: {counts}")
+    print(
+        f"{report['parameters'] / 1e6:.1f} M parameters, {report['vocabulary']} tokens; conversations: {counts}"
+    )
     print(f"loss {report['loss']:.3f} at the end")
     print(
         f"colours and forms in held-out answers: {report['right_share']:.0%} right, of blank pictures "
         f"{report['blind_right_share']:.0%}; in its own answers to learn from {report['own_right_share']:.0%}"
     )
-    print("CPU seconds: " + ", ".join(f"{name} {time['cpu']:.0f}" for name, time in report["seconds"].items()))
+    print(
+        "CPU seconds: "
+        + ", ".join(f"{name} {time['cpu']:.0f}" for name, time in report["seconds"].items())
+    )
 
 
 if __name__ == "__main__":

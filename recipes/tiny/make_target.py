@@ -129,7 +129,9 @@ def make_target(
     return make_once(folder, settings, lambda unfinished, begun: build(unfinished, begun, settings))
 
 
-def make_once(out: Path, settings: dict[str, Any], build: Callable[[Path, Path], dict[str, Any]]) -> dict[str, Any]:
+def make_once(
+    out: Path, settings: dict[str, Any], build: Callable[[Path, Path], dict[str, Any]]
+) -> dict[str, Any]:
     """Publish in `out` what `build` makes in a folder, unless it is there with these settings; return the report.
 
     `build` also gets a file for its training state, which outlives a stopped run and belongs to these settings.
@@ -246,7 +248,10 @@ def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tenso
     """Concatenate conversations and cut them into rows of `WINDOW` tokens; the remainder is left out."""
     chats = []
     for i, record in enumerate(records):
-        chat = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+        chat = [
+            {"role": ROLES[turn["from"]], "content": turn["value"]}
+            for turn in record["conversations"]
+        ]
         # Prompts of users may or may not have a system message: the model learns both.
         if i % SYSTEM_EVERY == 0:
             chat.insert(0, {"role": "system", "content": SYSTEM})
@@ -258,7 +263,9 @@ def pack_conversations(records: Sequence[Record], tokenizer: Any) -> torch.Tenso
 
 def new_model(tokenizer: Any, architecture: str = "llama") -> Any:
     """Return an untrained target; both end tokens stop its generation."""
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ids = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
     config = AutoConfig.for_model(vocab_size=len(tokenizer), **ids, **SIZES, **MODELS[architecture])
     # At this size eager attention is faster on a CPU than the fused kernel; the choice is not saved.
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -277,7 +284,9 @@ def perplexity(model: Any, rows: torch.Tensor) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def bigram_perplexity(seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, discount: float = 0.75) -> float:
+def bigram_perplexity(
+    seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, discount: float = 0.75
+) -> float:
     """Return the perplexity of a bigram model with interpolated Kneser-Ney smoothing, fitted on `seen`.
 
     p(b | a) = (max(c(a b) - d, 0) + d * N(a .) * p(b)) / c(a), where p(b) is proportional to N(. b) + 1, c counts
@@ -292,7 +301,9 @@ def bigram_perplexity(seen: torch.Tensor, rows: torch.Tensor, vocabulary: int, d
     # The tokens a and b of each pair that is judged.
     first = rows[:, :-1].flatten()
     second = rows[:, 1:].flatten()
-    numerator = (pairs[first, second] - discount).clamp(min=0) + discount * num_followers[first] * unigram[second]
+    numerator = (pairs[first, second] - discount).clamp(min=0) + discount * num_followers[
+        first
+    ] * unigram[second]
     bigram = numerator / occurrences[first].clamp(min=1)
     likelihood = torch.where(occurrences[first] > 0, bigram, unigram[second])
     return math.exp(-likelihood.double().log().mean().item())
@@ -315,8 +326,15 @@ def main(argv: list[str]) -> None:
     """Make the target and print its report."""
     parser = argparse.ArgumentParser(prog="eagle tiny-target", description=__doc__)
     parser.add_argument("--corpus", choices=CORPORA, default="docstrings", help="what it learns")
-    parser.add_argument("--model", choices=MODELS, default="llama", help="hybrid: half of the layers linear attention")
-    parser.add_argument("--out", help="default: runs/tiny, of stories runs/demo; of a hybrid runs/tiny-hybrid")
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        default="llama",
+        help="hybrid: half of the layers linear attention",
+    )
+    parser.add_argument(
+        "--out", help="default: runs/tiny, of stories runs/demo; of a hybrid runs/tiny-hybrid"
+    )
     parser.add_argument("--steps", type=int, help="default: 400, of stories 150")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     args = parser.parse_args(argv)
@@ -330,9 +348,14 @@ def main(argv: list[str]) -> None:
     for split, counts in report["docstrings"].items():
         print(f"{split}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     print(f"{parameters}, {report['tokens']['seen']:,} tokens seen")
-    print(f"held-out perplexity {report['perplexity']:.1f}, of a bigram {report['bigram_perplexity']:.1f}")
+    print(
+        f"held-out perplexity {report['perplexity']:.1f}, of a bigram {report['bigram_perplexity']:.1f}"
+    )
     print(f"{report['loop_share']:.0%} of greedy answers end in a loop")
-    print("seconds: " + ", ".join(f"{name} {time['wall']:.0f}" for name, time in report["seconds"].items()))
+    print(
+        "seconds: "
+        + ", ".join(f"{name} {time['wall']:.0f}" for name, time in report["seconds"].items())
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ SIDES = {
     "above": lambda other, thing: other.row < thing.row,
     "below": lambda other, thing: other.row > thing.row,
 }
-DESCRIBE = ("What do you see?", "Describe the picture.", "What is in this image?", "Tell me what the picture shows.")
+DESCRIBE = (
+    "What do you see?",
+    "Describe the picture.",
+    "What is in this image?",
+    "Tell me what the picture shows.",
+)
 COUNT = ("How many shapes are there?", "Count the shapes, please.", "How many things can you see?")
 FACTS = {
     "How many sides does a square have?": "A square has four sides. All of them are equally long, and its corners are"
@@ -136,7 +141,11 @@ def ask_place(scene: Scene, random: Random) -> tuple[str, str]:
     """Where is the red circle? Its place, and what else is there."""
     thing = random.choice(scene.things)
     others = [f"{sized_name(other)} {other.place}" for other in scene.things if other != thing]
-    rest = f"Besides it there is {join_words(others)}." if others else "There is nothing else in the picture."
+    rest = (
+        f"Besides it there is {join_words(others)}."
+        if others
+        else "There is nothing else in the picture."
+    )
     questions = (f"Where is the {thing.name}?", f"Where do you see the {thing.name}?")
     place = thing.place
     if place in ("on the left", "on the right"):
@@ -149,7 +158,10 @@ def ask_side(scene: Scene, random: Random) -> tuple[str, str]:
     thing = random.choice(scene.things)
     words, is_there = random.choice(list(SIDES.items()))
     others = [sized_name(other) for other in scene.things if is_there(other, thing)]
-    questions = (f"What is {words} the {thing.name}?", f"Which shapes are {words} the {thing.name}?")
+    questions = (
+        f"What is {words} the {thing.name}?",
+        f"Which shapes are {words} the {thing.name}?",
+    )
     question = random.choice(questions)
     if others:
         return question, f"{capitalise(words)} the {thing.name} there is {join_words(others)}."
@@ -163,7 +175,10 @@ def ask_what(scene: Scene, random: Random) -> tuple[str, str]:
     question = random.choice((f"What is {place}?", f"What do you see {place}?"))
     for thing in scene.things:
         if thing.place == place:
-            return question, f"{capitalise(place)} I see {sized_name(thing)} on a {scene.background} background."
+            return (
+                question,
+                f"{capitalise(place)} I see {sized_name(thing)} on a {scene.background} background.",
+            )
     rest = join_words([f"{sized_name(thing)} {thing.place}" for thing in scene.things])
     return question, f"There is nothing {place}. There is {rest}."
 
@@ -204,11 +219,15 @@ def make_record(name: str, turns: Turns, image: str | None) -> dict[str, Any]:
     if image is not None:
         record["image"] = image
         texts[0] = f"{IMAGE}\n{texts[0]}"
-    record["conversations"] = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)]
+    record["conversations"] = [
+        {"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)
+    ]
     return record
 
 
 def words_seen(question: str, answer: str) -> list[str]:
     """Return the colours and forms that an answer names and its question does not, sorted."""
     words = re.split(r"[\s,.:]+", answer.lower())
-    return sorted(word for word in words if word in {*COLOURS, *SHAPES} and word not in question.lower())
+    return sorted(
+        word for word in words if word in {*COLOURS, *SHAPES} and word not in question.lower()
+    )

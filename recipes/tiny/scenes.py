@@ -93,7 +93,12 @@ def paint(scene: Scene) -> Image.Image:
 
 
 def paint_shape(
-    draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, colour: tuple[int, int, int]
+    draw: ImageDraw.ImageDraw,
+    shape: str,
+    x: float,
+    y: float,
+    radius: float,
+    colour: tuple[int, int, int],
 ) -> None:
     """Fill a shape around a point; its width is twice the radius."""
     left = x - radius

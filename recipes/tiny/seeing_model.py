@@ -83,7 +83,9 @@ def train_words(texts: Iterable[str]) -> Any:
 def new_processor(words: Any) -> Any:
     """Return the processor of texts and pictures; it resizes and crops pictures to the model's size."""
     side = PATCH * SIDE
-    pixels = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    pixels = CLIPImageProcessorPil(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+    )
     return LlavaProcessor(
         pixels,
         words,
@@ -98,7 +100,11 @@ def new_processor(words: Any) -> Any:
 
 def new_model(words: Any) -> Any:
     """Return an untrained Llava whose words and pictures enter the layers at about the same scale."""
-    ids = {"bos_token_id": None, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
+    ids = {
+        "bos_token_id": None,
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+    }
     config = LlavaConfig(
         text_config=LlamaConfig(vocab_size=len(words), **ids, **TEXT),
         vision_config=CLIPVisionConfig(**VISION),

@@ -15,7 +15,15 @@ from tqdm.auto import tqdm
 from recipes.tiny.scene_chats import IMAGE, TEXT_SHARE, Turns, ask_fact, ask_scene
 from recipes.tiny.scenes import BACKGROUNDS, COLOURS, SHAPES, SIDE, SIZES, Scene, draw_scene, paint
 from recipes.tiny.seeing_model import END, PROMPT, TEXT
-from recipes.tiny.train_target import SAVE_EVERY, WEIGHT_DECAY, decay, make_optimizers, restore, save, update
+from recipes.tiny.train_target import (
+    SAVE_EVERY,
+    WEIGHT_DECAY,
+    decay,
+    make_optimizers,
+    restore,
+    save,
+    update,
+)
 
 EYE_STEPS = 300
 EYE_BATCH = 32
@@ -65,7 +73,9 @@ def encode_chat(chat: Chat, random: Random, words: Any) -> tuple[list[int], list
     return tokens, labels
 
 
-def draw_batch(step: int, seed: int, avoid: Container[Scene], most: int, processor: Any) -> dict[str, torch.Tensor]:
+def draw_batch(
+    step: int, seed: int, avoid: Container[Scene], most: int, processor: Any
+) -> dict[str, torch.Tensor]:
     """Return random conversations as a model's input with labels, padded on the right.
 
     The same step and seed give the same batch, so that a stopped run can be resumed.
@@ -87,7 +97,9 @@ def draw_batch(step: int, seed: int, avoid: Container[Scene], most: int, process
     }
     pictures = [paint(scene) for _, _, scene in rows if scene]
     if pictures:
-        batch["pixel_values"] = processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
+        batch["pixel_values"] = processor.image_processor(pictures, return_tensors="pt")[
+            "pixel_values"
+        ]
     return batch
 
 
@@ -129,14 +141,18 @@ def train_eyes(model: Any, processor: Any, steps: int, seed: int, bf16: bool) ->
     # The classifier is random and stays so: the projector must then encode each property equally strongly.
     classifier = torch.nn.init.orthogonal_(torch.empty(sum(CLASSES), TEXT["hidden_size"]))
     weights = [*tower.parameters(), *projector.parameters()]
-    optimizer = torch.optim.AdamW(weights, lr=EYE_LR, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        weights, lr=EYE_LR, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps))
     bar = tqdm(range(steps), desc="learning to see", unit="step")
     for step in bar:
         random = Random(f"{seed} eyes {step}")
         scenes = [draw_scene(random) for _ in range(EYE_BATCH)]
         labels = torch.cat([label_patches(scene) for scene in scenes])
-        pixels = processor.image_processor([paint(scene) for scene in scenes], return_tensors="pt")["pixel_values"]
+        pixels = processor.image_processor([paint(scene) for scene in scenes], return_tensors="pt")[
+            "pixel_values"
+        ]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
             # The tower's first output is that of its class token.
             states = projector(tower(pixels).last_hidden_state[:, 1:])
@@ -151,7 +167,9 @@ def train_eyes(model: Any, processor: Any, steps: int, seed: int, bf16: bool) ->
 def patch_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the sum of the cross entropies of all properties, averaged over patches."""
     by_property = logits.flatten(0, 1).split(CLASSES, -1)
-    losses = [cross_entropy(part, labels[:, i], reduction="none") for i, part in enumerate(by_property)]
+    losses = [
+        cross_entropy(part, labels[:, i], reduction="none") for i, part in enumerate(by_property)
+    ]
     total = torch.stack(losses).sum(0)
     is_empty = labels[:, 0] == len(SHAPES)
     # Most patches are empty, so that these count for less.
@@ -159,7 +177,13 @@ def patch_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    model: Any, processor: Any, steps: int, seed: int, avoid: Container[Scene], bf16: bool, begun: Path
+    model: Any,
+    processor: Any,
+    steps: int,
+    seed: int,
+    avoid: Container[Scene],
+    bf16: bool,
+    begun: Path,
 ) -> list[float]:
     """Train the language model in place on the answers of random conversations; return the losses.
 
@@ -169,7 +193,9 @@ def train(
     model.model.vision_tower.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(False)
     steppers: list[Any] = list(optimizers(model))
-    steppers += [torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps)) for optimizer in steppers]
+    steppers += [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps)) for optimizer in steppers
+    ]
     done = restore(begun, [model, *steppers])
     losses: list[float] = []
     bar = tqdm(range(done, steps), desc="training", unit="step", initial=done, total=steps)

@@ -44,7 +44,9 @@ def train(model: Any, rows: torch.Tensor, steps: int, seed: int, bf16: bool, beg
     matrix_ids = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in matrix_ids]
     optimizers = make_optimizers(matrices, others, LR)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps)) for optimizer in optimizers]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps)) for optimizer in optimizers
+    ]
 
     # All epochs are shuffled at once, so that a resumed run goes on in the same order.
     generator = torch.Generator().manual_seed(seed)

@@ -34,7 +34,13 @@ def units(context: Context) -> dict[str, Unit]:
         print('{"line": "not a result"}')
         return {"line": "worked, though it printed"}
 
-    faults: dict[str, Unit] = {"first": work, "fail": fail, "crash": crash, "talk": talk, "last": work}
+    faults: dict[str, Unit] = {
+        "first": work,
+        "fail": fail,
+        "crash": crash,
+        "talk": talk,
+        "last": work,
+    }
     if not marker.exists():
         faults["hang"] = hang  # to the end of the stage's time, which one call is enough for
     return faults

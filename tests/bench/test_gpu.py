@@ -19,7 +19,13 @@ from tests.test_missing_packages import MISSING, make_environment
 
 FAULTS = Stage("tests.bench.gpu_faults", 60, workers=1)
 SECONDS = 120  # all of which a unit that hangs takes
-ABOUT = {"device": "a GPU", "torch": "2", "transformers": "5", "date": "2026-01-01", "commit": "abc"}
+ABOUT = {
+    "device": "a GPU",
+    "torch": "2",
+    "transformers": "5",
+    "date": "2026-01-01",
+    "commit": "abc",
+}
 
 
 @pytest.mark.slow
@@ -30,8 +36,13 @@ def test_a_fault_costs_only_itself_and_a_second_call_goes_on(tmp_path: Path) -> 
     run_stage(FAULTS, context, monotonic() + SECONDS)
     units = read_units(tmp_path, FAULTS.name)
     lines = {name: figures.get("line") for name, figures in units.items()}
-    assert lines["first"] == lines["last"] == "worked" and lines["talk"] == "worked, though it printed"
-    assert units["fail"]["error"] == "ValueError: a planted error" and "in fail" in units["fail"]["traceback"]
+    assert (
+        lines["first"] == lines["last"] == "worked" and lines["talk"] == "worked, though it printed"
+    )
+    assert (
+        units["fail"]["error"] == "ValueError: a planted error"
+        and "in fail" in units["fail"]["traceback"]
+    )
     assert "status 7" in units["crash"]["error"] and "the last words" in units["crash"]["error"]
     assert "not done" in units["hang"]["error"]
     assert all(figures["seconds"] >= 0 for figures in units.values())
@@ -42,7 +53,11 @@ def test_a_fault_costs_only_itself_and_a_second_call_goes_on(tmp_path: Path) -> 
     assert list_pending(FAULTS, context) == ["fail", "crash"]
     run_stage(FAULTS, context, monotonic() + 10 * SECONDS)
     units = read_units(tmp_path, FAULTS.name)
-    assert units["fail"]["line"] == "mended" and "error" not in units["fail"] and "status 7" in units["crash"]["error"]
+    assert (
+        units["fail"]["line"] == "mended"
+        and "error" not in units["fail"]
+        and "status 7" in units["crash"]["error"]
+    )
 
 
 @pytest.mark.slow
@@ -80,7 +95,10 @@ def test_a_page_tells_what_failed(tmp_path: Path) -> None:
     write_unit(str(tmp_path), "training", {**ABOUT, "unit": "eagle3", "line": "fast; MFU 50%"})
     assert describe_unit(row) == "failed: OutOfMemoryError: of memory"
     page = render_page(tmp_path)
-    assert "| medusa | failed: OutOfMemoryError: of memory |" in page and "| eagle3 | fast; MFU 50% |" in page
+    assert (
+        "| medusa | failed: OutOfMemoryError: of memory |" in page
+        and "| eagle3 | fast; MFU 50% |" in page
+    )
     assert "a GPU, torch 2" in page and "at first" not in page
     assert "nothing is measured yet" in render_page(tmp_path / "nowhere")
 

@@ -29,7 +29,9 @@ def test_a_peak_is_the_operations_of_a_product_by_its_time(
 
 def test_results_say_the_machine_that_they_were_made_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name and peaks, beside what was measured; the threads are those of the measurement."""
-    monkeypatch.setattr(machine, "measure_peak", lambda dtype: 43.2e9 if dtype == torch.float32 else 0.21e9)
+    monkeypatch.setattr(
+        machine, "measure_peak", lambda dtype: 43.2e9 if dtype == torch.float32 else 0.21e9
+    )
     threads = torch.get_num_threads()
     about = machine.made_on(rounds=3)
     assert (about["fp32 GFLOP/s"], about["bf16 GFLOP/s"]) == (43, 0.21)
@@ -37,7 +39,9 @@ def test_results_say_the_machine_that_they_were_made_on(monkeypatch: pytest.Monk
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="where the standard library's name is all there is")
+@pytest.mark.skipif(
+    not Path("/proc/cpuinfo").is_file(), reason="where the standard library's name is all there is"
+)
 def test_a_processor_is_named_by_its_model() -> None:
     """The architecture alone says nothing about speed."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -32,10 +32,19 @@ def test_a_small_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["stage"]: row for row in json.loads(out.read_text())["stages"]}
     stages = [
-        f"{stage}, eagle3.1" for stage in ("features", "training", "generate", "export", "inspect", "import", "compare")
+        f"{stage}, eagle3.1"
+        for stage in ("features", "training", "generate", "export", "inspect", "import", "compare")
     ]
-    assert {*rows} == {"target", "answers of the target", "measuring, all", "lossless, all", *stages}
-    assert all(row["ok"] and row["peak_mb"] > 100 and row["cpu_seconds"] > 0 for row in rows.values())
+    assert {*rows} == {
+        "target",
+        "answers of the target",
+        "measuring, all",
+        "lossless, all",
+        *stages,
+    }
+    assert all(
+        row["ok"] and row["peak_mb"] > 100 and row["cpu_seconds"] > 0 for row in rows.values()
+    )
     assert rows["lossless, all"]["note"].startswith("8 of 8 answers identical")
     assert rows["compare, eagle3.1"]["note"].startswith("18 tensors bit-equal")
 
@@ -81,14 +90,31 @@ def test_a_stage_that_fails_ends_the_rehearsal(tmp_path: Path) -> None:
     rehearsal = Rehearsal(tmp_path, "small", ["eagle1"])
     rehearsal.run("large", ["-c", "print(len(b'1' * 1_000_000_000))"])
     with pytest.raises(ValueError, match=r"broken ended with 3, expected 0: (.|\n)*what it said"):
-        rehearsal.run("broken", ["-c", "print('what it said'); raise SystemExit(3)"], ["-c", "print('not run')"])
+        rehearsal.run(
+            "broken",
+            ["-c", "print('what it said'); raise SystemExit(3)"],
+            ["-c", "print('not run')"],
+        )
     assert rehearsal.rows[0]["peak_mb"] > 990
     assert [row["ok"] for row in rehearsal.rows] == [True, False]
 
 
 def test_every_layout_is_written_by_some_method(tmp_path: Path) -> None:
     """But for those of authors' code, or of methods that are not rehearsed; what is there already is not touched."""
-    published = {"eagle", "medusa", "hydra", "fms", "falcon", "zlab", "deepspec", "specforge", "deepseek", "mimo"}
-    assert {engine for engines in METHODS.values() for engine in engines} == EXPORTERS.keys() - published
+    published = {
+        "eagle",
+        "medusa",
+        "hydra",
+        "fms",
+        "falcon",
+        "zlab",
+        "deepspec",
+        "specforge",
+        "deepseek",
+        "mimo",
+    }
+    assert {
+        engine for engines in METHODS.values() for engine in engines
+    } == EXPORTERS.keys() - published
     with pytest.raises(ValueError, match="is there already, expected a new folder"):
         main(["--folder", str(tmp_path)])

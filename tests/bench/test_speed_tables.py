@@ -20,7 +20,14 @@ from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.recipe import Recipe
 
-ARMS = ["none", "transformers", "transformers, assisted", "copy, chain 3", "eagle1, chain 3", "ngram, chain 3"]
+ARMS = [
+    "none",
+    "transformers",
+    "transformers, assisted",
+    "copy, chain 3",
+    "eagle1, chain 3",
+    "ngram, chain 3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,9 @@ def recipe(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("speed")
     target = Target.load(mixing_target_dir, dtype="float32")
     save_head(folder / "head", Eagle1.for_target(Eagle1.Settings(), target.config), "", {})
-    (folder / "questions.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Who?", "What?")))
+    (folder / "questions.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in ("Who?", "What?"))
+    )
     sections = {
         "target": {"path": str(mixing_target_dir)},
         "data": {"train": "none"},
@@ -60,7 +69,9 @@ def run(recipe: Path, folder: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_wrong_answer_is_counted(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_answer_is_counted(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one drafter, whose last token is another one; a copy of the target drafts what the target says."""
     decode = speed_arms.decode_here
 
@@ -73,7 +84,10 @@ def test_a_wrong_answer_is_counted(recipe: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(speed_arms, "decode_here", decode_wrong)
     cells = run(recipe, tmp_path, "eval.temperatures=[0.0]", "--arms", *ARMS)
     wrong = {arm: cell["unequal"] for arm, cell in cells.items()}
-    assert wrong == {"none": None, **{arm: [2 if arm.startswith("eagle1") else 0, 2] for arm in ARMS[1:]}}
+    assert wrong == {
+        "none": None,
+        **{arm: [2 if arm.startswith("eagle1") else 0, 2] for arm in ARMS[1:]},
+    }
     assert cells["copy, chain 3"]["tau"] > 2.5
 
 
@@ -83,13 +97,17 @@ def test_a_budget_is_tuned_and_a_policy_stays_within_it(
 ) -> None:
     """Both give plain decoding's answers, and a cycle of the tuned budget has a cost."""
     monkeypatch.setattr(speed_tables, "CANDIDATES", [Budget(3, 3, 1), Budget(5, 5, 1)])
-    cells = run(recipe, tmp_path, "eval.temperatures=[0.0]", "--arms", "copy, tuned", "copy, Goodput")
+    cells = run(
+        recipe, tmp_path, "eval.temperatures=[0.0]", "--arms", "copy, tuned", "copy, Goodput"
+    )
     assert [cells[arm]["unequal"] for arm in ("copy, tuned", "copy, Goodput")] == [[0, 2], [0, 2]]
     assert cells["copy, tuned"]["cycle"] >= 1 and cells["copy, Goodput"]["cycle"] is None
 
 
 @pytest.mark.parametrize("kind", ["head", "model"])
-def test_a_widened_drafter_drafts_as_before(kind: str, recipe: Path, mixing_target_dir: Path) -> None:
+def test_a_widened_drafter_drafts_as_before(
+    kind: str, recipe: Path, mixing_target_dir: Path
+) -> None:
     """A head and a draft model reach their share of the target and keep every tree."""
     target = Target.load(mixing_target_dir, dtype=torch.float64)
     folder = recipe.parent / "head" if kind == "head" else mixing_target_dir
@@ -101,8 +119,12 @@ def test_a_widened_drafter_drafts_as_before(kind: str, recipe: Path, mixing_targ
         if wide:
             assert widen_drafter(drafter, weights) == pytest.approx(share, rel=0.02)
             assert count_weights(drafter) == pytest.approx(weights * share, rel=0.02)
-        trace = generate(target, drafter, [5, 6, 7], max_new_tokens=12, stop=[], budget=Budget(8, 4, 4))
-        trees.append([(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist()) for cycle in trace.cycles])
+        trace = generate(
+            target, drafter, [5, 6, 7], max_new_tokens=12, stop=[], budget=Budget(8, 4, 4)
+        )
+        trees.append(
+            [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist()) for cycle in trace.cycles]
+        )
     assert trees[0] == trees[1]
 
 
@@ -120,7 +142,10 @@ def test_speedups_are_of_the_same_prompts() -> None:
     }
     setting = Setting("1 B", "bfloat16", 1, context=0, batch=1, temperature=0.0)
     cells = {cell["arm"]: cell for cell in compute_cells(setting, arms, {"a, chain 3": 1.5})}
-    assert cells["none"]["over plain"] == [1.0, 1.0, 1.0] and cells["none"]["over transformers"] is None
+    assert (
+        cells["none"]["over plain"] == [1.0, 1.0, 1.0]
+        and cells["none"]["over transformers"] is None
+    )
     assert cells["a, chain 3"]["over plain"] == [3.0, 2.0, 4.0]
     assert cells["a, chain 3"]["over assisted"] == [1.5, 1.0, 2.0]
     assert cells["a, chain 3"]["cycle"] == 1.5 and cells["a, chain 3"]["tau"] is None

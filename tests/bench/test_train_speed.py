@@ -41,7 +41,10 @@ def test_the_short_table_shows_the_result_file() -> None:
     assert len(shown) == 4
     for row in shown:
         memory = row["ours_mb"] / row["published_mb"]
-        assert f"| {row['dtype']} | {row['vocab']:,} | {row['ratio']:.2f} | {memory:.2f} of it |" in page
+        assert (
+            f"| {row['dtype']} | {row['vocab']:,} | {row['ratio']:.2f} | {memory:.2f} of it |"
+            in page
+        )
 
 
 def test_the_printed_table_has_the_figures_of_the_page() -> None:

@@ -16,14 +16,21 @@ from tests.families import build, random_tokens
 
 
 @torch.inference_mode()
-def count_equal(model: Any, wide: Any, prompts: Sequence[list[int]], new_tokens: int) -> tuple[int, float]:
+def count_equal(
+    model: Any, wide: Any, prompts: Sequence[list[int]], new_tokens: int
+) -> tuple[int, float]:
     """How many greedy answers of a model are the widened one's, and the largest relative difference of their logits.
 
     The widened model reads each answer in one forward; it writes that answer if it would choose each of its tokens.
     """
     equal, worst = 0, 0.0
     for prompt in prompts:
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options = {
+            "max_new_tokens": new_tokens,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         ids = torch.tensor([prompt])
         text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         logits = wide(text[:, :-1], logits_to_keep=new_tokens).logits[0]
@@ -44,7 +51,9 @@ def test_a_widened_model_gives_the_same_logits(model_type: str, tmp_path: Path) 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = torch.tensor([random_tokens(20, seed=1)])
     with torch.inference_mode():
-        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5
+        )
     assert count_equal(model, loaded, [random_tokens(8, seed=seed) for seed in range(4)], 6)[0] == 4
 
 
@@ -63,7 +72,9 @@ def test_new_neurons_read_random_weights_and_write_nothing() -> None:
 def test_a_planted_fault_is_seen() -> None:
     """One new neuron that writes changes the text."""
     model = build("llama")
-    wide = widened_model(copy.deepcopy(model), 3 * sum(weight.numel() for weight in model.parameters()))
+    wide = widened_model(
+        copy.deepcopy(model), 3 * sum(weight.numel() for weight in model.parameters())
+    )
     with torch.no_grad():
         find_mlps(wide)[-1][1].weight[:, -1] = 1e4 * torch.arange(wide.config.hidden_size).cos()
     assert count_equal(model, wide, [random_tokens(8, seed=seed) for seed in range(4)], 6)[0] < 4

@@ -29,7 +29,10 @@ print(json.dumps({outcome.about: outcome.fault for outcome in outcomes}))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    ["ngram", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("eagle1", "medusa", "dflash"))],
+    [
+        "ngram",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("eagle1", "medusa", "dflash")),
+    ],
 )
 def test_a_method_holds_on_a_device(kind: str) -> None:
     """A tensor that was left on the host is refused in an operation with one on the device."""

@@ -18,9 +18,17 @@ from eagle.formats.layout import Layout, tensors_of
 from tests.documents import blocks
 
 ROOT = Path(__file__).parent.parent.parent
-METHOD = next(text for text in blocks(ROOT / "docs/adding-a-method.md", "python") if "class Recurrent(" in text)
-GROWN = "return grow(update.root, frozen.logits(states)[0], level, budget, self.noise, self.length + 1)"
-VALIDATED = "return validate_batch(batch, states, ([frozen.logits] * deepest, frozen.logits), trees)"
+METHOD = next(
+    text
+    for text in blocks(ROOT / "docs/adding-a-method.md", "python")
+    if "class Recurrent(" in text
+)
+GROWN = (
+    "return grow(update.root, frozen.logits(states)[0], level, budget, self.noise, self.length + 1)"
+)
+VALIDATED = (
+    "return validate_batch(batch, states, ([frozen.logits] * deepest, frozen.logits), trees)"
+)
 MIXED = '''
 from eagle.core.drafter import EachText
 from eagle.core.row_errors import run_rows
@@ -53,17 +61,23 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
         "a second text is not drafted as if it were the first",
     ),
     "looks into the future": (
-        {"batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 3) % len(batch.tokens), 0]"},
+        {
+            "batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 3) % len(batch.tokens), 0]"
+        },
         "sees no future",
         "or looks into the future",
     ),
     "sees one state ahead": (
-        {"batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 1) % len(batch.tokens), 0]"},
+        {
+            "batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 1) % len(batch.tokens), 0]"
+        },
         "what is drafted",
         "training reads other states or tokens than drafting has",
     ),
     "sees two states ahead": (
-        {"batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 2) % len(batch.tokens), 0]"},
+        {
+            "batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 2) % len(batch.tokens), 0]"
+        },
         "what is drafted",
         "training reads other states or tokens than drafting has",
     ),
@@ -73,7 +87,9 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
         "chains that come to level 2",
     ),
     "counts masked tokens": (
-        {"batch.loss_mask.nonzero()[:, 0].to(batch.tokens.device) - 2": "torch.arange(len(batch.tokens) - 6)"},
+        {
+            "batch.loss_mask.nonzero()[:, 0].to(batch.tokens.device) - 2": "torch.arange(len(batch.tokens) - 6)"
+        },
         "supervised tokens alone",
         "it counts what loss_mask leaves out",
     ),
@@ -152,12 +168,16 @@ def checked(changes: dict[str, str], about: str, folder: Path) -> list[Outcome]:
 def test_a_planted_fault_is_named(fault: str, tmp_path: Path) -> None:
     """By the check that it is for, in words that tell what was found; the method without it holds that check."""
     changes, about, words = FAULTS[fault]
-    assert any(words in (outcome.fault or "") for outcome in checked(changes, about, tmp_path)), fault
+    assert any(words in (outcome.fault or "") for outcome in checked(changes, about, tmp_path)), (
+        fault
+    )
     DRAFTERS.pop("recurrent", None)
     assert [outcome.fault for outcome in checked({}, about, tmp_path) if outcome.fault] == []
 
 
-def test_an_export_that_loses_a_weight_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_loses_a_weight_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted in a layout of one's own, which holds all the others; the whole one passes."""
 
     def whole(head: Any, config: Any) -> Layout:
@@ -165,14 +185,20 @@ def test_an_export_that_loses_a_weight_is_named(tmp_path: Path, monkeypatch: pyt
 
     def torn(head: Any, config: Any) -> Layout:
         layout = whole(head, config)
-        return replace(layout, tensors={name: part for name, part in layout.tensors.items() if name != "enter.bias"})
+        return replace(
+            layout,
+            tensors={name: part for name, part in layout.tensors.items() if name != "enter.bias"},
+        )
 
     monkeypatch.setitem(EXPORTERS, "mine", whole)
     (outcome,) = checked({}, "every export", tmp_path)
     assert outcome.fault is None and outcome.note == "written for mine"
     monkeypatch.setitem(EXPORTERS, "mine", torn)
     (outcome,) = checked({}, "every export", tmp_path)
-    assert outcome.fault is not None and "the export to mine loses the weights enter.bias" in outcome.fault
+    assert (
+        outcome.fault is not None
+        and "the export to mine loses the weights enter.bias" in outcome.fault
+    )
 
 
 @pytest.mark.slow
@@ -187,11 +213,15 @@ def test_probs_that_drafts_were_not_drawn_by_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_verb_tells_each_check_and_its_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_tells_each_check_and_its_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A line a check, status 1 where one does not hold; a method without weights, and one of the package."""
     for name in (written({}, tmp_path), "ngram"):
         main(["check-method", name, "--fast"])
-        assert "FAULT" not in (said := capsys.readouterr().out) and "checks hold, as they must" in said
+        assert (
+            "FAULT" not in (said := capsys.readouterr().out) and "checks hold, as they must" in said
+        )
     DRAFTERS.pop("recurrent")
     with pytest.raises(SystemExit) as ended:
         main(["check-method", written(FAULTS["noise of the wrong place"][0], tmp_path), "--fast"])

@@ -44,7 +44,9 @@ def make_output(dtype: torch.dtype, seed: int = 0) -> TargetOutput:
 def model() -> LlamaForCausalLM:
     """The smallest model that can be asked for its logits processors."""
     sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=8, intermediate_size=8, **sizes))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, hidden_size=8, intermediate_size=8, **sizes)
+    )
 
 
 def processors_of(model: LlamaForCausalLM, filters: dict[str, Any]) -> LogitsProcessorList:
@@ -52,14 +54,24 @@ def processors_of(model: LlamaForCausalLM, filters: dict[str, Any]) -> LogitsPro
     config = copy.deepcopy(model.generation_config)
     config.update(do_sample=True, **filters)
     assert isinstance(config, GenerationConfig)
-    return model._get_logits_processor(generation_config=config, input_ids_seq_length=4, device="cpu")
+    return model._get_logits_processor(
+        generation_config=config, input_ids_seq_length=4, device="cpu"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("filters", FILTERS, ids=lambda filters: "-".join(map(str, filters.values())))
-def test_laws_are_those_of_transformers(model: LlamaForCausalLM, filters: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "filters", FILTERS, ids=lambda filters: "-".join(map(str, filters.values()))
+)
+def test_laws_are_those_of_transformers(
+    model: LlamaForCausalLM, filters: dict[str, Any], dtype: torch.dtype
+) -> None:
     """At every node of a tree, whose path counts as text, each combination of filters gives transformers' own law."""
-    output, warpers, choose = make_output(dtype), processors_of(model, filters), Choose(Sampling(**filters))
+    output, warpers, choose = (
+        make_output(dtype),
+        processors_of(model, filters),
+        Choose(Sampling(**filters)),
+    )
     for node, row in enumerate(output.logits):
         scores = row if dtype == torch.float64 else row.float()
         expected = warpers(torch.tensor([output.prefix(node)]), scores[None]).softmax(-1)[0]
@@ -71,31 +83,51 @@ def test_the_strictest_filters_leave_the_likeliest_token(filters: dict[str, Any]
     """However little is let through, it is never nothing."""
     output, choose = make_output(torch.float32), Choose(Sampling(temperature=1.0, **filters))
     likeliest = output.logits.argmax(-1).tolist()
-    assert [choose.probs(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
+    assert [choose.probs(output, node)[token].item() for node, token in enumerate(likeliest)] == [
+        1.0
+    ] * 7
     assert choose(output, NODES) == likeliest
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=lambda filters: "-".join(map(str, filters.values())))
+@pytest.mark.parametrize(
+    "filters", FILTERS, ids=lambda filters: "-".join(map(str, filters.values()))
+)
 def test_sampling_is_read_from_processors(model: LlamaForCausalLM, filters: dict[str, Any]) -> None:
     """Fields given by name stay; what transformers leaves out is off."""
-    assert Sampling.from_processors(processors_of(model, filters), seed=3) == Sampling(**filters, seed=3)
+    assert Sampling.from_processors(processors_of(model, filters), seed=3) == Sampling(
+        **filters, seed=3
+    )
 
 
 @pytest.mark.parametrize(
     ("unsupported", "message"),
     [
         ([processors.NoRepeatNGramLogitsProcessor(2)], r"NoRepeatNGramLogitsProcessor.*remove"),
-        ([processors.TopKLogitsWarper(5), processors.TypicalLogitsWarper(0.9)], r"\['TypicalLogitsWarper'\]"),
-        ([processors.TopPLogitsWarper(0.9), processors.TopKLogitsWarper(5)], r"order.*TopP.*TopK.*expected"),
-        ([processors.TopKLogitsWarper(5), processors.TemperatureLogitsWarper(0.5)], r"order.*TopK.*Temperature"),
+        (
+            [processors.TopKLogitsWarper(5), processors.TypicalLogitsWarper(0.9)],
+            r"\['TypicalLogitsWarper'\]",
+        ),
+        (
+            [processors.TopPLogitsWarper(0.9), processors.TopKLogitsWarper(5)],
+            r"order.*TopP.*TopK.*expected",
+        ),
+        (
+            [processors.TopKLogitsWarper(5), processors.TemperatureLogitsWarper(0.5)],
+            r"order.*TopK.*Temperature",
+        ),
         ([processors.TopKLogitsWarper(5), processors.TopKLogitsWarper(6)], r"each at most once"),
         ([processors.TopPLogitsWarper(0.5, min_tokens_to_keep=3)], "min_tokens_to_keep"),
         ([processors.MinPLogitsWarper(0.5, min_tokens_to_keep=3)], "min_tokens_to_keep"),
         ([processors.TopKLogitsWarper(5, filter_value=-9.0)], "filter_value"),
-        ([processors.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=2)], "prompt_ignore_length"),
+        (
+            [processors.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=2)],
+            "prompt_ignore_length",
+        ),
     ],
 )
-def test_processors_that_cannot_be_followed_are_refused(unsupported: list[Any], message: str) -> None:
+def test_processors_that_cannot_be_followed_are_refused(
+    unsupported: list[Any], message: str
+) -> None:
     """Unknown ones by the names of their classes, wrong orders, and known ones with options that change their law."""
     with pytest.raises(ValueError, match=message):
         Sampling.from_processors(unsupported)
@@ -131,7 +163,9 @@ def test_lenient_block_verification_is_refused() -> None:
 
 @pytest.mark.parametrize("nodes", [NODES, [*NODES][::-1], [2, 4]], ids=["all", "backwards", "some"])
 @pytest.mark.parametrize("filters", [{"temperature": 0.0}, FILTERS[-1]], ids=["greedy", "filtered"])
-def test_nodes_may_be_asked_one_by_one_or_together(filters: dict[str, Any], nodes: list[int]) -> None:
+def test_nodes_may_be_asked_one_by_one_or_together(
+    filters: dict[str, Any], nodes: list[int]
+) -> None:
     """A node's choice depends on the node, not on what else is asked or in which order."""
     for seed in range(20):
         output, sampling = make_output(torch.float32, seed), Sampling(**filters, seed=seed)
@@ -145,7 +179,9 @@ def test_a_greedy_target_chooses_the_likeliest_token(dtype: torch.dtype) -> None
     output, choose = make_output(dtype), Choose(Sampling())
     likeliest = output.logits.argmax(-1).tolist()
     assert choose(output, NODES) == likeliest
-    assert [choose.probs(output, node)[token].item() for node, token in enumerate(likeliest)] == [1.0] * 7
+    assert [choose.probs(output, node)[token].item() for node, token in enumerate(likeliest)] == [
+        1.0
+    ] * 7
     assert choose.offer(VOCAB, CPU) is None
 
 
@@ -169,7 +205,10 @@ def test_a_pick_is_never_impossible(uniform: float, dtype: torch.dtype) -> None:
         cumulative = (law / law.sum()).cumsum(-1)
         picked = choose.pick(law)
         assert law[picked] > 0
-        assert cumulative[picked] >= uniform - 1e-7 and (cumulative - law / law.sum())[picked] <= uniform + 1e-7
+        assert (
+            cumulative[picked] >= uniform - 1e-7
+            and (cumulative - law / law.sum())[picked] <= uniform + 1e-7
+        )
 
 
 @pytest.mark.slow
@@ -192,11 +231,15 @@ def goodness(*drawn: np.ndarray) -> float:
     """The p-value of one or several arrays of choices: each follows LAW, and none knows of the others."""
     places = np.ravel_multi_index([places.ravel() for places in drawn], [len(LAW)] * len(drawn))
     joint = reduce(np.multiply.outer, [LAW] * len(drawn)).ravel()
-    return float(scipy.stats.chisquare(np.bincount(places, minlength=joint.size), places.size * joint).pvalue)
+    return float(
+        scipy.stats.chisquare(np.bincount(places, minlength=joint.size), places.size * joint).pvalue
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.parametrize(
+    "count", [20_000, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_choices_over_positions_follow_the_law(count: int) -> None:
     """Adding the noise and taking the largest is sampling; what follows does not depend on what went before."""
     drawn = choices(Noise(0, 0), range(count))
@@ -216,10 +259,15 @@ def test_choices_over_seeds_and_requests_follow_the_law(field: str, count: int) 
     assert goodness(drawn[::2], drawn[1::2]) > CHANCE
 
 
-@pytest.mark.parametrize("other", [(1, 0), (0, 1), (1, 1), (-1, 0), (2**63, 0), (0, 2**40)], ids=str)
+@pytest.mark.parametrize(
+    "other", [(1, 0), (0, 1), (1, 1), (-1, 0), (2**63, 0), (0, 2**40)], ids=str
+)
 def test_streams_are_independent(other: tuple[int, int]) -> None:
     """Another seed or request shows no trace of this one, at the same positions or at shifted ones."""
-    here, there = choices(Noise(0, 0), range(200), groups=200), choices(Noise(*other), range(200), groups=200)
+    here, there = (
+        choices(Noise(0, 0), range(200), groups=200),
+        choices(Noise(*other), range(200), groups=200),
+    )
     assert goodness(here, there) > CHANCE
     assert goodness(here[1:], there[:-1]) > CHANCE
 
@@ -260,7 +308,9 @@ def test_noise_that_repeats_is_seen() -> None:
     """The statistics above tell planted faults from chance."""
     stuck = choices(SameEverywhere(0, 0), range(200), groups=100)
     assert goodness(stuck[::2], stuck[1::2]) < 1e-12
-    here, there = (choices(SharedByRequests(0, request), range(200), groups=100) for request in (0, 1))
+    here, there = (
+        choices(SharedByRequests(0, request), range(200), groups=100) for request in (0, 1)
+    )
     assert goodness(here) > CHANCE
     assert goodness(here, there) < 1e-12
 
@@ -273,7 +323,12 @@ def test_noise_depends_on_seed_request_position_and_token_alone() -> None:
         assert noise(places, 8, CPU).equal(torch.stack([fresh[place] for place in places]))
         noise.forget(places[0])
     assert Noise(1, 2)([3], 20, CPU)[0, :8].equal(fresh[3])
-    others = [Noise(1, 2)([4], 8, CPU), Noise(1, 3)([3], 8, CPU), Noise(2, 2)([3], 8, CPU), Noise(2, 1)([3], 8, CPU)]
+    others = [
+        Noise(1, 2)([4], 8, CPU),
+        Noise(1, 3)([3], 8, CPU),
+        Noise(2, 2)([3], 8, CPU),
+        Noise(2, 1)([3], 8, CPU),
+    ]
     assert not any(other[0].isclose(fresh[3]).any() for other in others)
 
 

@@ -36,7 +36,9 @@ def test_relations_between_nodes_are_those_of_brute_force(parents: tuple[int, ..
     assert [tree.path(node) for node in range(5)] == paths
     assert tree.depths() == [len(path) - 1 for path in paths]
     assert tree.ancestors().tolist() == [[other in path for other in range(5)] for path in paths]
-    assert tree.children() == [[child for child in range(5) if parents[child] == node] for node in range(5)]
+    assert tree.children() == [
+        [child for child in range(5) if parents[child] == node] for node in range(5)
+    ]
     assert len(tree) == 5
 
 
@@ -48,7 +50,9 @@ def test_a_tree_is_rebuilt_from_its_paths(parents: tuple[int, ...]) -> None:
     again = DraftTree.from_paths(10, paths)
     assert again.tokens.tolist() == tree.tokens.tolist() and again.parents.tolist() == list(parents)
     backwards = DraftTree.from_paths(10, paths[::-1])
-    assert sorted(backwards.tokens[backwards.path(node)].tolist()[1:] for node in range(5)) == sorted(paths)
+    assert sorted(
+        backwards.tokens[backwards.path(node)].tolist()[1:] for node in range(5)
+    ) == sorted(paths)
 
 
 def test_paths_share_what_they_have_in_common() -> None:
@@ -61,7 +65,12 @@ def test_paths_share_what_they_have_in_common() -> None:
 def test_no_paths_leave_the_root_alone() -> None:
     """A drafter may propose nothing."""
     tree = DraftTree.from_paths(7, [])
-    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.depths(), tree.children()) == ([7], [-1], [0], [[]])
+    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.depths(), tree.children()) == (
+        [7],
+        [-1],
+        [0],
+        [[]],
+    )
     assert tree.ancestors().tolist() == [[True]]
 
 
@@ -69,13 +78,24 @@ def test_a_chain_has_one_branch() -> None:
     """Every node but the last has one child; its laws stay with it."""
     laws = torch.rand(3, 4)
     tree = DraftTree.chain([5, 5, 6], laws)
-    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.draft_probs) == ([5, 5, 6], [-1, 0, 1], laws)
+    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.draft_probs) == (
+        [5, 5, 6],
+        [-1, 0, 1],
+        laws,
+    )
 
 
 def test_the_published_tree_has_25_nodes_on_5_levels() -> None:
     """EAGLE-1's: every node has its parent and the siblings before it, and the widths of its levels are known."""
     assert len(set(PUBLISHED_TREE)) == 25
-    assert [sum(len(path) == depth for path in PUBLISHED_TREE) for depth in range(1, 7)] == [4, 8, 8, 3, 2, 0]
+    assert [sum(len(path) == depth for path in PUBLISHED_TREE) for depth in range(1, 7)] == [
+        4,
+        8,
+        8,
+        3,
+        2,
+        0,
+    ]
     for *above, rank in PUBLISHED_TREE:
         assert not above or tuple(above) in PUBLISHED_TREE
         assert rank == 0 or (*above, rank - 1) in PUBLISHED_TREE
@@ -100,7 +120,17 @@ def test_a_chains_shape_is_the_first_child_of_the_first_child() -> None:
         ([1, 2], [-1], "one parent per token and a root: got 2 and 1"),
         ([], [], "one parent per token and a root: got 0 and 0"),
     ],
-    ids=["late parent", "cycle", "loop", "below -1", "two roots", "rooted root", "twins", "lengths", "empty"],
+    ids=[
+        "late parent",
+        "cycle",
+        "loop",
+        "below -1",
+        "two roots",
+        "rooted root",
+        "twins",
+        "lengths",
+        "empty",
+    ],
 )
 def test_malformed_trees_are_refused(tokens: list[int], parents: list[int], message: str) -> None:
     """The message names the node and what was expected of it."""
@@ -136,7 +166,12 @@ def test_a_reading_knows_the_whole_text_of_a_node() -> None:
     """Committed text, root and drafted tokens; features follow a path, or are none."""
     tree, features = DraftTree.from_paths(3, [[4], [5, 6]]), torch.rand(4, 2, 8)
     output = TargetOutput(tree, torch.zeros(4, 9), features, 2, [1, 2])
-    assert [output.prefix(node) for node in range(4)] == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5, 6]]
+    assert [output.prefix(node) for node in range(4)] == [
+        [1, 2, 3],
+        [1, 2, 3, 4],
+        [1, 2, 3, 5],
+        [1, 2, 3, 5, 6],
+    ]
     assert output.features_at([0, 2]).equal(features[[0, 2]])
     assert TargetOutput(tree, torch.zeros(4, 9), None, 2, [1, 2]).features_at([0]) is None
 
@@ -214,7 +249,9 @@ def sequoia(rates: Rates, nodes: int, depth: int) -> float:
     return most(nodes, 0, 0)
 
 
-@pytest.mark.parametrize(("nodes", "depth", "levels"), [(8, 6, 6), (25, 6, 1), (25, 3, 3), (60, 8, 8)])
+@pytest.mark.parametrize(
+    ("nodes", "depth", "levels"), [(8, 6, 6), (25, 6, 1), (25, 3, 3), (60, 8, 8)]
+)
 def test_the_best_tree_is_sequoias(nodes: int, depth: int, levels: int) -> None:
     """Where rates fall with the rank it keeps what the dynamic programme says, and can be drafted."""
     rates = [sorted(row, reverse=True) for row in random_rates(nodes, levels, 10)]
@@ -228,11 +265,15 @@ def test_ties_of_the_best_tree_go_to_shallow_nodes_and_low_ranks() -> None:
     """And what is never chosen is left out."""
     assert best_tree([[0.5, 0.5, 0.0]], 3, 9) == ((0,), (1,), (0, 0))
     assert best_tree([[1.0, 0.0]], 5, 3) == chain_paths(3)
-    assert best_tree([[0.9]], 0, 3) == best_tree([[0.9]], 3, 0) == best_tree([[0.0, 0.0]], 3, 3) == ()
+    assert (
+        best_tree([[0.9]], 0, 3) == best_tree([[0.9]], 3, 0) == best_tree([[0.0, 0.0]], 3, 3) == ()
+    )
 
 
 @pytest.mark.parametrize("rates", [[], [[0.5, 1.1]], [[-0.1]], [[float("nan")]]])
 def test_rates_that_are_no_probabilities_are_refused(rates: Rates) -> None:
     """Counts, for one."""
-    with pytest.raises(ValueError, match=r"probabilities by depth and rank, expected rows of 0\.\.1"):
+    with pytest.raises(
+        ValueError, match=r"probabilities by depth and rank, expected rows of 0\.\.1"
+    ):
         best_tree(rates, 3, 3)

@@ -64,13 +64,17 @@ def disagreements() -> int:
 def test_the_walk_is_that_of_brute_force() -> None:
     """The same path on every tree; none of one node."""
     assert disagreements() == 0
-    assert walk_typically(DraftTree.chain([3]), lambda nodes: random_probs(0, len(nodes)), PUBLISHED_TYPICAL) == [0]
+    assert walk_typically(
+        DraftTree.chain([3]), lambda nodes: random_probs(0, len(nodes)), PUBLISHED_TYPICAL
+    ) == [0]
 
 
 FAULTS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "bounds swapped": lambda probs, epsilon, delta: FLOORS(probs, delta, epsilon),
     "the larger bound": lambda probs, epsilon, delta: FLOORS(probs, 9.0, delta).clamp(min=epsilon),
-    "certainty for entropy": lambda probs, epsilon, delta: (delta * probs.amax(-1)).clamp(max=epsilon),
+    "certainty for entropy": lambda probs, epsilon, delta: (delta * probs.amax(-1)).clamp(
+        max=epsilon
+    ),
     "a fixed bound": lambda probs, epsilon, delta: probs.new_full((len(probs),), epsilon),
 }
 FLOORS = verification.typical_floors
@@ -103,9 +107,14 @@ def test_the_output_is_not_the_targets_law() -> None:
 def test_the_token_behind_the_path_is_the_targets_own_choice() -> None:
     """By the same noise as without drafts, whatever was accepted."""
     for seed in range(20):
-        logits, tree = random_logits(seed, 4, 4, torch.float32), DraftTree.from_paths(0, [[1, 2], [3, 0]])
+        logits, tree = (
+            random_logits(seed, 4, 4, torch.float32),
+            DraftTree.from_paths(0, [[1, 2], [3, 0]]),
+        )
         output = read(tree, logits)
-        path, token = verify(output, Choose(Sampling(temperature=1.0, seed=seed, typical=PUBLISHED_TYPICAL)))
+        path, token = verify(
+            output, Choose(Sampling(temperature=1.0, seed=seed, typical=PUBLISHED_TYPICAL))
+        )
         assert token == Choose(Sampling(temperature=1.0, seed=seed))(output, path[-1:])[0]
 
 
@@ -119,15 +128,27 @@ def answers(target: Target, budget: Budget, **options: Any) -> list[Any]:
     """Of a head to three prompts."""
     sampling = options.pop("sampling")
     prompts = [random_tokens(length, seed=length) for length in (3, 9, 14)]
-    return generate(target, new_head("medusa", target), prompts, sampling=sampling, budget=budget, stop=[], **options)
+    return generate(
+        target,
+        new_head("medusa", target),
+        prompts,
+        sampling=sampling,
+        budget=budget,
+        stop=[],
+        **options,
+    )
 
 
 @pytest.mark.slow
 def test_texts_in_a_batch_answer_as_alone_and_more_is_accepted(bench: Bench) -> None:
     """Rows do not meddle; more drafts stay than without, and what is written then is not what the target writes."""
-    sampling, budget = Sampling(temperature=0.7, top_k=20, seed=1, typical=(0.02, 0.3)), Budget(12, 3, 4)
+    sampling, budget = (
+        Sampling(temperature=0.7, top_k=20, seed=1, typical=(0.02, 0.3)),
+        Budget(12, 3, 4),
+    )
     together, alone = (
-        answers(bench.target, budget, sampling=sampling, max_new_tokens=24, batch_size=size) for size in (3, 1)
+        answers(bench.target, budget, sampling=sampling, max_new_tokens=24, batch_size=size)
+        for size in (3, 1)
     )
     exact = Sampling(temperature=0.7, top_k=20, seed=1)
     plain = answers(bench.target, budget, sampling=exact, max_new_tokens=24, batch_size=3)
@@ -138,7 +159,10 @@ def test_texts_in_a_batch_answer_as_alone_and_more_is_accepted(bench: Bench) -> 
 
 def test_sampled_drafts_are_refused(bench: Bench) -> None:
     """The rule does not look at what they were drawn from."""
-    budget, sampling = Budget.fixed(((0,), (0, 0)), "sampled"), Sampling(temperature=1.0, typical=PUBLISHED_TYPICAL)
+    budget, sampling = (
+        Budget.fixed(((0,), (0, 0)), "sampled"),
+        Sampling(temperature=1.0, typical=PUBLISHED_TYPICAL),
+    )
     with pytest.raises(ValueError, match=r"got sampled drafts, use Budget\(draw='likeliest'\)"):
         answers(bench.target, budget, sampling=sampling, max_new_tokens=4)
 
@@ -149,7 +173,10 @@ def test_sampled_drafts_are_refused(bench: Bench) -> None:
         ({"temperature": 0.0}, "needs a temperature above 0"),
         ({"rule": "block"}, "a rule of its own: leave out Sampling.rule='block' and lenience"),
         ({"lenience": 0.5}, "a rule of its own"),
-        ({"typical": 0.3}, r"Sampling.typical is 0.3, expected None \(lossless\), or epsilon and delta"),
+        (
+            {"typical": 0.3},
+            r"Sampling.typical is 0.3, expected None \(lossless\), or epsilon and delta",
+        ),
         ({"typical": (0.0, 0.3)}, "each above 0, at most 1"),
         ({"typical": ("a", 0.3)}, "each above 0, at most 1"),
     ],

@@ -54,7 +54,9 @@ SHAPES: dict[str, Paths] = {
 }
 CASES = [
     pytest.param(
-        shape, sampling, id=f"{shape}-T={sampling.temperature}-{sampling.top_p}-{sampling.top_k}-{sampling.rule}"
+        shape,
+        sampling,
+        id=f"{shape}-T={sampling.temperature}-{sampling.top_p}-{sampling.top_k}-{sampling.rule}",
     )
     for shape, sampling in product(SHAPES, SAMPLINGS)
     if shape == "chain" or sampling.rule == "token"
@@ -63,7 +65,9 @@ CASES = [
 
 def make_target_and_head(seed: int, vocab_size: int, lengths: int) -> tuple[Laws, Laws]:
     """Logits of a target and of a head that has learned something of it."""
-    logits, errors = (random_logits(seed + far, vocab_size, lengths, torch.float32) for far in (0, 1000))
+    logits, errors = (
+        random_logits(seed + far, vocab_size, lengths, torch.float32) for far in (0, 1000)
+    )
     return logits, [row + 0.5 * error for row, error in zip(logits, errors, strict=True)]
 
 
@@ -72,10 +76,17 @@ def draw_tree(logits: Laws, paths: Paths, noise: Any, text: Text = ()) -> DraftT
     read: list[list[Text]] = [[text]]
 
     def level(_: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
-        read.append([(*read[-1][row], token) for row, token in zip(before.tolist(), tokens.tolist(), strict=True)])
+        read.append(
+            [
+                (*read[-1][row], token)
+                for row, token in zip(before.tolist(), tokens.tolist(), strict=True)
+            ]
+        )
         return torch.stack([logits[len(text)][text] for text in read[-1]])
 
-    return grow(0, logits[len(text)][text], level, Budget.fixed(paths, "sampled"), noise, 3 + len(text))
+    return grow(
+        0, logits[len(text)][text], level, Budget.fixed(paths, "sampled"), noise, 3 + len(text)
+    )
 
 
 # -- by enumeration ---------------------------------------------------------------------------------------------------
@@ -123,7 +134,9 @@ def test_drawn_trees_leave_the_targets_law_as_it_is(shape: str, sampling: Sampli
         logits, head = make_target_and_head(seed, 3, 4)
         trees = list(every_tree(head, sampling, SHAPES[shape]))
         assert sum(weight for *_, weight in trees) == pytest.approx(1, abs=1e-6)
-        joint, accepted = emitted(partial(verify_by, logits, sampling), laws_of(logits, sampling), trees)
+        joint, accepted = emitted(
+            partial(verify_by, logits, sampling), laws_of(logits, sampling), trees
+        )
         assert distance(joint, laws_of(logits, sampling)) < 1e-5
         assert accepted > 0.3
 
@@ -133,7 +146,10 @@ def faulty(tree: DraftTree, head: Laws, fault: str) -> DraftTree:
     assert tree.draft_probs is not None
     if fault == "unfiltered":
         return replace(
-            tree, draft_probs=torch.stack([head[len(text[:-1])][text[:-1]] for text in texts_of(tree)]).softmax(-1)
+            tree,
+            draft_probs=torch.stack(
+                [head[len(text[:-1])][text[:-1]] for text in texts_of(tree)]
+            ).softmax(-1),
         )
     if fault == "of the level above":
         return replace(tree, draft_probs=tree.draft_probs[tree.parents.clamp(min=0)])
@@ -149,7 +165,10 @@ def test_laws_that_nodes_were_not_drawn_from_are_seen(fault: str) -> None:
     sampling, losses = Sampling(temperature=0.5), []
     for seed in range(3):
         logits, head = make_target_and_head(seed, 3, 4)
-        wrong = [(faulty(tree, head, fault), weight) for tree, _, weight in every_tree(head, sampling, SHAPES["fixed"])]
+        wrong = [
+            (faulty(tree, head, fault), weight)
+            for tree, _, weight in every_tree(head, sampling, SHAPES["fixed"])
+        ]
         trees = [(tree, texts_of(tree), weight) for tree, weight in wrong]
         joint, _ = emitted(partial(verify_by, logits, sampling), laws_of(logits, sampling), trees)
         losses.append(distance(joint, laws_of(logits, sampling)))
@@ -167,29 +186,43 @@ def test_draws_follow_the_law_without_replacement() -> None:
         noise = Choose(Sampling(temperature=temperature, seed=1)).offer(4, CPU)
         assert noise is not None
         pairs = (temperature * law.log() + noise.own(3000)).topk(2).indices
-        counts = [int((pairs == torch.tensor(pair)).all(1).sum()) for pair in permutations(range(4), 2)]
-        odds = [float(law[one] * law[other] / (1 - law[one])) for one, other in permutations(range(4), 2)]
+        counts = [
+            int((pairs == torch.tensor(pair)).all(1).sum()) for pair in permutations(range(4), 2)
+        ]
+        odds = [
+            float(law[one] * law[other] / (1 - law[one]))
+            for one, other in permutations(range(4), 2)
+        ]
         assert scipy.stats.chisquare(counts, 3000 * np.array(odds) / sum(odds)).pvalue > CHANCE
 
 
 def test_noise_of_its_own_is_new_in_every_call_and_nobody_elses() -> None:
     """Not the target's at any place, not that of another request, and the same when all begins again."""
-    offers = [Choose(Sampling(temperature=1.0, seed=5, request=request)).offer(50, CPU) for request in (0, 0, 1)]
+    offers = [
+        Choose(Sampling(temperature=1.0, seed=5, request=request)).offer(50, CPU)
+        for request in (0, 0, 1)
+    ]
     rows = [torch.cat([offer.own(3), offer.own(2)]) for offer in offers if offer is not None]
     assert rows[0].equal(rows[1])
     everyones = torch.cat([rows[0], rows[2], offers[0](list(range(40)))])  # type: ignore[misc]
     assert len(everyones.unique(dim=0)) == 50
 
 
-@pytest.mark.parametrize("sampling", [*SAMPLINGS[:4], Sampling(temperature=0.8, top_p=0.9, min_p=0.01)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [*SAMPLINGS[:4], Sampling(temperature=0.8, top_p=0.9, min_p=0.01)], ids=str
+)
 @pytest.mark.parametrize("vocab_size", [5, 2000])
-def test_filtered_logits_leave_the_law_that_the_target_would_make_of_them(sampling: Sampling, vocab_size: int) -> None:
+def test_filtered_logits_leave_the_law_that_the_target_would_make_of_them(
+    sampling: Sampling, vocab_size: int
+) -> None:
     """The same law as by its filters over the whole vocabulary; what is outside keeps its order."""
     noise = Choose(sampling).offer(vocab_size, CPU)
     assert noise is not None
     logits = 6 * torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(1))
     filtered, law = noise.filter_logits(logits), warp(logits, sampling).softmax(-1)
-    torch.testing.assert_close((filtered / sampling.temperature).softmax(-1), law, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        (filtered / sampling.temperature).softmax(-1), law, rtol=0, atol=1e-6
+    )
     assert ((filtered / sampling.temperature).softmax(-1) == 0)[law == 0].all()
     assert filtered.topk(5).indices.equal(logits.topk(5).indices)
 
@@ -200,7 +233,9 @@ class CoinSharing(DrafterNoise):
     def own(self, rows: int) -> Tensor:
         """[rows, V] from the dice of `Choose`."""
         if not hasattr(self, "dice"):
-            self.dice = random.Random(mix64(mix64(self.choose.sampling.seed) ^ self.choose.sampling.request))
+            self.dice = random.Random(
+                mix64(mix64(self.choose.sampling.seed) ^ self.choose.sampling.request)
+            )
         uniform = [[self.dice.random() for _ in range(self.vocab_size)] for _ in range(rows)]
         return -(-torch.tensor(uniform).log()).log() * self.temperature
 

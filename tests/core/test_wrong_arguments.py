@@ -20,7 +20,25 @@ from tests.families import build
 
 PROMPT = [5, 9, 11, 40]
 NAN = float("nan")
-ODD: list[Any] = [None, "x", "", -1, 0, 1.5, NAN, math.inf, True, 10**30, [], [None], ["x"], {}, {1}, object(), int]
+ODD: list[Any] = [
+    None,
+    "x",
+    "",
+    -1,
+    0,
+    1.5,
+    NAN,
+    math.inf,
+    True,
+    10**30,
+    [],
+    [None],
+    ["x"],
+    {},
+    {1},
+    object(),
+    int,
+]
 ODD += [torch.ones(2, 2), b"x", lambda: 1]
 OK: dict[str, Callable[[Any], bool]] = {  # odd values that are right nevertheless
     "sampling": lambda value: value is None,
@@ -45,13 +63,17 @@ def is_right(name: str, value: Any) -> bool:
 def is_ours(error: Exception) -> bool:
     """Whether it was raised on purpose: by a `raise` of this project, or by Python for an argument that is missing."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(eagle.__file__).parent in Path(frame.filename).parents and "raise" in (frame.line or "")
+    return Path(eagle.__file__).parent in Path(frame.filename).parents and "raise" in (
+        frame.line or ""
+    )
 
 
 def assert_refused(call: Callable[..., Any], arguments: dict[str, Any], name: str) -> None:
     """All odd values of one argument."""
     for value in ODD:
-        if is_right(name, value) or (name == "beams" and repr(value) == repr(10**30)):  # as many are made
+        if is_right(name, value) or (
+            name == "beams" and repr(value) == repr(10**30)
+        ):  # as many are made
             continue
         said = f"{name}={value!r:.30}"
         try:
@@ -73,9 +95,27 @@ def target() -> Target:
     return Target(build("llama"))
 
 
-DECODING = ["target", "drafter", "prompt", "sampling", "max_new_tokens", "stop", "budget", "timing", "trace"]
+DECODING = [
+    "target",
+    "drafter",
+    "prompt",
+    "sampling",
+    "max_new_tokens",
+    "stop",
+    "budget",
+    "timing",
+    "trace",
+]
 DECODING += ["batch_size", "max_tokens_in_cache"]
-BEAMS = ["target", "drafter", "prompt", "beams", "length_penalty", "early_stopping", "num_return_sequences"]
+BEAMS = [
+    "target",
+    "drafter",
+    "prompt",
+    "beams",
+    "length_penalty",
+    "early_stopping",
+    "num_return_sequences",
+]
 BEAMS += ["max_new_tokens", "stop", "processors", "budget"]
 
 
@@ -83,7 +123,12 @@ BEAMS += ["max_new_tokens", "stop", "processors", "budget"]
 @pytest.mark.parametrize("many", [False, True])
 def test_decoding(name: str, many: bool, target: Target) -> None:
     """Of `generate` and `stream`, with one prompt and with several."""
-    arguments: dict[str, Any] = {"target": target, "drafter": NoDrafter(), "prompt": PROMPT, "max_new_tokens": 2}
+    arguments: dict[str, Any] = {
+        "target": target,
+        "drafter": NoDrafter(),
+        "prompt": PROMPT,
+        "max_new_tokens": 2,
+    }
     if many:
         arguments["prompt"] = [PROMPT, PROMPT[1:]]
     for call in (generate, stream):
@@ -165,7 +210,9 @@ SETTINGS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, Callable[[Any
 }
 
 
-@pytest.mark.parametrize(("make", "name"), [(make, name) for make, (_, names) in SETTINGS.items() for name in names])
+@pytest.mark.parametrize(
+    ("make", "name"), [(make, name) for make, (_, names) in SETTINGS.items() for name in names]
+)
 def test_settings(make: Callable[..., Any], name: str) -> None:
     """Of the classes that hold settings and drafts."""
     arguments, names = SETTINGS[make]
@@ -177,7 +224,9 @@ def test_settings(make: Callable[..., Any], name: str) -> None:
             try:
                 make(**{**arguments, name: value})
             except (ValueError, TypeError) as error:
-                assert is_ours(error) and (name in str(error) or "tree" in str(error)), f"{name}={value!r}: {error!r}"
+                assert is_ours(error) and (name in str(error) or "tree" in str(error)), (
+                    f"{name}={value!r}: {error!r}"
+                )
             else:
                 pytest.fail(f"{make.__name__}({name}={value!r:.30}) is accepted")
         else:
@@ -185,7 +234,9 @@ def test_settings(make: Callable[..., Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: f"{value!r:.12}")
-def test_targets_and_drafters(value: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_and_drafters(
+    value: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is loaded, and what it is loaded from; a name of no model is not asked for in the network, with pauses."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for call in (
@@ -196,7 +247,9 @@ def test_targets_and_drafters(value: Any, target: Target, tmp_path: Path, monkey
         lambda: load_drafter(value, target),
         lambda: load_drafter("ngram", value),
         lambda: target.chat(value),
-        lambda: Goodput.measure(target, NoDrafter(), PROMPT, batch_sizes=value if value is not None else 0),
+        lambda: Goodput.measure(
+            target, NoDrafter(), PROMPT, batch_sizes=value if value is not None else 0
+        ),
         lambda: Sampling.from_processors(value if value not in ([], {}) else 3),
     ):
         try:

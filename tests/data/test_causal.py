@@ -15,7 +15,9 @@ from tests.families import build as build_family
 def test_a_target_that_sees_ahead_is_refused(model_type: str) -> None:
     """Both read a whole text at once, each token with those behind it."""
     target = Target(build(model_type))
-    with pytest.raises(ValueError, match=f"{model_type} reads each token .* expected a causal model"):
+    with pytest.raises(
+        ValueError, match=f"{model_type} reads each token .* expected a causal model"
+    ):
         check_causal(target)
 
 
@@ -24,12 +26,18 @@ def test_a_refusal_says_whether_extraction_works(model_type: str) -> None:
     """Not where a head could learn nothing from such states."""
     target = Target(build(model_type))
     if model_type == "openai-gpt":
-        with pytest.raises(ValueError, match="Taps, extraction and training work; decoding does not"):
+        with pytest.raises(
+            ValueError, match="Taps, extraction and training work; decoding does not"
+        ):
             target.describe()
         return
-    with pytest.raises(ValueError, match="Nor are there features for a head: it reads each token of a text with"):
+    with pytest.raises(
+        ValueError, match="Nor are there features for a head: it reads each token of a text with"
+    ):
         target.describe()
-    with pytest.raises(ValueError, match=f"{model_type} reads each token .* expected a causal model"):
+    with pytest.raises(
+        ValueError, match=f"{model_type} reads each token .* expected a causal model"
+    ):
         check_causal(target)
 
 

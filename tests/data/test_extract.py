@@ -46,7 +46,9 @@ def test_padding_and_neighbours_change_nothing(name: str) -> None:
     values = compute_features(target, ours)
     for row, text in enumerate(ours):
         with torch.no_grad():
-            states = target.model(input_ids=text[None], use_cache=False, output_hidden_states=True).hidden_states
+            states = target.model(
+                input_ids=text[None], use_cache=False, output_hidden_states=True
+            ).hidden_states
         alone = torch.stack([states[tap][0] for tap in TAPS], dim=1)
         beside = compute_features(target, [*others[:row], text, *others[row + 1 :]])
         for got in (values[row], beside[row]):
@@ -80,24 +82,36 @@ def test_texts_beyond_the_targets_positions_are_refused() -> None:
     """Such states would be of no use, and nobody would see why."""
     target = Target(build("llama"))
     examples = [Example(torch.ones(257, dtype=torch.long), torch.ones(257, dtype=torch.bool))]
-    with pytest.raises(ValueError, match=r"257 tokens, this target has 256 positions: set data\.max_length"):
+    with pytest.raises(
+        ValueError, match=r"257 tokens, this target has 256 positions: set data\.max_length"
+    ):
         LiveFeatures(target, examples, {"taps": [-1], "dtype": "float32"})
     section = Recipe.load("recipes/tiny/eagle1.yaml").features
     with pytest.raises(ValueError, match=r"set data\.max_length to at most 256"):
-        plan_extraction(TextSizes.of([(examples[0].loss_mask, 0)]), target, parts_of({"taps": [-1]}), section)
+        plan_extraction(
+            TextSizes.of([(examples[0].loss_mask, 0)]), target, parts_of({"taps": [-1]}), section
+        )
 
 
 def test_a_forecast_tells_size_and_time() -> None:
     """Bytes are exact, by the masks; the time comes from a calibration."""
-    target, examples = Target(build("llama")), [Example(text, torch.arange(len(text)) == 2) for text in texts(4)]
+    target, examples = (
+        Target(build("llama")),
+        [Example(text, torch.arange(len(text)) == 2) for text in texts(4)],
+    )
     plan = plan_shards(LENGTHS, 1, 40)
     sizes = TextSizes.of((example.loss_mask, 0) for example in examples)
     line = forecast(target, examples, sizes, plan, parts_of({"taps": [0, -1]}), "bfloat16")
     size = sum(LENGTHS) * 2 * 32 * 2
-    assert f"{sum(LENGTHS)} tokens, 2 taps in bfloat16: {size / 1000:.3g} kB, 128 bytes a token, in {len(plan)}" in line
+    assert (
+        f"{sum(LENGTHS)} tokens, 2 taps in bfloat16: {size / 1000:.3g} kB, 128 bytes a token, in {len(plan)}"
+        in line
+    )
     assert "tokens/s" in line
     # one supervised token, or two with `train.gate: read`: heads read up to it, and learn from two states before each
-    line = forecast(target, examples, sizes, plan, parts_of({"taps": [0, -1], "inputs": [0]}), "bfloat16")
+    line = forecast(
+        target, examples, sizes, plan, parts_of({"taps": [0, -1], "inputs": [0]}), "bfloat16"
+    )
     size = (5 * 4 + 3 + 4 * 4 + 2) * 32 * 2
     assert f": {size / 1000:.3g} kB, {size / sum(LENGTHS):,.0f} bytes a token" in line
 
@@ -113,7 +127,9 @@ def recipe(tiny_target_dir: Path, tmp_path: Path) -> Recipe:
         "data.train": tmp_path / "data.jsonl",
         "data.template": tmp_path / "template.jinja",
     }
-    return Recipe.load("recipes/tiny/eagle1.yaml", [f"{key}={value}" for key, value in overrides.items()])
+    return Recipe.load(
+        "recipes/tiny/eagle1.yaml", [f"{key}={value}" for key, value in overrides.items()]
+    )
 
 
 def change_file(recipe: Recipe, file: str, new: bytes) -> None:
@@ -122,12 +138,16 @@ def change_file(recipe: Recipe, file: str, new: bytes) -> None:
     path.write_bytes(path.read_bytes() + new)
 
 
-def test_identity_holds_everything_that_decides_the_features(recipe: Recipe, tmp_path: Path) -> None:
+def test_identity_holds_everything_that_decides_the_features(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     """Weights, config, tokenizer, template, data: each changes its own entry, and a moved folder changes none."""
     before = identity(recipe, ROLES)
     moved = tmp_path / "elsewhere"
     shutil.copytree(recipe.target.path, moved)
-    same = recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": str(moved)})})
+    same = recipe.model_copy(
+        update={"target": recipe.target.model_copy(update={"path": str(moved)})}
+    )
     assert identity(same, ROLES) == before
     places = {
         "target/model.safetensors": ("target", "weights"),
@@ -146,7 +166,9 @@ def test_identity_holds_everything_that_decides_the_features(recipe: Recipe, tmp
         before = after
     (Path(recipe.target.path) / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     assert identity(recipe, ROLES)["masks"] != before["masks"]
-    other = recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_kwargs": {"date": "today"}})})
+    other = recipe.model_copy(
+        update={"data": recipe.data.model_copy(update={"template_kwargs": {"date": "today"}})}
+    )
     assert identity(other, ROLES)["data"] != before["data"]
 
 
@@ -170,8 +192,14 @@ def test_a_lora_adapter_is_part_of_the_target(recipe: Recipe, tmp_path: Path) ->
     tensors, merged = {}, plain.model.state_dict()
     for layer in range(3):
         name = f"model.layers.{layer}.self_attn.q_proj"
-        down, up = torch.randn(rank, 128, generator=generator) / 5, torch.randn(128, rank, generator=generator) / 5
-        tensors |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+        down, up = (
+            torch.randn(rank, 128, generator=generator) / 5,
+            torch.randn(128, rank, generator=generator) / 5,
+        )
+        tensors |= {
+            f"base_model.model.{name}.lora_A.weight": down,
+            f"base_model.model.{name}.lora_B.weight": up,
+        }
         merged[f"{name}.weight"] = merged[f"{name}.weight"] + alpha / rank * up @ down
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -179,13 +207,20 @@ def test_a_lora_adapter_is_part_of_the_target(recipe: Recipe, tmp_path: Path) ->
     config["layers_to_transform"] = [0, 1, 2]
     (folder / "adapter_config.json").write_text(json.dumps(config))
     text = torch.arange(20, 60)[None]
-    adapted = Target.load(recipe.target.path, dtype="float32", adapter=str(folder)).features(text, (5, -1))
+    adapted = Target.load(recipe.target.path, dtype="float32", adapter=str(folder)).features(
+        text, (5, -1)
+    )
     before = plain.features(text, (5, -1))
     plain.model.load_state_dict(merged)
     torch.testing.assert_close(adapted, plain.features(text, (5, -1)), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(adapted, before, atol=1e-2)
-    with_adapter = recipe.model_copy(update={"target": recipe.target.model_copy(update={"adapter": str(folder)})})
-    assert identity(with_adapter, ROLES)["target"]["adapter"] != identity(recipe, ROLES)["target"]["adapter"]
+    with_adapter = recipe.model_copy(
+        update={"target": recipe.target.model_copy(update={"adapter": str(folder)})}
+    )
+    assert (
+        identity(with_adapter, ROLES)["target"]["adapter"]
+        != identity(recipe, ROLES)["target"]["adapter"]
+    )
 
 
 def test_a_quantised_checkpoint_is_a_target(recipe: Recipe, tmp_path: Path) -> None:
@@ -210,6 +245,12 @@ def test_a_quantised_checkpoint_is_a_target(recipe: Recipe, tmp_path: Path) -> N
     features = Target.load(folder, dtype="float32").features(text, (5, -1))
     full.model.load_state_dict(rebuilt)
     expected = full.features(text, (5, -1))
-    assert (features - expected).norm() / expected.norm() < 1e-2 < (features - before).norm() / before.norm()
-    other = recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": str(folder)})})
+    assert (
+        (features - expected).norm() / expected.norm()
+        < 1e-2
+        < (features - before).norm() / before.norm()
+    )
+    other = recipe.model_copy(
+        update={"target": recipe.target.model_copy(update={"path": str(folder)})}
+    )
     assert identity(other, ROLES)["target"]["quantization"]["quant_method"] == "fp8"

@@ -33,12 +33,19 @@ def own(tiny_target: Target) -> OnPolicyFeatures:
     torch.manual_seed(0)
     texts = torch.randint(4, tiny_target.vocab_size, (5, 50)).unbind()
     texts = tuple(text[: 50 - 3 * place] for place, text in enumerate(texts))
-    masks = [sum(((at >= a) & (at < b) for a, b in ANSWERS), at < 0) for at in map(torch.arange, map(len, texts))]
+    masks = [
+        sum(((at >= a) & (at < b) for a, b in ANSWERS), at < 0)
+        for at in map(torch.arange, map(len, texts))
+    ]
     masks[4][:12] = masks[4][40:] = False
     examples = [Example(text, mask) for text, mask in zip(texts, masks, strict=True)]
     settings = settings_of({"kind": "draft_model"}, "test")
-    head: Any = DRAFTERS["draft_model"].for_target(settings, tiny_target.config, tiny_target.head, supervised=())
-    return OnPolicyFeatures(LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"}), head.train())
+    head: Any = DRAFTERS["draft_model"].for_target(
+        settings, tiny_target.config, tiny_target.head, supervised=()
+    )
+    return OnPolicyFeatures(
+        LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"}), head.train()
+    )
 
 
 @torch.no_grad()
@@ -47,7 +54,9 @@ def alone(model: Any, prompt: Tensor, limit: int, noise: Noise, stops: tuple[int
     text = prompt
     for _ in range(limit):
         logits = model(input_ids=text[None]).logits[0, -1]
-        text = torch.cat([text, (logits + noise([len(text)], len(logits), logits.device)[0]).argmax()[None]])
+        text = torch.cat(
+            [text, (logits + noise([len(text)], len(logits), logits.device)[0]).argmax()[None]]
+        )
         if int(text[-1]) in stops:
             break
     return text[len(prompt) :]
@@ -56,7 +65,9 @@ def alone(model: Any, prompt: Tensor, limit: int, noise: Noise, stops: tuple[int
 def test_side_by_side_is_alone() -> None:
     """Prompts of different lengths, limits and stops: each as if it were the only one; positions are learned here."""
     torch.manual_seed(1)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)
+    ).eval()
     prompts = [torch.randint(99, (length,)) for length in (7, 1, 19)]
     limits, stops = [3, 30, 21], (17, 40)
     samplings = [Sampling(temperature=1.0, seed=5, request=place) for place in range(3)]
@@ -71,7 +82,12 @@ def test_side_by_side_is_alone() -> None:
 def test_it_is_drawn_from_the_law() -> None:
     """Of 1,200 answers of two tokens each of the 36 comes as often as the model's own law says, by a chi-square."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=6, initializer_range=1.0, **sizes)).eval()
     prompt, count = torch.tensor([1, 5, 3]), 1200
     samplings = [Sampling(temperature=1.0, seed=seed) for seed in range(count)]
@@ -81,10 +97,14 @@ def test_it_is_drawn_from_the_law() -> None:
         first = model(input_ids=prompt[None]).logits[0, -1].softmax(-1)
         for a, b in product(range(6), repeat=2):
             text = torch.cat([prompt, torch.tensor([a])])
-            expected[a, b] = count * float(first[a] * model(input_ids=text[None]).logits[0, -1].softmax(-1)[b])
+            expected[a, b] = count * float(
+                first[a] * model(input_ids=text[None]).logits[0, -1].softmax(-1)[b]
+            )
     often = {pair: value for pair, value in expected.items() if value >= 5}
     rest = [count - sum(found[pair] for pair in often), count - sum(often.values())]
-    cells = [(found[pair], value) for pair, value in often.items()] + ([(rest[0], rest[1])] if rest[1] > 1 else [])
+    cells = [(found[pair], value) for pair, value in often.items()] + (
+        [(rest[0], rest[1])] if rest[1] > 1 else []
+    )
     assert sum((seen - value) ** 2 / value for seen, value in cells) < 75  # 36 cells: 1 in 10,000
 
 
@@ -94,7 +114,9 @@ def test_a_model_that_decodes_goes_on_learning(monkeypatch: pytest.MonkeyPatch) 
     A planted fault: what was read with the weights of the step before would be seen.
     """
     torch.manual_seed(2)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5)
+    ).eval()
     model.lm_head.weight.requires_grad_(False)  # tied, and not learned
     learning = {name: weight.requires_grad for name, weight in model.named_parameters()}
     dice = torch.get_rng_state()
@@ -109,7 +131,9 @@ def test_a_model_that_decodes_goes_on_learning(monkeypatch: pytest.MonkeyPatch) 
         (said,) = sample_answers(student, [prompt], [12], [sampling], ())
         assert torch.equal(torch.get_rng_state(), before)
         true = alone(model, prompt, 12, Noise(1, 0), ())
-        loss = model(input_ids=torch.cat([prompt, said])[None], labels=torch.cat([prompt, said])[None]).loss
+        loss = model(
+            input_ids=torch.cat([prompt, said])[None], labels=torch.cat([prompt, said])[None]
+        ).loss
         model.zero_grad()
         loss.backward()
         with torch.no_grad():
@@ -132,10 +156,19 @@ def test_a_text_ends_with_one_answer_of_its_own(own: OnPolicyFeatures, tiny_targ
     read = own.read([4, 0, 2])
     for place, example in zip([4, 0, 2], read, strict=True):
         start = int(example.loss_mask.nonzero()[0])
-        ends = {a: min(b, len(own.examples[place].tokens)) for a, b in (ANSWERS[1:2] if place == 4 else ANSWERS)}
-        assert start in ends and example.loss_mask[start:].all() and start < len(example.tokens) <= ends[start]
+        ends = {
+            a: min(b, len(own.examples[place].tokens))
+            for a, b in (ANSWERS[1:2] if place == 4 else ANSWERS)
+        }
+        assert (
+            start in ends
+            and example.loss_mask[start:].all()
+            and start < len(example.tokens) <= ends[start]
+        )
         assert torch.equal(example.tokens[:start], own.examples[place].tokens[:start])
-        assert not torch.equal(example.tokens[start:], own.examples[place].tokens[start : len(example.tokens)])
+        assert not torch.equal(
+            example.tokens[start:], own.examples[place].tokens[start : len(example.tokens)]
+        )
         assert torch.equal(example.features, tiny_target.features(example.tokens[None], (-1,))[0])
 
 
@@ -161,7 +194,9 @@ def test_a_head_is_judged_on_the_data(own: OnPolicyFeatures) -> None:
     own.head.eval()
     (read,) = own.read([1])
     own.head.train()
-    assert torch.equal(read.tokens, own.examples[1].tokens) and torch.equal(read.loss_mask, own.examples[1].loss_mask)
+    assert torch.equal(read.tokens, own.examples[1].tokens) and torch.equal(
+        read.loss_mask, own.examples[1].loss_mask
+    )
     assert own.head.training and own.read([1]) and own.head.training
 
 

@@ -54,20 +54,29 @@ def conversations(seed: int, turns: Sequence[int] = (3, 1, 4, 2)) -> list[Exampl
             tokens = torch.cat([prompt, thought, answer])
             shared = 0 if turn == 0 else common(examples[-1].tokens, tokens)
             assert shared >= before
-            examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt), shared=shared))
+            examples.append(
+                Example(tokens, torch.arange(len(tokens)) >= len(prompt), shared=shared)
+            )
             history, before = torch.cat([prompt, answer]), len(prompt)
     return examples
 
 
 def common(one: torch.Tensor, other: torch.Tensor) -> int:
     """The tokens that two texts share from their beginning, one by one."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.tolist(), other.tolist(), strict=False)))
+    return sum(
+        1
+        for _ in takewhile(
+            lambda pair: pair[0] == pair[1], zip(one.tolist(), other.tolist(), strict=False)
+        )
+    )
 
 
 def alone(target: Target, text: torch.Tensor, taps: tuple[int, ...]) -> torch.Tensor:
     """[T, L, D], what the untouched model says of a text by itself."""
     with torch.no_grad():
-        states = target.model(input_ids=text[None], use_cache=False, output_hidden_states=True).hidden_states
+        states = target.model(
+            input_ids=text[None], use_cache=False, output_hidden_states=True
+        ).hidden_states
     return torch.stack([states[tap][0] for tap in taps], dim=1)
 
 
@@ -83,7 +92,10 @@ def test_states_are_those_of_each_text_alone(name: str) -> None:
             expected = alone(target, example.tokens, TAPS)
             assert (states - expected).abs().max() <= 2e-5 * expected.abs().max()
     parts = parts_of({"taps": TAPS, "inputs": (0, 1)})
-    texts, masks = [example.tokens for example in examples], [example.loss_mask for example in examples]
+    texts, masks = (
+        [example.tokens for example in examples],
+        [example.loss_mask for example in examples],
+    )
     packed = compute_rows(target, texts, masks, parts, "float32", shared)
     for part, (rows,) in zip(parts, packed, strict=True):
         kept = []
@@ -113,18 +125,29 @@ def test_a_prefix_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for group in groups_of(examples):
         read.clear()
         with base.register_forward_pre_hook(count, with_kwargs=True):
-            read_on(target, [text.tokens.tolist() for text in group], [text.shared for text in group], TAPS)
+            read_on(
+                target,
+                [text.tokens.tolist() for text in group],
+                [text.shared for text in group],
+                TAPS,
+            )
         assert sum(read) == sum(len(text.tokens) - text.shared for text in group)
 
 
 def groups_of(examples: Sequence[Example]) -> Iterator[list[Example]]:
     """The examples of each conversation."""
-    firsts = [place for place, example in enumerate(examples) if not example.shared] + [len(examples)]
+    firsts = [place for place, example in enumerate(examples) if not example.shared] + [
+        len(examples)
+    ]
     return (list(examples[start:end]) for start, end in pairwise(firsts))
 
 
 def stored(
-    folder: Path, target: Target, examples: Sequence[Example], dtype: str = "float32", roles: TapRoles = ROLES
+    folder: Path,
+    target: Target,
+    examples: Sequence[Example],
+    dtype: str = "float32",
+    roles: TapRoles = ROLES,
 ) -> FeatureStore:
     """A complete store of these examples in shards of some conversations."""
     sizes = TextSizes.of((example.loss_mask, example.shared) for example in examples)
@@ -141,7 +164,9 @@ def whole(examples: Sequence[Example]) -> list[Example]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8", "float6"])
-def test_a_shared_store_reads_like_one_that_shares_nothing(dtype: str, target: Target, tmp_path: Path) -> None:
+def test_a_shared_store_reads_like_one_that_shares_nothing(
+    dtype: str, target: Target, tmp_path: Path
+) -> None:
     """At fewer bytes; where features are computed in the same way, bit for bit."""
     examples = conversations(3)
     plain = stored(tmp_path / "plain", target, whole(examples), dtype)
@@ -153,23 +178,35 @@ def test_a_shared_store_reads_like_one_that_shares_nothing(dtype: str, target: T
     order = [5, 0, 9, 2, 1, 3, 4, 6, 8, 7]
     error = {"float32": 1e-5, "bfloat16": 0.02, "float8": 0.15, "float6": 0.15}[dtype]
     for got, expected in zip(small.read(order), plain.read(order), strict=True):
-        assert torch.equal(got.tokens, expected.tokens) and torch.equal(got.loss_mask, expected.loss_mask)
+        assert torch.equal(got.tokens, expected.tokens) and torch.equal(
+            got.loss_mask, expected.loss_mask
+        )
         assert torch.equal(got.features.isnan(), expected.features.isnan())
-        torch.testing.assert_close(got.features.nan_to_num(), expected.features.nan_to_num(), rtol=error, atol=error)
+        torch.testing.assert_close(
+            got.features.nan_to_num(), expected.features.nan_to_num(), rtol=error, atol=error
+        )
 
 
-def test_the_layout_changes_no_bit(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_changes_no_bit(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of states that do not depend on the batch: what the untouched model says of each text by itself."""
     monkeypatch.setattr(features_module, "can_read_on", lambda _: False)
     monkeypatch.setattr(
-        target, "features", lambda tokens, taps, dtype: torch.stack([mark_states(row, taps) for row in tokens])
+        target,
+        "features",
+        lambda tokens, taps, dtype: torch.stack([mark_states(row, taps) for row in tokens]),
     )
     examples = conversations(4)
-    plain, small = (stored(tmp_path / name, target, of) for name, of in (("a", whole(examples)), ("b", examples)))
+    plain, small = (
+        stored(tmp_path / name, target, of)
+        for name, of in (("a", whole(examples)), ("b", examples))
+    )
     for got, expected in zip(small.read(range(10)), plain.read(range(10)), strict=True):
         assert torch.equal(got.features.nan_to_num(-1), expected.features.nan_to_num(-1))
     headers = sum(
-        8 + int.from_bytes(path.read_bytes()[:8], "little") for path in small.folder.glob("shard-*.safetensors")
+        8 + int.from_bytes(path.read_bytes()[:8], "little")
+        for path in small.folder.glob("shard-*.safetensors")
     )
     size = sum(path.stat().st_size for path in small.folder.glob("shard-*.safetensors"))
     assert size - headers == small.total_bytes
@@ -178,7 +215,8 @@ def test_the_layout_changes_no_bit(target: Target, tmp_path: Path, monkeypatch: 
     wrong_store = stored(tmp_path / "c", target, wrong)
     pairs = zip(wrong_store.read(range(10)), plain.read(range(10)), strict=True)
     assert any(
-        not torch.equal(got.features.nan_to_num(-1), expected.features.nan_to_num(-1)) for got, expected in pairs
+        not torch.equal(got.features.nan_to_num(-1), expected.features.nan_to_num(-1))
+        for got, expected in pairs
     )
 
 
@@ -216,7 +254,11 @@ def test_places_of_rows(texts: list[tuple[int, int]]) -> None:
     def owner(number: int, slot: int) -> tuple[int, int]:
         return owner(number - 1, slot) if slot < shared[number] else (number, slot)
 
-    rows = [(number, slot) for number, count in enumerate(counts) for slot in range(shared[number], count)]
+    rows = [
+        (number, slot)
+        for number, count in enumerate(counts)
+        for slot in range(shared[number], count)
+    ]
     assert places.totals == [len(rows)]
     for number, count in enumerate(counts):
         read = [row for start, stop in places[number] for row in rows[start:stop]]
@@ -236,25 +278,41 @@ def test_conversations_stay_in_one_batch(target: Target) -> None:
             for batch in shard:
                 assert all(number - 1 in batch for number in batch if examples[number].shared)
     line = forecast(target, examples, sizes, plan, parts_of(tap_identity(ROLES)), "bfloat16")
-    assert f"tokens ({int(sizes.shared.sum())} of them shared with another example of their conversation)" in line
+    assert (
+        f"tokens ({int(sizes.shared.sum())} of them shared with another example of their conversation)"
+        in line
+    )
 
 
 def test_a_template_that_rewrites_history_is_seen(tiny_target_dir: Path, tmp_path: Path) -> None:
     """Through the cache of tokens; other conversations and other templates share nothing."""
     turns = [
         {"role": "user", "content": "Who painted it?"},
-        {"role": "assistant", "content": "Vermeer.", "reasoning_content": "The light comes from the left."},
+        {
+            "role": "assistant",
+            "content": "Vermeer.",
+            "reasoning_content": "The light comes from the left.",
+        },
         {"role": "user", "content": "When was that?"},
         {"role": "assistant", "content": "In 1665.", "reasoning_content": "Between 1660 and 1670."},
         {"role": "user", "content": "Where is it?"},
         {"role": "assistant", "content": "In The Hague."},
     ]
-    lines = [json.dumps({"id": str(number), "messages": turns[: 2 * count]}) for number, count in enumerate((1, 3, 2))]
+    lines = [
+        json.dumps({"id": str(number), "messages": turns[: 2 * count]})
+        for number, count in enumerate((1, 3, 2))
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     (tmp_path / "thinks.jinja").write_text(THINKS)
     (tmp_path / "plain.jinja").write_text(THINKS.replace(" and loop.last", ""))
-    base = [f"target.path={tiny_target_dir / 'target'}", f"data.train={tmp_path / 'data.jsonl'}", "data.limit=null"]
-    recipe = Recipe.load("recipes/tiny/eagle1.yaml", [*base, f"data.template={tmp_path / 'thinks.jinja'}"])
+    base = [
+        f"target.path={tiny_target_dir / 'target'}",
+        f"data.train={tmp_path / 'data.jsonl'}",
+        "data.limit=null",
+    ]
+    recipe = Recipe.load(
+        "recipes/tiny/eagle1.yaml", [*base, f"data.template={tmp_path / 'thinks.jinja'}"]
+    )
     cached, (plain, _) = open_cache(recipe), tokenize_data(recipe, load_tokenizer(recipe))
     assert len(cached) == len(plain) == 6
     for examples in (cached, plain):
@@ -267,7 +325,9 @@ def test_a_template_that_rewrites_history_is_seen(tiny_target_dir: Path, tmp_pat
             common(examples[4].tokens, examples[5].tokens),
         ]
         assert examples[3].shared > examples[2].shared > 5
-    recipe = Recipe.load("recipes/tiny/eagle1.yaml", [*base, f"data.template={tmp_path / 'plain.jinja'}"])
+    recipe = Recipe.load(
+        "recipes/tiny/eagle1.yaml", [*base, f"data.template={tmp_path / 'plain.jinja'}"]
+    )
     assert [example.shared for example in open_cache(recipe)] == [0, 0, 0]
 
 

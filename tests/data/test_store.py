@@ -38,14 +38,19 @@ def examples(tiny_target: Target) -> list[Example]:
     """Random texts of many lengths, partly supervised."""
     generator = torch.Generator().manual_seed(3)
     lengths = [int(length) for length in torch.randint(20, 120, (48,), generator=generator)]
-    texts = [torch.randint(10, tiny_target.vocab_size, (length,), generator=generator) for length in lengths]
+    texts = [
+        torch.randint(10, tiny_target.vocab_size, (length,), generator=generator)
+        for length in lengths
+    ]
     return [Example(text, torch.rand(len(text), generator=generator) < 0.5) for text in texts]
 
 
 def create_store(folder: Path, examples: list[Example], **identity: object) -> FeatureStore:
     """A store of about two dozen shards, without features yet."""
     plan = plan_shards([len(example.tokens) for example in examples], 1, 90)
-    return FeatureStore.create(folder, examples, {**IDENTITY, **identity}, plan, width=128, precision="float32")
+    return FeatureStore.create(
+        folder, examples, {**IDENTITY, **identity}, plan, width=128, precision="float32"
+    )
 
 
 def fill(folder: Path, target: Target) -> None:
@@ -56,7 +61,9 @@ def fill(folder: Path, target: Target) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, examples: list[Example], tiny_target: Target) -> Path:
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, examples: list[Example], tiny_target: Target
+) -> Path:
     """An uninterrupted store; tests that damage it work on a copy."""
     folder = tmp_path_factory.mktemp("store")
     create_store(folder, examples)
@@ -88,12 +95,16 @@ def copy_store(whole: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_store_gives_back_what_went_in(whole: Path, examples: list[Example], tiny_target: Target) -> None:
+def test_a_store_gives_back_what_went_in(
+    whole: Path, examples: list[Example], tiny_target: Target
+) -> None:
     """Tokens, masks and features, in the data's order, whatever order they were computed in."""
     store = FeatureStore(whole, IDENTITY)
     assert len(store) == len(examples) and len(store.plan) >= 20
     for got, example in zip(store.read(range(len(store))), examples, strict=True):
-        assert torch.equal(got.tokens, example.tokens) and torch.equal(got.loss_mask, example.loss_mask)
+        assert torch.equal(got.tokens, example.tokens) and torch.equal(
+            got.loss_mask, example.loss_mask
+        )
         states = tiny_target.model(example.tokens[None], output_hidden_states=True).hidden_states
         for column, (tap, slots) in enumerate([(0, "read"), (3, "read"), (-1, "taught")]):
             kept = slots_of(example.loss_mask, slots)
@@ -106,8 +117,14 @@ def test_others_can_read_and_check_the_shards(whole: Path) -> None:
     store = FeatureStore(whole)
     tensors = load_file(store.path(0))
     masks = [store.text(number)[1] for batch in store.plan[0] for number in batch]
-    read, taught = (sum(len(slots_of(mask, slots)) for mask in masks) for slots in ("read", "taught"))
-    assert tensors["features"].shape == (read, 2, 128) and tensors["taught_features"].shape == (taught, 1, 128)
+    read, taught = (
+        sum(len(slots_of(mask, slots)) for mask in masks) for slots in ("read", "taught")
+    )
+    assert tensors["features"].shape == (read, 2, 128) and tensors["taught_features"].shape == (
+        taught,
+        1,
+        128,
+    )
     assert taught < read <= store.index["shard_tokens"][0]
     check = subprocess.run("cat *.sha256 | sha256sum --check --status", shell=True, cwd=whole)
     assert check.returncode == 0
@@ -121,7 +138,10 @@ def test_live_features_are_those_of_a_store(
     """Training cannot tell them apart, whatever precision they are kept in."""
     create_store(tmp_path, examples[:6], dtype=dtype)
     fill(tmp_path, tiny_target)
-    stored, live = FeatureStore(tmp_path), LiveFeatures(tiny_target, examples[:6], {**IDENTITY, "dtype": dtype})
+    stored, live = (
+        FeatureStore(tmp_path),
+        LiveFeatures(tiny_target, examples[:6], {**IDENTITY, "dtype": dtype}),
+    )
     assert len(stored) == len(live) and stored.taps == live.taps
     for one, other in zip(stored.read([4, 0, 2]), live.read([4, 0, 2]), strict=True):
         assert one.features.dtype == other.features.dtype
@@ -131,7 +151,10 @@ def test_live_features_are_those_of_a_store(
 
 def test_float8_is_within_its_rounding() -> None:
     """Every number is off by at most half a step of three mantissa bits, also beside one far larger; zeros stay."""
-    features = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-3, 0)[:, None]
+    features = (
+        torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0))
+        * 10.0 ** torch.arange(-3, 0)[:, None]
+    )
     features[:, :, 5] *= 500
     features[0] = 0
     values, scales = pack_features(features, "float8")
@@ -143,7 +166,9 @@ def test_float8_is_within_its_rounding() -> None:
 
 
 @pytest.mark.slow
-def test_twenty_kills_leave_no_trace(whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
+def test_twenty_kills_leave_no_trace(
+    whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path
+) -> None:
     """Killed at any moment and run again: the same bytes, and nothing that was whole is written twice."""
     store, chance = create_store(tmp_path, examples), random.Random(5)
     written: dict[str, int] = {}
@@ -160,7 +185,10 @@ def test_twenty_kills_leave_no_trace(whole: Path, examples: list[Example], tiny_
         parts = [path for path in tmp_path.glob("*.part") if path.stat().st_size]
         inside += bool(parts)
         assert len(parts) <= 2  # one shard, or the next one begun while a checksum is written
-        now = {path.name: (tmp_path / path.stem).stat().st_mtime_ns for path in tmp_path.glob("*.sha256")}
+        now = {
+            path.name: (tmp_path / path.stem).stat().st_mtime_ns
+            for path in tmp_path.glob("*.sha256")
+        }
         assert all(now[name] == when for name, when in written.items())
         written = now
         for part in tmp_path.glob("*.part"):  # as the command does once it has the lock
@@ -181,19 +209,28 @@ DAMAGES = {
     "flipped": (flip, "not those that were written"),
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-5]), "truncated"),
     "missing": (Path.unlink, "missing"),
-    "header": (lambda path: path.write_bytes(path.read_bytes().replace(b"features", b"futures_", 1)), "start"),
+    "header": (
+        lambda path: path.write_bytes(path.read_bytes().replace(b"features", b"futures_", 1)),
+        "start",
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_and_mended(damage: str, whole: Path, tiny_target: Target, tmp_path: Path) -> None:
+def test_damage_is_named_and_mended(
+    damage: str, whole: Path, tiny_target: Target, tmp_path: Path
+) -> None:
     """A broken shard is named, the others serve, and a repair computes that one alone."""
     folder = copy_store(whole, tmp_path)
     do, named = DAMAGES[damage]
     do(FeatureStore(folder).path(3))
     store = FeatureStore(folder, partial=True)
     store.serve_all_but({shard: fault for shard, fault in store.faults(read=True) if fault})
-    assert list(store.absent) == [3] and named in store.absent[3] and "shard-00003" in store.describe_absent()
+    assert (
+        list(store.absent) == [3]
+        and named in store.absent[3]
+        and "shard-00003" in store.describe_absent()
+    )
     numbers = {number for batch in store.plan[3] for number in batch}
     assert list(map(store.number, range(len(store)))) == sorted(set(range(48)) - numbers)
     assert len(store.read(range(len(store)))) == len(store) > 0
@@ -204,7 +241,11 @@ def test_damage_is_named_and_mended(damage: str, whole: Path, tiny_target: Targe
     store.discard([3])
     fill(folder, tiny_target)
     assert contents(folder) == contents(whole)
-    changed = {path.name for path in folder.glob("shard*") if path.stat().st_mtime_ns != before.get(path.name)}
+    changed = {
+        path.name
+        for path in folder.glob("shard*")
+        if path.stat().st_mtime_ns != before.get(path.name)
+    }
     assert changed == {"shard-00003.safetensors", "shard-00003.safetensors.sha256"}
 
 
@@ -219,7 +260,9 @@ def test_a_flipped_byte_is_seen_as_it_is_first_read(whole: Path, tmp_path: Path)
     assert damaged and len(damaged) < len(store)
     for place in range(len(store)):
         if place in damaged:
-            with pytest.raises(Damaged, match=r"shard-00007.* not those that were written.* --repair"):
+            with pytest.raises(
+                Damaged, match=r"shard-00007.* not those that were written.* --repair"
+            ):
                 store.read([place])
         else:
             store.read([place])
@@ -261,18 +304,24 @@ def test_damaged_examples_are_seen(file: str, whole: Path, tmp_path: Path) -> No
         FeatureStore(folder)
 
 
-@pytest.mark.parametrize("text", [b"", b"\n", b"\xff\xfe", b"0" * 64, b"0" * 9 + b"  shard-00003.safetensors\n"])
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"\xff\xfe", b"0" * 64, b"0" * 9 + b"  shard-00003.safetensors\n"]
+)
 def test_a_damaged_checksum_is_seen(text: bytes, whole: Path, tmp_path: Path) -> None:
     """By every reader, which names the file."""
     folder = copy_store(whole, tmp_path)
     (folder / "shard-00003.safetensors.sha256").write_bytes(text)
-    with pytest.raises(ValueError, match=r"1 of \d+ shards .*shard-00003\.safetensors\.sha256 is damaged"):
+    with pytest.raises(
+        ValueError, match=r"1 of \d+ shards .*shard-00003\.safetensors\.sha256 is damaged"
+    ):
         FeatureStore(folder)
     found = [fault for _, fault in FeatureStore(folder, partial=True).faults(read=True) if fault]
     assert found == ["shard-00003.safetensors.sha256 is damaged"]
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", "3", "{}", '{"identity": null}', '{"identity": {"dtype": []}}'])
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "3", "{}", '{"identity": null}', '{"identity": {"dtype": []}}']
+)
 def test_an_index_that_is_none_is_damaged(text: str, whole: Path, tmp_path: Path) -> None:
     """Whatever JSON it is."""
     folder = copy_store(whole, tmp_path)
@@ -309,11 +358,19 @@ def test_an_index_with_a_wrong_value_is_damaged(
 
 @pytest.mark.slow
 def test_a_full_disk_is_said_and_survived(
-    whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    whole: Path,
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """What was written stays, nothing half is left, and the next run completes the store."""
     store = create_store(tmp_path, examples)
-    sizes = [len(data) for name, data in contents(whole).items() if name.startswith("shard") and len(data) > 1000]
+    sizes = [
+        len(data)
+        for name, data in contents(whole).items()
+        if name.startswith("shard") and len(data) > 1000
+    ]
     limit = sorted(sizes)[len(sizes) // 2]
 
     def fill_limited() -> None:
@@ -322,7 +379,12 @@ def test_a_full_disk_is_said_and_survived(
 
     _, status = os.waitpid(child(fill_limited), 0)
     err = capfd.readouterr().err
-    assert status and "the disk refused" in err and "still to come" in err and "same command again" in err
+    assert (
+        status
+        and "the disk refused" in err
+        and "still to come" in err
+        and "same command again" in err
+    )
     assert not list(tmp_path.glob("*.part"))
     fill(tmp_path, tiny_target)
     assert store.plan and contents(tmp_path) == contents(whole)
@@ -338,16 +400,26 @@ def test_too_little_room_is_said_before_any_work(examples: list[Example], tmp_pa
 
 
 def test_a_disk_that_fills_up_is_seen_before_each_shard(
-    whole: Path, examples: list[Example], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path,
+    examples: list[Example],
+    tiny_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whole shards stay, the next one is not begun, and the same command goes on once there is room."""
     store, usage = create_store(tmp_path, examples), shutil.disk_usage(tmp_path)
-    disk_usage = lambda folder: usage._replace(free=0 if len(list(tmp_path.glob("*.sha256"))) > 5 else 10**9)  # noqa: E731
+
+    def disk_usage(folder: object) -> object:
+        is_full = len(list(tmp_path.glob("*.sha256"))) > 5
+        return usage._replace(free=0 if is_full else 10**9)
+
     with monkeypatch.context() as patched:
         patched.setattr("eagle.data.features.shutil.disk_usage", disk_usage)
         with pytest.raises(ValueError, match=r"too little room .*same command again"):
             fill(tmp_path, tiny_target)
-    assert 5 < len(list(tmp_path.glob("*.sha256"))) < 12 < len(store.plan) and not list(tmp_path.glob("*.part"))
+    assert 5 < len(list(tmp_path.glob("*.sha256"))) < 12 < len(store.plan) and not list(
+        tmp_path.glob("*.part")
+    )
     fill(tmp_path, tiny_target)
     assert contents(tmp_path) == contents(whole)
 
@@ -361,7 +433,10 @@ def test_any_number_of_processes_makes_the_same_store(
     shards = sorted(create_store(tmp_path, examples).absent)
 
     def share(index: int) -> Callable[[], None]:
-        return lambda: list(extract(tiny_target, FeatureStore(tmp_path, partial=True), shards[index::count])) and None
+        return lambda: (
+            list(extract(tiny_target, FeatureStore(tmp_path, partial=True), shards[index::count]))
+            and None
+        )
 
     assert not any(os.waitpid(pid, 0)[1] for pid in [child(share(index)) for index in range(count)])
     assert contents(tmp_path) == contents(whole)
@@ -394,7 +469,9 @@ def test_a_second_extraction_of_the_same_shards_spoils_nothing(
         ({"inputs": [0, -1]}, "inputs: the store has [0, 3], this run needs [0, -1]"),
     ],
 )
-def test_another_identity_is_refused_by_name(change: dict[str, object], named: str, whole: Path) -> None:
+def test_another_identity_is_refused_by_name(
+    change: dict[str, object], named: str, whole: Path
+) -> None:
     """Every difference is told; nothing is read from a store that was made by something else."""
     with pytest.raises(ValueError, match="not those that this run needs") as refused:
         FeatureStore(whole, {**IDENTITY, **change})
@@ -402,13 +479,17 @@ def test_another_identity_is_refused_by_name(change: dict[str, object], named: s
 
 
 @pytest.mark.slow
-def test_a_store_that_says_auto_is_read(examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
+def test_a_store_that_says_auto_is_read(
+    examples: list[Example], tiny_target: Target, tmp_path: Path
+) -> None:
     """As those did that were made before; beside it they say what it was."""
     create_store(tmp_path, examples, target={"weights": "w", "dtype": "auto"})
     fill(tmp_path, tiny_target)
     assert FeatureStore(tmp_path, IDENTITY).identity["target"]["dtype"] == "float32"
     FeatureStore(tmp_path, {**IDENTITY, "target": {"weights": "w", "dtype": "auto"}})
-    with pytest.raises(ValueError, match=r"target\.dtype: the store has 'float32', this run needs 'bfloat16'"):
+    with pytest.raises(
+        ValueError, match=r"target\.dtype: the store has 'float32', this run needs 'bfloat16'"
+    ):
         FeatureStore(tmp_path, {**IDENTITY, "target": {"weights": "w", "dtype": "bfloat16"}})
 
 
@@ -417,7 +498,9 @@ def test_fewer_taps_than_stored_are_served(whole: Path) -> None:
     assert FeatureStore(whole, {**IDENTITY, "taps": [3], "inputs": [3]}).taps == (0, 3, -1)
 
 
-def test_states_that_are_not_finite_are_refused(examples: list[Example], tiny_target: Target, tmp_path: Path) -> None:
+def test_states_that_are_not_finite_are_refused(
+    examples: list[Example], tiny_target: Target, tmp_path: Path
+) -> None:
     """An overflow in the target ends the extraction instead of poisoning the training."""
     create_store(tmp_path, examples)
     weight = tiny_target.model.get_input_embeddings().weight.data

@@ -20,7 +20,12 @@ from eagle.data.features import extract
 from eagle.data.store import VERSION, Damaged, FeatureStore
 from tests.families import VOCAB_SIZE
 
-IDENTITY = {"target": {"weights": "w", "dtype": "float32"}, "taps": [0, 3, -1], "inputs": [0, 3], "dtype": "float8"}
+IDENTITY = {
+    "target": {"weights": "w", "dtype": "float32"},
+    "taps": [0, 3, -1],
+    "inputs": [0, 3],
+    "dtype": "float8",
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +57,41 @@ def write_old_store(folder: Path, examples: list[Example], states: list[Tensor])
         "examples": {"count": len(lengths), "tokens": sum(lengths), "sha256": digest},
         "shard_tokens": [sum(lengths[number] for number in shard) for shard in plan],
     }
-    fingerprint = hashlib.sha256(json.dumps([*content.values()], sort_keys=True).encode()).hexdigest()
-    (folder / "index.json").write_text(json.dumps(content | {"made": {"width": 32, "precision": "float32"}}))
+    fingerprint = hashlib.sha256(
+        json.dumps([*content.values()], sort_keys=True).encode()
+    ).hexdigest()
+    (folder / "index.json").write_text(
+        json.dumps(content | {"made": {"width": 32, "precision": "float32"}})
+    )
     for shard, numbers in enumerate(plan):
         rows = torch.cat([states[number] for number in numbers])
         scales = rows.abs().amax(-1) / 448
-        parts = (rows / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8), scales.view(torch.uint8)
+        parts = (
+            (rows / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8),
+            scales.view(torch.uint8),
+        )
         end = parts[0].numel()
         header = {
             "__metadata__": {"store": fingerprint, "shard": str(shard)},
             "features": {"dtype": "F8_E4M3", "shape": list(rows.shape), "data_offsets": [0, end]},
-            "scales": {"dtype": "F32", "shape": list(scales.shape), "data_offsets": [end, end + scales.nbytes]},
+            "scales": {
+                "dtype": "F32",
+                "shape": list(scales.shape),
+                "data_offsets": [end, end + scales.nbytes],
+            },
         }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        data = len(text).to_bytes(8, "little") + text + b"".join(part.numpy().tobytes() for part in parts)
+        data = (
+            len(text).to_bytes(8, "little")
+            + text
+            + b"".join(part.numpy().tobytes() for part in parts)
+        )
         path = folder / f"shard-{shard:05d}.safetensors"
         path.write_bytes(data)
-        path.with_name(f"{path.name}.sha256").write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
+        path.with_name(f"{path.name}.sha256").write_text(
+            f"{hashlib.sha256(data).hexdigest()}  {path.name}\n"
+        )
     return identity
 
 
@@ -82,7 +104,9 @@ def test_a_store_of_the_first_version_is_read_and_mended(
     for inputs in ([0, 3], [0, 3, -1]):
         store = FeatureStore(tmp_path / "old", {**identity, "inputs": inputs})
         for example, text, expected in zip(store.read([0, 1, 2]), examples, states, strict=True):
-            assert torch.equal(example.tokens, text.tokens) and torch.equal(example.loss_mask, text.loss_mask)
+            assert torch.equal(example.tokens, text.tokens) and torch.equal(
+                example.loss_mask, text.loss_mask
+            )
             torch.testing.assert_close(example.features, expected.bfloat16(), rtol=0.07, atol=0.02)
     assert [fault for _, fault in store.faults(read=True)] == [None, None]
     before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
@@ -96,8 +120,12 @@ def test_a_store_of_a_later_version_is_refused(examples: list[Example], tmp_path
     FeatureStore.create(tmp_path, examples, IDENTITY, [[[0], [1], [2]]], width=32)
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["version"] == VERSION
-    (tmp_path / "index.json").write_text(json.dumps({**index, "version": VERSION + 1, "identity": "in another way"}))
-    with pytest.raises(ValueError, match=rf"version {VERSION + 1}, this program reads 1 to {VERSION}") as refused:
+    (tmp_path / "index.json").write_text(
+        json.dumps({**index, "version": VERSION + 1, "identity": "in another way"})
+    )
+    with pytest.raises(
+        ValueError, match=rf"version {VERSION + 1}, this program reads 1 to {VERSION}"
+    ) as refused:
         FeatureStore(tmp_path, partial=True)
     assert not isinstance(refused.value, Damaged)
 

@@ -14,9 +14,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-Rule = Callable[[int, dict[str, Any]], str | None]  # the number of a POST and its request -> the name of a fault
+Rule = Callable[
+    [int, dict[str, Any]], str | None
+]  # the number of a POST and its request -> the name of a fault
 HANGING = ("hang", "hang mid-body", "hang dripping", "hang in the head")
-FAULTS = ("429", "500", "503", *HANGING, "hang up", "reset", "cut", "empty", "error", "utf8", "html")
+FAULTS = (
+    "429",
+    "500",
+    "503",
+    *HANGING,
+    "hang up",
+    "reset",
+    "cut",
+    "empty",
+    "error",
+    "utf8",
+    "html",
+)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
@@ -43,7 +57,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.planted[fault] += 1
         if fault.isdigit():
             return self.reply(
-                int(fault), json.dumps({"error": f"refused {self.headers.get('Authorization')}"}).encode()
+                int(fault),
+                json.dumps({"error": f"refused {self.headers.get('Authorization')}"}).encode(),
             )
         if fault in HANGING:
             if fault == "hang mid-body":
@@ -59,17 +74,30 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
         elif fault == "cut":
             _, whole = self.forward(body)
-            self.wfile.write(HEAD + f"Content-Length: {len(whole)}\r\n\r\n".encode() + whole[: len(whole) // 2])
+            self.wfile.write(
+                HEAD + f"Content-Length: {len(whole)}\r\n\r\n".encode() + whole[: len(whole) // 2]
+            )
         elif fault != "hang up":
-            texts = {"empty": b'{"choices": []}', "error": b'{"error": {"message": "overloaded", "code": 500}}'}
-            self.reply(200, texts.get(fault, b'{"choices": "\xff\xfe"}' if fault == "utf8" else b"<html>busy</html>"))
+            texts = {
+                "empty": b'{"choices": []}',
+                "error": b'{"error": {"message": "overloaded", "code": 500}}',
+            }
+            self.reply(
+                200,
+                texts.get(
+                    fault, b'{"choices": "\xff\xfe"}' if fault == "utf8" else b"<html>busy</html>"
+                ),
+            )
 
     def forward(self, body: bytes | None) -> tuple[int, bytes]:
         """The status and body of the server behind."""
         behind = HTTPConnection(self.server.behind, timeout=60)
         try:
             key = self.headers["Authorization"]
-            headers = {"Content-Type": "application/json", **({"Authorization": key} if key else {})}
+            headers = {
+                "Content-Type": "application/json",
+                **({"Authorization": key} if key else {}),
+            }
             behind.request("POST" if body else "GET", self.path, body, headers)
             reply = behind.getresponse()
             return reply.status, reply.read()
@@ -102,7 +130,9 @@ class FaultProxy(ThreadingHTTPServer):
         self.lock, self.released = threading.Lock(), threading.Event()
         super().__init__(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self.thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         self.thread.start()
 
     def stop(self) -> None:

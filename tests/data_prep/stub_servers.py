@@ -22,7 +22,9 @@ Reply = Callable[[dict[str, Any]], Any]
 
 
 @contextmanager
-def serving(reply: Reply, model: str = "target", **facts: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def serving(
+    reply: Reply, model: str = "target", **facts: Any
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The address of a server, and what it was asked; a reply is JSON, text, an HTTP status, or None to hang up."""
     asked: list[dict[str, Any]] = []
 
@@ -32,7 +34,13 @@ def serving(reply: Reply, model: str = "target", **facts: Any) -> Iterator[tuple
                 return
             self.send_response(body if isinstance(body, int) else 200)
             self.end_headers()
-            text = body if isinstance(body, str) else "busy" if isinstance(body, int) else json.dumps(body)
+            text = (
+                body
+                if isinstance(body, str)
+                else "busy"
+                if isinstance(body, int)
+                else json.dumps(body)
+            )
             self.wfile.write(text.encode())
 
         def do_GET(self) -> None:
@@ -59,7 +67,9 @@ def serving(reply: Reply, model: str = "target", **facts: Any) -> Iterator[tuple
         server.server_close()
 
 
-def completion(text: str | None, finish: str = "stop", prompt_tokens: int = 0, **message: Any) -> dict[str, Any]:
+def completion(
+    text: str | None, finish: str = "stop", prompt_tokens: int = 0, **message: Any
+) -> dict[str, Any]:
     """What an OpenAI-compatible server replies."""
     choice = {"message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}
     return {"choices": [choice], "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": 3}}
@@ -72,17 +82,25 @@ def echo(request: dict[str, Any]) -> dict[str, Any]:
 
 def section_of(out: Path, **fields: Any) -> RegenerateSection:
     """The recipe's section."""
-    return RegenerateSection(**{"source": "-", "out": str(out), "max_new_tokens": NEW_TOKENS, **fields})
+    return RegenerateSection(
+        **{"source": "-", "out": str(out), "max_new_tokens": NEW_TOKENS, **fields}
+    )
 
 
 def talk(name: str, *turns: str, **fields: Any) -> Conversation:
     """A conversation of `role: text`."""
     split = (turn.partition(": ") for turn in turns)
-    return Conversation(name, [{"role": role, "content": text} for role, _, text in split], **fields)
+    return Conversation(
+        name, [{"role": role, "content": text} for role, _, text in split], **fields
+    )
 
 
 def pool_at(
-    section: RegenerateSection, path: str = "some/target", key: str = "", first: float = 0.0, **kwargs: Any
+    section: RegenerateSection,
+    path: str = "some/target",
+    key: str = "",
+    first: float = 0.0,
+    **kwargs: Any,
 ) -> Pool:
     """The servers of a section, asked again without a wait, and with these arguments of the template."""
     assert section.endpoint

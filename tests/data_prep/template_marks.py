@@ -5,13 +5,28 @@ from __future__ import annotations
 EOS = "{eos}"  # stands for the tokenizer's own end token
 MARKS: dict[str, tuple[str, ...]] = {
     EOS: (
-        *("its own", "axolotl/alpaca", "axolotl/metharme", "axolotl/mistral_v2v3", "axolotl/mistral_v7_tekken"),
+        *(
+            "its own",
+            "axolotl/alpaca",
+            "axolotl/metharme",
+            "axolotl/mistral_v2v3",
+            "axolotl/mistral_v7_tekken",
+        ),
         *("chujiezheng_compact/alpaca", "chujiezheng_compact/saiga", "chujiezheng_compact/vicuna"),
-        *("handwritten/vicuna_v1.1_fastchat_exact", "ik_llama.cpp/Mistral-Small-3.2-24B-Instruct-2506"),
+        *(
+            "handwritten/vicuna_v1.1_fastchat_exact",
+            "ik_llama.cpp/Mistral-Small-3.2-24B-Instruct-2506",
+        ),
         *("ik_llama.cpp/mistralai-Mistral-Nemo-Instruct-2407", "mistral.rs/mistral_nemo_tool_call"),
     ),
     "<|im_end|>": (
-        *("axolotl/chatml", "axolotl/phi_4", "axolotl/qwen2_vl", "axolotl/qwen3_5", "chujiezheng_compact/chatml"),
+        *(
+            "axolotl/chatml",
+            "axolotl/phi_4",
+            "axolotl/qwen2_vl",
+            "axolotl/qwen3_5",
+            "chujiezheng_compact/chatml",
+        ),
         *("ik_llama.cpp/Kimi-K2-Instruct", "ik_llama.cpp/LFM2-8B-A1B", "ik_llama.cpp/MiMo-VL"),
         *("ik_llama.cpp/Qwen-QwQ-32B", "ik_llama.cpp/Qwen-Qwen3-0.6B", "ik_llama.cpp/Qwen3.5-4B"),
         *("ik_llama.cpp/StepFun3.5-Flash", "mistral.rs/smollm3"),
@@ -24,12 +39,25 @@ MARKS: dict[str, tuple[str, ...]] = {
         *("ik_llama.cpp/deepseek-ai-DeepSeek-V3.2", "mistral.rs/deepseek_tool_call"),
     ),
     "<|eot_id|>": (
-        *("axolotl/llama3", "chujiezheng_compact/llama-3-instruct", "ik_llama.cpp/meetkai-functionary-medium-v3.2"),
+        *(
+            "axolotl/llama3",
+            "chujiezheng_compact/llama-3-instruct",
+            "ik_llama.cpp/meetkai-functionary-medium-v3.2",
+        ),
         *("ik_llama.cpp/meta-llama-Llama-3.2-3B-Instruct",),
     ),
-    "<|end|>": (*("axolotl/phi_3", "chujiezheng_compact/phi-3", "ik_llama.cpp/microsoft-Phi-3.5-mini-instruct"),),
+    "<|end|>": (
+        *(
+            "axolotl/phi_3",
+            "chujiezheng_compact/phi-3",
+            "ik_llama.cpp/microsoft-Phi-3.5-mini-instruct",
+        ),
+    ),
     "<|end_of_text|>": (
-        *("chujiezheng_compact/granite-3.0-instruct", "ik_llama.cpp/ibm-granite-granite-3.3-2B-Instruct"),
+        *(
+            "chujiezheng_compact/granite-3.0-instruct",
+            "ik_llama.cpp/ibm-granite-granite-3.3-2B-Instruct",
+        ),
     ),
     "<end_of_turn>": ("axolotl/gemma", "axolotl/gemma3n"),
     "<turn|>": ("axolotl/gemma4_unified", "ik_llama.cpp/google-gemma-4-31B-it-interleaved"),

@@ -33,17 +33,42 @@ def damaged(*places: int) -> bytes:
         (ARRAY[: len(ARRAY) // 2], 50, rf"is damaged at line \d{{3}}, at its record 51: {CUT}"),
         (ARRAY.replace(b'"1"', b'"1', 1), 99, r"is damaged at line 1\d, at its record 2: not JSON"),
         (b"[" + LINES[0] + LINES[1], 2, None),
-        (json.dumps(RECORDS).encode()[:-900], 91, rf"is damaged at line 1, at its record \d+: {CUT}"),
+        (
+            json.dumps(RECORDS).encode()[:-900],
+            91,
+            rf"is damaged at line 1, at its record \d+: {CUT}",
+        ),
         (damaged(3, 7), 98, "2 of 100 lines of .* are damaged, the first is line 4: not JSON"),
-        (damaged(*range(1, 100)), 1, "99 of 100 lines of .* are damaged, the first is line 2: not JSON"),
+        (
+            damaged(*range(1, 100)),
+            1,
+            "99 of 100 lines of .* are damaged, the first is line 2: not JSON",
+        ),
         (damaged(3), 99, None),
         (b"".join(LINES)[:-9], 99, None),
         (b"".join(LINES * 3)[:-9].replace(b'"7"', b'"7', 1), 298, None),
-        (gzip.compress(b"".join(LINES))[:-9], None, "is damaged, at its record .*: the compressed file ends early"),
+        (
+            gzip.compress(b"".join(LINES))[:-9],
+            None,
+            "is damaged, at its record .*: the compressed file ends early",
+        ),
     ],
-    ids=["half", "middle", "unclosed", "one line", "two lines", "99 lines", "a line", "cut", "2 of 300", "gzip"],
+    ids=[
+        "half",
+        "middle",
+        "unclosed",
+        "one line",
+        "two lines",
+        "99 lines",
+        "a line",
+        "cut",
+        "2 of 300",
+        "gzip",
+    ],
 )
-def test_a_broken_file_is_refused(tmp_path: Path, content: bytes, kept: int | None, error: str | None) -> None:
+def test_a_broken_file_is_refused(
+    tmp_path: Path, content: bytes, kept: int | None, error: str | None
+) -> None:
     """What is lost is not known, or is more than a line in a hundred; allowed, the rest is read and all is counted."""
     path, tally = tmp_path / "x.json", Tally()
     path.write_bytes(content)

@@ -16,7 +16,9 @@ from data_prep.conversations import Tally, main, read_conversations
 from tests.data_prep.test_records import record, turns, wrong_with
 
 MESSY = Path(__file__).parents[3] / "shared/data/messy"
-FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 CUT = "the file ends in the middle of a record"
 
 
@@ -29,10 +31,17 @@ def read(folder: Path, content: bytes, name: str = "x.jsonl") -> tuple[list[str]
     """Ids of what is kept of a file, and the tally."""
     tally, path = Tally(), folder / name
     path.write_bytes(content)
-    return [conversation.id for conversation in read_conversations(path, tally, allow_broken=True)], tally
+    return [
+        conversation.id for conversation in read_conversations(path, tally, allow_broken=True)
+    ], tally
 
 
-ODD = ["a \u2028 \u2029 \x85 \x0c", "\u200f\u0627\u0644 \U0001f600", "{{name}} <|im_end|> <think>", "a\u0000 <b>\t"]
+ODD = [
+    "a \u2028 \u2029 \x85 \x0c",
+    "\u200f\u0627\u0644 \U0001f600",
+    "{{name}} <|im_end|> <think>",
+    "a\u0000 <b>\t",
+]
 
 
 def test_odd_characters_part_no_line(tmp_path: Path) -> None:
@@ -104,7 +113,10 @@ def test_a_damaged_file_keeps_its_good_records(
         (lambda zipped: zipped[: len(zipped) // 2], "the compressed file ends early"),
         (lambda zipped: zipped[:-8], "the compressed file ends early"),
         (lambda zipped: zipped[:-8] + bytes(8), "the compressed file is damaged"),
-        (lambda zipped: zipped[:3000] + b"\xff" * 99 + zipped[3099:], "the compressed file is damaged"),
+        (
+            lambda zipped: zipped[:3000] + b"\xff" * 99 + zipped[3099:],
+            "the compressed file is damaged",
+        ),
         (lambda zipped: zipped + b"tail", "the compressed file is damaged"),
     ],
 )
@@ -113,10 +125,15 @@ def test_a_broken_gzip_keeps_what_came_before(
     tmp_path: Path, damage: Callable[[bytes], bytes], reason: str, array: bool
 ) -> None:
     """The records before the break are kept, the break itself is one drop."""
-    records = [record(str(number), "".join(chr(97 + number * k % 26) for k in range(300))) for number in range(400)]
+    records = [
+        record(str(number), "".join(chr(97 + number * k % 26) for k in range(300)))
+        for number in range(400)
+    ]
     content = json.dumps(records).encode() if array else lines(*records)
     ids, tally = read(tmp_path, damage(gzip.compress(content)))
-    assert ids[:100] == [str(number) for number in range(100)]  # after the damage gzip may repeat what it had
+    assert ids[:100] == [
+        str(number) for number in range(100)
+    ]  # after the damage gzip may repeat what it had
     assert tally.dropped[reason] == 1
 
 
@@ -124,7 +141,11 @@ def test_a_broken_gzip_keeps_what_came_before(
 def test_long_records_cross_the_pieces_that_are_read(tmp_path: Path) -> None:
     """Records that are longer than what is read at once, in every layout of the file."""
     records = [record(str(number), "\u00e9{" * 400_000) for number in range(4)]
-    for content in (lines(*records), json.dumps(records).encode(), json.dumps(records, indent=1).encode()):
+    for content in (
+        lines(*records),
+        json.dumps(records).encode(),
+        json.dumps(records, indent=1).encode(),
+    ):
         ids, tally = read(tmp_path, content)
         assert ids == ["0", "1", "2", "3"] and not tally.dropped
 
@@ -133,7 +154,10 @@ def test_reading_is_lazy_and_stops_at_the_limit(tmp_path: Path) -> None:
     """What stands after the last conversation asked for is not looked at."""
     tally, path = Tally(), tmp_path / "x.jsonl"
     path.write_bytes(LINES + b"garbage\n")
-    assert [conversation.id for conversation in read_conversations(path, tally, limit=2)] == ["a", "b"]
+    assert [conversation.id for conversation in read_conversations(path, tally, limit=2)] == [
+        "a",
+        "b",
+    ]
     assert (tally.kept, sum(tally.dropped.values())) == (2, 0)
 
 
@@ -157,7 +181,9 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist([B, {**C, "tools": None}]), tmp_path / "d.parquet")
     (tmp_path / "e.parquet").write_bytes((tmp_path / "d.parquet").read_bytes()[:-20])
     tally = Tally()
-    names = [conversation.id for conversation in read_conversations(tmp_path, tally, allow_broken=True)]
+    names = [
+        conversation.id for conversation in read_conversations(tmp_path, tally, allow_broken=True)
+    ]
     assert names == ["a", "b.jsonl:1", "c.csv:1", "b", "c"]
     assert dict(tally.dropped) == {
         "no answer": 1,
@@ -168,9 +194,19 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "files", "ids", "left_out"),
     [
-        ("train", ["train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"], "0", "test-00000-of-00001.jsonl"),
+        (
+            "train",
+            ["train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"],
+            "0",
+            "test-00000-of-00001.jsonl",
+        ),
         ("train", ["chats.train.jsonl", "chats.dev.jsonl", "more.jsonl"], "02", "chats.dev.jsonl"),
-        ("test", ["train.jsonl", "eval.jsonl", "validation.jsonl"], "1", "train.jsonl, validation.jsonl"),
+        (
+            "test",
+            ["train.jsonl", "eval.jsonl", "validation.jsonl"],
+            "1",
+            "train.jsonl, validation.jsonl",
+        ),
         (
             "train_sft",
             ["train_sft-0.jsonl", "train_gen-0.jsonl", "test_sft-0.jsonl"],
@@ -182,12 +218,19 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_gives_the_files_of_its_split(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], split: str, files: list[str], ids: str, left_out: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    split: str,
+    files: list[str],
+    ids: str,
+    left_out: str,
 ) -> None:
     """Files that are named after another split are left out, and named."""
     for number, name in enumerate(files):
         (tmp_path / name).write_bytes(lines(record(str(number))))
-    assert sorted(conversation.id for conversation in read_conversations(tmp_path, split=split)) == list(ids)
+    assert sorted(
+        conversation.id for conversation in read_conversations(tmp_path, split=split)
+    ) == list(ids)
     errors = capsys.readouterr().err
     assert left_out in errors and bool(errors) == bool(left_out)
 
@@ -195,12 +238,17 @@ def test_a_folder_gives_the_files_of_its_split(
 def test_a_folder_without_the_split_is_refused(tmp_path: Path) -> None:
     """With what is there."""
     (tmp_path / "test.jsonl").write_bytes(LINES)
-    with pytest.raises(ValueError, match=r"no file of the split train in the folder .*holds test\.jsonl: name one of"):
+    with pytest.raises(
+        ValueError,
+        match=r"no file of the split train in the folder .*holds test\.jsonl: name one of",
+    ):
         read_conversations(tmp_path)
     assert len(list(read_conversations(tmp_path / "test.jsonl"))) == 3
 
 
-@pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "/nowhere", "a/b/c", "nowhere.json.gz", "n.parquet"])
+@pytest.mark.parametrize(
+    "source", ["nowhere.jsonl", "./nowhere", "/nowhere", "a/b/c", "nowhere.json.gz", "n.parquet"]
+)
 def test_a_missing_path_is_named(source: str) -> None:
     """What can be no hub dataset is not looked up there."""
     with pytest.raises(ValueError, match="no file or folder at"):
@@ -239,7 +287,10 @@ def test_the_table_says_everything(tmp_path: Path, capsys: pytest.CaptureFixture
         ("dropped unknown layout: keys", 1),
         ("noted leading assistant turns cut", 1),
     ]
-    assert names.splitlines()[1:] == [f"not an object: {path}:2, {path}:4", f"unknown layout: keys : {path}:3"]
+    assert names.splitlines()[1:] == [
+        f"not an object: {path}:2, {path}:4",
+        f"unknown layout: keys : {path}:3",
+    ]
     assert read(tmp_path, b"\n")[1].noted == {"a file without records": 1}
 
 
@@ -257,14 +308,22 @@ def test_the_first_records_of_each_reason_are_named(tmp_path: Path) -> None:
     assert questions.noted == {"a question without an answer": 1}
 
 
-SHELLS = {"lines": (b"", b"\n", b"\n"), "array": (b"[", b", ", b"]"), "spaced": (b"[\n", b",\n", b"\n]\n")}
+SHELLS = {
+    "lines": (b"", b"\n", b"\n"),
+    "array": (b"[", b", ", b"]"),
+    "spaced": (b"[\n", b",\n", b"\n]\n"),
+}
 RECORDS = [record(str(number), ODD[number % len(ODD)]) for number in range(8)]
 DAMAGES = st.dictionaries(  # of which record, at which place of it, how much is lost, and what stands there instead
-    st.integers(1, 7), st.tuples(st.floats(0, 1), st.integers(0, 200), st.binary(max_size=6)), max_size=4
+    st.integers(1, 7),
+    st.tuples(st.floats(0, 1), st.integers(0, 200), st.binary(max_size=6)),
+    max_size=4,
 )
 
 
-def damage_texts(order: list[int], damages: dict[int, tuple[float, int, bytes]]) -> tuple[list[bytes], list[str]]:
+def damage_texts(
+    order: list[int], damages: dict[int, tuple[float, int, bytes]]
+) -> tuple[list[bytes], list[str]]:
     """The records as JSON in that order, some damaged; and the ids of the whole ones."""
     texts = []
     for number in order:
@@ -286,7 +345,9 @@ def test_damage_anywhere_loses_no_whole_record(
     texts, whole = damage_texts(order, damages)
     begin, between, end = SHELLS[kind]
     content = begin + between.join(texts) + end
-    assume(content[:2] not in (b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff"))  # which would make it another kind of file
+    assume(
+        content[:2] not in (b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
+    )  # which would make it another kind of file
     ids, tally = read(tmp_path, gzip.compress(content) if zipped else content)
     assert [name for name in ids if name in whole] == whole
     left = sum(bool(text.strip(b" \t\r\n\x0b\x0c,[]")) for text in texts)
@@ -295,10 +356,15 @@ def test_damage_anywhere_loses_no_whole_record(
 
 @given(st.dictionaries(st.integers(1, 7), st.floats(0.01, 0.99)), st.permutations(range(8)))
 @FUZZ
-def test_every_line_cut_short_is_one_drop(tmp_path: Path, cuts: dict[int, float], order: list[int]) -> None:
+def test_every_line_cut_short_is_one_drop(
+    tmp_path: Path, cuts: dict[int, float], order: list[int]
+) -> None:
     """Kept and dropped add up to the lines that a naive count finds."""
     texts = [lines(RECORDS[number]).strip() for number in order]
-    texts = [text[: int(len(text) * cuts.get(number, 1))] for number, text in zip(order, texts, strict=True)]
+    texts = [
+        text[: int(len(text) * cuts.get(number, 1))]
+        for number, text in zip(order, texts, strict=True)
+    ]
     ids, tally = read(tmp_path, b"\n".join(texts))
     assert ids == [str(number) for number in order if number not in cuts]
     assert tally.kept + sum(tally.dropped.values()) == sum(bool(text) for text in texts)
@@ -306,7 +372,9 @@ def test_every_line_cut_short_is_one_drop(tmp_path: Path, cuts: dict[int, float]
 
 @given(st.integers(0, len(lines(*RECORDS))), st.booleans())
 @FUZZ
-def test_a_file_cut_anywhere_keeps_what_stands_before(tmp_path: Path, place: int, array: bool) -> None:
+def test_a_file_cut_anywhere_keeps_what_stands_before(
+    tmp_path: Path, place: int, array: bool
+) -> None:
     """All whole records before the cut are kept, and the cut one is one drop."""
     texts = [lines(record).strip() for record in RECORDS]
     begin, between = (b"[", b", ") if array else (b"", b"\n")
@@ -315,7 +383,9 @@ def test_a_file_cut_anywhere_keeps_what_stands_before(tmp_path: Path, place: int
     ends = [len(begin + between.join(texts[: number + 1])) for number in range(8)]
     starts = [end - len(text) for end, text in zip(ends, texts, strict=True)]
     assert ids == [str(number) for number in range(8) if ends[number] <= place]
-    assert dict(tally.dropped) == ({CUT: 1} if any(s < place < e for s, e in zip(starts, ends, strict=True)) else {})
+    assert dict(tally.dropped) == (
+        {CUT: 1} if any(s < place < e for s, e in zip(starts, ends, strict=True)) else {}
+    )
 
 
 @pytest.mark.skipif(not MESSY.is_dir(), reason="no real messy data beside the checkout")
@@ -324,7 +394,9 @@ def test_real_mess_goes_through(name: str, tmp_path: Path) -> None:
     """Nothing crashes, and kept and dropped add up to what a naive count finds."""
     tally, path = Tally(), MESSY / name
     if name == "messy.jsonl":
-        records = [json.loads(line)["record"] for line in path.read_bytes().split(b"\n") if line.strip()]
+        records = [
+            json.loads(line)["record"] for line in path.read_bytes().split(b"\n") if line.strip()
+        ]
         path = tmp_path / "unwrapped.json"
         path.write_text(json.dumps(records, indent=1))
     kept = list(read_conversations(path, tally))
@@ -337,4 +409,8 @@ def naive_count(path: Path) -> int:
     """How many records a file was meant to hold: lines with something on them, or the items of a whole array."""
     content = path.read_bytes()
     content = gzip.decompress(content) if path.suffix == ".gz" else content
-    return len(json.loads(content)) if path.suffix == ".json" else sum(bool(x.strip()) for x in content.split(b"\n"))
+    return (
+        len(json.loads(content))
+        if path.suffix == ".json"
+        else sum(bool(x.strip()) for x in content.split(b"\n"))
+    )

@@ -51,22 +51,39 @@ def test_the_command_counts_the_recipes_answers(
     """Conversations as for training, for the config's vocabulary, ready to load; unigrams alone where asked for."""
     where = [f"target.path={recipe.target.path}", f"data.train={recipe.data.train}"]
     count_tokens.main([TINY, *where, "--out", str(tmp_path / "two")])
-    texts = [(example.tokens, example.loss_mask) for example in tokenize_data(recipe, load_tokenizer(recipe))[0]]
+    texts = [
+        (example.tokens, example.loss_mask)
+        for example in tokenize_data(recipe, load_tokenizer(recipe))[0]
+    ]
     expected = naive(texts)
     assert held(BigramDrafter.load(tmp_path / "two", tiny_target).tables) == expected
     printed = capsys.readouterr().out
-    assert f"{expected[0].total()} tokens counted, {len(expected[0])} distinct of {tiny_target.vocab_size}" in printed
-    assert f"{expected[1].total()} pairs, {len(expected[1])} distinct" in printed and "kept" in printed
+    assert (
+        f"{expected[0].total()} tokens counted, {len(expected[0])} distinct of {tiny_target.vocab_size}"
+        in printed
+    )
+    assert (
+        f"{expected[1].total()} pairs, {len(expected[1])} distinct" in printed and "kept" in printed
+    )
     count_tokens.main([TINY, *where, "--kind", "unigram", "--out", str(tmp_path / "one")])
-    assert held(UnigramDrafter.load(tmp_path / "one", tiny_target).tables) == (expected[0], Counter())
+    assert held(UnigramDrafter.load(tmp_path / "one", tiny_target).tables) == (
+        expected[0],
+        Counter(),
+    )
 
 
 def test_the_command_counts_plain_text(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In pieces as whole, with the pairs between pieces and none between files; what is no text is refused."""
     monkeypatch.setattr(count_tokens, "PIECE", 40)
-    texts = ["".join(f"line {line} says {line * 7} and ü😀\n" for line in range(30)), "another file\nends here"]
+    texts = [
+        "".join(f"line {line} says {line * 7} and ü😀\n" for line in range(30)),
+        "another file\nends here",
+    ]
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file, text in zip(files, texts, strict=True):
         file.write_text(text, encoding="utf-8")
@@ -74,7 +91,10 @@ def test_the_command_counts_plain_text(
     assert ["".join(count_tokens.pieces(file)) for file in files] == texts
     where = f"target.path={recipe.target.path}"
     count_tokens.main([TINY, where, "--out", str(tmp_path / "out"), "--text", *map(str, files)])
-    tokens = [torch.tensor(load_tokenizer(recipe)(text, add_special_tokens=False).input_ids) for text in texts]
+    tokens = [
+        torch.tensor(load_tokenizer(recipe)(text, add_special_tokens=False).input_ids)
+        for text in texts
+    ]
     expected = naive([(row, torch.ones_like(row, dtype=torch.bool)) for row in tokens])
     assert held(load_tables(tmp_path / "out", "bigram")) == expected
     assert "kept" not in capsys.readouterr().out
@@ -87,7 +107,12 @@ def test_the_command_counts_plain_text(
 
 def test_a_recipe_without_answers_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     """With what became of its records."""
-    (tmp_path / "empty.jsonl").write_text('{"conversations": [{"from": "human", "value": "Who?"}]}\n')
+    (tmp_path / "empty.jsonl").write_text(
+        '{"conversations": [{"from": "human", "value": "Who?"}]}\n'
+    )
     where = [f"target.path={recipe.target.path}", f"data.train={tmp_path / 'empty.jsonl'}"]
-    with pytest.raises(ValueError, match=r"(?s)gives nothing to learn from: its records are questions.*no answer +1"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)gives nothing to learn from: its records are questions.*no answer +1",
+    ):
         count_tokens.main([TINY, *where, "--out", str(tmp_path / "out")])

@@ -39,7 +39,9 @@ def naive_choice(examples: list[Example], size: int, supervised_only: bool = Tru
     """The most frequent ids by counting in plain Python; the planted fault counts everything."""
     counts: Counter[int] = Counter()
     for example in examples:
-        for token, supervised in zip(example.tokens.tolist(), example.loss_mask.tolist(), strict=True):
+        for token, supervised in zip(
+            example.tokens.tolist(), example.loss_mask.tolist(), strict=True
+        ):
             counts[token] += supervised or not supervised_only
     return sorted(sorted(range(VOCAB), key=lambda token: (-counts[token], token))[:size])
 
@@ -55,7 +57,9 @@ def test_the_most_frequent_supervised_tokens_are_kept(size: int) -> None:
 
 def test_ids_that_never_occur_fill_up_from_below() -> None:
     """Three tokens occur, five are wanted."""
-    counts = counts_of([Example(torch.tensor([9, 4, 4, 30, 2]), torch.tensor([1, 1, 1, 1, 0]).bool())], VOCAB)
+    counts = counts_of(
+        [Example(torch.tensor([9, 4, 4, 30, 2]), torch.tensor([1, 1, 1, 1, 0]).bool())], VOCAB
+    )
     assert most_frequent(counts, 5).tolist() == [0, 1, 4, 9, 30]
     assert "only 3 tokens occur: the other 2" in draft_vocab.report(counts, 5)
 
@@ -71,15 +75,24 @@ def test_the_maps_are_each_others_inverse(tmp_path: Path) -> None:
     examples, path = some_examples(), tmp_path / "deep/vocab.safetensors"
     save_draft_vocab(path, counts_of(examples, VOCAB), 20, {"tokenizer": "a"})
     d2t, t2d = load_draft_vocab(path, {"tokenizer": "a", "size": 20})
-    assert (d2t.dtype, d2t.shape, t2d.dtype, t2d.shape) == (torch.int64, (20,), torch.bool, (VOCAB,))
-    assert [draft + offset for draft, offset in enumerate(d2t.tolist())] == naive_choice(examples, 20)
+    assert (d2t.dtype, d2t.shape, t2d.dtype, t2d.shape) == (
+        torch.int64,
+        (20,),
+        torch.bool,
+        (VOCAB,),
+    )
+    assert [draft + offset for draft, offset in enumerate(d2t.tolist())] == naive_choice(
+        examples, 20
+    )
     assert t2d.nonzero()[:, 0].tolist() == naive_choice(examples, 20)
 
 
 def test_a_stale_map_is_refused(tmp_path: Path) -> None:
     """Another tokenizer, other data or another size: the difference is named; no file: the command."""
     path = tmp_path / "vocab.safetensors"
-    save_draft_vocab(path, counts_of(some_examples(), VOCAB), 20, {"tokenizer": "a", "data": {"limit": 5}})
+    save_draft_vocab(
+        path, counts_of(some_examples(), VOCAB), 20, {"tokenizer": "a", "data": {"limit": 5}}
+    )
     for key, value in (("tokenizer", "b"), ("data", {"limit": 6}), ("size", 21), ("template", "c")):
         with pytest.raises(ValueError, match=f"was made with {key} = .*, this run needs"):
             load_draft_vocab(path, {key: value})
@@ -90,7 +103,9 @@ def test_a_stale_map_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, VOCAB + 1])
 def test_an_impossible_size_is_refused(size: int) -> None:
     """With what would be possible."""
-    with pytest.raises(ValueError, match=f"vocabulary of {size} was asked for, expected 1 to {VOCAB}"):
+    with pytest.raises(
+        ValueError, match=f"vocabulary of {size} was asked for, expected 1 to {VOCAB}"
+    ):
         most_frequent(torch.ones(VOCAB), size)
 
 
@@ -104,7 +119,9 @@ def test_training_refuses_a_vocabulary_of_another_tokenizer(tmp_path: Path) -> N
     """And takes that of its own, whatever data it was counted on."""
 
     class Given:
-        config = LlamaConfig(vocab_size=VOCAB, hidden_size=8, num_attention_heads=2, num_hidden_layers=8)
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=8, num_attention_heads=2, num_hidden_layers=8
+        )
         head, identity = None, {"tokenizer": "a"}
 
         def __len__(self) -> int:
@@ -121,9 +138,14 @@ def test_training_refuses_a_vocabulary_of_another_tokenizer(tmp_path: Path) -> N
         start_head("b")
 
 
-def test_the_command_counts_the_recipes_own_data(tiny_target_dir: Path, tmp_path: Path, capsys: object) -> None:
+def test_the_command_counts_the_recipes_own_data(
+    tiny_target_dir: Path, tmp_path: Path, capsys: object
+) -> None:
     """On the tiny target: the counts of its examples, keyed to them, for the config's vocabulary."""
-    overrides = [f"target.path={tiny_target_dir}/target", f"data.train={tiny_target_dir}/data/train.jsonl"]
+    overrides = [
+        f"target.path={tiny_target_dir}/target",
+        f"data.train={tiny_target_dir}/data/train.jsonl",
+    ]
     overrides.append("data.limit=20")
     out = tmp_path / "vocab.safetensors"
     draft_vocab.main([str(TINY), *overrides, "--size", "256", "--out", str(out)])
@@ -134,7 +156,9 @@ def test_the_command_counts_the_recipes_own_data(tiny_target_dir: Path, tmp_path
         counts.update(example.tokens[example.loss_mask].tolist())
     order = sorted(range(len(t2d)), key=lambda token: (-counts[token], token))
     assert t2d.nonzero()[:, 0].tolist() == sorted(order[:256])
-    assert len(t2d) == json.loads((tiny_target_dir / "target/config.json").read_text())["vocab_size"]
+    assert (
+        len(t2d) == json.loads((tiny_target_dir / "target/config.json").read_text())["vocab_size"]
+    )
     with pytest.raises(ValueError, match="was made with data"):
         load_draft_vocab(out, data_identity(Recipe.load(TINY, [*overrides, "data.limit=21"])))
     with safe_open(out, "pt") as file:

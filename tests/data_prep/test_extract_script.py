@@ -43,7 +43,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_extract_verify_repair(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extract_verify_repair(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A store is made, found whole, damaged, named, and mended; a finished one is not made again."""
     folder = tmp_path / "store"
     main([*command, "--forecast"])
@@ -86,7 +88,9 @@ def test_a_second_extraction_sees_a_flipped_byte(
         (tmp_path / "store/shard-00001.safetensors").write_bytes(damaged)
         if absent:
             (tmp_path / "store" / absent).unlink()
-        with pytest.raises(ValueError, match=r"shard-00001.* not those that were written.* --repair"):
+        with pytest.raises(
+            ValueError, match=r"shard-00001.* not those that were written.* --repair"
+        ):
             main(short)
         assert not (absent and (tmp_path / "store" / absent).is_file())
         main([*short, "--repair"])
@@ -100,11 +104,15 @@ def test_a_second_extraction_sees_a_flipped_byte(
 def test_a_changed_recipe_is_refused(command: list[str]) -> None:
     """Another max_length or other taps do not mix into a store that is there."""
     main(command)
-    with pytest.raises(ValueError, match=r"data\.max_length: the store has 512, this run needs 100"):
+    with pytest.raises(
+        ValueError, match=r"data\.max_length: the store has 512, this run needs 100"
+    ):
         main([*command, "data.max_length=100"])
 
 
-def test_what_cannot_be_meant_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_meant_is_refused(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A mistyped option and a recipe without a store."""
     with pytest.raises(SystemExit):
         main([*command, "--forcast"])
@@ -114,7 +122,10 @@ def test_what_cannot_be_meant_is_refused(command: list[str], capsys: pytest.Capt
 
 
 def test_the_precision_of_auto_is_kept(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is said, recorded, and kept to: a store that is there decides, also where auto is something else."""
 
@@ -126,7 +137,10 @@ def test_the_precision_of_auto_is_kept(
     auto_is(torch.bfloat16)
     main(short)
     printed = capsys.readouterr().out
-    assert "target.dtype auto is bfloat16 on this machine" in printed and "no more accurate than bfloat16" in printed
+    assert (
+        "target.dtype auto is bfloat16 on this machine" in printed
+        and "no more accurate than bfloat16" in printed
+    )
     store = FeatureStore(tmp_path / "store")
     assert store.identity["target"]["dtype"] == "bfloat16"
     whole = files(tmp_path / "store")
@@ -136,7 +150,9 @@ def test_the_precision_of_auto_is_kept(
     store.discard([1])
     main(short)
     assert files(tmp_path / "store") == whole
-    with pytest.raises(ValueError, match=r"target\.dtype: the store has 'bfloat16', this run needs 'float32'"):
+    with pytest.raises(
+        ValueError, match=r"target\.dtype: the store has 'bfloat16', this run needs 'float32'"
+    ):
         main([*short, "target.dtype=float32"])
     store.discard([1])
     main([*short, "target.dtype=bfloat16"])
@@ -144,7 +160,9 @@ def test_the_precision_of_auto_is_kept(
     live = [*short, "features.store=null", "train.epochs=1", f"train.out={tmp_path / 'live'}"]
     train(live)
     auto_is(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"features\.target\.dtype = 'float32', this one has 'bfloat16'"):
+    with pytest.raises(
+        ValueError, match=r"features\.target\.dtype = 'float32', this one has 'bfloat16'"
+    ):
         train(live)
 
 
@@ -153,7 +171,9 @@ def test_a_mistake_ends_in_a_message_and_a_fault_in_a_traceback(command: list[st
     """Who can mend it is told how; who cannot, needs to report it whole."""
     script = [sys.executable, "-m", "data_prep.extract", *command, "data.train=nowhere.jsonl"]
     done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and "\nerror: no file or folder at nowhere.jsonl" in "\n" + done.stderr
+    assert (
+        done.returncode == 1 and "\nerror: no file or folder at nowhere.jsonl" in "\n" + done.stderr
+    )
     assert "Traceback" not in done.stderr
     fault = "import eagle.log, json; eagle.log.script(lambda argv: json.loads('{'))"
     done = subprocess.run([sys.executable, "-c", fault], capture_output=True, text=True, cwd=ROOT)
@@ -163,7 +183,14 @@ def test_a_mistake_ends_in_a_message_and_a_fault_in_a_traceback(command: list[st
 def launch_command(command: list[str], processes: int) -> list[str]:
     """The command line that a user gives for several processes."""
     # accelerate starts several processes only where there are accelerators; on a CPU its launcher's own launcher does
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(processes),
+    ]
     return [*launch, "-m", "data_prep.extract", *command]
 
 
@@ -174,7 +201,9 @@ def test_one_two_and_three_processes_make_equal_stores(command: list[str], tmp_p
     stores = {}
     for processes in (1, 2, 3):
         run = [*launch_command(command, processes), f"features.store={tmp_path / str(processes)}"]
-        printed = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+        printed = subprocess.run(
+            run, check=True, stdout=subprocess.PIPE, text=True, timeout=120
+        ).stdout
         assert f"to compute, {processes} process" in printed
         stores[processes] = files(tmp_path / str(processes))
     assert stores[1] == stores[2] == stores[3]
@@ -182,9 +211,13 @@ def test_one_two_and_three_processes_make_equal_stores(command: list[str], tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_script_goes_on_with_any_number_of_processes(command: list[str], tmp_path: Path) -> None:
+def test_a_killed_script_goes_on_with_any_number_of_processes(
+    command: list[str], tmp_path: Path
+) -> None:
     """Started by two, killed whole, ended by three: the store that one process makes."""
-    subprocess.run([*launch_command(command, 1), f"features.store={tmp_path / 'one'}"], check=True, timeout=120)
+    subprocess.run(
+        [*launch_command(command, 1), f"features.store={tmp_path / 'one'}"], check=True, timeout=120
+    )
     folder = tmp_path / "store"
     run = subprocess.Popen(launch_command(command, 2), start_new_session=True)
     while len(list(folder.glob("*.sha256"))) < 5:
@@ -200,7 +233,9 @@ def test_a_killed_script_goes_on_with_any_number_of_processes(command: list[str]
 
 
 @pytest.mark.slow
-def test_training_cannot_tell_live_features_from_stored_ones(command: list[str], tmp_path: Path) -> None:
+def test_training_cannot_tell_live_features_from_stored_ones(
+    command: list[str], tmp_path: Path
+) -> None:
     """The same head, bit for bit, from a store and without one."""
     short = [*command, "data.limit=12", "train.epochs=1", "train.lr=1e-3"]
     main(short)
@@ -208,7 +243,8 @@ def test_training_cannot_tell_live_features_from_stored_ones(command: list[str],
     train([*short, f"train.out={tmp_path / 'live'}", "features.store=null"])
     train([*short, f"train.out={tmp_path / 'other'}", "train.seed=1"])
     stored, live, other = (
-        (tmp_path / name / "head/model.safetensors").read_bytes() for name in ("stored", "live", "other")
+        (tmp_path / name / "head/model.safetensors").read_bytes()
+        for name in ("stored", "live", "other")
     )
     assert stored == live != other
 
@@ -217,7 +253,12 @@ def test_training_cannot_tell_live_features_from_stored_ones(command: list[str],
 def short(command: list[str], tiny_target_dir: Path, tmp_path: Path) -> list[str]:
     """A store of twelve examples of a target that a test may take away, and one epoch."""
     shutil.copytree(tiny_target_dir / "target", tmp_path / "target")
-    overrides = [f"target.path={tmp_path / 'target'}", "data.limit=12", "train.epochs=1", "train.lr=1e-3"]
+    overrides = [
+        f"target.path={tmp_path / 'target'}",
+        "data.limit=12",
+        "train.epochs=1",
+        "train.lr=1e-3",
+    ]
     main([*command, *overrides])
     return [*command, *overrides]
 
@@ -259,7 +300,10 @@ def test_a_store_trains_without_its_target(
     [
         ("data.max_length=100", r"data\.max_length: the store has 512, this run needs 100"),
         ("target.dtype=bfloat16", r"target\.dtype: the store has 'float32'"),
-        ("target.path=nobody/has-this", r"nobody/has-this.* is not here, and .* was made from .*: name that one"),
+        (
+            "target.path=nobody/has-this",
+            r"nobody/has-this.* is not here, and .* was made from .*: name that one",
+        ),
         ("data.template=TEMPLATE", "template: the store has"),
     ],
 )
@@ -292,7 +336,9 @@ def test_what_a_head_borrows_is_mended(short: list[str], tmp_path: Path) -> None
     damaged[len(damaged) // 2] ^= 1
     (folder / "head.safetensors").write_bytes(damaged)
     for refused in (main, train, lambda argv: main([*argv, "--verify"])):
-        with pytest.raises(ValueError, match=r"head\.safetensors is missing or damaged: .*--repair"):
+        with pytest.raises(
+            ValueError, match=r"head\.safetensors is missing or damaged: .*--repair"
+        ):
             refused([*short, f"train.out={tmp_path / 'run'}"])
     main([*short, "--repair"])
     assert files(folder) == whole

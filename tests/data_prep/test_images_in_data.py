@@ -62,7 +62,10 @@ def records(pictures: Path) -> list[dict[str, Any]]:
     data = (pictures / "2.png").read_bytes()
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     answer = {"role": "assistant", "content": "A box."}
-    llava = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A red box."}]
+    llava = [
+        {"from": "human", "value": "<image>\nWhat is this?"},
+        {"from": "gpt", "value": "A red box."},
+    ]
     more = [{"from": "human", "value": "And <image> this?"}, {"from": "gpt", "value": "Another."}]
     part = {"type": "image_url", "image_url": {"url": "1.png"}}
     asked = {"role": "user", "content": [{"type": "text", "text": "What?"}, part]}
@@ -96,15 +99,28 @@ def wrong(pictures: Path) -> list[tuple[dict[str, Any], str]]:
         ({"video": "a.mp4", "conversations": turns}, "video beside the text"),
         ({"image": 7, "conversations": turns}, "an image that is neither a path nor data: int"),
         ({"image": "a" * 300, "conversations": turns}, "an image that is not there"),
-        ({"image": "data:image/png;base64,é", "conversations": turns}, "an image whose data are no base64"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\U000f0000"}]}]}, "a private character"),
+        (
+            {"image": "data:image/png;base64,é", "conversations": turns},
+            "an image whose data are no base64",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\U000f0000"}]}]},
+            "a private character",
+        ),
     ]
 
 
-def make_recipe(folder: Path, sees: Path, pictures: Path, lines: list[dict[str, Any]], **data: Any) -> Recipe:
+def make_recipe(
+    folder: Path, sees: Path, pictures: Path, lines: list[dict[str, Any]], **data: Any
+) -> Recipe:
     """A recipe over these records."""
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    section = {"train": str(folder / "data.jsonl"), "cache": str(folder / "cache"), "images": str(pictures), **data}
+    section = {
+        "train": str(folder / "data.jsonl"),
+        "cache": str(folder / "cache"),
+        "images": str(pictures),
+        **data,
+    }
     recipe = {
         "target": {"path": str(sees), "dtype": "float32"},
         "data": section,
@@ -122,7 +138,10 @@ def test_every_layout_is_read(pictures: Path, tmp_path: Path) -> None:
     path, tally = tmp_path / "data.jsonl", Tally()
     path.write_text("".join(json.dumps(record) + "\n" for record in records(pictures)))
     read = {one.id: one for one in read_conversations(path, tally, images=True)}
-    asked = {name: [turn["content"] for turn in one.messages if turn["role"] == "user"] for name, one in read.items()}
+    asked = {
+        name: [turn["content"] for turn in one.messages if turn["role"] == "user"]
+        for name, one in read.items()
+    }
     assert asked == {
         "llava": [f"{MARK}\nWhat is this?"],
         "two": [f"{MARK}\nWhat is this?", f"And {MARK} this?"],
@@ -150,22 +169,31 @@ def test_tokens_and_masks_are_the_processors(sees: Path, pictures: Path, tmp_pat
     for example, said, count in zip(cache, answers, (1, 2, 1, 1, 1, 1, 1, 0), strict=True):
         assert int((example.tokens == image).sum()) == count * SIZE
         assert not (example.loss_mask & (example.tokens == image)).any()
-        assert target.tokenizer.decode(example.tokens[example.loss_mask]).replace("</s>", "") == said
+        assert (
+            target.tokenizer.decode(example.tokens[example.loss_mask]).replace("</s>", "") == said
+        )
     turns = [{"role": "user", "content": [{"type": "image", "image": str(pictures / "0.png")},
                                           {"type": "text", "text": "\nWhat is this?"}]}]  # fmt: skip
     prompt = target.chat(turns)
     assert cache[0].tokens[: len(prompt)].tolist() == prompt
 
 
-def test_what_cannot_be_shown_is_dropped_with_its_reason(sees: Path, pictures: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_shown_is_dropped_with_its_reason(
+    sees: Path, pictures: Path, tmp_path: Path
+) -> None:
     """And counted; everything else is read."""
     cases = wrong(pictures)
-    recipe = make_recipe(tmp_path, sees, pictures, [*(record for record, _ in cases), *records(pictures)])
+    recipe = make_recipe(
+        tmp_path, sees, pictures, [*(record for record, _ in cases), *records(pictures)]
+    )
     cache = open_cache(recipe)
     assert len(cache) == 8
     assert sum(cache.tally.dropped.values()) == len(cases)
     for _, reason in cases:
-        assert any(reason in dropped for dropped in cache.tally.dropped), (reason, cache.tally.dropped)
+        assert any(reason in dropped for dropped in cache.tally.dropped), (
+            reason,
+            cache.tally.dropped,
+        )
     short = make_recipe(tmp_path, sees, pictures, records(pictures)[:2], max_length=30)
     assert "an image that max_length cuts off" in open_cache(short).tally.dropped
 
@@ -178,14 +206,21 @@ def test_features_are_the_models_own(sees: Path, pictures: Path, tmp_path: Path)
     store, cache = FeatureStore(tmp_path / "store"), open_cache(recipe)
     target = Target.load(sees, dtype="float32")
     live = LiveFeatures(target, cache, store.identity)
-    stock, processor = AutoModelForImageTextToText.from_pretrained(sees, dtype=torch.float32), target.processor
+    stock, processor = (
+        AutoModelForImageTextToText.from_pretrained(sees, dtype=torch.float32),
+        target.processor,
+    )
     for number, example in enumerate(cache):
         if example.shown is None:
             continue
         images = [Image.open(path) for path, _ in example.shown.images]
-        asked = processor(text=example.shown.text, images=images, return_tensors="pt", add_special_tokens=False)
+        asked = processor(
+            text=example.shown.text, images=images, return_tensors="pt", add_special_tokens=False
+        )
         seen: list[torch.Tensor] = []
-        hook = stock.lm_head.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0][0]))
+        hook = stock.lm_head.register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(args[0][0])
+        )
         with torch.no_grad():
             stock(**asked)
         hook.remove()
@@ -216,9 +251,15 @@ def test_planted_faults_are_seen(sees: Path, pictures: Path, tmp_path: Path) -> 
     cache, target = open_cache(recipe), Target.load(sees, dtype="float32")
     example = cache[0]
     assert example.shown is not None
-    other = target.chat([{"role": "user", "content": [{"type": "image", "image": str(pictures / "1.png")}]}])
-    right = LiveFeatures(target, [example], {"taps": [-1], "dtype": "float32"}).read([0])[0].features
-    wrong_image = target.features(example.tokens[None], (-1,), None, {"pixel_values": other.media["pixel_values"]})[0]
+    other = target.chat(
+        [{"role": "user", "content": [{"type": "image", "image": str(pictures / "1.png")}]}]
+    )
+    right = (
+        LiveFeatures(target, [example], {"taps": [-1], "dtype": "float32"}).read([0])[0].features
+    )
+    wrong_image = target.features(
+        example.tokens[None], (-1,), None, {"pixel_values": other.media["pixel_values"]}
+    )[0]
     assert right is not None
     assert not torch.allclose(wrong_image[-4:], right[-4:], atol=1e-3)
     with pytest.raises(ValueError, match="stands for an image, and no image"):
@@ -233,7 +274,13 @@ def run_recipe(folder: Path, *overrides: str) -> list[str]:
 def test_a_head_is_trained_decoded_and_measured(sees: Path, pictures: Path, tmp_path: Path) -> None:
     """From records to a head, with held-out prompts that are decoded with their images, and answers about images."""
     make_recipe(tmp_path, sees, pictures, records(pictures))
-    few = ["train.max_steps=2", "train.batch_size=2", "train.validation=0.3", "train.decode=2", "features.store=null"]
+    few = [
+        "train.max_steps=2",
+        "train.batch_size=2",
+        "train.validation=0.3",
+        "train.decode=2",
+        "features.store=null",
+    ]
     train_eagle.main(run_recipe(tmp_path, *few, "train.dtype=float32"))
     measure.main(run_recipe(tmp_path))
     lines = (tmp_path / "out/results.jsonl").read_text().splitlines()
@@ -244,15 +291,22 @@ def test_a_head_is_trained_decoded_and_measured(sees: Path, pictures: Path, tmp_
     with torch.no_grad():
         prompt = target.chat(turns)
         said = target.model.generate(
-            torch.tensor([prompt]), pixel_values=prompt.media["pixel_values"], max_new_tokens=8, do_sample=False
+            torch.tensor([prompt]),
+            pixel_values=prompt.media["pixel_values"],
+            max_new_tokens=8,
+            do_sample=False,
         )
     expected = target.tokenizer.decode(said[0, len(prompt) :], skip_special_tokens=True)
-    mine = {line["drafter"]: line["text"] for line in answers if line.get("conversation") == "llava"}
+    mine = {
+        line["drafter"]: line["text"] for line in answers if line.get("conversation") == "llava"
+    }
     assert len(mine) > 1 and set(mine.values()) == {expected}
     lossless.main(run_recipe(tmp_path))  # an error if one answer is not the untouched model's
 
 
-def test_answers_are_regenerated_with_their_images(sees: Path, pictures: Path, tmp_path: Path) -> None:
+def test_answers_are_regenerated_with_their_images(
+    sees: Path, pictures: Path, tmp_path: Path
+) -> None:
     """They are the model's own about each image, here and by a server; the new records name the same images."""
     recipe = make_recipe(tmp_path, sees, pictures, records(pictures)[:4])
     target = Target.load(sees, dtype="float32")
@@ -264,7 +318,10 @@ def test_answers_are_regenerated_with_their_images(sees: Path, pictures: Path, t
         return completion(text, trace.finish, prompt_tokens=len(prompt))
 
     written = []
-    with serving(lambda request: answer(request["messages"], request["max_tokens"]), str(sees)) as (url, _):
+    with serving(lambda request: answer(request["messages"], request["max_tokens"]), str(sees)) as (
+        url,
+        _,
+    ):
         for place in ("null", url):
             out = tmp_path / f"new-{len(written)}.jsonl"
             overrides = [
@@ -292,9 +349,14 @@ def test_a_server_gets_the_images_themselves(sees: Path, pictures: Path, tmp_pat
     messages = with_images([{"role": "user", "content": f"{MARK}Hm?"}], [str(pictures / "0.png")])
     (turn,) = for_server(messages)
     url = turn["content"][0]["image_url"]["url"]
-    assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == (pictures / "0.png").read_bytes()
+    assert (
+        base64.b64decode(url.removeprefix("data:image/png;base64,"))
+        == (pictures / "0.png").read_bytes()
+    )
     assert turn["content"][1] == {"type": "text", "text": "Hm?"}
-    bare = base64.b64encode(b"\x89PNG" + bytes(1000)).decode()  # as a record may hold it, with no word of its kind
+    bare = base64.b64encode(
+        b"\x89PNG" + bytes(1000)
+    ).decode()  # as a record may hold it, with no word of its kind
     assert as_text(bare, "folder") == f"data:image/png;base64,{bare}"
 
 
@@ -315,7 +377,9 @@ def test_the_inspector_shows_images(sees: Path, pictures: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_every_kind_of_processor_is_followed(name: str, tiny_target_dir: Path, pictures: Path) -> None:
+def test_every_kind_of_processor_is_followed(
+    name: str, tiny_target_dir: Path, pictures: Path
+) -> None:
     """Answers behind grown images are found, and states equal those of the model given the processor's own output.
 
     Among them are tiles, texts that grow by more than tokens of images, positions that jump, and attention within an
@@ -340,11 +404,15 @@ def test_every_kind_of_processor_is_followed(name: str, tiny_target_dir: Path, p
     assert example.tokens.tolist() == asked["input_ids"][0].tolist()
     with torch.no_grad():
         said = model(**asked, output_hidden_states=True)
-    live = LiveFeatures(Target(model, words, processor), [example], {"taps": [0, 2, -1], "dtype": "float32"})
+    live = LiveFeatures(
+        Target(model, words, processor), [example], {"taps": [0, 2, -1], "dtype": "float32"}
+    )
     features = live.read([0])[0].features
     assert features is not None
     for place, layer in enumerate((0, 2)):
-        torch.testing.assert_close(features[:, place], said.hidden_states[layer][0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            features[:, place], said.hidden_states[layer][0], atol=1e-5, rtol=1e-5
+        )
     logits = model.get_output_embeddings()(features[:, -1])
     torch.testing.assert_close(logits, said.logits[0], atol=1e-4, rtol=1e-4)
 
@@ -353,7 +421,10 @@ def test_every_kind_of_processor_is_followed(name: str, tiny_target_dir: Path, p
 def test_tables_hold_images_themselves(pictures: Path, tmp_path: Path, decoded: bool) -> None:
     """As bytes, or as the datasets library decodes them; the image that is read has the same pixels."""
     data = (pictures / "1.png").read_bytes()
-    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A box."}]
+    turns = [
+        {"role": "user", "content": "<image>What?"},
+        {"role": "assistant", "content": "A box."},
+    ]
     table = Dataset.from_list([{"images": [{"bytes": data, "path": None}], "messages": turns}])
     if decoded:
         table = table.cast_column("images", [datasets.Image()])
@@ -369,10 +440,15 @@ def test_tables_hold_images_themselves(pictures: Path, tmp_path: Path, decoded: 
 def test_replayed_answers_are_about_their_images(sees: Path, pictures: Path) -> None:
     """A replay along an answer has the cycles of decoding it; a text that has lost its images is refused."""
     target = Target.load(sees, dtype="float32")
-    parts = [{"type": "image", "image": str(pictures / "0.png")}, {"type": "text", "text": "What is it?"}]
+    parts = [
+        {"type": "image", "image": str(pictures / "0.png")},
+        {"type": "text", "text": "What is it?"},
+    ]
     prompt = target.chat([{"role": "user", "content": parts}])
     torch.manual_seed(0)
-    head: Any = DRAFTERS["eagle1"].for_target(settings_of({"kind": "eagle1"}, ""), target.config, target.head)
+    head: Any = DRAFTERS["eagle1"].for_target(
+        settings_of({"kind": "eagle1"}, ""), target.config, target.head
+    )
     head.bind(target.head)
     budget = Budget.fixed(chain_paths(3))
     known = answer(target, head.taps, prompt, limit=12, sampling=Sampling(0.0))
@@ -381,6 +457,9 @@ def test_replayed_answers_are_about_their_images(sees: Path, pictures: Path) -> 
     trace = generate(target, head, prompt, budget=budget, max_new_tokens=12)
     assert replayed == [cycle.tree.tokens.tolist() for cycle in trace.cycles][: len(replayed)]
     assert len(replayed) > 3
-    for lost in (lambda: generate(target, head, list(prompt)), lambda: target.features(torch.tensor([prompt]), (-1,))):
+    for lost in (
+        lambda: generate(target, head, list(prompt)),
+        lambda: target.features(torch.tensor([prompt]), (-1,)),
+    ):
         with pytest.raises(ValueError, match="stands for an image, and no image"):
             lost()

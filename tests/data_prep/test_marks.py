@@ -43,16 +43,58 @@ SPELLINGS = (
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [
-        *((reason, [None]) for reason in ("stop", "STOP", "end_turn", "tool_calls", "eos", "FinishReason.STOP", None)),
-        *((reason, [None]) for reason in ("FINISH_REASON_STOP", "<|eot_id|>", 151645, "stop_sequence", "toolUse", "")),
-        *((reason, [0]) for reason in ("length", "MAX_TOKENS", "model_length", "max_length", "timeout", "maxTokens")),
+        *(
+            (reason, [None])
+            for reason in (
+                "stop",
+                "STOP",
+                "end_turn",
+                "tool_calls",
+                "eos",
+                "FinishReason.STOP",
+                None,
+            )
+        ),
+        *(
+            (reason, [None])
+            for reason in (
+                "FINISH_REASON_STOP",
+                "<|eot_id|>",
+                151645,
+                "stop_sequence",
+                "toolUse",
+                "",
+            )
+        ),
+        *(
+            (reason, [0])
+            for reason in (
+                "length",
+                "MAX_TOKENS",
+                "model_length",
+                "max_length",
+                "timeout",
+                "maxTokens",
+            )
+        ),
         *(
             (reason, f"the first answer was broken off: {reason.lower()}")
-            for reason in ("SAFETY", "refusal", "abort", "content_filter", "RECITATION", "pause_turn", "error", "odd")
+            for reason in (
+                "SAFETY",
+                "refusal",
+                "abort",
+                "content_filter",
+                "RECITATION",
+                "pause_turn",
+                "error",
+                "odd",
+            )
         ),
     ],
 )
-def test_only_a_finished_answer_is_learned(key: str, of_record: bool, reason: Any, expected: Any) -> None:
+def test_only_a_finished_answer_is_learned(
+    key: str, of_record: bool, reason: Any, expected: Any
+) -> None:
     """Reasons of an end are listed; whatever else a record or a turn says is no end."""
     record = {**answered(), key: reason} if of_record else answered(**{key: reason})
     assert weights(record) == expected
@@ -61,19 +103,33 @@ def test_only_a_finished_answer_is_learned(key: str, of_record: bool, reason: An
 def test_a_stop_reason_beside_another_may_be_a_text() -> None:
     """A server says at which text it stopped; a word that is known as no end counts all the same."""
     assert weights(answered(finish_reason="stop", stop_reason="Human:")) == [None]
-    assert weights(answered(finish_reason="stop", stop_reason="refusal")) == "the first answer was broken off: refusal"
-    assert weights({**answered(finish_reason="stop"), "stop_reason": "max_tokens"}) == [None]  # the turn's own counts
+    assert (
+        weights(answered(finish_reason="stop", stop_reason="refusal"))
+        == "the first answer was broken off: refusal"
+    )
+    assert weights({**answered(finish_reason="stop"), "stop_reason": "max_tokens"}) == [
+        None
+    ]  # the turn's own counts
     assert weights(answered(truncated=True)) == [0] and weights(answered(truncated=False)) == [None]
 
 
-@pytest.mark.parametrize("key", ["train", "kto_tag", "loss_mask", "trainable", "ktoTag", "weight", "LossWeight"])
+@pytest.mark.parametrize(
+    "key", ["train", "kto_tag", "loss_mask", "trainable", "ktoTag", "weight", "LossWeight"]
+)
 @pytest.mark.parametrize("value", [False, 0, 0.0, "false", "False", " no ", "0", "off"])
 def test_a_mark_says_no_in_every_spelling(key: str, value: Any) -> None:
     """An answer that is marked stays in the history alone."""
     record = {"messages": [QUESTION, {**ANSWER, key: value}, QUESTION, ANSWER]}
     conversation, notes = conversation_of(record, "x:1")
-    assert [turn.get("weight") for turn in conversation.messages] == [None, 0, None, None] and notes == {NOT_LEARNED}
-    yes = conversation_of(answered(**{key: "1" if key.lower().startswith(("w", "loss")) else "true"}), "x:1")
+    assert [turn.get("weight") for turn in conversation.messages] == [
+        None,
+        0,
+        None,
+        None,
+    ] and notes == {NOT_LEARNED}
+    yes = conversation_of(
+        answered(**{key: "1" if key.lower().startswith(("w", "loss")) else "true"}), "x:1"
+    )
     assert yes[0].messages[1].get("weight", 1) == 1 and not yes[1]
 
 
@@ -103,15 +159,31 @@ def test_a_records_marks_count(marks: dict[str, Any], expected: Any) -> None:
         ({"isCorrect": 0}, "marked as not to be learned: isCorrect", None),
         ({"metadata": {"is_correct": False}}, "marked as not to be learned: is_correct", None),
         ({"correct": False}, "marked as not to be learned: correct", None),
-        ({"correct": 0, "is_correct": None, "mask": "User"}, [None], None),  # the right choice's number; a role
+        (
+            {"correct": 0, "is_correct": None, "mask": "User"},
+            [None],
+            None,
+        ),  # the right choice's number; a role
         ({"mask": True}, "marked as not to be learned: mask", None),
         ({"metadata": {"finish_reason": "length"}}, [0], "a truncated answer is not learned"),
-        ({"metadata": {"train": False, "source": "x"}, "meta": "y"}, [None], None),  # of which split it is
+        (
+            {"metadata": {"train": False, "source": "x"}, "meta": "y"},
+            [None],
+            None,
+        ),  # of which split it is
         ({"finish_reasons": ["length"]}, [0], "a truncated answer is not learned"),
         ({"finish_reasons": ["stop"]}, [None], None),
         ({"finish_reasons": ["abort"]}, "the first answer was broken off: abort", None),
-        ({"finish_reasons": ["stop", "stop"]}, [None], None),  # of several answers, of which one was taken
-        ({"finish_reasons": ["stop", "length"]}, [None], "finish reasons that are not one for each answer: not read"),
+        (
+            {"finish_reasons": ["stop", "stop"]},
+            [None],
+            None,
+        ),  # of several answers, of which one was taken
+        (
+            {"finish_reasons": ["stop", "length"]},
+            [None],
+            "finish reasons that are not one for each answer: not read",
+        ),
         # kept on purpose, by `eagle regenerate`: learned without an end mark
         (
             {"finish_reasons": ["length"], "sampling": {"seed": 0}},
@@ -120,7 +192,9 @@ def test_a_records_marks_count(marks: dict[str, Any], expected: Any) -> None:
         ),
     ],
 )
-def test_what_a_record_says_is_read_or_told(marks: dict[str, Any], expected: Any, note: str | None) -> None:
+def test_what_a_record_says_is_read_or_told(
+    marks: dict[str, Any], expected: Any, note: str | None
+) -> None:
     """Nothing that may speak against an answer is passed over without a word."""
     assert weights({**answered(), **marks}) == expected
     if isinstance(expected, list):
@@ -142,12 +216,22 @@ def test_an_unpaired_preference_says_which_completion_is_good() -> None:
         ({"mask": False}, None, None),
         ({"mask": 1}, None, "a mask of 0 or 1 beside a turn may mean either: learned"),
         ({"is_correct": False}, 0, NOT_LEARNED),
-        ({"response_metadata": {"finish_reason": "length"}}, 0, "a truncated answer is not learned"),
+        (
+            {"response_metadata": {"finish_reason": "length"}},
+            0,
+            "a truncated answer is not learned",
+        ),
         ({"content": "b\ufffd"}, 0, "an answer with broken characters (U+FFFD) is not learned"),
-        ({"reasoning_content": "\ufffd"}, 0, "an answer with broken characters (U+FFFD) is not learned"),
+        (
+            {"reasoning_content": "\ufffd"},
+            0,
+            "an answer with broken characters (U+FFFD) is not learned",
+        ),
     ],
 )
-def test_what_a_turn_says_is_read_or_told(marks: dict[str, Any], expected: int | None, note: str | None) -> None:
+def test_what_a_turn_says_is_read_or_told(
+    marks: dict[str, Any], expected: int | None, note: str | None
+) -> None:
     """Such an answer is read as history, and the next one is learned."""
     record = {"messages": [QUESTION, {**ANSWER, **marks}, QUESTION, ANSWER]}
     conversation, notes = conversation_of(record, "x:1")
@@ -158,7 +242,9 @@ def test_what_a_turn_says_is_read_or_told(marks: dict[str, Any], expected: int |
 def test_broken_characters_that_were_asked_about_are_text() -> None:
     """Or those of another answer's history; at a cut end they are half of a character."""
     asked = {"role": "user", "content": "What is \ufffd?"}
-    assert conversation_of({"messages": [asked, {**ANSWER, "content": "\ufffd"}]}, "x:1")[1] == set()
+    assert (
+        conversation_of({"messages": [asked, {**ANSWER, "content": "\ufffd"}]}, "x:1")[1] == set()
+    )
     twice = [QUESTION, {**ANSWER, "content": "\ufffd"}, QUESTION, {**ANSWER, "content": "\ufffd"}]
     conversation, _ = conversation_of({"messages": [*twice, QUESTION, ANSWER]}, "x:1")
     assert [turn.get("weight") for turn in conversation.messages] == [None, 0, None, 0, None, None]
@@ -171,27 +257,50 @@ def test_a_tool_may_give_nothing() -> None:
     result = {"role": "tool", "content": ""}
     conversation, _ = conversation_of({"messages": [QUESTION, call, result, result, answer]}, "x:1")
     assert [turn["role"] for turn in conversation.messages][2:] == ["tool", "tool", "assistant"]
-    odd = [QUESTION, ANSWER, {"role": "user", "content": ""}, {"role": "narrator", "content": "x"}, 7]
+    odd = [
+        QUESTION,
+        ANSWER,
+        {"role": "user", "content": ""},
+        {"role": "narrator", "content": "x"},
+        7,
+    ]
     assert conversation_of({"messages": odd}, "x:1")[1] == {"cut at an empty turn"}
 
 
 def test_a_tag_in_a_text_is_told() -> None:
     """In the middle of a question it may be the question's matter; an answer of nothing else shows an image."""
-    assert weights({"prompt": "a", "completion": "<image>\n"}) == "a placeholder in the text: <image>"
+    assert (
+        weights({"prompt": "a", "completion": "<image>\n"}) == "a placeholder in the text: <image>"
+    )
     for question, answer in (("Is <image> a tag?", "b"), ("a", "It is <image> of SVG.")):
         conversation, notes = conversation_of({"prompt": question, "completion": answer}, "x:1")
         assert notes == {"a tag that may stand for a medium is taken as text: <image>"}
         assert [turn["content"] for turn in conversation.messages] == [question, answer]
-    assert not conversation_of({"prompt": "Why <audio src=x></audio> and <audio>?", "completion": "b"}, "x:1")[1]
+    assert not conversation_of(
+        {"prompt": "Why <audio src=x></audio> and <audio>?", "completion": "b"}, "x:1"
+    )[1]
 
 
-KEYS = ("image_path", "image_url", "imageUrl", "img", "media", "images", "input_image", "video_file", "audioPaths")
+KEYS = (
+    "image_path",
+    "image_url",
+    "imageUrl",
+    "img",
+    "media",
+    "images",
+    "input_image",
+    "video_file",
+    "audioPaths",
+)
 
 
 @pytest.mark.parametrize("key", [*KEYS, "pixel_values", "has_image", "image_base64", "screenshot"])
 def test_media_are_known_by_any_name(key: str) -> None:
     """Of the record or of a turn; an empty one is none."""
-    for record in ({**answered(), key: "a.png"}, {"messages": [{**QUESTION, key: ["a.png"]}, ANSWER]}):
+    for record in (
+        {**answered(), key: "a.png"},
+        {"messages": [{**QUESTION, key: ["a.png"]}, ANSWER]},
+    ):
         assert weights(record) == f"{key} beside the text"
     for empty in ("", None, [], [None], False, 0):
         assert weights({**answered(), key: empty}) == [None]
@@ -199,7 +308,9 @@ def test_media_are_known_by_any_name(key: str) -> None:
 
 def test_keys_that_but_speak_of_media_are_none() -> None:
     """A topic or a count is no picture."""
-    assert weights({**answered(), "image_count": 3, "video_title": "x", "media_type": "text", "imagery": "y"}) == [None]
+    assert weights(
+        {**answered(), "image_count": 3, "video_title": "x", "media_type": "text", "imagery": "y"}
+    ) == [None]
 
 
 TAGS = (
@@ -216,12 +327,22 @@ TAGS = (
 def test_a_token_of_a_medium_is_found_in_any_text(tag: str) -> None:
     """In the middle of a line, of either side."""
     for question, answer in ((f"see {tag} here", "b"), ("a", f"see {tag} here")):
-        assert weights({"prompt": question, "completion": answer}) == f"a placeholder in the text: {tag}"
+        assert (
+            weights({"prompt": question, "completion": answer})
+            == f"a placeholder in the text: {tag}"
+        )
 
 
 def test_a_tag_alone_is_a_placeholder_and_markup_is_text() -> None:
     """At the edge of a question's line; HTML that one asks about is text."""
     for text in ("<img>\nWhat is it?", "What is it? <img>", "[IMG] what?", "<IMAGE>\nWhat?"):
-        assert str(weights({"prompt": text, "completion": "b"})).startswith("a placeholder in the text: ")
-    for text in ("Why is <img> not closed?", "<img src='a'>", "[IMG]http://a.b[/IMG] what?", "an <|im_end|> mark"):
+        assert str(weights({"prompt": text, "completion": "b"})).startswith(
+            "a placeholder in the text: "
+        )
+    for text in (
+        "Why is <img> not closed?",
+        "<img src='a'>",
+        "[IMG]http://a.b[/IMG] what?",
+        "an <|im_end|> mark",
+    ):
         assert weights({"prompt": text, "completion": "<img>"}) == [None]

@@ -21,7 +21,9 @@ def write(path: Path, name: str, count: int, *more: str) -> str:
     path.parent.mkdir(exist_ok=True)
     turns = [("user", f"who is {name}"), ("assistant", "the fox")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    records = [json.dumps({"id": f"{name}{number}", "messages": messages}) for number in range(count)]
+    records = [
+        json.dumps({"id": f"{name}{number}", "messages": messages}) for number in range(count)
+    ]
     path.write_text("\n".join([*records, *more]))
     return str(path)
 
@@ -57,7 +59,9 @@ def test_conversations_count_by_their_weight(mix: str, capsys: pytest.CaptureFix
     assert tally.kept == len(EXPECTED) and sum(tally.dropped.values()) == 1
     assert tally.noted == {**per_source, "left out by the weight of its source": 7}
     assert [conversation.id for conversation in read_conversations(mix, limit=6)] == EXPECTED[:6]
-    with pytest.raises(ValueError, match=r"a.jsonl:4 .*expected a record that gives a conversation"):
+    with pytest.raises(
+        ValueError, match=r"a.jsonl:4 .*expected a record that gives a conversation"
+    ):
         list(read_conversations(mix, strict=True))
     main([mix])
     assert f"from {folder / 'c.jsonl'}" in capsys.readouterr().out
@@ -78,7 +82,9 @@ def test_a_recipe_reads_a_mix(mix: str, recipe: Recipe, tmp_path: Path) -> None:
     assert Counter(conversation.id for conversation in read_conversations(mix))["c1"] == 2
 
 
-def test_a_hub_dataset_of_a_mix_is_asked_for_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_of_a_mix_is_asked_for_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its split and revision, streaming."""
     import datasets
 
@@ -89,10 +95,18 @@ def test_a_hub_dataset_of_a_mix_is_asked_for_its_config(tmp_path: Path, monkeypa
         return [{"id": "h", "prompt": "who", "response": "the fox"}]
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    source = {"path": "someone/chats", "config": "en", "split": "test", "revision": "v2", "limit": 1}
+    source = {
+        "path": "someone/chats",
+        "config": "en",
+        "split": "test",
+        "revision": "v2",
+        "limit": 1,
+    }
     (tmp_path / "mix.yml").write_text(json.dumps([source]))
     assert [conversation.id for conversation in read_conversations(tmp_path / "mix.yml")] == ["h"]
-    assert asked == [("someone/chats", {"name": "en", "split": "test", "revision": "v2", "streaming": True})]
+    assert asked == [
+        ("someone/chats", {"name": "en", "split": "test", "revision": "v2", "streaming": True})
+    ]
 
 
 @pytest.mark.parametrize(

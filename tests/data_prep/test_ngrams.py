@@ -26,9 +26,15 @@ def write_cache(folder: Path, shards: list[list[list[int]]]) -> TokenCache:
     folder.mkdir()
     notes = []
     for number, texts in enumerate(shards):
-        examples = [[Example(torch.tensor(text), torch.ones(len(text), dtype=torch.bool))] for text in texts]
+        examples = [
+            [Example(torch.tensor(text), torch.ones(len(text), dtype=torch.bool))] for text in texts
+        ]
         path = folder / f"shard-{number:05d}.safetensors"
-        notes.append(write_shard(path, examples, [100 * number + place for place in range(len(texts))], Tally()))
+        notes.append(
+            write_shard(
+                path, examples, [100 * number + place for place in range(len(texts))], Tally()
+            )
+        )
     write_manifest(folder, {}, notes, Tally())
     return TokenCache(folder)
 
@@ -37,7 +43,8 @@ def count_by_hand(texts: list[list[int]], prompt: list[int]) -> int:
     """How many texts hold so many tokens of the prompt in a row."""
     runs = {tuple(prompt[start : start + LENGTH]) for start in range(len(prompt) - LENGTH + 1)}
     return sum(
-        any(tuple(text[start : start + LENGTH]) in runs for start in range(len(text) - LENGTH + 1)) for text in texts
+        any(tuple(text[start : start + LENGTH]) in runs for start in range(len(text) - LENGTH + 1))
+        for text in texts
     )
 
 
@@ -45,16 +52,24 @@ def count_by_hand(texts: list[list[int]], prompt: list[int]) -> int:
 def test_shared_runs_are_those_that_a_search_finds(tmp_path: Path, seed: int) -> None:
     """Of texts of two tokens alone, where runs meet by chance, and across the ends of texts."""
     drawn = random.Random(seed)
-    shards = [[[drawn.choice((0, 7)) for _ in range(drawn.randint(0, 60))] for _ in range(12)] for _ in range(3)]
+    shards = [
+        [[drawn.choice((0, 7)) for _ in range(drawn.randint(0, 60))] for _ in range(12)]
+        for _ in range(3)
+    ]
     shards[1][4] = shards[0][3] + [9]
     shards[2][0] = list(range(100, 120))
     cache = write_cache(tmp_path / "cache", shards)
     texts = [text for shard in shards for text in shard]
-    prompts = {str(length): [drawn.choice((0, 7)) for _ in range(length)] for length in (0, 5, 12, 13, 14, 20, 30)}
+    prompts = {
+        str(length): [drawn.choice((0, 7)) for _ in range(length)]
+        for length in (0, 5, 12, 13, 14, 20, 30)
+    }
     prompts |= {"planted": texts[20][-13:], "across": texts[5][-7:] + texts[6][:7]}
     prompts |= {"first": texts[24][:13], "last": texts[24][-13:]}
     found = find_overlap(
-        cache, {name: np.array(ids, dtype=int) for name, ids in prompts.items()}, dict.fromkeys(prompts, -1)
+        cache,
+        {name: np.array(ids, dtype=int) for name, ids in prompts.items()},
+        dict.fromkeys(prompts, -1),
     )
     by_hand = {name: count_by_hand(texts, prompt) for name, prompt in prompts.items()}
     assert found == {name: count for name, count in by_hand.items() if count}
@@ -65,11 +80,15 @@ def test_a_run_is_numbered_by_all_its_tokens_in_order() -> None:
     """No two of many runs of close tokens share a number."""
     drawn = np.random.default_rng(0)
     tokens = drawn.integers(0, 3, 40_000)
-    runs = {tuple(tokens[start : start + LENGTH].tolist()) for start in range(len(tokens) - LENGTH + 1)}
+    runs = {
+        tuple(tokens[start : start + LENGTH].tolist()) for start in range(len(tokens) - LENGTH + 1)
+    }
     assert len(set(ngrams.hash_runs(tokens).tolist())) == len(runs)
 
 
-def test_planted_prompts_are_named(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planted_prompts_are_named(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A long one inside a longer question and in an answer, a short one asked otherwise spelled; others are not."""
     long = "the quick red fox sees two old dogs and the cat eats a very old fish here"
     records = [
@@ -82,20 +101,30 @@ def test_planted_prompts_are_named(recipe: Recipe, tmp_path: Path, capsys: pytes
         json.dumps(
             {
                 "messages": [
-                    {"role": role, "content": text} for role, text in zip(("user", "assistant"), one, strict=True)
+                    {"role": role, "content": text}
+                    for role, text in zip(("user", "assistant"), one, strict=True)
                 ]
             }
         )
         for one in records
     ]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    asked = {"planted": long, "short": "who sees the fox", "new": "where does the quick dog eat the old red cat now"}
+    asked = {
+        "planted": long,
+        "short": "who sees the fox",
+        "new": "where does the quick dog eat the old red cat now",
+    }
     (tmp_path / "asked.jsonl").write_text(
-        "\n".join(json.dumps({"question_id": name, "turns": [text]}) for name, text in asked.items())
+        "\n".join(
+            json.dumps({"question_id": name, "turns": [text]}) for name, text in asked.items()
+        )
     )
     (tmp_path / "heldout.jsonl").write_text(lines[3])
     planted = changed(
-        recipe, train=str(tmp_path / "train.jsonl"), heldout=str(tmp_path / "heldout.jsonl"), cache=str(tmp_path / "c")
+        recipe,
+        train=str(tmp_path / "train.jsonl"),
+        heldout=str(tmp_path / "heldout.jsonl"),
+        cache=str(tmp_path / "c"),
     )
     planted = planted.model_copy(
         update={"eval": planted.eval.model_copy(update={"prompts": str(tmp_path / "asked.jsonl")})}

@@ -28,7 +28,10 @@ def record(name: str, text: str = "fine") -> dict[str, Any]:
 
 def contents_of(values: dict[str, Any]) -> list[str]:
     """A record's conversation as `role: content`."""
-    return [f"{message['role']}: {message['content']}" for message in conversation_of(values, "x:1")[0].messages]
+    return [
+        f"{message['role']}: {message['content']}"
+        for message in conversation_of(values, "x:1")[0].messages
+    ]
 
 
 def wrong_with(conversation: Conversation) -> list[str]:
@@ -36,12 +39,17 @@ def wrong_with(conversation: Conversation) -> list[str]:
     messages, tools = conversation.messages, conversation.tools or []
     roles = [message["role"] for message in messages]
     sound = {
-        "begins with a question": next((role for role in roles if role != "system"), None) == "user",
+        "begins with a question": next((role for role in roles if role != "system"), None)
+        == "user",
         "ends with an answer": roles[-1:] == ["assistant"],
         "known roles": set(roles) <= {"system", "user", "assistant", "tool"},
         "content is text": all(isinstance(message["content"], str) for message in messages),
-        "says something": all(message["content"].strip() or message.get("tool_calls") for message in messages),
-        "can be tokenised": not re.search("[\ud800-\udfff]", "".join(str(m["content"]) for m in messages)),
+        "says something": all(
+            message["content"].strip() or message.get("tool_calls") for message in messages
+        ),
+        "can be tokenised": not re.search(
+            "[\ud800-\udfff]", "".join(str(m["content"]) for m in messages)
+        ),
         "weights are 0 or 1": all(message.get("weight", 0) in (0, 1) for message in messages),
         "tools have names": all(isinstance(tool["function"]["name"], str) for tool in tools),
     }
@@ -54,7 +62,10 @@ AB = ["user: a", "assistant: b"]
 OPENAI = {
     "messages": [
         {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "value": "1?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "1 + "}, {"type": "text", "value": "1?"}],
+        },
         {"role": "assistant", "content": None, "tool_calls": CALLED},
         {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
         {"role": "assistant", "content": "2", "reasoning_content": "easy", "weight": 0},
@@ -104,7 +115,9 @@ def test_a_layout_is_read(values: dict[str, Any], expected: list[str]) -> None:
     assert contents_of(values) == expected
 
 
-@pytest.mark.parametrize(("values", "expected"), [row[1:] for row in DATASETS], ids=[row[0] for row in DATASETS])
+@pytest.mark.parametrize(
+    ("values", "expected"), [row[1:] for row in DATASETS], ids=[row[0] for row in DATASETS]
+)
 def test_a_datasets_layout_is_read(values: dict[str, Any], expected: list[str]) -> None:
     """The records of well-known datasets, by the keys that they have."""
     assert contents_of(values) == expected
@@ -117,7 +130,11 @@ def test_openai_calls_and_tools_are_kept() -> None:
     conversation, notes = conversation_of(OPENAI, "x:1")
     function = {"name": "add", "arguments": {"a": 1}}
     assert conversation.messages[2:] == [
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
         {"role": "tool", "content": "2", "name": "add", "tool_call_id": "c1"},
         {"role": "assistant", "content": "2", "reasoning_content": "easy", "weight": 0},
     ]
@@ -130,9 +147,20 @@ def test_openai_calls_and_tools_are_kept() -> None:
     [
         {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
         {"from": "function_call", "value": '[{"name": "add", "arguments": "{\\"a\\": 1}"}]'},
-        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
-        {"role": "assistant", "content": [{"type": "tool_call", "value": '{"name": "add", "arguments": {"a": 1}}'}]},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "add", "arguments": '{"a": 1}'},
+        },
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_call", "value": '{"name": "add", "arguments": {"a": 1}}'}],
+        },
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"name": "add", "parameters": {"a": 1}}],
+        },
     ],
 )
 def test_a_call_is_a_call_in_every_spelling(turn: dict[str, Any]) -> None:
@@ -145,7 +173,11 @@ def test_a_call_is_a_call_in_every_spelling(turn: dict[str, Any]) -> None:
 
 def test_reasoning_parts_are_no_content() -> None:
     """What was thought is kept apart from what was said."""
-    parts = [{"type": "reasoning", "value": "hm"}, {"type": "thinking", "thinking": "!"}, {"type": "text", "text": "b"}]
+    parts = [
+        {"type": "reasoning", "value": "hm"},
+        {"type": "thinking", "thinking": "!"},
+        {"type": "text", "text": "b"},
+    ]
     conversation, _ = conversation_of({"messages": [QUESTION, {**ANSWER, "content": parts}]}, "x:1")
     assert conversation.messages[1] == {**ANSWER, "reasoning_content": "hm!"}
 
@@ -175,7 +207,9 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("values", "expected", "note"), SHAPES)
-def test_the_shape_is_cut_and_noted(values: list[Any], expected: list[str], note: str | None) -> None:
+def test_the_shape_is_cut_and_noted(
+    values: list[Any], expected: list[str], note: str | None
+) -> None:
     """A kept conversation goes from a question to an answer; what was cut is said."""
     assert contents_of({"conversations": values}) == expected
     notes = conversation_of({"conversations": values}, "x:1")[1]
@@ -184,7 +218,11 @@ def test_the_shape_is_cut_and_noted(values: list[Any], expected: list[str], note
 
 def test_a_preference_record_gives_its_chosen_answer() -> None:
     """The rejected answer is not learned."""
-    values = {"conversations": turns("human: a"), "chosen": turns("gpt: b")[0], "rejected": turns("gpt: c")[0]}
+    values = {
+        "conversations": turns("human: a"),
+        "chosen": turns("gpt: b")[0],
+        "rejected": turns("gpt: c")[0],
+    }
     assert contents_of(values) == ["user: a", "assistant: b"]
     assert conversation_of(values, "x:1")[1] == {"preference record: the chosen answer is taken"}
 
@@ -253,7 +291,15 @@ def test_a_record_is_dropped_by_name(values: Any, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "mark", [{"weight": 0.0}, {"label": False}, {"loss_weight": 0}, {"train": False}, {"loss": False}, {"training": 0}]
+    "mark",
+    [
+        {"weight": 0.0},
+        {"label": False},
+        {"loss_weight": 0},
+        {"train": False},
+        {"loss": False},
+        {"training": 0},
+    ],
 )
 def test_an_answer_that_is_marked_is_read_but_not_learned(mark: dict[str, Any]) -> None:
     """In the words of OpenAI, Axolotl, ms-swift and others; the history keeps it."""
@@ -276,7 +322,9 @@ def test_an_answer_that_is_marked_is_read_but_not_learned(mark: dict[str, Any]) 
         ("content_filter", None, "cut at an answer that was broken off: content_filter"),
     ],
 )
-def test_an_answer_that_did_not_end_is_not_learned(reason: str, expected: Any, note: str | None) -> None:
+def test_an_answer_that_did_not_end_is_not_learned(
+    reason: str, expected: Any, note: str | None
+) -> None:
     """One cut at its limit stays in the history; one that was aborted or filtered ends the conversation before it."""
     turns = [QUESTION, {**ANSWER, "finish_reason": reason}, QUESTION, ANSWER]
     before = [QUESTION, {"role": "assistant", "content": "first"}]
@@ -296,9 +344,11 @@ def test_a_truncated_answer_with_a_weight_is_learned_without_an_end(reason: str)
     """The mark of its reason stays with it."""
     answer = {**ANSWER, "finish_reason": reason, "weight": 1}
     conversation, notes = conversation_of({"messages": [QUESTION, answer]}, "x:1")
-    assert conversation.messages[1] == {"role": "assistant", "content": ANSWER["content"], "weight": 1} | {
-        "finish_reason": reason
-    }
+    assert conversation.messages[1] == {
+        "role": "assistant",
+        "content": ANSWER["content"],
+        "weight": 1,
+    } | {"finish_reason": reason}
     assert notes == {"a truncated answer is learned without an end mark"}
 
 
@@ -336,7 +386,9 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize(("values", "expected"), QUESTIONS)
-def test_questions_alone_do_where_answers_are_to_come(values: dict[str, Any], expected: list[str]) -> None:
+def test_questions_alone_do_where_answers_are_to_come(
+    values: dict[str, Any], expected: list[str]
+) -> None:
     """Regeneration needs what is asked; whether and how it was answered is no reason to drop it."""
     messages = conversation_of(values, "x:1", answered=False)[0].messages
     assert [f"{turn['role']}: {turn['content']}" for turn in messages] == expected
@@ -345,33 +397,68 @@ def test_questions_alone_do_where_answers_are_to_come(values: dict[str, Any], ex
 
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates, too
-WORDS = st.sampled_from([*ROLES, "text", "reasoning", "tool_call", "image_url", '{"name": "f", "arguments": {}}', "[]"])
-KEYS = st.sampled_from(["from", "value", "role", "content", "type", "text", "name", "arguments", "function", "id"])
+WORDS = st.sampled_from(
+    [*ROLES, "text", "reasoning", "tool_call", "image_url", '{"name": "f", "arguments": {}}', "[]"]
+)
+KEYS = st.sampled_from(
+    ["from", "value", "role", "content", "type", "text", "name", "arguments", "function", "id"]
+)
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | TEXT, inner, max_size=4),
 )
-EXTRAS = ("tool_calls", "weight", "name", "reasoning_content", "tool_call_id", "train", "finish_reason", "images")
+EXTRAS = (
+    "tool_calls",
+    "weight",
+    "name",
+    "reasoning_content",
+    "tool_call_id",
+    "train",
+    "finish_reason",
+    "images",
+)
 TURN = st.fixed_dictionaries(
-    {"role": st.sampled_from([*ROLES]), "content": st.sampled_from(["b", "c"]) | TEXT | WORDS | ANY},
+    {
+        "role": st.sampled_from([*ROLES]),
+        "content": st.sampled_from(["b", "c"]) | TEXT | WORDS | ANY,
+    },
     optional=dict.fromkeys(EXTRAS, st.sampled_from([None, [], ""]) | ANY),
 )
 GOOD = st.lists(st.sampled_from([*OPENAI["messages"], QUESTION, ANSWER]), max_size=4)
 CHAT = st.builds(
-    lambda key, turns, rest: {**rest, key: [turn for part in (*turns, [QUESTION, ANSWER]) for turn in part]},
+    lambda key, turns, rest: {
+        **rest,
+        key: [turn for part in (*turns, [QUESTION, ANSWER]) for turn in part],
+    },
     st.sampled_from(["conversations", "messages"]),
     st.tuples(GOOD, st.lists(TURN | ANY, max_size=1), GOOD),
     st.dictionaries(st.sampled_from(["tools", "system", "id", "chosen"]), ANY, max_size=1),
 )
-KNOWN = ["conversations", "messages", "conversation", "prompt", "question", "data", "turns", "chosen", "instruction"]
-FIELDS = st.sampled_from([*KNOWN, "input", "output", "completion", "answer", "history", "tools", "id", "finish_reason"])
+KNOWN = [
+    "conversations",
+    "messages",
+    "conversation",
+    "prompt",
+    "question",
+    "data",
+    "turns",
+    "chosen",
+    "instruction",
+]
+FIELDS = st.sampled_from(
+    [*KNOWN, "input", "output", "completion", "answer", "history", "tools", "id", "finish_reason"]
+)
 
 
 def test_any_value_is_a_conversation_or_a_reason() -> None:
     """No value makes it raise anything else, and what is kept is in shape."""
     kept = []
 
-    @given(st.sampled_from([CHAT, CHAT, ANY, st.dictionaries(FIELDS, ANY)]).flatmap(lambda values: values))
+    @given(
+        st.sampled_from([CHAT, CHAT, ANY, st.dictionaries(FIELDS, ANY)]).flatmap(
+            lambda values: values
+        )
+    )
     @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def fuzz(values: Any) -> None:
         for answered in (True, False):
@@ -381,7 +468,11 @@ def test_any_value_is_a_conversation_or_a_reason() -> None:
                 assert str(reason).isprintable() and len(str(reason)) < 400
             else:
                 kept.append(conversation)
-                assert not [fault for fault in wrong_with(conversation) if answered or fault != "says something"]
+                assert not [
+                    fault
+                    for fault in wrong_with(conversation)
+                    if answered or fault != "says something"
+                ]
 
     fuzz()
     assert len(kept) > 40  # else it says little
@@ -391,5 +482,10 @@ def test_the_check_of_shape_can_fail() -> None:
     """Each planted fault is seen."""
     good = conversation_of(OPENAI, "x:1")[0]
     assert not wrong_with(good)
-    for messages in (good.messages[:-1], good.messages[2:], [], [*good.messages, {"role": "gpt", "content": ""}]):
+    for messages in (
+        good.messages[:-1],
+        good.messages[2:],
+        [],
+        [*good.messages, {"role": "gpt", "content": ""}],
+    ):
         assert wrong_with(Conversation("x", messages))

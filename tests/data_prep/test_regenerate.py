@@ -53,13 +53,22 @@ from tests.data_prep.stub_servers import (
 from tests.families import build, own_answer, random_tokens
 
 COUNT = 6
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 def greedy(target: Target, messages: list[dict[str, Any]], room: int) -> tuple[str, str, int]:
     """The untouched model's own answer, why it ended, and the prompt's length: one text at a time."""
-    ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    tokens = target.model.generate(ids, do_sample=False, max_new_tokens=room)[0, ids.shape[1] :].tolist()
+    ids = target.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    tokens = target.model.generate(ids, do_sample=False, max_new_tokens=room)[
+        0, ids.shape[1] :
+    ].tolist()
     finish = "stop" if tokens[-1] in target.stop_tokens else "length"
     return target.tokenizer.decode(tokens, skip_special_tokens=True), finish, ids.shape[1]
 
@@ -88,7 +97,10 @@ def answers_in(conversation: Conversation) -> list[str]:
 @pytest.fixture(scope="module")
 def target_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target whose end mark is so loud that about half of its answers end within the limit."""
-    folder, target = tmp_path_factory.mktemp("ending") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
+    folder, target = (
+        tmp_path_factory.mktemp("ending") / "target",
+        Target.load(mixing_target_dir, dtype=torch.float32),
+    )
     asked = [[{"role": "user", "content": f"question {number}"}] for number in range(24)]
     for loudness in (
         3,
@@ -100,7 +112,9 @@ def target_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory
         6,
     ):  # which it takes depends on the tokenizer, that is on the machine's texts
         with torch.no_grad():
-            target.model.lm_head.weight[list(target.stop_tokens)] = loudness * target.model.lm_head.weight[-1]
+            target.model.lm_head.weight[list(target.stop_tokens)] = (
+                loudness * target.model.lm_head.weight[-1]
+            )
         if 8 <= sum(greedy(target, messages, NEW_TOKENS)[1] == "stop" for messages in asked) <= 16:
             break
     target.model.save_pretrained(folder)
@@ -118,7 +132,10 @@ def target(target_dir: Path) -> Target:
 def replayed(target: Target) -> dict[str, tuple[Conversation, list[str]]]:
     """Conversations of two answers, and the untouched model's: none is empty, and every other conversation is cut."""
     turns = ("user: question {}", "assistant: old", "user: more {}", "assistant: older")
-    kinds: dict[int, list[tuple[Conversation, list[str]]]] = {1: [], 2: []}  # by the number of answers
+    kinds: dict[int, list[tuple[Conversation, list[str]]]] = {
+        1: [],
+        2: [],
+    }  # by the number of answers
     for number in range(40 * COUNT):
         conversation = talk(f"c{number}", *(turn.format(number) for turn in turns))
         answers = replay(target, conversation)
@@ -132,10 +149,15 @@ def replayed(target: Target) -> dict[str, tuple[Conversation, list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def source(replayed: dict[str, tuple[Conversation, list[str]]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(
+    replayed: dict[str, tuple[Conversation, list[str]]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A file of these conversations."""
     path = tmp_path_factory.mktemp("source") / "source.jsonl"
-    lines = [{"id": name, "messages": conversation.messages} for name, (conversation, _) in replayed.items()]
+    lines = [
+        {"id": name, "messages": conversation.messages}
+        for name, (conversation, _) in replayed.items()
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -149,21 +171,35 @@ def truth(replayed: dict[str, tuple[Conversation, list[str]]]) -> dict[str, list
 @pytest.fixture
 def command(target_dir: Path, source: Path, tmp_path: Path) -> list[str]:
     """The command line but for the endpoint."""
-    settings = {"source": str(source), "out": str(tmp_path / "out.jsonl"), "max_new_tokens": NEW_TOKENS}
+    settings = {
+        "source": str(source),
+        "out": str(tmp_path / "out.jsonl"),
+        "max_new_tokens": NEW_TOKENS,
+    }
     settings["batch_size"] = 3
-    overrides = [f"target.path={target_dir}", "target.dtype=float64", f"regenerate={json.dumps(settings)}"]
+    overrides = [
+        f"target.path={target_dir}",
+        "target.dtype=float64",
+        f"regenerate={json.dumps(settings)}",
+    ]
     return [str(TINY), *overrides]
 
 
 def run_talk(
-    target: Target, conversation: Conversation, *replies: dict[str, Any], data: Any = None, **fields: Any
+    target: Target,
+    conversation: Conversation,
+    *replies: dict[str, Any],
+    data: Any = None,
+    **fields: Any,
 ) -> dict[str, Any]:
     """The line of a conversation to which a server answers with these replies."""
     queue = list(replies)
     with serving(lambda _: queue.pop(0)) as (url, _):
         section = section_of(Path("-"), endpoint=url, in_flight=1, attempts=1, **fields)
         reader = Reader(target.tokenizer, data or DataSection(train="-"), target.max_positions)
-        ((name, line),) = pool_at(section).run(iter([("name", converse("name", conversation, reader, section))]))
+        ((name, line),) = pool_at(section).run(
+            iter([("name", converse("name", conversation, reader, section))])
+        )
     assert name == "name" and isinstance(line, dict) and not queue, line
     return line
 
@@ -176,14 +212,29 @@ def run_echo(
         section = section_of(out, endpoint=url, in_flight=2, attempts=4)
         begin(out, {})
         return answer_all(
-            out, jobs, pool_at(section), Reader(target.tokenizer, DataSection(train="-")), section, index, count
+            out,
+            jobs,
+            pool_at(section),
+            Reader(target.tokenizer, DataSection(train="-")),
+            section,
+            index,
+            count,
         )
 
 
 def jobs_of(count: int) -> Jobs:
     """Conversations of one to three answers."""
-    turns = ("user: question {}", "assistant: old", "user: more {}", "assistant: older", "user: end", "assistant: no")
-    talks = (talk(f"c{n}", *(turn.format(n) for turn in turns[: 2 + 2 * (n % 3)])) for n in range(count))
+    turns = (
+        "user: question {}",
+        "assistant: old",
+        "user: more {}",
+        "assistant: older",
+        "user: end",
+        "assistant: no",
+    )
+    talks = (
+        talk(f"c{n}", *(turn.format(n) for turn in turns[: 2 + 2 * (n % 3)])) for n in range(count)
+    )
     return Jobs(make_names_unique(talks))
 
 
@@ -199,7 +250,11 @@ def uninterrupted(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.quick("suffix")
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
 def test_local_answers_are_the_untouched_models(
-    drafter: str, command: list[str], truth: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drafter: str,
+    command: list[str],
+    truth: dict[str, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Beside others, greedy answers are those of `generate` for one text; ids and order stay."""
     main([*command, f"regenerate.drafter={drafter}"])
@@ -207,8 +262,16 @@ def test_local_answers_are_the_untouched_models(
     assert {conversation.id: answers_in(conversation) for conversation in conversations} == truth
     assert [conversation.id for conversation in conversations] == list(truth)
     record = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
-    assert record["sampling"] == {"temperature": 0.0, "top_p": 1.0, "seed": 0, "max_new_tokens": NEW_TOKENS}
-    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl", "out.jsonl.settings"]
+    assert record["sampling"] == {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "seed": 0,
+        "max_new_tokens": NEW_TOKENS,
+    }
+    assert sorted(path.name for path in tmp_path.glob("out*")) == [
+        "out.jsonl",
+        "out.jsonl.settings",
+    ]
     printed = capsys.readouterr().out
     assert f"{COUNT}  conversations" in printed and "data.train is" in printed
 
@@ -218,12 +281,23 @@ def test_local_samples_differ_and_are_drawn_again(command: list[str], tmp_path: 
     """Two answers to each prompt by noise of their own, the same whatever stands beside them."""
     files = []
     for batch_size in (3, 1):
-        main([*command, "regenerate.samples=2", "regenerate.temperature=1", f"regenerate.batch_size={batch_size}"])
+        main(
+            [
+                *command,
+                "regenerate.samples=2",
+                "regenerate.temperature=1",
+                f"regenerate.batch_size={batch_size}",
+            ]
+        )
         files.append((tmp_path / "out.jsonl").read_bytes())
         (tmp_path / "out.jsonl").unlink()
     assert files[0] == files[1]
     talks = {record["id"]: record["messages"] for record in map(json.loads, files[0].splitlines())}
-    pairs = [(talks[f"{name[:-2]}#1"], talks[name]) for name in talks if f"{name[:-2]}#1" in talks and name[-1] == "2"]
+    pairs = [
+        (talks[f"{name[:-2]}#1"], talks[name])
+        for name in talks
+        if f"{name[:-2]}#1" in talks and name[-1] == "2"
+    ]
     assert len(pairs) >= COUNT - 2 and sum(one != other for one, other in pairs) >= len(pairs) - 1
 
 
@@ -247,7 +321,9 @@ def test_endpoint_answers_are_the_untouched_models(
     assert {conversation.id: answers_in(conversation) for conversation in conversations} == truth
 
 
-def test_the_datas_answers_as_history_would_be_seen(source: Path, truth: dict[str, list[str]], target: Target) -> None:
+def test_the_datas_answers_as_history_would_be_seen(
+    source: Path, truth: dict[str, list[str]], target: Target
+) -> None:
     """A planted fault: the truth above tells new history from old."""
     few = list(read_conversations(source, limit=3))
     faulty = [replay(target, conversation, fault=True) for conversation in few]
@@ -264,7 +340,10 @@ class Numbers:
 def ask(prompt: Prompt) -> Generator[Prompt, Answer, dict[str, Any]]:
     """A conversation of one answer: its tokens but for a stop token, and how many there are with it."""
     answer = yield prompt
-    return {"tokens": [int(word) for word in answer.message["content"].split()], "count": answer.tokens}
+    return {
+        "tokens": [int(word) for word in answer.message["content"].split()],
+        "count": answer.tokens,
+    }
 
 
 def answer_here(target: Target, prompts: Sequence[Prompt], **fields: Any) -> list[dict[str, Any]]:
@@ -289,7 +368,9 @@ def head(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 WHOLE = ("llama", "deepseek_v3")  # the families that are fast with every drafter
 ANSWERED = [
-    pytest.param(name, drafter, marks=[pytest.mark.slow] * (name not in WHOLE and drafter != "suffix"))
+    pytest.param(
+        name, drafter, marks=[pytest.mark.slow] * (name not in WHOLE and drafter != "suffix")
+    )
     for name in (*WHOLE, "gemma2", "gpt2", "gpt_oss", "mistral-sliding")
     for drafter in ("none", "ngram", "suffix")
 ]
@@ -304,27 +385,42 @@ def test_neighbours_and_drafts_change_no_answer_of_any_family(name: str, drafter
     texts = [random_tokens(length, seed=length) for length in (3, 14, 30, 7, 1)]
     asked = [Prompt([], None, text * 2, 6 + place, place) for place, text in enumerate(texts)]
     greedy = answer_here(target, asked, drafter=drafter)
-    assert [answer["tokens"] for answer in greedy] == [own_answer(model, each.ids, each.room) for each in asked]
+    assert [answer["tokens"] for answer in greedy] == [
+        own_answer(model, each.ids, each.room) for each in asked
+    ]
     drawn = answer_here(target, asked, drafter=drafter, temperature=1.0, seed=5)
     for prompt, answer in zip(asked, drawn, strict=True):
         noise = Noise(5, prompt.request)
         assert answer["tokens"] == own_answer(
-            model, prompt.ids, prompt.room, noise=lambda place, noise=noise: noise([place], 96, target.device)[0]
+            model,
+            prompt.ids,
+            prompt.room,
+            noise=lambda place, noise=noise: noise([place], 96, target.device)[0],
         )
 
 
 @pytest.mark.parametrize("name", ["openai-gpt", "xlnet"])
 def test_a_model_that_reads_no_trees_is_refused(name: str) -> None:
     """With the way out."""
-    with pytest.raises(ValueError, match=r"cannot read a tree: .*\. For its answers serve it, and name regen"):
+    with pytest.raises(
+        ValueError, match=r"cannot read a tree: .*\. For its answers serve it, and name regen"
+    ):
         Local(Target(every_type.build(name)), Numbers(), section_of(Path("-")))
 
 
 def prompts(target: Target) -> list[Prompt]:
     """Five prompts of different lengths."""
-    texts = ["What is json for?", "Tell me about `csv`.", "Hello", "Where do I find `shutil.copy` in Python?", "x"]
+    texts = [
+        "What is json for?",
+        "Tell me about `csv`.",
+        "Hello",
+        "Where do I find `shutil.copy` in Python?",
+        "x",
+    ]
     ids = [target.chat(text) for text in texts]
-    return [Prompt([], None, tokens, 12 + number, 1000 + number) for number, tokens in enumerate(ids)]
+    return [
+        Prompt([], None, tokens, 12 + number, 1000 + number) for number, tokens in enumerate(ids)
+    ]
 
 
 @pytest.mark.slow
@@ -335,7 +431,9 @@ def test_answers_are_the_decoders_whoever_drafts(target: Target, head: str) -> N
         expected = []
         for prompt in prompts(target):
             keyed = Sampling(**sampling, request=prompt.request)
-            trace = generate(target, NoDrafter(), prompt.ids, sampling=keyed, max_new_tokens=prompt.room)
+            trace = generate(
+                target, NoDrafter(), prompt.ids, sampling=keyed, max_new_tokens=prompt.room
+            )
             spoken = trace.tokens[: len(trace.tokens) - (trace.finish == "stop")]
             expected.append({"tokens": spoken, "count": len(trace.tokens)})
         for drafter in ("none", "ngram", "suffix", head, f"suffix,{head}"):
@@ -347,9 +445,14 @@ def test_answers_are_the_decoders_whoever_drafts(target: Target, head: str) -> N
 
 def test_noise_of_another_key_would_be_seen(target: Target) -> None:
     """A planted fault: a conversation that draws by its place in the batch answers something else."""
-    faulty = [Prompt([], None, prompt.ids, prompt.room, number) for number, prompt in enumerate(prompts(target))]
+    faulty = [
+        Prompt([], None, prompt.ids, prompt.room, number)
+        for number, prompt in enumerate(prompts(target))
+    ]
     sampling = {"temperature": 1.2, "seed": 3}
-    assert answer_here(target, faulty, **sampling) != answer_here(target, prompts(target), **sampling)
+    assert answer_here(target, faulty, **sampling) != answer_here(
+        target, prompts(target), **sampling
+    )
 
 
 def test_what_the_cache_cannot_hold_fails_alone(target: Target) -> None:
@@ -358,13 +461,17 @@ def test_what_the_cache_cannot_hold_fails_alone(target: Target) -> None:
     long = Prompt([], None, few[0].ids * 20, 12, 7)
     expected = answer_here(target, few)
     most = 2 * max(len(prompt.ids) + prompt.room for prompt in few) + 30
-    *answers, refused = answer_here(target, [*few, long], max_tokens_in_cache=most, drafter="suffix")
+    *answers, refused = answer_here(
+        target, [*few, long], max_tokens_in_cache=most, drafter="suffix"
+    )
     assert answers == expected and isinstance(refused, str)
     assert "raise max_tokens_in_cache" in refused and f"the cache may hold {most}" in refused
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_next_turn_reads_what_is_new_alone(batch_size: int, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_next_turn_reads_what_is_new_alone(
+    batch_size: int, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokens of history stay in the cache; a planted fault reads them anew, for the same answers."""
     read, extend = [0], TargetState.extend
 
@@ -373,9 +480,17 @@ def test_a_next_turn_reads_what_is_new_alone(batch_size: int, target: Target, mo
         return extend(state, tokens)
 
     def run() -> tuple[int, dict[str, Any]]:
-        section = section_of(Path("-"), max_new_tokens=4, keep_truncated=True, batch_size=batch_size, drafter="suffix")
+        section = section_of(
+            Path("-"),
+            max_new_tokens=4,
+            keep_truncated=True,
+            batch_size=batch_size,
+            drafter="suffix",
+        )
         local, read[0] = Local(target, Numbers(), section), 0
-        outcomes = dict(local.run((str(number), three_turns(target, number)) for number in range(4)))
+        outcomes = dict(
+            local.run((str(number), three_turns(target, number)) for number in range(4))
+        )
         return read[0], outcomes
 
     monkeypatch.setattr(TargetState, "extend", count)
@@ -403,15 +518,21 @@ def three_turns(target: Target, number: int) -> Generator[Prompt, Answer, dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
-def test_a_killed_run_of_the_target_itself_resumes(drafter: str, target: Target, source: Path, tmp_path: Path) -> None:
+def test_a_killed_run_of_the_target_itself_resumes(
+    drafter: str, target: Target, source: Path, tmp_path: Path
+) -> None:
     """By two processes whose last lines are cut, then by one: the bytes of a run that nobody disturbed."""
     jobs = Jobs(make_names_unique(read_conversations(source)))
     names, reader = [name for name, _ in jobs], Reader(target.tokenizer, DataSection(train="-"))
 
     def run(out: Path, jobs: Any, drafter: str, *share: int) -> None:
-        section = section_of(out, temperature=0.7, batch_size=2, keep_truncated=True, drafter=drafter)
+        section = section_of(
+            out, temperature=0.7, batch_size=2, keep_truncated=True, drafter=drafter
+        )
         begin(out, {})
-        assert not answer_all(out, jobs, Local(target, target.tokenizer, section), reader, section, *share)
+        assert not answer_all(
+            out, jobs, Local(target, target.tokenizer, section), reader, section, *share
+        )
 
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     run(whole, jobs, "none")
@@ -432,12 +553,26 @@ def test_processes_that_are_killed_change_nothing(command: list[str], tmp_path: 
     main([*command, "regenerate.temperature=0.7"])
     whole = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "out.jsonl").unlink()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    settings = [*command, "regenerate.temperature=0.7", "regenerate.drafter=suffix", "regenerate.batch_size=1"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
+    settings = [
+        *command,
+        "regenerate.temperature=0.7",
+        "regenerate.drafter=suffix",
+        "regenerate.batch_size=1",
+    ]
     run = [*launcher, "-m", "data_prep.regenerate", *settings]
     process = subprocess.Popen(run, start_new_session=True)
     parts = tmp_path / "out.jsonl.parts"
-    while process.poll() is None and not any(part.stat().st_size for part in parts.glob("part-*.jsonl")):
+    while process.poll() is None and not any(
+        part.stat().st_size for part in parts.glob("part-*.jsonl")
+    ):
         time.sleep(0.01)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGKILL)
@@ -506,17 +641,25 @@ def test_sigkills_change_nothing(command: list[str], tiny_target: Target, tmp_pa
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
-def test_a_busy_server_is_asked_again(uninterrupted: bytes, tiny_target: Target, tmp_path: Path) -> None:
+def test_a_busy_server_is_asked_again(
+    uninterrupted: bytes, tiny_target: Target, tmp_path: Path
+) -> None:
     """Errors 500 and 429, garbage and hanging up, now and then, change nothing."""
     jobs, out, count = jobs_of(13), tmp_path / "out.jsonl", iter(range(10_000))
     faults = {3: 500, 5: 429, 8: None, 9: "<html>", 10: 503}
-    assert not run_echo(out, jobs, tiny_target, reply=lambda asked: faults.get(next(count) % 13) or echo(asked))
+    assert not run_echo(
+        out, jobs, tiny_target, reply=lambda asked: faults.get(next(count) % 13) or echo(asked)
+    )
     join_parts(out, [name for name, _ in jobs])
     assert out.read_bytes() == uninterrupted
 
 
 def test_what_fails_is_counted_and_tried_again(
-    command: list[str], source: Path, tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    source: Path,
+    tiny_target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The run goes on, ends with an error that says what to do, and the next one asks for the failed alone."""
     bad = next(read_conversations(source)).messages[0]["content"]
@@ -529,7 +672,9 @@ def test_what_fails_is_counted_and_tried_again(
 
     with serving(reply) as (url, asked):
         for attempt in range(2):
-            with pytest.raises(SystemExit, match=rf"1 of {COUNT} conversations failed: run the same command again"):
+            with pytest.raises(
+                SystemExit, match=rf"1 of {COUNT} conversations failed: run the same command again"
+            ):
                 main([*command, f"regenerate.endpoint={url}"])
             assert not (tmp_path / "out.jsonl").exists()
             assert "400 Bad Request busy" in capsys.readouterr().err
@@ -543,10 +688,16 @@ def test_what_fails_is_counted_and_tried_again(
 def test_a_server_that_is_gone_is_given_up(tiny_target: Target, tmp_path: Path) -> None:
     """After twenty failures in a row no more is tried."""
     asked: list[int] = []
-    failed = run_echo(tmp_path / "out", jobs_of(40), tiny_target, reply=lambda _: asked.append(1) or 400)
+    failed = run_echo(
+        tmp_path / "out", jobs_of(40), tiny_target, reply=lambda _: asked.append(1) or 400
+    )
     assert len(failed) == 40 and 20 <= len(asked) <= 22
     # a request that was under way at the twentieth failure may be one more
-    untried = [reason for reason in failed.values() if re.match(r"not tried, after 2[0-2] failures in a row", reason)]
+    untried = [
+        reason
+        for reason in failed.values()
+        if re.match(r"not tried, after 2[0-2] failures in a row", reason)
+    ]
     assert len(untried) == 40 - len(asked)
 
 
@@ -565,19 +716,26 @@ def test_another_model_is_refused() -> None:
     """By what the server says that it serves; a folder's or hub id's last part, its full path and a root are fine."""
     with serving(echo, model="Llama-3.2-1B", root="/models/llama") as (url, _):
         section = section_of(Path("-"), endpoint=url)
-        with pytest.raises(ValueError, match=r"serves \['another', 'Llama-3.2-1B'\], expected a/other or other"):
+        with pytest.raises(
+            ValueError, match=r"serves \['another', 'Llama-3.2-1B'\], expected a/other or other"
+        ):
             pool_at(section, "a/other")
         for path in ("meta-llama/Llama-3.2-1B", "Llama-3.2-1B", "/models/llama"):
             assert pool_at(section, path).endpoints[0].model == "Llama-3.2-1B"
 
 
 @pytest.mark.parametrize("wrong", [1, -1, None])
-def test_another_tokenizer_is_refused(command: list[str], tiny_target: Target, wrong: int | None) -> None:
+def test_another_tokenizer_is_refused(
+    command: list[str], tiny_target: Target, wrong: int | None
+) -> None:
     """A probe of many scripts must have as many tokens there as here."""
     length = len(Reader(tiny_target.tokenizer, DataSection(train="-")).ids(PROBE, None))
     counted = None if wrong is None else length + wrong
     with serving(lambda _: completion("x", prompt_tokens=counted)) as (url, asked):  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"as {counted} tokens, the recipe's tokenizer and template as {length}"):
+        with pytest.raises(
+            ValueError,
+            match=f"as {counted} tokens, the recipe's tokenizer and template as {length}",
+        ):
             main([*command, f"regenerate.endpoint={url}"])
         assert [request["max_tokens"] for request in asked] == [1]
 
@@ -585,10 +743,14 @@ def test_another_tokenizer_is_refused(command: list[str], tiny_target: Target, w
 def test_a_request_holds_all_that_decides_the_answer(tiny_target: Target) -> None:
     """Tools, sampling, a seed of its own for every answer, and the template's arguments."""
     with serving(echo, max_model_len=60) as (url, asked):
-        section = section_of(Path("-"), endpoint=url, temperature=0.5, top_p=0.9, seed=7, max_new_tokens=50)
+        section = section_of(
+            Path("-"), endpoint=url, temperature=0.5, top_p=0.9, seed=7, max_new_tokens=50
+        )
         pool = pool_at(section, enable_thinking=False)
         reader = Reader(tiny_target.tokenizer, DataSection(train="-"), pool.positions)
-        conversation = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", tools=TOOLS)
+        conversation = talk(
+            "name", "user: a", "assistant: b", "user: c", "assistant: d", tools=TOOLS
+        )
         list(pool.run(iter([("name", converse("name", conversation, reader, section))])))
     first, second = asked
     assert first["messages"] == [{"role": "user", "content": "a"}] and first["tools"] == TOOLS
@@ -602,13 +764,20 @@ def test_a_request_holds_all_that_decides_the_answer(tiny_target: Target) -> Non
     assert first["max_tokens"] == min(50, room) and second["max_tokens"] < first["max_tokens"]
 
 
-def test_a_truncated_answer_is_learned_without_an_end_and_ends_the_conversation(tiny_target: Target) -> None:
+def test_a_truncated_answer_is_learned_without_an_end_and_ends_the_conversation(
+    tiny_target: Target,
+) -> None:
     """Its tokens are the target's own, but for an end mark; `keep_truncated: false` gives it weight 0."""
-    conversation = talk("name", "user: a", "assistant: b", "user: c", "assistant: d", "user: e", "assistant: f")
+    conversation = talk(
+        "name", "user: a", "assistant: b", "user: c", "assistant: d", "user: e", "assistant: f"
+    )
     replies = completion("fine"), completion("cut o", "length")
     line = run_talk(tiny_target, conversation, *replies)
     assert [turn.get("weight") for turn in line["record"]["messages"]] == [None, None, None, 1]
-    assert line["record"]["finish_reasons"] == ["stop", "length"] and "cut at a truncated answer" in line["notes"]
+    assert (
+        line["record"]["finish_reasons"] == ["stop", "length"]
+        and "cut at a truncated answer" in line["notes"]
+    )
     kept, _ = conversation_of(line["record"], "x:1")
     [example] = examples_of(kept, tiny_target.tokenizer, DataSection(train="-"), Tally())
     assert tiny_target.tokenizer.decode(example.tokens).endswith("cut o") and example.loss_mask[-1]
@@ -627,20 +796,38 @@ def test_a_file_begun_when_truncated_answers_were_left_out_goes_on_so(tmp_path: 
 
 def test_tool_results_do_not_outlive_their_calls(tiny_target: Target) -> None:
     """What follows the data's first result, or a call of the target's own, is left away."""
-    turns = ("user: a", "assistant: b", "user: c", "assistant: calls", "tool: result", "assistant: d")
+    turns = (
+        "user: a",
+        "assistant: b",
+        "user: c",
+        "assistant: calls",
+        "tool: result",
+        "assistant: d",
+    )
     line = run_talk(tiny_target, talk("name", *turns), completion("x"), completion("y"))
     assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "x", "c", "y"]
     assert line["notes"] == ["cut at the first tool result, which belongs to another call"]
     call = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
     reply = completion(None, "tool_calls", tool_calls=call)
     line = run_talk(tiny_target, talk("name", *turns, tools=TOOLS), reply)
-    assert line["record"]["messages"][-1] == {"role": "assistant", "content": "", "tool_calls": call}
-    assert "cut at a tool call of the target, which has no result" in line["notes"] and line["record"]["tools"] == TOOLS
+    assert line["record"]["messages"][-1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": call,
+    }
+    assert (
+        "cut at a tool call of the target, which has no result" in line["notes"]
+        and line["record"]["tools"] == TOOLS
+    )
 
 
 def test_odd_conversations_are_noted(tiny_target: Target) -> None:
     """Two answers in a row, texts that are too long, templates that refuse, and answers that are printed otherwise."""
-    line = run_talk(tiny_target, talk("n", "user: a", "assistant: b", "assistant: c", "user: d"), completion("x"))
+    line = run_talk(
+        tiny_target,
+        talk("n", "user: a", "assistant: b", "assistant: c", "user: d"),
+        completion("x"),
+    )
     assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "x"]
     assert line["notes"] == ["two answers in a row: one is given"]
     long = talk("n", "user: a", "assistant: b", "user: " + "long " * 50, "assistant: c")
@@ -648,13 +835,23 @@ def test_odd_conversations_are_noted(tiny_target: Target) -> None:
     too_long = ["cut where the text fills data.max_length or the model"]
     assert len(line["record"]["messages"]) == 2 and line["notes"] == too_long
     line = run_talk(
-        tiny_target, talk("n", "user: " + "long " * 50, "assistant: c"), data=DataSection(train="-", max_length=60)
+        tiny_target,
+        talk("n", "user: " + "long " * 50, "assistant: c"),
+        data=DataSection(train="-", max_length=60),
     )
     assert line["record"] is None and line["notes"] == too_long
     assert "1  without an answer" in table([line], 0)
-    line = run_talk(tiny_target, Conversation("n", [{"role": "user", "content": None}, {"role": "assistant"}]))
-    assert line["record"] is None and line["notes"][0].startswith("cut where the template refuses: ")
-    line = run_talk(tiny_target, talk("n", "user: a", "assistant: b"), completion("x", reasoning_content="I think"))
+    line = run_talk(
+        tiny_target, Conversation("n", [{"role": "user", "content": None}, {"role": "assistant"}])
+    )
+    assert line["record"] is None and line["notes"][0].startswith(
+        "cut where the template refuses: "
+    )
+    line = run_talk(
+        tiny_target,
+        talk("n", "user: a", "assistant: b"),
+        completion("x", reasoning_content="I think"),
+    )
     assert line["record"]["messages"][-1]["reasoning_content"] == "I think"
     # this template does not know of reasoning
     assert line["notes"] == ["the template prints an answer otherwise than the target wrote it"]
@@ -687,7 +884,9 @@ def test_what_other_settings_made_is_refused(tmp_path: Path) -> None:
         is_whole(out, settings)
 
 
-def test_a_forecast_writes_nothing(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forecast_writes_nothing(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It says how much there is to do and how long it takes."""
     main([*command, "--forecast"])
     assert f"{COUNT} conversations, at most " in capsys.readouterr().out
@@ -699,13 +898,26 @@ def test_recipes_that_cannot_be_meant_are_refused(command: list[str], source: Pa
     with pytest.raises(ValueError, match="has no section `regenerate`"):
         main([command[0], "regenerate=null"])
     with pytest.raises(ValueError, match=r"within regenerate\.source"):
-        main([*command, f"regenerate.source={source.parent}", f"regenerate.out={source.parent}/out.jsonl"])
+        main(
+            [
+                *command,
+                f"regenerate.source={source.parent}",
+                f"regenerate.out={source.parent}/out.jsonl",
+            ]
+        )
 
 
 def test_the_sections_defaults_reach_the_settings() -> None:
     """Whoever decodes or drafts, the settings that decide the answers are the same."""
-    ways = [{}, {"endpoint": "http://x/v1"}, {"drafter": "suffix", "max_tokens_in_cache": 9, "batch_size": 2}]
-    recipes = [Recipe.load(TINY, [f"regenerate={json.dumps({'source': 'a', 'out': 'b', **way})}"]) for way in ways]
+    ways = [
+        {},
+        {"endpoint": "http://x/v1"},
+        {"drafter": "suffix", "max_tokens_in_cache": 9, "batch_size": 2},
+    ]
+    recipes = [
+        Recipe.load(TINY, [f"regenerate={json.dumps({'source': 'a', 'out': 'b', **way})}"])
+        for way in ways
+    ]
     first, *others = [regenerate.settings_of(recipe, recipe.regenerate, {}) for recipe in recipes]  # type: ignore[arg-type]
     assert others == [first, first]
     drawn = Recipe.load(TINY, ['regenerate={"source": "a", "out": "b", "seed": 1}'])

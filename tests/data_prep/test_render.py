@@ -45,7 +45,9 @@ NOT_LEARNED = "an answer of which the template prints nothing: not learned"
     ],
     ids=["call", "thought", "blank", "empty"],
 )
-def test_an_answer_that_is_printed_empty_is_not_learned(base: Any, turns: list[dict[str, Any]]) -> None:
+def test_an_answer_that_is_printed_empty_is_not_learned(
+    base: Any, turns: list[dict[str, Any]]
+) -> None:
     """Its end mark alone would teach to say nothing; the other answers of the conversation are learned."""
     base.chat_template, tally, conversation = VICUNA, Tally(), Conversation("c", turns)
     examples = examples_of(conversation, base, section(), tally)
@@ -59,9 +61,19 @@ def test_an_answer_that_is_printed_empty_is_not_learned(base: Any, turns: list[d
     ("template", "turns", "tools", "note"),
     [
         (VICUNA, [QUESTION, {**THOUGHT, "content": "Yes."}], None, "reasoning of an answer"),
-        (LLAMA, [QUESTION, {**ANSWER, "content": "<think>31.</think>Yes."}], None, "reasoning of an answer"),
+        (
+            LLAMA,
+            [QUESTION, {**ANSWER, "content": "<think>31.</think>Yes."}],
+            None,
+            "reasoning of an answer",
+        ),
         (LLAMA, [QUESTION, {**CALLS, "content": "Let me look."}], None, "text of an answer"),
-        (VICUNA, [QUESTION, {**CALLS, "content": "Let me look."}], None, "a tool call of an answer"),
+        (
+            VICUNA,
+            [QUESTION, {**CALLS, "content": "Let me look."}],
+            None,
+            "a tool call of an answer",
+        ),
         (
             VICUNA,
             [QUESTION, ANSWER, {"role": "system", "content": "In Latin."}, QUESTION, ANSWER],
@@ -100,7 +112,12 @@ def test_nothing_is_named_where_all_is_printed(base: Any) -> None:
             ("<end_turn>",),
             "<end_text><end_turn>",
         ),
-        ("<done><closed><turn><model>", "<done><closed><turn><user>", ("<closed>",), "<done><closed>"),
+        (
+            "<done><closed><turn><model>",
+            "<done><closed><turn><user>",
+            ("<closed>",),
+            "<done><closed>",
+        ),
         ("<|end|>\n<|endoftext|>", "<|end|>\n<|user|>", ("<|endoftext|>",), "<|end|>"),
         ("<|end|>\n<|endoftext|>", "<|end|>\n<|endoftext|><|user|>", ("<|end|>",), "<|end|>"),
         ("\n<|end|>\n</s>", "\n<|end|>\n</s><|user|>", ("</s>",), "\n<|end|>\n</s>"),
@@ -120,7 +137,9 @@ def test_the_end_mark_is_what_the_model_says_itself(
 
 def test_a_tool_call_ends_with_its_mark(base: Any) -> None:
     """The next turn's opening behind it is the template's."""
-    base.chat_template = LLAMA.replace("{% if add_generation_prompt %}", "").removesuffix("{% endif %}")
+    base.chat_template = LLAMA.replace("{% if add_generation_prompt %}", "").removesuffix(
+        "{% endif %}"
+    )
     conversation = Conversation("c", [QUESTION, CALLS, RESULT, ANSWER])
     examples = examples_of(conversation, base, section(), Tally())
     assert run_texts(examples, base) == [["weather<|end|>", "Yes, it is.<|end|>"]]
@@ -133,7 +152,9 @@ def test_the_generation_config_says_where_answers_end(recipe: Recipe, tmp_path: 
     assert tokenizer.convert_tokens_to_ids("<|end|>") in tokenizer.init_kwargs[STOP_IDS]
     folder = tmp_path / "bare"
     tokenizer.save_pretrained(folder)
-    bare = recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": str(folder)})})
+    bare = recipe.model_copy(
+        update={"target": recipe.target.model_copy(update={"path": str(folder)})}
+    )
     assert load_tokenizer(bare).init_kwargs[STOP_IDS] == []
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     tokenizer = load_tokenizer(bare)
@@ -157,4 +178,6 @@ def test_a_template_that_needs_tools_says_so(base: Any) -> None:
     """A loop over tools that are not there is no mistake in the conversation."""
     base.chat_template, tally = TEMPLATES["calls"], Tally()
     assert examples_of(TWO, base, section(), tally) == []
-    assert tally.dropped == {"the template refuses: it needs tools, and the conversation has none": 1}
+    assert tally.dropped == {
+        "the template refuses: it needs tools, and the conversation has none": 1
+    }

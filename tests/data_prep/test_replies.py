@@ -77,10 +77,19 @@ def test_an_answer_is_taken_from_an_odd_reply(reply: Any, tokens: int, tiny_targ
         (completion([7]), "sent an answer with content that is not text: int"),  # type: ignore[arg-type]
         (completion("a", reasoning_content=[1]), "sent an answer with reasoning that is a list"),
         (completion("a", tool_calls="look"), "sent an answer with tool_calls that is not JSON"),
-        (completion("a", tool_calls=[{"function": None}]), "sent an answer with a tool call without a name"),
-        (completion("a\ud83d"), "sent an answer that cannot be learned from: text with lone surrogates"),
+        (
+            completion("a", tool_calls=[{"function": None}]),
+            "sent an answer with a tool call without a name",
+        ),
+        (
+            completion("a\ud83d"),
+            "sent an answer that cannot be learned from: text with lone surrogates",
+        ),
         (completion("a", reasoning_content="\ud83d"), "text with lone surrogates"),
-        (completion("<|image|>"), "sent an answer that cannot be learned from: a placeholder in the text: <|image|>"),
+        (
+            completion("<|image|>"),
+            "sent an answer that cannot be learned from: a placeholder in the text: <|image|>",
+        ),
         (completion("a", "model_crashed"), "broke an answer off: finish_reason model_crashed"),
         ([], "sent no answer: []"),
         ({"choices": {"0": 1}}, "sent no answer: {'choices': {'0': 1}}"),
@@ -108,21 +117,41 @@ def test_reasons_of_other_servers_count(reason: str, note: str, tiny_target: Tar
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from(["stop", "7"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(["stop", "7"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 KEYS = ("content", "reasoning", "reasoning_content", "tool_calls", "role", "refusal")
-MESSAGE = JSON | st.dictionaries(st.sampled_from(KEYS), JSON | st.just("fine") | st.just(PARTS), max_size=4)
-TOKEN = JSON | st.fixed_dictionaries({"logprob": JSON, "top_logprobs": JSON | st.just([{"logprob": -1.0}])})
+MESSAGE = JSON | st.dictionaries(
+    st.sampled_from(KEYS), JSON | st.just("fine") | st.just(PARTS), max_size=4
+)
+TOKEN = JSON | st.fixed_dictionaries(
+    {"logprob": JSON, "top_logprobs": JSON | st.just([{"logprob": -1.0}])}
+)
 LOGPROBS = JSON | st.fixed_dictionaries({"content": JSON | st.lists(TOKEN, max_size=3)})
 CHOICE = JSON | st.fixed_dictionaries(
-    {"message": MESSAGE}, optional={"finish_reason": JSON, "stop_reason": JSON, "logprobs": LOGPROBS}
+    {"message": MESSAGE},
+    optional={"finish_reason": JSON, "stop_reason": JSON, "logprobs": LOGPROBS},
 )
 USAGE = JSON | st.fixed_dictionaries({"completion_tokens": JSON})
-REPLY = JSON | st.fixed_dictionaries({"choices": JSON | st.lists(CHOICE, max_size=2)}, optional={"usage": USAGE})
-ENTRY = JSON | st.fixed_dictionaries({"id": JSON | st.just("target")}, optional={"root": JSON, "max_model_len": JSON})
-MODELS = JSON | st.lists(ENTRY, max_size=3) | st.fixed_dictionaries({"data": JSON | st.lists(ENTRY, max_size=3)})
+REPLY = JSON | st.fixed_dictionaries(
+    {"choices": JSON | st.lists(CHOICE, max_size=2)}, optional={"usage": USAGE}
+)
+ENTRY = JSON | st.fixed_dictionaries(
+    {"id": JSON | st.just("target")}, optional={"root": JSON, "max_model_len": JSON}
+)
+MODELS = (
+    JSON
+    | st.lists(ENTRY, max_size=3)
+    | st.fixed_dictionaries({"data": JSON | st.lists(ENTRY, max_size=3)})
+)
 
 
 @pytest.mark.slow
@@ -175,13 +204,22 @@ def recipe_of(target_dir: Path, folder: Path, url: str, count: int) -> list[str]
     """The command line of a regeneration of short conversations."""
     source = folder / "source.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    source.write_text("".join(json.dumps({"id": str(n), "messages": turns}) + "\n" for n in range(count)))
-    fields = {"source": str(source), "out": str(folder / "out.jsonl"), "endpoint": url, "in_flight": 2}
+    source.write_text(
+        "".join(json.dumps({"id": str(n), "messages": turns}) + "\n" for n in range(count))
+    )
+    fields = {
+        "source": str(source),
+        "out": str(folder / "out.jsonl"),
+        "endpoint": url,
+        "in_flight": 2,
+    }
     return [str(TINY), f"target.path={target_dir}/target", f"regenerate={json.dumps(fields)}"]
 
 
 @pytest.mark.parametrize("count", [5, 60])
-def test_a_server_that_says_nothing_is_an_error(count: int, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_server_that_says_nothing_is_an_error(
+    count: int, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """At the end of few conversations, at the first twenty of many; no empty file is written."""
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +249,9 @@ def probe_tokens(target_dir: Path) -> int:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_at_once_and_keeps_what_is_answered(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_at_once_and_keeps_what_is_answered(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """While a server holds its answers back: a word, status 130, and the finished lines; the command goes on later."""
     hold, held = threading.Event(), threading.Semaphore(0)
     tokens, count = probe_tokens(tiny_target_dir), 8
@@ -226,9 +266,17 @@ def test_ctrl_c_ends_at_once_and_keeps_what_is_answered(tiny_target_dir: Path, t
 
     with serving(reply, model="target") as (url, asked):
         command = recipe_of(tiny_target_dir, tmp_path, url, count)
-        run = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "]
-        run[-1] += "from eagle.log import script; from data_prep.regenerate import main; script(main)"
-        process = subprocess.Popen([*run, *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        run = [
+            sys.executable,
+            "-c",
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); ",
+        ]
+        run[-1] += (
+            "from eagle.log import script; from data_prep.regenerate import main; script(main)"
+        )
+        process = subprocess.Popen(
+            [*run, *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
         try:
             assert held.acquire(timeout=120) and held.acquire(timeout=120)
             process.send_signal(signal.SIGINT)
@@ -248,14 +296,21 @@ def test_ctrl_c_ends_at_once_and_keeps_what_is_answered(tiny_target_dir: Path, t
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == count
 
 
-def test_a_conversation_ends_before_an_answer_of_the_target_that_no_stage_reads(tiny_target: Target) -> None:
+def test_a_conversation_ends_before_an_answer_of_the_target_that_no_stage_reads(
+    tiny_target: Target,
+) -> None:
     """It would say the same again; the answers before it are kept."""
     reader, section = Reader(tiny_target.tokenizer, DataSection(train="-")), section_of(Path("-"))
-    dialogue = converse("name", talk("name", "user: a", "assistant: b", "user: c", "assistant: d"), reader, section)
+    dialogue = converse(
+        "name", talk("name", "user: a", "assistant: b", "user: c", "assistant: d"), reader, section
+    )
     next(dialogue)
     dialogue.send(Answer({"role": "assistant", "content": "fine"}, "stop", 1))
     with pytest.raises(StopIteration) as ended:
         dialogue.send(Answer({"role": "assistant", "content": "<image>"}, "stop", 1))
     line = ended.value.value
     assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "fine"]
-    assert any(note.startswith("cut at an answer that cannot be learned from: a placeholder") for note in line["notes"])
+    assert any(
+        note.startswith("cut at an answer that cannot be learned from: a placeholder")
+        for note in line["notes"]
+    )

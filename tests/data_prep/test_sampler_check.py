@@ -15,7 +15,14 @@ from data_prep.conversations import read_conversations
 from data_prep.dialogues import Reader, converse
 from data_prep.regenerate import main
 from data_prep.servers import endpoint, sampler_check
-from data_prep.servers.sampler_check import DEVIATIONS, EVERY, PROBES, SamplerCheck, draws_of, is_broken
+from data_prep.servers.sampler_check import (
+    DEVIATIONS,
+    EVERY,
+    PROBES,
+    SamplerCheck,
+    draws_of,
+    is_broken,
+)
 from eagle import Target
 from eagle.recipe import DataSection, RegenerateSection
 from tests.data_prep.stub_servers import TINY, Reply, completion, pool_at, serving, talk
@@ -41,10 +48,14 @@ def draw_uniformly(logits: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def sample_reply(target: Target, request: dict[str, Any], draw: Draw, tells: bool = True) -> dict[str, Any]:
+def sample_reply(
+    target: Target, request: dict[str, Any], draw: Draw, tells: bool = True
+) -> dict[str, Any]:
     """What a server of the untouched model replies that samples in this way, token by token."""
     torch.manual_seed(request["seed"])
-    ids = target.tokenizer.apply_chat_template(request["messages"], add_generation_prompt=True, return_tensors="pt")
+    ids = target.tokenizer.apply_chat_template(
+        request["messages"], add_generation_prompt=True, return_tensors="pt"
+    )
     read, tokens, content = ids["input_ids"], list[int](), list[dict[str, Any]]()
     length, cache = read.shape[1], None
     while len(tokens) < request["max_tokens"] and not (tokens and tokens[-1] in target.stop_tokens):
@@ -65,11 +76,16 @@ def sample_reply(target: Target, request: dict[str, Any], draw: Draw, tells: boo
 @pytest.fixture(scope="module")
 def target_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target that has few likely tokens at a time, none of them a byte: other draws are seen at once."""
-    folder, target = tmp_path_factory.mktemp("sure") / "target", Target.load(mixing_target_dir, dtype=torch.float32)
+    folder, target = (
+        tmp_path_factory.mktemp("sure") / "target",
+        Target.load(mixing_target_dir, dtype=torch.float32),
+    )
     names = target.tokenizer.convert_ids_to_tokens(list(range(target.vocab_size)))
     with torch.no_grad():
         target.model.lm_head.weight *= 3
-        target.model.lm_head.weight[[number for number, name in enumerate(names) if name.startswith("<")]] = 0
+        target.model.lm_head.weight[
+            [number for number, name in enumerate(names) if name.startswith("<")]
+        ] = 0
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
@@ -85,8 +101,16 @@ def target(target_dir: Path) -> Target:
 def command(target_dir: Path, tmp_path: Path) -> list[str]:
     """Answers to a few questions, drawn at temperature 1."""
     source = tmp_path / "source.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"Tell me about {n}.", "id": str(n)}) + "\n" for n in range(COUNT)))
-    section = {"source": str(source), "out": str(tmp_path / "out.jsonl"), "max_new_tokens": NEW_TOKENS}
+    source.write_text(
+        "".join(
+            json.dumps({"prompt": f"Tell me about {n}.", "id": str(n)}) + "\n" for n in range(COUNT)
+        )
+    )
+    section = {
+        "source": str(source),
+        "out": str(tmp_path / "out.jsonl"),
+        "max_new_tokens": NEW_TOKENS,
+    }
     section |= {"temperature": 1.0, "in_flight": 1}
     where = [f"target.path={target_dir}", "target.dtype=float32"]
     return [str(TINY), *where, f"regenerate={json.dumps(section)}"]
@@ -105,12 +129,20 @@ def serve(target: Target, draw: Draw, tells: bool = True) -> Reply:
 @pytest.mark.slow
 @pytest.mark.parametrize("tells", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_server_that_samples_rightly_is_taken(
-    command: list[str], target: Target, tmp_path: Path, tells: bool, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    target: Target,
+    tmp_path: Path,
+    tells: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Prompts alone are answered; where the server tells no probabilities, that is said."""
     with serving(serve(target, draw_rightly, tells)) as (url, requests):
         main([*command, f"regenerate.endpoint={url}"])
-    assert len(requests) == 1 + PROBES + COUNT and requests[1]["logprobs"] and "logprobs" not in requests[-1]
+    assert (
+        len(requests) == 1 + PROBES + COUNT
+        and requests[1]["logprobs"]
+        and "logprobs" not in requests[-1]
+    )
     assert len(list(read_conversations(tmp_path / "out.jsonl"))) == COUNT
     assert ("tells no probabilities" in capsys.readouterr().out) is not tells
 
@@ -123,7 +155,9 @@ def test_a_server_that_samples_rightly_is_taken(
             True,
             r"of \d+ tokens drawn at temperature 1, \d% are among the likeliest .* have \d+% .*mean NLL \d+\.\d",
         ),
-        pytest.param(draw_flattened, True, r"of \d+ tokens .*mean NLL \d+\.\d", marks=pytest.mark.slow),
+        pytest.param(
+            draw_flattened, True, r"of \d+ tokens .*mean NLL \d+\.\d", marks=pytest.mark.slow
+        ),
         (draw_uniformly, False, r"\d of the latest 8 answers hold broken characters \(U\+FFFD\)"),
     ],
 )
@@ -139,7 +173,9 @@ def test_a_server_that_samples_wrongly_is_refused(
     """With the figure and the way out, before anything is written; uniform draws need few tokens to be seen."""
     monkeypatch.setattr(endpoint, "PROBE_TOKENS", 32 if draw is draw_flattened else 16)
     with serving(serve(target, draw, tells)) as (url, requests):
-        with pytest.raises(ValueError, match=f"does not sample from its model: {figure}.*without drafts"):
+        with pytest.raises(
+            ValueError, match=f"does not sample from its model: {figure}.*without drafts"
+        ):
             main([*command, f"regenerate.endpoint={url}"])
     assert len(requests) == 1 + PROBES
     assert not list(tmp_path.glob("out*"))
@@ -156,29 +192,45 @@ def test_a_server_that_goes_wrong_is_left(
     def reply(request: dict[str, Any]) -> Any:
         asked.append(request)
         wrong = len(asked) > 1 + PROBES + 1
-        return sample_reply(target, {**request, "max_tokens": 40 if wrong else request["max_tokens"]}, draw_broken)
+        return sample_reply(
+            target, {**request, "max_tokens": 40 if wrong else request["max_tokens"]}, draw_broken
+        )
 
     def draw_broken(logits: torch.Tensor) -> torch.Tensor:
         return draw_uniformly(logits) if len(asked) > 1 + PROBES + 1 else draw_rightly(logits)
 
     with serving(reply) as (url, _):
-        with pytest.raises(ValueError, match=r"any more: of \d+ tokens .* remove .*out\.jsonl\.parts"):
+        with pytest.raises(
+            ValueError, match=r"any more: of \d+ tokens .* remove .*out\.jsonl\.parts"
+        ):
             main([*command, f"regenerate.endpoint={url}"])
     lines = (tmp_path / "out.jsonl.parts/part-00000.jsonl").read_bytes().splitlines(keepends=True)
-    assert [json.loads(line)["id"] for line in lines] == ["0"] and not (tmp_path / "out.jsonl").exists()
+    assert [json.loads(line)["id"] for line in lines] == ["0"] and not (
+        tmp_path / "out.jsonl"
+    ).exists()
     with serving(serve(target, draw_rightly)) as (url, requests):
         main([*command, f"regenerate.endpoint={url}"])
     assert len(requests) == 1 + PROBES + COUNT - 1
-    assert (tmp_path / "out.jsonl").read_text().startswith(json.dumps(json.loads(lines[0])["record"]) + "\n")
+    assert (
+        (tmp_path / "out.jsonl")
+        .read_text()
+        .startswith(json.dumps(json.loads(lines[0])["record"]) + "\n")
+    )
 
 
-def tokens_of(probs: torch.Tensor, draws: int, power: float = 1.0, swap: bool = False) -> list[dict[str, Any]]:
+def tokens_of(
+    probs: torch.Tensor, draws: int, power: float = 1.0, swap: bool = False
+) -> list[dict[str, Any]]:
     """Tokens drawn from `probs ** power`, with the twenty likeliest; `swap` lists the sampled one in the last place."""
     tokens, likeliest = [], probs.topk(20).indices.tolist()
-    for token in torch.multinomial(probs**power, draws, replacement=True, generator=torch.Generator().manual_seed(5)):
+    for token in torch.multinomial(
+        probs**power, draws, replacement=True, generator=torch.Generator().manual_seed(5)
+    ):
         best = [*likeliest[:-1], int(token)] if swap and int(token) not in likeliest else likeliest
         listed = [{"token": str(token), "logprob": float(probs[token].log())} for token in best]
-        tokens.append({"token": str(int(token)), "logprob": float(probs[token].log()), "top_logprobs": listed})
+        tokens.append(
+            {"token": str(int(token)), "logprob": float(probs[token].log()), "top_logprobs": listed}
+        )
     return tokens
 
 
@@ -187,7 +239,9 @@ def tokens_of(probs: torch.Tensor, draws: int, power: float = 1.0, swap: bool = 
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_right_sampler_is_not_suspected(spread: float, swap: bool) -> None:
     """Flat and peaked probabilities, at temperatures below, at and above 1; the expected hits are enumerated ones."""
-    probs = (torch.randn(500, generator=torch.Generator().manual_seed(1)) * spread).softmax(0).double()
+    probs = (
+        (torch.randn(500, generator=torch.Generator().manual_seed(1)) * spread).softmax(0).double()
+    )
     for temperature in (0.5, 1.0, 1.5):
         draws = draws_of(tokens_of(probs, 1000, 1 / temperature, swap), 500, temperature)
         assert draws.expected - draws.hits <= DEVIATIONS * (draws.variance + 1) ** 0.5
@@ -210,7 +264,11 @@ def test_probabilities_that_agree_do_not_excuse_broken_texts() -> None:
     odd = [{"token": "x", "logprob": None, "top_logprobs": tokens}, {"token": "x", "logprob": -1.0}]
     odd.append({"token": "x", "logprob": -1.0, "top_logprobs": []})
     for text, fault in (("fine", None), *((f"a\ufffd{number}", None) for number in range(2))):
-        choice = {"message": {"content": text}, "finish_reason": "stop", "logprobs": {"content": [*tokens, *odd]}}
+        choice = {
+            "message": {"content": text},
+            "finish_reason": "stop",
+            "logprobs": {"content": [*tokens, *odd]},
+        }
         assert check.add(choice, []) == fault
     assert check.add(choice, []) == "3 of the latest 4 answers hold broken characters (U+FFFD)"
     assert check.draws[0].tokens == 10
@@ -236,11 +294,16 @@ def test_answers_that_are_none_are_not_learned(tiny_target: Target) -> None:
         (completion("x", "content_filter"), "cut at an answer that the server filtered"),
     ):
         line = run_talk(tiny_target, conversation, completion("fine"), reply)
-        assert [turn["content"] for turn in line["record"]["messages"]] == ["a", "fine"] and note in line["notes"]
+        assert [turn["content"] for turn in line["record"]["messages"]] == [
+            "a",
+            "fine",
+        ] and note in line["notes"]
         assert run_talk(tiny_target, conversation, reply)["record"] is None
     with serving(lambda _: completion("half an", "abort")) as (url, _):
         section = RegenerateSection(source="-", out="-", endpoint=url, in_flight=1, attempts=1)
         server = pool_at(section)
         read = Reader(tiny_target.tokenizer, DataSection(train="-"))
-        ((_, outcome),) = server.run(iter([("name", converse("name", conversation, read, section))]))
+        ((_, outcome),) = server.run(
+            iter([("name", converse("name", conversation, read, section))])
+        )
     assert isinstance(outcome, str) and outcome.endswith("broke an answer off: finish_reason abort")

@@ -36,15 +36,26 @@ TURNS = ("user: question {}", "assistant: old", "user: more {}", "assistant: old
 def jobs_of(count: int) -> Jobs:
     """Conversations of one or two answers."""
     return Jobs(
-        make_names_unique(talk(f"c{n}", *(turn.format(n) for turn in TURNS[: 2 + 2 * (n % 2)])) for n in range(count))
+        make_names_unique(
+            talk(f"c{n}", *(turn.format(n) for turn in TURNS[: 2 + 2 * (n % 2)]))
+            for n in range(count)
+        )
     )
 
 
-def regenerate(out: Path, jobs: Jobs, target: Target, endpoint: Any, **fields: Any) -> dict[str, str]:
+def regenerate(
+    out: Path, jobs: Jobs, target: Target, endpoint: Any, **fields: Any
+) -> dict[str, str]:
     """Answer the jobs by these servers; why each failed one did."""
     section = section_of(out, endpoint=endpoint, **{"in_flight": 3, "attempts": 8, **fields})
     begin(out, {})
-    return answer_all(out, jobs, pool_at(section, key=KEY), Reader(target.tokenizer, DataSection(train="-")), section)
+    return answer_all(
+        out,
+        jobs,
+        pool_at(section, key=KEY),
+        Reader(target.tokenizer, DataSection(train="-")),
+        section,
+    )
 
 
 def lines_of(out: Path) -> list[str]:
@@ -70,11 +81,16 @@ def whole(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> byte
 
 @pytest.mark.quick("500", "hang")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_changes_nothing(fault: str, whole: bytes, tiny_target: Target, tmp_path: Path) -> None:
+def test_a_fault_changes_nothing(
+    fault: str, whole: bytes, tiny_target: Target, tmp_path: Path
+) -> None:
     """Planted in every third request, which may be one conversation's each time; a hanging one costs the timeout."""
     out, jobs = tmp_path / "out.jsonl", jobs_of(16)
     every = 9 if fault.startswith("hang") else 3
-    with serving(echo) as (url, asked), faults_before(url, lambda n, _: fault if n % every == 1 else None) as proxy:
+    with (
+        serving(echo) as (url, asked),
+        faults_before(url, lambda n, _: fault if n % every == 1 else None) as proxy,
+    ):
         timeout = 0.5 if every == 9 else 60
         assert not regenerate(out, jobs, tiny_target, proxy.url, timeout=timeout, attempts=100)
         assert proxy.planted[fault] >= 2
@@ -85,7 +101,9 @@ def test_a_fault_changes_nothing(fault: str, whole: bytes, tiny_target: Target, 
     assert KEY not in (tmp_path / "out.jsonl.settings").read_text() + out.read_text()
 
 
-def test_what_fails_too_often_is_counted_with_its_reason(tiny_target: Target, tmp_path: Path) -> None:
+def test_what_fails_too_often_is_counted_with_its_reason(
+    tiny_target: Target, tmp_path: Path
+) -> None:
     """One conversation always fails; a rerun asks for it alone, and finds it well."""
     out, jobs = tmp_path / "out.jsonl", jobs_of(6)
 
@@ -94,7 +112,11 @@ def test_what_fails_too_often_is_counted_with_its_reason(tiny_target: Target, tm
 
     with serving(echo) as (url, asked), faults_before(url, poison) as proxy:
         failed = regenerate(out, jobs, tiny_target, proxy.url, attempts=4)
-        assert list(failed) == ["c4"] and "overloaded" in failed["c4"] and "(asked 4 times)" in failed["c4"]
+        assert (
+            list(failed) == ["c4"]
+            and "overloaded" in failed["c4"]
+            and "(asked 4 times)" in failed["c4"]
+        )
         assert proxy.planted["error"] == 4 and len(lines_of(out)) == 5
         proxy.rule = lambda *_: None
         asked.clear()
@@ -108,10 +130,15 @@ def test_a_hung_server_is_noticed_within_its_timeout(
 ) -> None:
     """It is said at the first silence; after so many in a row nothing more is asked of it."""
     with serving(echo) as (url, asked), faults_before(url, lambda *_: "hang") as proxy:
-        failed = regenerate(tmp_path / "out", jobs_of(40), tiny_target, proxy.url, timeout=0.5, attempts=3)
+        failed = regenerate(
+            tmp_path / "out", jobs_of(40), tiny_target, proxy.url, timeout=0.5, attempts=3
+        )
         assert len(failed) == 40 and not asked and proxy.posts <= 3 + 2
     printed = capsys.readouterr().err
-    assert printed.count("no whole reply in 0.5 s: is it stuck?") == 1 and "raise regenerate.timeout" in printed
+    assert (
+        printed.count("no whole reply in 0.5 s: is it stuck?") == 1
+        and "raise regenerate.timeout" in printed
+    )
     assert all("no whole reply in 0.5 s" in reason for reason in failed.values())
 
 
@@ -163,7 +190,9 @@ def test_a_key_may_be_that_of_a_user() -> None:
         pool = pool_at(section_of(Path("-"), endpoint=proxy.url, attempts=1), key="Basic c2VjcmV0")
         with pytest.raises(Failure) as raised:
             pool.endpoints[0]._ask(prompt())
-        assert proxy.heard[-1]["Authorization"] == "Basic c2VjcmV0" and "c2VjcmV0" not in str(raised.value)
+        assert proxy.heard[-1]["Authorization"] == "Basic c2VjcmV0" and "c2VjcmV0" not in str(
+            raised.value
+        )
 
 
 def recipe_of(target_dir: Path, folder: Path, url: Any, count: int, **fields: Any) -> list[str]:
@@ -171,7 +200,13 @@ def recipe_of(target_dir: Path, folder: Path, url: Any, count: int, **fields: An
     lines = ({"id": name, "messages": job.messages} for name, job in jobs_of(count))
     source = folder / "source.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    section = {"source": str(source), "out": str(folder / "out.jsonl"), "endpoint": url, "in_flight": 2, **fields}
+    section = {
+        "source": str(source),
+        "out": str(folder / "out.jsonl"),
+        "endpoint": url,
+        "in_flight": 2,
+        **fields,
+    }
     return [str(TINY), f"target.path={target_dir}/target", f"regenerate={json.dumps(section)}"]
 
 
@@ -180,7 +215,9 @@ def probed(target: Target) -> Any:
     from data_prep.servers.endpoint import PROBE
 
     length = len(Reader(target.tokenizer, DataSection(train="-")).ids(PROBE, None))
-    return lambda request: completion("x", prompt_tokens=length) if request["max_tokens"] == 1 else echo(request)
+    return lambda request: (
+        completion("x", prompt_tokens=length) if request["max_tokens"] == 1 else echo(request)
+    )
 
 
 @pytest.mark.quick("403-sk-a/very+secret=key")
@@ -194,14 +231,24 @@ def test_a_key_that_is_refused_ends_the_run_at_once(
     with serving(probed(tiny_target)) as (url, asked):
         with faults_before(url, lambda number, _: status if number >= 5 else None) as proxy:
             command = recipe_of(tiny_target_dir, tmp_path, proxy.url, 16, key_variable="MY_KEY")
-            with pytest.raises(ValueError, match=rf"{status}, .*variable MY_KEY, which is {'' if key else 'not '}set:"):
+            with pytest.raises(
+                ValueError,
+                match=rf"{status}, .*variable MY_KEY, which is {'' if key else 'not '}set:",
+            ):
                 main(command)
             assert proxy.posts <= 5 + 2 and 1 <= len(lines_of(tmp_path / "out.jsonl")) < 16
-            assert all(heads.get("Authorization") == (f"Bearer {key}" if key else None) for heads in proxy.heard)
-            proxy.rule = lambda *_: None if proxy.planted["500"] else "500"  # whose text repeats the key
+            assert all(
+                heads.get("Authorization") == (f"Bearer {key}" if key else None)
+                for heads in proxy.heard
+            )
+            proxy.rule = lambda *_: (
+                None if proxy.planted["500"] else "500"
+            )  # whose text repeats the key
             main(command)
         assert sorted(turn["max_tokens"] == 1 for turn in asked).count(True) == 2
-    assert [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").open()] == [f"c{n}" for n in range(16)]
+    assert [json.loads(line)["id"] for line in (tmp_path / "out.jsonl").open()] == [
+        f"c{n}" for n in range(16)
+    ]
     printed = "".join(capfd.readouterr())
     assert not key or key not in printed + "".join(path.read_text() for path in tmp_path.iterdir())
 
@@ -283,7 +330,9 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(tiny_target: Target, tmp_
 
 
 @pytest.mark.slow
-def test_a_conversation_that_failed_waits_before_it_is_asked_again(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_conversation_that_failed_waits_before_it_is_asked_again(
+    tiny_target: Target, tmp_path: Path
+) -> None:
     """At least half of the wait that is due, and twice that the next time; others go on meanwhile."""
     times: list[float] = []
     between: list[int] = []
@@ -299,13 +348,19 @@ def test_a_conversation_that_failed_waits_before_it_is_asked_again(tiny_target: 
         section = section_of(tmp_path / "out", endpoint=proxy.url, in_flight=1)
         begin(tmp_path / "out", {})
         reader = Reader(tiny_target.tokenizer, DataSection(train="-"))
-        assert not answer_all(tmp_path / "out", jobs_of(16), pool_at(section, first=1.5), reader, section)
-    assert times[1] - times[0] >= 0.75 and times[2] - times[1] >= 1.5 and between[1] - between[0] > 1
+        assert not answer_all(
+            tmp_path / "out", jobs_of(16), pool_at(section, first=1.5), reader, section
+        )
+    assert (
+        times[1] - times[0] >= 0.75 and times[2] - times[1] >= 1.5 and between[1] - between[0] > 1
+    )
 
 
 def test_waits_grow_and_differ_by_the_seed() -> None:
     """Doubled each time up to a minute, less up to half; the same seed waits as long again."""
-    waits = [[Backoff(seed).seconds(key, n) for n in range(1, 12)] for seed in (0, 1) for key in (0, 1)]
+    waits = [
+        [Backoff(seed).seconds(key, n) for n in range(1, 12)] for seed in (0, 1) for key in (0, 1)
+    ]
     for one in waits:
         assert all(min(60, 2.0**n) / 2 <= wait <= min(60, 2.0**n) for n, wait in enumerate(one))
     assert len({tuple(one) for one in waits}) == 4
@@ -333,11 +388,16 @@ def test_a_pause_that_a_server_asks_for_outlasts_an_answer() -> None:
     assert health.failed(busy, began=1.0, now=2.0) == "busy. The server is asked again in 90 s"
     assert health.failed(busy, began=1.0, now=3.0) is None
     assert not health.answered() and health.ready_in(3.0) == 90.0
-    assert health.failed(Failure("busy", Kind.BUSY, 1e9), began=100.0, now=100.0) and health.ready_in(100.0) == 3600.0
+    assert (
+        health.failed(Failure("busy", Kind.BUSY, 1e9), began=100.0, now=100.0)
+        and health.ready_in(100.0) == 3600.0
+    )
 
 
 @pytest.mark.slow
-def test_kills_among_faults_change_nothing(tiny_target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_kills_among_faults_change_nothing(
+    tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """Two faulty servers, and a client that SIGKILL and SIGINT end in turn: the file of a run without any of that."""
     heard: Counter[str] = Counter()
     faults = [None, None, "cut", None, "500", "hang up", None, "empty"]
@@ -353,10 +413,23 @@ def test_kills_among_faults_change_nothing(tiny_target: Target, tiny_target_dir:
     def rule(number: int, request: dict[str, Any]) -> str | None:
         return None if request["max_tokens"] == 1 else faults[number % len(faults)]
 
-    with serving(answer) as (url, _), faults_before(url, rule) as one, faults_before(url, rule) as other:
-        command = [*recipe_of(tiny_target_dir, tmp_path, [one.url, other.url], 24), "regenerate.attempts=100"]
-        run = [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "]
-        run[-1] += "from eagle.log import script; from data_prep.regenerate import main; script(main)"
+    with (
+        serving(answer) as (url, _),
+        faults_before(url, rule) as one,
+        faults_before(url, rule) as other,
+    ):
+        command = [
+            *recipe_of(tiny_target_dir, tmp_path, [one.url, other.url], 24),
+            "regenerate.attempts=100",
+        ]
+        run = [
+            sys.executable,
+            "-c",
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); ",
+        ]
+        run[-1] += (
+            "from eagle.log import script; from data_prep.regenerate import main; script(main)"
+        )
         for number in (signal.SIGKILL, signal.SIGINT):
             process = subprocess.Popen([*run, *command], env={**os.environ, "EAGLE_API_KEY": KEY})
             for _ in range(8):

@@ -54,7 +54,9 @@ class Clock:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("speeds", [(1, 3), (3, 1)])
-def test_servers_share_by_speed(speeds: tuple[int, int], tiny_target: Target, tmp_path: Path) -> None:
+def test_servers_share_by_speed(
+    speeds: tuple[int, int], tiny_target: Target, tmp_path: Path
+) -> None:
     """One that is three times slower gives a fourth of the answers; the file is that of one server."""
     out, jobs, clock = tmp_path / "out.jsonl", jobs_of(32), Clock(4)
 
@@ -65,7 +67,10 @@ def test_servers_share_by_speed(speeds: tuple[int, int], tiny_target: Target, tm
 
         return reply
 
-    with serving(at_speed(speeds[0])) as (one, asked), serving(at_speed(speeds[1])) as (other, others):
+    with (
+        serving(at_speed(speeds[0])) as (one, asked),
+        serving(at_speed(speeds[1])) as (other, others),
+    ):
         assert not regenerate(out, jobs, tiny_target, [one, other], in_flight=2)
     assert len(asked) + len(others) == 48
     share = speeds[1] / sum(speeds)
@@ -101,8 +106,14 @@ def run_in_thread(run: Callable[[], Any]) -> Callable[[], Any]:
 class Mortal:
     """A pool of two servers, of which one dies with requests under way and comes back."""
 
-    def __init__(self, url: str, steady: str, out: Path, target: Target, served_again: str = "") -> None:
-        self.died, self.back, self.answered_again = threading.Event(), threading.Event(), threading.Event()
+    def __init__(
+        self, url: str, steady: str, out: Path, target: Target, served_again: str = ""
+    ) -> None:
+        self.died, self.back, self.answered_again = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self.proxy = FaultProxy(url, self.rule)
         self.section = section_of(out, endpoint=[self.proxy.url, steady], in_flight=2, attempts=3)
         self.pool = pool_at(self.section, first=0.01)
@@ -142,7 +153,9 @@ def test_a_server_that_dies_is_replaced_and_comes_back(
     """The other takes over, though the dead one is tried again and again; then both answer, and nothing is lost."""
     out, jobs = tmp_path / "out.jsonl", jobs_of(32)
 
-    def steady(request: dict[str, Any]) -> Any:  # the last conversations wait until the dead one has answered again
+    def steady(
+        request: dict[str, Any],
+    ) -> Any:  # the last conversations wait until the dead one has answered again
         if len(asked) > 30:
             assert mortal.answered_again.wait(WAIT)
         return echo(request)
@@ -158,27 +171,42 @@ def test_a_server_that_dies_is_replaced_and_comes_back(
         assert joined(out, jobs)
         summary = mortal.pool.summary()
     assert "answers again" in capsys.readouterr().err and "requests without an answer: " in summary
-    assert f"{mortal.proxy.url}: {first.answers} answers: 0 tokens in, {3 * first.answers} out" in summary
+    assert (
+        f"{mortal.proxy.url}: {first.answers} answers: 0 tokens in, {3 * first.answers} out"
+        in summary
+    )
 
 
-@pytest.mark.parametrize(("kind", "asked", "costs"), [(Kind.AWAY, True, 0), (Kind.BUSY, False, 0), (Kind.ODD, True, 1)])
-def test_only_what_was_asked_costs_an_attempt(kind: Kind, asked: bool, costs: int, tiny_target: Target) -> None:
+@pytest.mark.parametrize(
+    ("kind", "asked", "costs"), [(Kind.AWAY, True, 0), (Kind.BUSY, False, 0), (Kind.ODD, True, 1)]
+)
+def test_only_what_was_asked_costs_an_attempt(
+    kind: Kind, asked: bool, costs: int, tiny_target: Target
+) -> None:
     """Not a connection that never stood, nor the check of a server that may be back."""
     with serving(echo) as (url, _):
         section = section_of(Path("-"), endpoint=url)
         (endpoint,) = pool_at(section).endpoints
     reader = Reader(tiny_target.tokenizer, DataSection(train="-"))
-    queue = Queue(iter([("a", converse("a", talk("a", "user: a", "assistant: b"), reader, section))]), [endpoint], 2)
+    queue = Queue(
+        iter([("a", converse("a", talk("a", "user: a", "assistant: b"), reader, section))]),
+        [endpoint],
+        2,
+    )
     job = queue.take(endpoint)
     assert job is not None
     outcomes = []
     for _ in range(2):
         outcomes.append(queue.failed(endpoint, job, Failure("gone", kind), monotonic(), asked))
         assert outcomes[-1] is not None or queue.take(endpoint) is job
-    assert outcomes == [None, "gone (asked 2 times)" if costs else None] and job.attempts == 2 * costs
+    assert (
+        outcomes == [None, "gone (asked 2 times)" if costs else None] and job.attempts == 2 * costs
+    )
 
 
-def test_a_server_that_comes_back_with_another_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_server_that_comes_back_with_another_model_is_refused(
+    tiny_target: Target, tmp_path: Path
+) -> None:
     """In words, at once; what is answered stays."""
     with serving(echo) as (url, _), serving(echo, model="someone-else") as (changed, asked):
         mortal: Mortal
@@ -191,7 +219,9 @@ def test_a_server_that_comes_back_with_another_model_is_refused(tiny_target: Tar
             mortal = Mortal(url, other, tmp_path / "out.jsonl", tiny_target, served_again=changed)
             result = run_in_thread(lambda: mortal.run(jobs_of(400)))
             mortal.die_and_come_back()
-            with pytest.raises(ValueError, match=r"serves \['another', 'someone-else'\], expected some/target"):
+            with pytest.raises(
+                ValueError, match=r"serves \['another', 'someone-else'\], expected some/target"
+            ):
                 result()
             mortal.proxy.stop()
         assert not asked
@@ -210,7 +240,9 @@ def test_what_one_server_refuses_another_may_answer(tiny_target: Target, tmp_pat
     with serving(refuse) as (one, asked), serving(refuse_one) as (other, others):
         failed = regenerate(tmp_path / "out", jobs_of(8), tiny_target, [one, other], in_flight=1)
     assert list(failed) == ["c5"] and "400" in failed["c5"]
-    refused = [request for request in asked + others if request["messages"][0]["content"] == "question 5"]
+    refused = [
+        request for request in asked + others if request["messages"][0]["content"] == "question 5"
+    ]
     assert len(refused) == 2
 
 
@@ -225,7 +257,9 @@ def answer(pool: Pool, target: Target, **fields: Any) -> dict[str, Any]:
     """The line of a conversation of one answer."""
     section = section_of(Path("-"), **fields)
     reader = Reader(target.tokenizer, DataSection(train="-"))
-    jobs = iter([("name", converse("name", talk("name", "user: a", "assistant: b"), reader, section))])
+    jobs = iter(
+        [("name", converse("name", talk("name", "user: a", "assistant: b"), reader, section))]
+    )
     ((_, line),) = pool.run(jobs)
     assert isinstance(line, dict)
     return line
@@ -239,7 +273,11 @@ def test_reasoning_is_kept_or_dropped_by_name(tiny_target: Target) -> None:
         pool = pool_at(section_of(Path("-"), endpoint=url))
         kept, dropped = answer(pool, tiny_target), answer(pool, tiny_target, reasoning="drop")
     assert kept["record"]["messages"][-1]["reasoning_content"] == "I think"
-    assert dropped["record"]["messages"][-1] == {"role": "assistant", "content": "x", "tool_calls": calls}
+    assert dropped["record"]["messages"][-1] == {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": calls,
+    }
     assert "reasoning before an answer is dropped" in dropped["notes"]
     assert "reasoning before an answer is dropped" not in kept["notes"]
 
@@ -253,7 +291,9 @@ def test_a_model_may_be_named(tiny_target: Target) -> None:
             assert (asked[-1]["model"], pool.positions) == (name, positions)
 
 
-def test_samples_are_conversations_of_their_own(tiny_target: Target, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_samples_are_conversations_of_their_own(
+    tiny_target: Target, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """`id#k`, side by side, each with a seed of its own; the same again at another run, and more are not the same."""
     reply = probed(tiny_target)
 
@@ -266,16 +306,24 @@ def test_samples_are_conversations_of_their_own(tiny_target: Target, tiny_target
         folder.mkdir()
         with serving(draw) as (url, asked):
             main(recipe_of(tiny_target_dir, folder, url, 4, temperature=0.7, **fields))
-            seeds = [request["seed"] for request in asked if request["max_tokens"] == 1024]  # the probes are shorter
+            seeds = [
+                request["seed"] for request in asked if request["max_tokens"] == 1024
+            ]  # the probes are shorter
         files.append((folder / "out.jsonl").read_bytes())
         assert len(seeds) == len(set(seeds)) == 3 * 6
     records = [json.loads(line) for line in files[0].splitlines()]
-    assert [record["id"] for record in records] == [f"c{n}#{k}" for n in range(4) for k in (1, 2, 3)]
-    assert [record["source_id"] for record in records] == [f"c{n}" for n in range(4) for k in (1, 2, 3)]
+    assert [record["id"] for record in records] == [
+        f"c{n}#{k}" for n in range(4) for k in (1, 2, 3)
+    ]
+    assert [record["source_id"] for record in records] == [
+        f"c{n}" for n in range(4) for k in (1, 2, 3)
+    ]
     assert len({record["messages"][1]["content"] for record in records}) == 12
     assert files[0] == files[1]
     with pytest.raises(ValueError, match=r"sampling\.samples was 3, is None"):
-        main(recipe_of(tiny_target_dir, tmp_path / "0", "http://127.0.0.1:9/v1", 4, temperature=0.7))
+        main(
+            recipe_of(tiny_target_dir, tmp_path / "0", "http://127.0.0.1:9/v1", 4, temperature=0.7)
+        )
 
 
 def test_names_of_samples_are_unique() -> None:
@@ -286,11 +334,17 @@ def test_names_of_samples_are_unique() -> None:
 
 def test_settings_that_cannot_be_meant_together_are_refused() -> None:
     """With what to do."""
-    with pytest.raises(ValueError, match=r"samples is 2 at temperature 0, .*set regenerate\.samples=1"):
+    with pytest.raises(
+        ValueError, match=r"samples is 2 at temperature 0, .*set regenerate\.samples=1"
+    ):
         check_section(section_of(Path("out"), samples=2))
-    with pytest.raises(ValueError, match=r"reasoning is drop without a server: .*set regenerate\.reasoning=keep"):
+    with pytest.raises(
+        ValueError, match=r"reasoning is drop without a server: .*set regenerate\.reasoning=keep"
+    ):
         check_section(section_of(Path("out"), reasoning="drop"))
-    check_section(section_of(Path("out"), reasoning="drop", endpoint="http://a", samples=2, temperature=1.0))
+    check_section(
+        section_of(Path("out"), reasoning="drop", endpoint="http://a", samples=2, temperature=1.0)
+    )
 
 
 def test_costs_are_told(tiny_target: Target) -> None:
@@ -299,16 +353,34 @@ def test_costs_are_told(tiny_target: Target) -> None:
 
     def reply(_: dict[str, Any]) -> dict[str, Any]:
         read, written = next(counts)
-        return {**completion("fine"), "usage": {"prompt_tokens": read, "completion_tokens": written}}
+        return {
+            **completion("fine"),
+            "usage": {"prompt_tokens": read, "completion_tokens": written},
+        }
 
     with serving(reply) as (one, _), faults_before(one) as proxy:
         pool = pool_at(section_of(Path("-"), endpoint=[one, proxy.url], in_flight=1))
         section = section_of(Path("-"))
         reader = Reader(tiny_target.tokenizer, DataSection(train="-"))
-        list(pool.run((name, converse(name, talk(name, "user: a", "assistant: b"), reader, section)) for name in "abc"))
+        list(
+            pool.run(
+                (name, converse(name, talk(name, "user: a", "assistant: b"), reader, section))
+                for name in "abc"
+            )
+        )
     first, *each = pool.summary().splitlines()
-    assert first.startswith("3 answers: 17 tokens in, 5 out, ") and first.endswith("; 1 without a count of tokens")
+    assert first.startswith("3 answers: 17 tokens in, 5 out, ") and first.endswith(
+        "; 1 without a count of tokens"
+    )
     assert len(each) == 2 and sum(endpoint.usage.tokens_read for endpoint in pool.endpoints) == 17
     assert pool.note().startswith("17 tokens in, 5 out, ")
-    shortened = {0: "0", 0.25: "0.25", 7: "7", 999: "999", 1000: "1.0k", 12_345: "12.3k", 1_234_567: "1.2M"}
+    shortened = {
+        0: "0",
+        0.25: "0.25",
+        7: "7",
+        999: "999",
+        1000: "1.0k",
+        12_345: "12.3k",
+        1_234_567: "1.2M",
+    }
     assert {count: shorten(count) for count in shortened} == shortened

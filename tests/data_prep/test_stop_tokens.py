@@ -32,11 +32,15 @@ TEMPLATES = {  # the end of an answer is printed only where another turn follows
     ),
     "opens with a stop": (
         "{% for m in messages %}{{ '<|' + ('observation' if m.role == 'tool' else m.role) + '|>\n' }}"
-        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}" + CALLS + "{% endfor %}"
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"
+        + CALLS
+        + "{% endfor %}"
         "{{ '<|assistant|>\n' if add_generation_prompt }}"
     ),
     "between turns": (
-        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}" + CALLS + "{{ '\n<|end|>\n' "
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+        + CALLS
+        + "{{ '\n<|end|>\n' "
         "if not loop.last and m.role == 'assistant' }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
     ),
 }
@@ -77,7 +81,11 @@ def runs_of_ids(examples: list[Example]) -> list[list[int]]:
     runs = []
     for example in examples:
         pairs = zip(example.loss_mask.tolist(), example.tokens.tolist(), strict=True)
-        runs += [[token for _, token in group] for on, group in groupby(pairs, lambda pair: pair[0]) if on]
+        runs += [
+            [token for _, token in group]
+            for on, group in groupby(pairs, lambda pair: pair[0])
+            if on
+        ]
     return runs
 
 
@@ -86,20 +94,27 @@ NAMED = [(name, "two answers", False) for name in ("closes later", "between turn
 
 
 @pytest.mark.parametrize(("template", "talk", "known"), [*KNOWN, *NAMED])
-def test_a_server_stops_where_an_answer_is_learned_to_end(stopping: Any, template: str, talk: str) -> None:
+def test_a_server_stops_where_an_answer_is_learned_to_end(
+    stopping: Any, template: str, talk: str
+) -> None:
     """A server that says the supervised tokens stops at the last of each answer, and at none before."""
     conversation, tally = TALKS[talk], Tally()
     examples = examples_of(conversation, stopping, section(), tally)
     stops = set(stopping.convert_tokens_to_ids(STOPS[template]))
     runs = runs_of_ids(examples)
     assert len(runs) == sum(turn["role"] == "assistant" for turn in conversation.messages)
-    assert [[token in stops for token in run] for run in runs] == [[False] * (len(run) - 1) + [True] for run in runs]
+    assert [[token in stops for token in run] for run in runs] == [
+        [False] * (len(run) - 1) + [True] for run in runs
+    ]
     assert faults(conversation, examples, stopping, section()) == []
     assert "the template prints no end-of-turn mark" not in tally.noted
     without = [Example(each.tokens, each.loss_mask & each.loss_mask.roll(-1)) for each in examples]
     assert len(faults(conversation, without, stopping, section())) >= len(runs)
     beyond = [Example(each.tokens, each.loss_mask | each.loss_mask.roll(1)) for each in examples]
-    if any(not torch.equal(one.loss_mask, other.loss_mask) for one, other in zip(beyond, examples, strict=True)):
+    if any(
+        not torch.equal(one.loss_mask, other.loss_mask)
+        for one, other in zip(beyond, examples, strict=True)
+    ):
         assert faults(conversation, beyond, stopping, section())
 
 
@@ -129,9 +144,13 @@ def test_an_opening_that_is_always_printed_is_no_turn(base: Any) -> None:
     base.chat_template, tally = OPENS_UNASKED, Tally()
     conversation = chat("Who?", "One.", "And?", "Two.")
     examples = examples_of(conversation, base, section(), tally)
-    assert run_texts(examples, base) == [[f"<|answer|>{word}<|/answer|><|end|>"] for word in ("One.", "Two.")]
+    assert run_texts(examples, base) == [
+        [f"<|answer|>{word}<|/answer|><|end|>"] for word in ("One.", "Two.")
+    ]
     assert not tally.dropped and faults(conversation, examples, base, section()) == []
-    prompt = base.apply_chat_template(conversation.messages[:1], tokenize=False, add_generation_prompt=True)
+    prompt = base.apply_chat_template(
+        conversation.messages[:1], tokenize=False, add_generation_prompt=True
+    )
     assert base.decode(examples[0].tokens).startswith(prompt)
 
 
@@ -144,7 +163,9 @@ def test_a_question_that_is_printed_otherwise_once_answered_is_named(base: Any) 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not REAL.is_dir(), reason="no folder of real templates and conversations beside this checkout")
+@pytest.mark.skipif(
+    not REAL.is_dir(), reason="no folder of real templates and conversations beside this checkout"
+)
 def test_real_templates_print_a_stop_token_of_theirs() -> None:
     """Where a stop token opens the next turn, the last answer ends with it as the first does."""
     tokenizer = AutoTokenizer.from_pretrained(REAL / "tokenizers/gpt2-chatml")
@@ -159,6 +180,9 @@ def test_real_templates_print_a_stop_token_of_theirs() -> None:
                 except Dropped:
                     continue
                 answers = [part.text[start:end] for part in texts for start, end in part.spans]
-                assert all(answer.endswith(tuple(known)) for answer in answers), (file.name, answers)
+                assert all(answer.endswith(tuple(known)) for answer in answers), (
+                    file.name,
+                    answers,
+                )
                 checked += 1
     assert checked >= 10

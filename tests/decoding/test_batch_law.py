@@ -27,7 +27,10 @@ target = test_seed_reuse.target  # a fixture: three tokens, none of them much pr
 PROMPTS = [[1, 2, 0, 1], [0], [2, 2, 1, 0, 1, 2, 0], [1, 0]]
 COUNT = 3  # tokens of an answer that are looked at
 PLAIN = Sampling(temperature=1.0)
-CHAIN, TREE = Budget.fixed(chain_paths(3), "sampled"), Budget.fixed(((0,), (1,), (0, 0), (1, 0)), "sampled")
+CHAIN, TREE = (
+    Budget.fixed(chain_paths(3), "sampled"),
+    Budget.fixed(((0,), (1,), (0, 0), (1, 0)), "sampled"),
+)
 CASES = {
     "chain": (CHAIN, PLAIN),
     "tree": (TREE, PLAIN),
@@ -40,11 +43,18 @@ CASES = {
 def drawing_drafter() -> BigramDrafter:
     """Draws the last token again far more often than the target chooses it, so that rows' drafts differ in law."""
     counts = 5 + 90 * torch.eye(V, dtype=torch.long)
-    tables = Tables(counts.sum(0), torch.arange(0, V * V + 1, V), torch.arange(V).repeat(V), counts.flatten().clone())
+    tables = Tables(
+        counts.sum(0),
+        torch.arange(0, V * V + 1, V),
+        torch.arange(V).repeat(V),
+        counts.flatten().clone(),
+    )
     return BigramDrafter(tables)
 
 
-def answer_batches(target: Target, rows: int, batches: int, case: str, drafter: Any = None, **options: Any) -> Any:
+def answer_batches(
+    target: Target, rows: int, batches: int, case: str, drafter: Any = None, **options: Any
+) -> Any:
     """[batches, rows, COUNT], the first tokens of batches of different seeds."""
     budget, sampling = CASES[case]
     drafter = drafter or drawing_drafter()
@@ -81,7 +91,9 @@ def worst_p_value(target: Target, answers: np.ndarray, case: str) -> float:
     values = []
     for row in range(answers.shape[1]):
         probs = joint_probs(target, PROMPTS[row], CASES[case][1]).ravel()
-        counts = np.bincount(np.ravel_multi_index(answers[:, row].T, [V] * COUNT), minlength=V**COUNT)
+        counts = np.bincount(
+            np.ravel_multi_index(answers[:, row].T, [V] * COUNT), minlength=V**COUNT
+        )
         if counts[probs == 0].any():
             return 0.0
         due = len(answers) * probs / probs.sum()
@@ -106,7 +118,9 @@ def test_two_rows_have_the_targets_probs(target: Target) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "rows"), [("chain", 4), ("tree", 3), ("block", 2), ("top-p", 4), ("one level", 3)])
+@pytest.mark.parametrize(
+    ("case", "rows"), [("chain", 4), ("tree", 3), ("block", 2), ("top-p", 4), ("one level", 3)]
+)
 def test_rows_have_the_targets_probs(case: str, rows: int, target: Target) -> None:
     """Chains, trees and blocks, filtered or not; rows of one batch are independent."""
     assert worst_p_value(target, answer_batches(target, rows, 400, case), case) > CHANCE
@@ -124,7 +138,9 @@ def test_rows_that_come_later_have_them_too(case: str, target: Target) -> None:
 @pytest.mark.slow
 def test_rows_of_one_request_draw_with_coins_of_their_own(target: Target) -> None:
     """The same sampling given four times is four uses of one seed and request."""
-    assert worst_p_value(target, answer_batches(target, 4, 400, "chain", alike=True), "chain") > CHANCE
+    assert (
+        worst_p_value(target, answer_batches(target, 4, 400, "chain", alike=True), "chain") > CHANCE
+    )
 
 
 def share_coins(patch: pytest.MonkeyPatch) -> None:
@@ -148,7 +164,9 @@ def swap_laws(patch: pytest.MonkeyPatch) -> None:
         for (output, choose), other in zip(rows, [*laws[1:], *laws[:1]], strict=True):
             own = output.tree.draft_probs
             if own is not None and other is not None and own.shape == other.shape:
-                tree = replace(output.tree, draft_probs=other.where(other.isnan() | (other > 0), own))
+                tree = replace(
+                    output.tree, draft_probs=other.where(other.isnan() | (other > 0), own)
+                )
                 output = replace(output, tree=tree)
             swapped.append((output, choose))
         return honest(swapped)
@@ -175,7 +193,9 @@ def pick_by_used_coins(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [share_coins, swap_laws, pick_by_used_coins])
-def test_a_planted_fault_is_seen(fault: Any, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_seen(
+    fault: Any, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Coins shared by rows, probs of another row's drafts, picks by used coins."""
     fault(monkeypatch)
     assert worst_p_value(target, answer_batches(target, 3, 400, "chain"), "chain") < CHANCE

@@ -29,7 +29,12 @@ from eagle.target.state import TargetState
 from tests.batches import MAKE
 from tests.families import VOCAB_SIZE, build
 
-FAMILIES = ("llama", "qwen3", "gemma2", "gpt_neox")  # gemma2 bends its logits, and every other layer has a window
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gpt_neox",
+)  # gemma2 bends its logits, and every other layer has a window
 DRAFTERS = ("none", "ngram", "eagle1", "draft_model", "draft_model", "ngram,eagle1")
 TOLERANCE = 1e-5
 
@@ -71,14 +76,21 @@ class Case:
         made: dict[str, Callable[[Any], Any]] = {
             "repetition_penalty": RepetitionPenaltyLogitsProcessor,
             "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor,
-            "min_new_tokens": lambda count: MinNewTokensLengthLogitsProcessor(len(self.prompt), count, self.ends),
+            "min_new_tokens": lambda count: MinNewTokensLengthLogitsProcessor(
+                len(self.prompt), count, self.ends
+            ),
         }
         return [made[name](value) for name, value in self.changes.items()]
 
     def ours(self) -> BeamResult:
         """What this project finds."""
         drafter = drafter_of(self.drafter, self.family, self.dtype)
-        options = {"stop": self.ends, "processors": self.processors, "budget": self.budget, **self.options}
+        options = {
+            "stop": self.ends,
+            "processors": self.processors,
+            "budget": self.budget,
+            **self.options,
+        }
         return beam_search(self.target, drafter, self.prompt, **options)
 
     def theirs(self) -> Any:
@@ -88,7 +100,11 @@ class Case:
         del options["beams"]
         if options["num_beams"] == 1:  # which it would not take for a search
             options["custom_generate"] = type(model)._beam_search
-        asked = {"eos_token_id": self.ends or None, "pad_token_id": VOCAB_SIZE + 1, "do_sample": False}
+        asked = {
+            "eos_token_id": self.ends or None,
+            "pad_token_id": VOCAB_SIZE + 1,
+            "do_sample": False,
+        }
         told = dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
         return model.generate(torch.tensor([self.prompt]), **asked, **told, **options)
 
@@ -96,14 +112,19 @@ class Case:
         """Whether what this project found is what transformers finds."""
         expected = self.theirs()
         tokens, scores = answers_of(expected, len(self.prompt)), expected.sequences_scores.tolist()
-        close = all(abs(one - other) < TOLERANCE for one, other in zip(found.scores, scores, strict=True))
+        close = all(
+            abs(one - other) < TOLERANCE for one, other in zip(found.scores, scores, strict=True)
+        )
         return found.tokens == tokens and close
 
 
 def answers_of(output: Any, prompt: int) -> list[list[int]]:
     """The answers without prompt and padding."""
     lengths = (output.beam_indices >= 0).sum(1).tolist()
-    return [row[prompt : prompt + length].tolist() for row, length in zip(output.sequences, lengths, strict=True)]
+    return [
+        row[prompt : prompt + length].tolist()
+        for row, length in zip(output.sequences, lengths, strict=True)
+    ]
 
 
 def draw_cases(count: int, seed: int, drafters: tuple[str, ...] = DRAFTERS) -> Iterator[Case]:
@@ -146,7 +167,9 @@ def check(cases: Iterator[Case]) -> None:
         near, other, total = near + (found.near_ties > 0), other + (not equal), total + 1
         if case.drafter == "draft_model" and (case.budget is None or case.budget.nodes):
             steps, forwards = steps + found.steps - 1, forwards + found.forwards
-    print(f"{total} searches, {near} with near ties, of which {other} differ; {steps} steps in {forwards} forwards")
+    print(
+        f"{total} searches, {near} with near ties, of which {other} differ; {steps} steps in {forwards} forwards"
+    )
     assert steps > 1.5 * forwards
 
 
@@ -190,7 +213,9 @@ def test_near_ties_are_counted() -> None:
     """Two candidates at the edge that rounding could exchange, and two that it could not."""
     for gap, near in ((1e-6, 1), (1e-3, 0)):
         state = BeamState(2, Stops([], None, VOCAB_SIZE), limit=5)
-        state.step(torch.tensor([[-1.0, -2.0, -2.0 - gap, -7.0]] * 2), torch.arange(4).expand(2, -1))
+        state.step(
+            torch.tensor([[-1.0, -2.0, -2.0 - gap, -7.0]] * 2), torch.arange(4).expand(2, -1)
+        )
         assert state.near_ties == near
 
 
@@ -224,7 +249,10 @@ def stale_columns(patch: pytest.MonkeyPatch) -> None:
     def stay(self: Any, columns: Any, tokens: Any) -> None:
         keep(
             self,
-            {row: [*kept[: len(tokens[row])], *range(len(tokens[row]), len(kept))] for row, kept in columns.items()},
+            {
+                row: [*kept[: len(tokens[row])], *range(len(tokens[row]), len(kept))]
+                for row, kept in columns.items()
+            },
             tokens,
         )
 
@@ -237,16 +265,24 @@ def unmasked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         TargetState,
         "ahead",
-        lambda self, rows, tokens, depths, seen: ahead(self, rows, tokens, depths, torch.ones_like(seen)),
+        lambda self, rows, tokens, depths, seen: ahead(
+            self, rows, tokens, depths, torch.ones_like(seen)
+        ),
     )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("plant", [no_end, not_normalised, merged_wrongly, stale_columns, unmasked])
-def test_faults_are_seen(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each kind of fault makes some of a few searches differ from transformers' own."""
     plant(monkeypatch)
-    cases = [case for case in draw_cases(14, seed=4, drafters=("draft_model",)) if case.options["max_new_tokens"] > 3]
+    cases = [
+        case
+        for case in draw_cases(14, seed=4, drafters=("draft_model",))
+        if case.options["max_new_tokens"] > 3
+    ]
     assert not all(case.is_equal(case.ours()) for case in cases)
 
 
@@ -274,7 +310,9 @@ class WitnessText:
         drafter = self.drafter
         self.tokens += update.tokens.tolist()
         assert update.features is not None and len(update.features) == len(update.tokens)
-        self.features = torch.cat([self.features.reshape(-1, *update.features.shape[1:]), update.features])
+        self.features = torch.cat(
+            [self.features.reshape(-1, *update.features.shape[1:]), update.features]
+        )
         expected = drafter.target.features(torch.tensor([self.tokens]), drafter.taps)[0]
         assert torch.allclose(self.features, expected, atol=1e-4)
         drafter.told += 1
@@ -300,7 +338,9 @@ def test_the_shared_text_is_stored_once_and_two_searches_do_not_mix() -> None:
     beam_search(target, drafter, [1, 2, 7], **options)
     again = beam_search(target, drafter, [1, 2, 3, 1, 2], **options)
     # less of the prompt is read anew, which may round otherwise
-    assert replace(again, scores=first.scores) == first and again.scores == pytest.approx(first.scores, abs=1e-5)
+    assert replace(again, scores=first.scores) == first and again.scores == pytest.approx(
+        first.scores, abs=1e-5
+    )
 
 
 class Letters:
@@ -320,7 +360,9 @@ class EndsWith(StoppingCriteria):
         self.string = string
 
     def __call__(self, input_ids: Tensor, scores: Any, **unused: Any) -> Any:
-        return torch.tensor([Letters().decode(row).endswith(self.string) for row in input_ids.tolist()])
+        return torch.tensor(
+            [Letters().decode(row).endswith(self.string) for row in input_ids.tolist()]
+        )
 
 
 @pytest.mark.slow
@@ -336,7 +378,12 @@ def test_stop_strings_end_an_answer() -> None:
         told = dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
         criteria = [EndsWith(string)]
         expected = model.generate(
-            torch.tensor([prompt]), num_beams=3, do_sample=False, stopping_criteria=criteria, **told, **options
+            torch.tensor([prompt]),
+            num_beams=3,
+            do_sample=False,
+            stopping_criteria=criteria,
+            **told,
+            **options,
         )
         assert found.tokens == answers_of(expected, len(prompt)) != free.tokens
 

@@ -25,7 +25,10 @@ from tests.families import own_answer
 
 ASKED = ["What does copy do?", "And what does that do, and that, and that?", "Why?"]
 NEW = 24
-LINE = re.compile(r"^(\d+) tokens, (\d+) forwards after the prompt's: τ = ([\d.]+), \d+ tokens/s(.*)$", re.MULTILINE)
+LINE = re.compile(
+    r"^(\d+) tokens, (\d+) forwards after the prompt's: τ = ([\d.]+), \d+ tokens/s(.*)$",
+    re.MULTILINE,
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,24 @@ def exact(eight_token_dir: Path) -> Target:
 def talk(folder: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     """Pipe lines into a chat with short answers."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    main(["chat", "suffix", "--target", str(folder), "--dtype", "float64", "--max-new-tokens", str(NEW), *options])
+    main(
+        [
+            "chat",
+            "suffix",
+            "--target",
+            str(folder),
+            "--dtype",
+            "float64",
+            "--max-new-tokens",
+            str(NEW),
+            *options,
+        ]
+    )
 
 
-def answers(target: Target, asked: list[str], drafter: str = "none", temperature: float = 0.0) -> list[Trace]:
+def answers(
+    target: Target, asked: list[str], drafter: str = "none", temperature: float = 0.0
+) -> list[Trace]:
     """The traces of a conversation, each from the whole conversation before it and with nothing kept."""
     messages: list[dict[str, str]] = []
     sampling, traces = Sampling(temperature, seed=3), []
@@ -48,7 +65,11 @@ def answers(target: Target, asked: list[str], drafter: str = "none", temperature
         messages.append({"role": "user", "content": question})
         target.forget()
         prompt = target.chat(messages)
-        traces.append(generate(target, load_drafter(drafter, target), prompt, sampling=sampling, max_new_tokens=NEW))
+        traces.append(
+            generate(
+                target, load_drafter(drafter, target), prompt, sampling=sampling, max_new_tokens=NEW
+            )
+        )
         messages.append({"role": "assistant", "content": traces[-1].text})
     return traces
 
@@ -66,7 +87,9 @@ def expected_session(target: Target, temperature: float) -> list[Trace]:
     drafted, plain = (answers(target, ASKED, name, temperature) for name in ("suffix", "none"))
     assert [trace.tokens for trace in drafted] == [trace.tokens for trace in plain]
     if temperature == 0:
-        assert [trace.tokens for trace in plain] == [own_answer(target.model, t.prompt, NEW) for t in plain]
+        assert [trace.tokens for trace in plain] == [
+            own_answer(target.model, t.prompt, NEW) for t in plain
+        ]
     return [*drafted, *plain, *answers(target, ASKED[1:2], "suffix", temperature)]
 
 
@@ -94,7 +117,9 @@ def test_a_speed_up_is_told_once_both_were_timed(
 ) -> None:
     """It is that of the speeds in the lines; before, a line says how to compare."""
     clock = iter(range(10**6))
-    monkeypatch.setattr("eagle.command.answering.perf_counter", lambda: float(next(clock)))  # a step takes a second
+    monkeypatch.setattr(
+        "eagle.command.answering.perf_counter", lambda: float(next(clock))
+    )  # a step takes a second
     talk(eight_token_dir, SESSION, monkeypatch)
     endings = [rest for *_, rest in LINE.findall(capsys.readouterr().err)]
     limit = "; cut off at --max-new-tokens"
@@ -118,9 +143,13 @@ def test_a_wrong_answer_would_be_seen(
     expected = as_printed(expected_session(exact, 1.0))
     seeds, begin = iter(range(10**6)), Noise.__init__
     if fault == "noise":
-        monkeypatch.setattr(Noise, "__init__", lambda noise, seed, request: begin(noise, next(seeds), request))
+        monkeypatch.setattr(
+            Noise, "__init__", lambda noise, seed, request: begin(noise, next(seeds), request)
+        )
     else:
-        monkeypatch.setattr(TargetState, "_shared", lambda s, at, new: min(len(s.texts[at]), len(new) - 1))
+        monkeypatch.setattr(
+            TargetState, "_shared", lambda s, at, new: min(len(s.texts[at]), len(new) - 1)
+        )
     talk(eight_token_dir, SESSION, monkeypatch, "--temperature", "1", "--seed", "3")
     assert capsys.readouterr().out != expected
 
@@ -129,7 +158,9 @@ def test_a_conversation_is_not_read_again(exact: Target) -> None:
     """A turn reads what is new in it, by the rows of the target's first layer."""
     exact.describe()  # which finds out, by a text of its own, how trees are read
     rows: list[int] = []
-    hook = exact.layers[0].register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[1]))
+    hook = exact.layers[0].register_forward_pre_hook(
+        lambda _, inputs: rows.append(inputs[0].shape[1])
+    )
     chat = Chat(exact, load_drafter("suffix", exact), Sampling(), NEW)
     exact.forget()
     prompts = []
@@ -168,7 +199,10 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_was_said(exact: Target) ->
     second = chat.answer(ASKED[1], ignore).trace
     exact.forget()
     assert second.prompt == exact.chat(chat.turns[:-1])
-    assert second.tokens == generate(exact, load_drafter("none", exact), second.prompt, max_new_tokens=NEW).tokens
+    assert (
+        second.tokens
+        == generate(exact, load_drafter("none", exact), second.prompt, max_new_tokens=NEW).tokens
+    )
 
 
 def test_a_second_interrupt_leaves() -> None:
@@ -181,7 +215,10 @@ def test_a_second_interrupt_leaves() -> None:
 
 def test_what_was_drafted_is_written_as_such(exact: Target) -> None:
     """The pieces and marks are those of the trace."""
-    chat, pieces = Chat(exact, load_drafter("suffix", exact), Sampling(), NEW), list[tuple[str, bool]]()
+    chat, pieces = (
+        Chat(exact, load_drafter("suffix", exact), Sampling(), NEW),
+        list[tuple[str, bool]](),
+    )
     answer = chat.answer(ASKED[0], lambda *piece: pieces.append(piece))
     assert pieces == answer.trace.pieces() and any(drafted for _, drafted in pieces)
 
@@ -194,7 +231,9 @@ def steering(eight_token_dir: Path) -> Target:
     with torch.no_grad():
         row = target.model.lm_head.weight[-1].clone()
         target.model.lm_head.weight.zero_()
-        target.model.lm_head.weight[codes] = torch.stack([row, -row])  # one of them is always above 0
+        target.model.lm_head.weight[codes] = torch.stack(
+            [row, -row]
+        )  # one of them is always above 0
     return target
 
 
@@ -219,15 +258,22 @@ def test_an_answer_cannot_steer_the_terminal(
     assert shown.getvalue() == (answer.trace.text if is_planted else "\ufffd" * NEW)
 
 
-def test_a_conversation_that_does_not_fit_is_refused(exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_that_does_not_fit_is_refused(
+    exact: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An answer ends at the last position; a question that leaves no room is refused, and the conversation stays."""
     chat = Chat(exact, load_drafter("suffix", exact), Sampling(), NEW)
     room = 7
     monkeypatch.setattr(exact.config, "max_position_embeddings", len(exact.chat(ASKED[0])) + room)
     answer = chat.answer(ASKED[0], ignore)
-    assert len(answer.trace.tokens) == room and chat.describe(answer).endswith("; cut off at the model's last position")
+    assert len(answer.trace.tokens) == room and chat.describe(answer).endswith(
+        "; cut off at the model's last position"
+    )
     turns = chat.turns
-    with pytest.raises(ValueError, match=r"has come to \d+ tokens, and this model has \d+ positions.*: /reset forgets"):
+    with pytest.raises(
+        ValueError,
+        match=r"has come to \d+ tokens, and this model has \d+ positions.*: /reset forgets",
+    ):
         chat.answer(ASKED[1], ignore)
     assert chat.turns is turns
     chat.command("/reset")
@@ -237,7 +283,9 @@ def test_a_conversation_that_does_not_fit_is_refused(exact: Target, monkeypatch:
 def test_commands_set_what_they_say(exact: Target) -> None:
     """The system message stands before the conversation; what is wrong is told and changes nothing."""
     chat = Chat(exact, load_drafter("suffix", exact), Sampling(seed=5), NEW)
-    assert chat.command("/temperature 0.5") == "temperature 0.5" and chat.sampling == Sampling(0.5, seed=5)
+    assert chat.command("/temperature 0.5") == "temperature 0.5" and chat.sampling == Sampling(
+        0.5, seed=5
+    )
     chat.command("/system Be brief.")
     prompt = chat.answer(ASKED[0], ignore).trace.prompt
     question = {"role": "user", "content": ASKED[0]}
@@ -248,8 +296,14 @@ def test_commands_set_what_they_say(exact: Target) -> None:
     for line, message in (
         ("/temperature warm", "/temperature got 'warm', expected a number"),
         ("/temperature -1", "/temperature got '-1', expected a number: 0"),
-        ("/plain why?", "/plain got 'why\\?', expected nothing behind it: ask on a line of its own"),
-        ("/usr/bin", "no command /usr/bin: /help lists them; text that begins with / needs a space before"),
+        (
+            "/plain why?",
+            "/plain got 'why\\?', expected nothing behind it: ask on a line of its own",
+        ),
+        (
+            "/usr/bin",
+            "no command /usr/bin: /help lists them; text that begins with / needs a space before",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             chat.command(line)
@@ -260,7 +314,10 @@ def test_commands_set_what_they_say(exact: Target) -> None:
 
 
 def test_a_mistake_is_told_and_the_conversation_goes_on(
-    exact: Target, eight_token_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    exact: Target,
+    eight_token_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In a sentence on stderr; empty lines ask nothing, and /quit leaves what follows unread."""
     talk(eight_token_dir, ["/what", "", ASKED[0], "/quit", ASKED[1]], monkeypatch)
@@ -278,13 +335,19 @@ def test_a_template_that_refuses_is_told(exact: Target, monkeypatch: pytest.Monk
     monkeypatch.setattr(exact.tokenizer, "chat_template", TEMPLATE)
     chat = Chat(exact, load_drafter("suffix", exact), Sampling(), NEW)
     chat.command("/system Be brief.")
-    with pytest.raises(ValueError, match=r"template refuses these messages: No system role\.; /system without a text"):
+    with pytest.raises(
+        ValueError,
+        match=r"template refuses these messages: No system role\.; /system without a text",
+    ):
         chat.answer(ASKED[0], ignore)
     assert not chat.turns
 
 
 def test_a_model_without_a_chat_template_is_refused(
-    eight_token_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    eight_token_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before the first question."""
     folder = shutil.copytree(eight_token_dir, tmp_path / "target")
@@ -295,7 +358,9 @@ def test_a_model_without_a_chat_template_is_refused(
 
 
 @pytest.mark.slow
-def test_in_a_terminal_drafts_are_green_and_an_interrupt_stops_the_answer_alone(eight_token_dir: Path) -> None:
+def test_in_a_terminal_drafts_are_green_and_an_interrupt_stops_the_answer_alone(
+    eight_token_dir: Path,
+) -> None:
     """In a terminal of its own: what is green was drafted, Ctrl-C comes back to the prompt, and Ctrl-D leaves."""
     command = [sys.executable, "-m", "eagle", "chat", "suffix", "--target", str(eight_token_dir)]
     steps = [("> ", "one two\n"), (GREEN, "\x03"), ("; stopped", "")]
@@ -305,7 +370,9 @@ def test_in_a_terminal_drafts_are_green_and_an_interrupt_stops_the_answer_alone(
     assert "drafted text is green" in text and text.count(GREEN) == text.count(PLAIN) >= 1
     asked = [("> ", "one two\n"), ("tokens/s", ""), ("> ", "\x04")]
     text, status = run_in_terminal(["env", "NO_COLOR=1", *command, "--max-new-tokens", "24"], asked)
-    assert status == 0 and text.count("tokens/s") == 1 and "\x1b[3" not in text and "green" not in text, text
+    assert (
+        status == 0 and text.count("tokens/s") == 1 and "\x1b[3" not in text and "green" not in text
+    ), text
 
 
 def test_the_recording_is_one_run() -> None:

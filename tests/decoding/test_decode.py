@@ -43,7 +43,9 @@ def first_seen(places: range, phase: int) -> int:
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A llama with a tokenizer of two letters per token, whose stop token is none of the answer's."""
-    vocabulary = {chr(97 + token // 10) + "ABCDEFGHIJ"[token % 10]: token for token in range(VOCAB_SIZE)}
+    vocabulary = {
+        chr(97 + token // 10) + "ABCDEFGHIJ"[token % 10]: token for token in range(VOCAB_SIZE)
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="aA"))
     tokenizer.decoder = decoders.Fuse()
     return Target(MODEL, PreTrainedTokenizerFast(tokenizer_object=tokenizer))
@@ -55,7 +57,9 @@ def test_a_stop_token_cuts_the_block_it_stands_in(target: Target, phase: int) ->
     place = first_seen(range(8, 40), phase)
     trace = generate(target, planted(), PROMPT, max_new_tokens=48, stop=[ANSWER[place]])
     assert trace.tokens == ANSWER[: place + 1] and trace.finish == "stop"
-    assert [cycle.committed for cycle in trace.cycles] == [COMMITTED] * ((place - 1) // COMMITTED) + [phase + 1]
+    assert [cycle.committed for cycle in trace.cycles] == [COMMITTED] * (
+        (place - 1) // COMMITTED
+    ) + [phase + 1]
     assert trace.cycles[-1].accepted == COMMITTED - 1
     assert trace.acceptance_length == place / len(trace.cycles)
 
@@ -63,7 +67,9 @@ def test_a_stop_token_cuts_the_block_it_stands_in(target: Target, phase: int) ->
 def test_the_earliest_of_several_stops_counts(target: Target) -> None:
     """In whatever order stop ids are given, and also when it is the prompt's own next token."""
     late, early = first_seen(range(20, 40), 2), first_seen(range(8, 20), 1)
-    trace = generate(target, planted(), PROMPT, stop=[ANSWER[late], ANSWER[early]], max_new_tokens=48)
+    trace = generate(
+        target, planted(), PROMPT, stop=[ANSWER[late], ANSWER[early]], max_new_tokens=48
+    )
     assert trace.tokens == ANSWER[: early + 1]
     trace = generate(target, planted(), PROMPT, stop=[ANSWER[early], ANSWER[0]], max_new_tokens=48)
     assert trace.tokens == ANSWER[:1] and trace.finish == "stop" and trace.cycles == []
@@ -80,7 +86,9 @@ def test_without_stop_the_targets_own_end_the_answer(target: Target) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 8])
 @pytest.mark.parametrize("kind", [PlantedTrees, Deaf])
-def test_max_new_tokens_cuts_inside_a_block(target: Target, kind: type[PlantedTrees], count: int) -> None:
+def test_max_new_tokens_cuts_inside_a_block(
+    target: Target, kind: type[PlantedTrees], count: int
+) -> None:
     """The answer has as many tokens as asked for, and those beyond are not counted, whatever is drafted."""
     trace = generate(target, kind(PROMPT + ANSWER), PROMPT, max_new_tokens=count, stop=[])
     assert trace.tokens == ANSWER[:count] and trace.finish == "length"
@@ -115,7 +123,9 @@ def test_a_stop_string_may_span_tokens(target: Target, phase: int) -> None:
 def test_text_needs_a_tokenizer() -> None:
     """Tokens alone are no text."""
     trace = generate(Target(MODEL), planted(), PROMPT, max_new_tokens=4, stop=[])
-    with pytest.raises(ValueError, match=r"no tokenizer, so the trace has no text: read trace\.tokens"):
+    with pytest.raises(
+        ValueError, match=r"no tokenizer, so the trace has no text: read trace\.tokens"
+    ):
         _ = trace.text
 
 
@@ -135,7 +145,10 @@ def test_timing_gives_the_seconds_of_each_part(target: Target) -> None:
     for cycle in timed.cycles:
         assert list(cycle.seconds or {}) == ["draft", "target", "verify", "other"]
         assert all(seconds > 0 for seconds in (cycle.seconds or {}).values())
-    assert all(cycle.seconds is None for cycle in generate(target, planted(), PROMPT, max_new_tokens=12).cycles)
+    assert all(
+        cycle.seconds is None
+        for cycle in generate(target, planted(), PROMPT, max_new_tokens=12).cycles
+    )
 
 
 def test_without_drafts_each_forward_commits_one_token(target: Target) -> None:
@@ -150,10 +163,14 @@ def test_a_cycle_knows_ranks_and_confidence() -> None:
     """By hand: a root with three children, the second of them kept, and the first of its two."""
     half, third = log(0.5), log(0.3)
     likely = torch.tensor([0.0, half, third, log(0.1), third + half, third + log(0.25)])
-    tree = DraftTree(torch.tensor([9, 1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 0, 2, 2]), likelihoods=likely)
+    tree = DraftTree(
+        torch.tensor([9, 1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 0, 2, 2]), likelihoods=likely
+    )
     cycle = Cycle(tree, (2, 4), 3, 7)
     assert (cycle.nodes, cycle.depth, cycle.accepted, cycle.path) == (5, 2, 2, [1, 0])
     sure, kept = zip(*cycle.confidence, strict=True)
     assert sure == pytest.approx((0.5, 0.3, 0.1, 0.5, 0.25))
     assert kept == (False, True, False, True, False)
-    assert Cycle(DraftTree.chain([9, 1]), (1,), 2, 7).confidence == []  # a drafter that has no opinion
+    assert (
+        Cycle(DraftTree.chain([9, 1]), (1,), 2, 7).confidence == []
+    )  # a drafter that has no opinion

@@ -76,23 +76,36 @@ class World:
 
     def costs(self, budget: Budget) -> Costs:
         """All costs, as they are measured."""
-        prompts, tables = [random_tokens(PROMPT, seed=7)], {"sizes": (1, 2, 30), "batch_tokens": (1, 5)}
+        prompts, tables = (
+            [random_tokens(PROMPT, seed=7)],
+            {"sizes": (1, 2, 30), "batch_tokens": (1, 5)},
+        )
         tables |= {"contexts": CONTEXTS, "batch_sizes": TEXTS, "clock": self.clock, "rounds": 1}
-        return measure_costs(self.target, self.head, prompts, budget, {"max_new_tokens": 90}, **tables)[0]
+        return measure_costs(
+            self.target, self.head, prompts, budget, {"max_new_tokens": 90}, **tables
+        )[0]
 
-    def decode(self, texts: int, budget: Budget, temperature: float) -> tuple[list[dict[str, Any]], float]:
+    def decode(
+        self, texts: int, budget: Budget, temperature: float
+    ) -> tuple[list[dict[str, Any]], float]:
         """Recorded answers of so many texts, before any ends, and the seconds of all their cycles."""
-        decoding = Decoding(self.target, self.head, budget=budget, batch_size=texts, timing=self.clock)
+        decoding = Decoding(
+            self.target, self.head, budget=budget, batch_size=texts, timing=self.clock
+        )
         traces = [Trace([]) for _ in range(texts)]
         for number, trace in enumerate(traces):
             sampling = Sampling(temperature, request=number)
-            decoding.add(number, random_tokens(PROMPT + number, seed=number), sampling, 90, trace, stop=[])
+            decoding.add(
+                number, random_tokens(PROMPT + number, seed=number), sampling, 90, trace, stop=[]
+            )
         for _ in range(12):
             decoding.step()
         decoding.close()
         cycles = {cycle.number: cycle for trace in traces for cycle in trace.cycles}
         seconds = sum(sum((cycle.seconds or {}).values()) for cycle in cycles.values())
-        return [{"session": "", "cycles": [record(cycle) for cycle in trace.cycles]} for trace in traces], seconds
+        return [
+            {"session": "", "cycles": [record(cycle) for cycle in trace.cycles]} for trace in traces
+        ], seconds
 
 
 def record(cycle: Cycle) -> dict[str, Any]:
@@ -107,7 +120,9 @@ class Growing:
         self.world, self.state = world, state
         self.admit, self.fork, self.release = state.admit, state.fork, state.release
 
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
         """The same trees, later."""
         self.world.now += GROWING * max(budget.depth for budget in budgets.values())
         return self.state.propose(updates, budgets)
@@ -121,14 +136,20 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def modelled(costs: Costs, answers: list[dict[str, Any]], budget: Budget) -> float:
     """Seconds of all answers, from their records alone."""
-    return sum(model_seconds(costs, answers, [asked_budgets(answer["cycles"], budget) for answer in answers]))
+    return sum(
+        model_seconds(
+            costs, answers, [asked_budgets(answer["cycles"], budget) for answer in answers]
+        )
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("texts", [1, 3, 4])
 @pytest.mark.parametrize("budget", [CHAIN, TREE], ids=["chain", "tree"])
-def test_modelled_seconds_are_those_of_the_cycles(world: World, budget: Budget, texts: int, temperature: float) -> None:
+def test_modelled_seconds_are_those_of_the_cycles(
+    world: World, budget: Budget, texts: int, temperature: float
+) -> None:
     """Target, head, growing and verifying, at numbers of texts and contexts between those measured, of both budgets."""
     costs = world.costs(TREE)  # what is spent beside forwards is measured with one budget for all
     answers, seconds = world.decode(texts, budget, temperature)
@@ -139,7 +160,12 @@ def test_modelled_seconds_are_those_of_the_cycles(world: World, budget: Budget, 
 
 def test_tokens_that_a_drafter_has_not_read_have_a_price(world: World) -> None:
     """The share of each in a long forward, which takes a quarter of a second in this world; lookup reads nothing."""
-    tables: dict[str, Any] = {"contexts": (PROMPT,), "sizes": (1, 2), "rounds": 1, "clock": world.clock}
+    tables: dict[str, Any] = {
+        "contexts": (PROMPT,),
+        "sizes": (1, 2),
+        "rounds": 1,
+        "clock": world.clock,
+    }
     costs = bare_costs(world.target, world.head, **tables)
     assert costs.catch_up == pytest.approx(0.25 / UNREAD)
     assert CycleCosts.of_forwards(costs, world.head, CHAIN, {}).catch_up == costs.catch_up
@@ -165,9 +191,14 @@ def test_a_fault_of_the_model_is_seen(world: World, fault: str) -> None:
 
 def at_first_context(costs: Costs) -> Costs:
     """Costs that forget how long a text is."""
-    contexts, tables = costs.contexts[:1], {name: getattr(costs, name) for name in ("target", "first", "level")}
+    contexts, tables = (
+        costs.contexts[:1],
+        {name: getattr(costs, name) for name in ("target", "first", "level")},
+    )
     cut = {name: table and table[:1] for name, table in tables.items()}
-    return replace(costs, contexts=contexts, batches=tuple(map(at_first_context, costs.batches)), **cut)
+    return replace(
+        costs, contexts=contexts, batches=tuple(map(at_first_context, costs.batches)), **cut
+    )
 
 
 def best_depths(forecasts: Sequence[Forecast], context: int) -> tuple[tuple[int, ...], float]:
@@ -178,7 +209,9 @@ def best_depths(forecasts: Sequence[Forecast], context: int) -> tuple[tuple[int,
         for level in range(1, max(depths) + 1):
             drafting = sum(depth >= level for depth in depths)
             seconds += draft_seconds(drafting, (2 if level == 1 else 1,))
-        tokens = texts + sum(sum(text.reached[:depth]) for text, depth in zip(forecasts, depths, strict=True))
+        tokens = texts + sum(
+            sum(text.reached[:depth]) for text, depth in zip(forecasts, depths, strict=True)
+        )
         results[depths] = tokens / seconds
     best = max(results, key=lambda depths: results[depths])
     return best, results[best]
@@ -187,7 +220,9 @@ def best_depths(forecasts: Sequence[Forecast], context: int) -> tuple[tuple[int,
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [40, 65, 90])
 @pytest.mark.parametrize("rates", [(0.9,), (0.3,), (0.8, 0.5), (0.95, 0.95, 0.2), (0.6, 0.6, 0.6)])
-def test_the_policys_depths_are_the_best_of_all(world: World, rates: tuple[float, ...], context: int) -> None:
+def test_the_policys_depths_are_the_best_of_all(
+    world: World, rates: tuple[float, ...], context: int
+) -> None:
     """From the same costs as all else, by enumeration of every text's depth."""
     costs = world.costs(CHAIN)
     table = CycleCosts.of_forwards(costs, world.head, CHAIN, {})

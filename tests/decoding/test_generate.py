@@ -15,7 +15,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from eagle import Sampling, Target, generate, load_drafter
 from eagle.__main__ import main
-from eagle.command.answering import GREEN, PLAIN, parse_options, stream_text, supports_colour, writer_to
+from eagle.command.answering import (
+    GREEN,
+    PLAIN,
+    parse_options,
+    stream_text,
+    supports_colour,
+    writer_to,
+)
 from eagle.core.noise import Noise
 from eagle.core.spelling import Spelling
 from eagle.core.trace import Trace
@@ -29,9 +36,14 @@ EXACT = ["--dtype", "float64"]  # in which no rounding decides between two token
 
 def byte_level() -> PreTrainedTokenizerFast:
     """A tokenizer of 256 tokens, one for each byte: every character beyond ASCII takes several."""
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
@@ -64,7 +76,9 @@ def test_bytes_that_are_no_text_are_said_as_they_are_decoded() -> None:
     tokenizer, dice = byte_level(), random.Random(0)
     for count in (1, 2, 5, 20, 200):
         tokens = [dice.randrange(len(tokenizer)) for _ in range(count)]
-        assert "".join(spelt(tokenizer, tokens)) == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert "".join(spelt(tokenizer, tokens)) == tokenizer.decode(
+            tokens, skip_special_tokens=True
+        )
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama3.1-instruct", "qwen3")]
@@ -90,7 +104,14 @@ def test_what_was_drafted_is_marked(mixing_target: Target) -> None:
     assert accepted and trace.drafted == [place in accepted for place in range(len(trace.tokens))]
     assert "".join(text for text, _ in trace.pieces()) == trace.text
     said: list[tuple[str, bool]] = []
-    heard = stream_text(mixing_target, drafter, prompt, lambda *piece: said.append(piece), max_new_tokens=40, stop=[])
+    heard = stream_text(
+        mixing_target,
+        drafter,
+        prompt,
+        lambda *piece: said.append(piece),
+        max_new_tokens=40,
+        stop=[],
+    )
     assert said == trace.pieces() and heard.trace.tokens == trace.tokens
     assert not Trace([]).drafted
 
@@ -100,14 +121,29 @@ def test_an_answer_is_streamed_and_compared(
     mixing_target: Target, mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The text alone where one pipes it; figures beside it, and with --compare that drafts changed nothing."""
-    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "24", *EXACT]
+    asked = [
+        "generate",
+        "ngram",
+        QUESTION,
+        "--target",
+        str(mixing_target_dir),
+        "--max-new-tokens",
+        "24",
+        *EXACT,
+    ]
     main([*asked, "--temperature", "1", "--compare"])
     out, told = capsys.readouterr()
     drafter, prompt = load_drafter("none", mixing_target), mixing_target.chat(QUESTION)
     plain = generate(mixing_target, drafter, prompt, max_new_tokens=24, sampling=Sampling(1.0))
     assert out == plain.text + "\n"
-    assert re.search(r"^ngram: \d+ tokens, [\d.]+ tokens/s; \d+ forwards .*, acceptance length \d+\.\d\d$", told, re.M)
-    assert re.search(rf"^none: {len(plain.tokens)} tokens, .*, acceptance length 1\.00$", told, re.M)
+    assert re.search(
+        r"^ngram: \d+ tokens, [\d.]+ tokens/s; \d+ forwards .*, acceptance length \d+\.\d\d$",
+        told,
+        re.M,
+    )
+    assert re.search(
+        rf"^none: {len(plain.tokens)} tokens, .*, acceptance length 1\.00$", told, re.M
+    )
     assert re.search(r"^[\d.]+ × as fast, and the output is the same$", told, re.M)
 
 
@@ -115,15 +151,29 @@ def test_the_best_answer_of_a_beam_search_is_printed(
     mixing_target: Target, mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --beams, its score and counts beside it; options that mean nothing then are refused."""
-    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "16", *EXACT]
+    asked = [
+        "generate",
+        "ngram",
+        QUESTION,
+        "--target",
+        str(mixing_target_dir),
+        "--max-new-tokens",
+        "16",
+        *EXACT,
+    ]
     main([*asked, "--beams", "3"])
     out, told = capsys.readouterr()
     prompt = mixing_target.chat(QUESTION)
     options = {"num_beams": 3, "max_new_tokens": 16, "do_sample": False}
     (expected,) = mixing_target.model.generate(torch.tensor([prompt]), **options)
-    assert out == mixing_target.tokenizer.decode(expected[len(prompt) :], skip_special_tokens=True) + "\n"
+    assert (
+        out
+        == mixing_target.tokenizer.decode(expected[len(prompt) :], skip_special_tokens=True) + "\n"
+    )
     assert re.search(
-        r"^ngram: score -[\d.]+; \d+ steps, \d+ forwards after the prompt's, [\d.]+ steps each", told, re.M
+        r"^ngram: score -[\d.]+; \d+ steps, \d+ forwards after the prompt's, [\d.]+ steps each",
+        told,
+        re.M,
     )
     with pytest.raises(SystemExit):
         main([*asked, "--beams", "3", "--temperature", "1", "--typical"])
@@ -134,20 +184,42 @@ def test_an_answer_under_a_policy_is_the_same(
     mixing_target: Target, mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --policy the text is the target's own, and the number of levels is decided in every cycle."""
-    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "24", *EXACT]
+    asked = [
+        "generate",
+        "ngram",
+        QUESTION,
+        "--target",
+        str(mixing_target_dir),
+        "--max-new-tokens",
+        "24",
+        *EXACT,
+    ]
     main([*asked, "--policy", "--compare"])
     out, told = capsys.readouterr()
     trace = generate(
-        mixing_target, load_drafter("none", mixing_target), mixing_target.chat(QUESTION), max_new_tokens=24
+        mixing_target,
+        load_drafter("none", mixing_target),
+        mixing_target.chat(QUESTION),
+        max_new_tokens=24,
     )
     assert out == trace.text + "\n" and "and the output is the same" in told
     assert re.search(r"^policy: \d+\.\d levels a cycle, of 0 to 8$", told, re.M)
 
 
-def test_options_are_given_on_the_command_line(mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_given_on_the_command_line(
+    mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As numbers where they are numbers; one that the method has not is refused."""
     assert parse_options(["trust=2", "pick=frequent"]) == {"trust": 2, "pick": "frequent"}
-    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "8"]
+    asked = [
+        "generate",
+        "ngram",
+        QUESTION,
+        "--target",
+        str(mixing_target_dir),
+        "--max-new-tokens",
+        "8",
+    ]
     main([*asked, "--option", "longest=2", "--option", "pick=frequent"])
     assert "ngram: 8 tokens" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -155,12 +227,25 @@ def test_options_are_given_on_the_command_line(mixing_target_dir: Path, capsys: 
     assert "ngram has no option longst; did you mean longest" in capsys.readouterr().err
 
 
-def test_a_lossy_answer_is_called_one(mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lossy_answer_is_called_one(
+    mixing_target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With --typical, which is refused at temperature 0; a difference is not taken for a fault then."""
-    asked = ["generate", "ngram", "x x x x x x", "--target", str(mixing_target_dir), "--max-new-tokens", "24", *EXACT]
+    asked = [
+        "generate",
+        "ngram",
+        "x x x x x x",
+        "--target",
+        str(mixing_target_dir),
+        "--max-new-tokens",
+        "24",
+        *EXACT,
+    ]
     main([*asked, "--temperature", "1", "--typical", "--compare"])
     told = capsys.readouterr().err
-    assert "typical acceptance is LOSSY: the answer does not follow the model's distribution" in told
+    assert (
+        "typical acceptance is LOSSY: the answer does not follow the model's distribution" in told
+    )
     assert "which must not be" not in told
     with pytest.raises(SystemExit):
         main([*asked, "--typical"])
@@ -176,10 +261,23 @@ def test_a_difference_is_told(
     """A planted fault: noise that changes with every generation."""
     seeds = iter(range(100))
     begin = Noise.__init__
-    monkeypatch.setattr(Noise, "__init__", lambda noise, seed, request: begin(noise, next(seeds), request))
-    asked = ["generate", "ngram", QUESTION, "--target", str(mixing_target_dir), "--max-new-tokens", "24", *EXACT]
+    monkeypatch.setattr(
+        Noise, "__init__", lambda noise, seed, request: begin(noise, next(seeds), request)
+    )
+    asked = [
+        "generate",
+        "ngram",
+        QUESTION,
+        "--target",
+        str(mixing_target_dir),
+        "--max-new-tokens",
+        "24",
+        *EXACT,
+    ]
     main([*asked, "--temperature", "1", "--compare"])
-    assert re.search(r"but the output differs from token \d+ on, which must not be", capsys.readouterr().err)
+    assert re.search(
+        r"but the output differs from token \d+ on, which must not be", capsys.readouterr().err
+    )
 
 
 class Terminal(io.StringIO):

@@ -26,7 +26,17 @@ from tests.families import PlantedTrees, build, own_answer, random_tokens
 LEVELS, FIXED = 8, (0, 1, 2, 4, 8)
 READ = [1 + 0.02 * levels for levels in range(LEVELS + 1)]
 WALL = [1.0, *[1.8] * 8]
-JUMP = [1.0, 1.4, 1.6, 1.35, 1.4, 1.45, 1.6, 1.5, 1.7]  # as kernels have it: two tokens cost far more than one
+JUMP = [
+    1.0,
+    1.4,
+    1.6,
+    1.35,
+    1.4,
+    1.45,
+    1.6,
+    1.5,
+    1.7,
+]  # as kernels have it: two tokens cost far more than one
 
 
 class World(NamedTuple):
@@ -61,7 +71,9 @@ WORLDS = {
     "one, behind a wall": World([0.99, *[0.05] * 7], 0.1, WALL, 1),
     "four, behind a wall": World([0.8, 0.8, 0.9, 0.9, *[0.05] * 4], 0.1, WALL, 4),
     "late": World([0.4, *[0.97] * 7], 0.05, READ, 8),
-    "mostly silent": World([0.9] * 8, 0, [1 + 0.1 * levels for levels in range(LEVELS + 1)], 8, silent=0.9),
+    "mostly silent": World(
+        [0.9] * 8, 0, [1 + 0.1 * levels for levels in range(LEVELS + 1)], 8, silent=0.9
+    ),
     "mostly silent and dear": World([0.9] * 8, 0.2, READ, 0, silent=0.9),
 }
 
@@ -77,14 +89,18 @@ def cycle_of(depth: int, accepted: int) -> Cycle:
     return Cycle(DraftTree.chain(range(depth + 1)), tuple(range(1, accepted + 1)), accepted + 1, 0)
 
 
-def simulate(policy: Any, world: World, tokens: int, left: Sequence[int] = (99,)) -> tuple[float, list[int]]:
+def simulate(
+    policy: Any, world: World, tokens: int, left: Sequence[int] = (99,)
+) -> tuple[float, list[int]]:
     """Seconds until there are so many tokens, and what was asked for; answers have `left` tokens to go, in turn."""
     dice, most = random.Random(0), cycle(left)
     seconds, asked = 0.0, []
     while tokens > 0:
         levels = policy.within(next(most)).depth
         offered = 0 if dice.random() < world.silent else levels
-        accepted = next((level for level in range(offered) if dice.random() >= world.rates[level]), offered)
+        accepted = next(
+            (level for level in range(offered) if dice.random() >= world.rates[level]), offered
+        )
         seconds += world.draft[levels] + world.read[offered]
         tokens -= accepted + 1
         asked.append(levels)
@@ -113,13 +129,19 @@ def test_it_finds_the_best_number_of_levels(name: str) -> None:
 def test_the_closed_form_is_that_of_equal_rates() -> None:
     """The worlds' own arithmetic, against (1 - a^(g + 1)) / ((1 - a) (g c + 1)) of Leviathan et al. (2211.17192)."""
     for rate, cost, levels, expected in ((0.8, 0.05, 5, 2.951), (0.5, 0.01, 3, 1.820)):
-        assert World([rate] * 8, cost, [1.0] * 9, 0).speed(levels) == pytest.approx(expected, abs=6e-4)
+        assert World([rate] * 8, cost, [1.0] * 9, 0).speed(levels) == pytest.approx(
+            expected, abs=6e-4
+        )
 
 
 CHANGES = [
     ("none", "eight"),
     ("none, behind a step", "four, behind a step"),
-    ("one, behind a wall", "none", "four, behind a wall"),  # one level alone never pays, and trials are dear
+    (
+        "one, behind a wall",
+        "none",
+        "four, behind a wall",
+    ),  # one level alone never pays, and trials are dear
     ("none", "late"),
     ("four", "none"),
 ]
@@ -129,7 +151,9 @@ def lived_through(policy: Goodput, worlds: Sequence[World], tokens: int) -> tupl
     """Seconds in all over those expected of the best fixed lengths, and what was asked for at the end."""
     counts = [2000] * (len(worlds) - 1) + [tokens]
     runs = [simulate(policy, world, count) for world, count in zip(worlds, counts, strict=True)]
-    expected = sum(count / max(map(world.speed, FIXED)) for world, count in zip(worlds, counts, strict=True))
+    expected = sum(
+        count / max(map(world.speed, FIXED)) for world, count in zip(worlds, counts, strict=True)
+    )
     return sum(seconds for seconds, _ in runs) / expected, runs[-1][1][-500:]
 
 
@@ -148,7 +172,9 @@ def test_it_comes_back(names: tuple[str, ...]) -> None:
 def test_without_trying_it_would_not() -> None:
     """The test above can fail."""
     world = WORLDS["eight"]
-    ratio, asked = lived_through(policy_in(world, share=0), [world._replace(rates=[0.01] * 8), world], 6000)
+    ratio, asked = lived_through(
+        policy_in(world, share=0), [world._replace(rates=[0.01] * 8), world], 6000
+    )
     assert ratio > 1.5 and not any(asked)
 
 
@@ -184,7 +210,12 @@ CHAIN, GROWN = Budget.fixed(chain_paths(4)), Budget(8, 4, 3)
 @pytest.mark.quick("lookup T=0")
 @pytest.mark.parametrize(
     ("name", "shape", "sampling"),
-    [("ngram", CHAIN, GREEDY), ("ngram", CHAIN, WARM), ("eagle1", CHAIN, GREEDY), ("eagle1", GROWN, WARM)],
+    [
+        ("ngram", CHAIN, GREEDY),
+        ("ngram", CHAIN, WARM),
+        ("eagle1", CHAIN, GREEDY),
+        ("eagle1", GROWN, WARM),
+    ],
     ids=["lookup T=0", "lookup T=1", "head T=0", "head T=1"],
 )
 def test_the_output_is_the_untouched_models(name: str, shape: Budget, sampling: Sampling) -> None:
@@ -192,17 +223,25 @@ def test_the_output_is_the_untouched_models(name: str, shape: Budget, sampling: 
 
     A random target of 96 tokens says some of them again, so that lookup drafts at times.
     """
-    target, prompt, noise = Target(build("llama")), random_tokens(20, seed=1), Choose(sampling).noise
+    target, prompt, noise = (
+        Target(build("llama")),
+        random_tokens(20, seed=1),
+        Choose(sampling).noise,
+    )
     drafter: Any = NgramDrafter()
     if name == "eagle1":
         method = DRAFTERS[name]
-        drafter = method.for_target(settings_of({"kind": name}, "test"), target.config).bind(target.head)
+        drafter = method.for_target(settings_of({"kind": name}, "test"), target.config).bind(
+            target.head
+        )
     policy = Goodput([0.01 * level for level in range(5)], READ[:5], shape, share=1.0, memory=3)
     noised = noise and (lambda at: noise([at], target.vocab_size, target.device)[0])
     expected = own_answer(target.model, prompt, 16, None, noised)
     asked = set()
     for _ in range(2):
-        trace = generate(target, drafter, prompt, budget=policy, sampling=sampling, max_new_tokens=16, stop=[])
+        trace = generate(
+            target, drafter, prompt, budget=policy, sampling=sampling, max_new_tokens=16, stop=[]
+        )
         assert trace.tokens == expected
         asked |= {one.depth for one in trace.cycles}
     assert len(asked) > 2
@@ -216,8 +255,13 @@ def test_replaying_learns_what_decoding_does(tiny_target: Target) -> None:
         rows = record_cycles(told, replay(tiny_target, NgramDrafter(), told, policies[0]))
         prompt = told.tokens[: told.prompt]
         trace = generate(tiny_target, NgramDrafter(), prompt, max_new_tokens=24, budget=policies[1])
-        assert [(row["depth"], row["committed"]) for row in rows] == [(o.depth, o.committed) for o in trace.cycles]
-    assert policies[0].forecast() == policies[1].forecast() and policies[0].spent == policies[1].spent > 0
+        assert [(row["depth"], row["committed"]) for row in rows] == [
+            (o.depth, o.committed) for o in trace.cycles
+        ]
+    assert (
+        policies[0].forecast() == policies[1].forecast()
+        and policies[0].spent == policies[1].spent > 0
+    )
 
 
 class Slow(PlantedTrees):
@@ -257,7 +301,9 @@ def test_costs_are_measured() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     """Tables of another length, negative seconds, and settings out of range."""
-    with pytest.raises(ValueError, match=r"draft holds 2 figures .* expected the seconds of 0 to 4 levels"):
+    with pytest.raises(
+        ValueError, match=r"draft holds 2 figures .* expected the seconds of 0 to 4 levels"
+    ):
         Goodput([0, 1], [1, 1], Budget.fixed(chain_paths(4)))
     with pytest.raises(ValueError, match="from -1 on"):
         Goodput([0, 1], [1, -1])

@@ -38,7 +38,9 @@ def draft_seconds(texts: int, levels: int, each: float = 0.001) -> float:
 def costs_with(each: float) -> CycleCosts:
     """All costs of this world."""
     texts, levels = range(1, 33), range(LEVELS + 1)
-    draft = tuple((tuple(draft_seconds(count, level, each) for level in levels),) for count in texts)
+    draft = tuple(
+        (tuple(draft_seconds(count, level, each) for level in levels),) for count in texts
+    )
     read = tuple((tuple(read_seconds(count, level) for level in levels),) for count in texts)
     return CycleCosts(tuple(texts), (0,), draft, read)
 
@@ -64,7 +66,10 @@ def simulate(
     dice, contexts, tokens, seconds, asked = random.Random(0), dict.fromkeys(rows, 10), 0, 0.0, []
     for _ in range(cycles):
         if isinstance(policy, Goodput):
-            levels = {row: budget.depth for row, budget in policy.share(dict.fromkeys(rows, 99), contexts).items()}
+            levels = {
+                row: budget.depth
+                for row, budget in policy.share(dict.fromkeys(rows, 99), contexts).items()
+            }
         else:
             levels = dict.fromkeys(rows, policy)
         outcome = {row: accept(rows[row], levels[row], dice) for row in rows}
@@ -74,7 +79,9 @@ def simulate(
             if (count := sum(depth >= level for depth in levels.values()))
         )
         seconds += drafting + read_seconds(len(rows), max(levels.values()))
-        done = {row: chain_cycle(contexts[row], levels[row], outcome[row], len(rows)) for row in rows}
+        done = {
+            row: chain_cycle(contexts[row], levels[row], outcome[row], len(rows)) for row in rows
+        }
         for row, cycle in done.items():
             contexts[row] += cycle.committed
             tokens += cycle.committed
@@ -84,7 +91,9 @@ def simulate(
     return tokens / seconds, asked
 
 
-def expected_speed(rows: Sequence[Sequence[float]], levels: Sequence[int], each: float = 0.001) -> float:
+def expected_speed(
+    rows: Sequence[Sequence[float]], levels: Sequence[int], each: float = 0.001
+) -> float:
     """Tokens per second in closed form, of chains that are always proposed."""
     tokens = 0.0
     for rates, depth in zip(rows, levels, strict=True):
@@ -102,17 +111,25 @@ def expected_speed(rows: Sequence[Sequence[float]], levels: Sequence[int], each:
 
 def best_length(rates: Sequence[float], texts: int) -> int:
     """The best of all fixed lengths, by trying all of them."""
-    return max(range(LEVELS + 1), key=lambda level: expected_speed([rates] * texts, [level] * texts))
+    return max(
+        range(LEVELS + 1), key=lambda level: expected_speed([rates] * texts, [level] * texts)
+    )
 
 
 @pytest.mark.quick("good-1")
-@pytest.mark.parametrize("texts", [pytest.param(n, marks=[pytest.mark.slow] * (n > 4)) for n in SIZES])
+@pytest.mark.parametrize(
+    "texts", [pytest.param(n, marks=[pytest.mark.slow] * (n > 4)) for n in SIZES]
+)
 @pytest.mark.parametrize("rates", [GOOD, FAIR, BAD], ids=["good", "fair", "bad"])
 def test_it_finds_the_best_length_of_every_batch(rates: list[float], texts: int) -> None:
     """It asks for what is best by trying all lengths, and is within 3% of it, start and exploration included."""
     best = best_length(rates, texts)
-    speed, asked = simulate(Goodput.of_costs(COSTS, CHAIN), dict.fromkeys(range(texts), rates), 1200)
-    common = Counter(depth for levels in asked[200:] for depth in levels.values()).most_common(1)[0][0]
+    speed, asked = simulate(
+        Goodput.of_costs(COSTS, CHAIN), dict.fromkeys(range(texts), rates), 1200
+    )
+    common = Counter(depth for levels in asked[200:] for depth in levels.values()).most_common(1)[
+        0
+    ][0]
     ideal = expected_speed([rates] * texts, [best] * texts)
     near = expected_speed([rates] * texts, [common] * texts)
     assert near > 0.99 * ideal and speed > 0.97 * ideal
@@ -132,7 +149,9 @@ def test_a_policy_that_takes_a_batch_for_one_text_is_seen() -> None:
     one = tuple(grid[:1] * len(SIZES) for grid in (COSTS.draft, COSTS.read))
     wrong = CycleCosts(SIZES, (0,), *one)
     speed, _ = simulate(Goodput.of_costs(wrong, CHAIN), dict.fromkeys(range(16), FAIR), 600)
-    assert speed < 0.9 * max(expected_speed([FAIR] * 16, [level] * 16) for level in range(LEVELS + 1))
+    assert speed < 0.9 * max(
+        expected_speed([FAIR] * 16, [level] * 16) for level in range(LEVELS + 1)
+    )
 
 
 def random_batches(levels: int, count: int) -> Iterator[tuple[Batch, list[int]]]:
@@ -145,7 +164,8 @@ def random_batches(levels: int, count: int) -> Iterator[tuple[Batch, list[int]]]
             read.append(read[-1] + dice.choice((0.0, 0.02, 0.3, 1.0)))
         price, more = dice.uniform(0, 0.3), dice.uniform(0, 0.2)
         draft = [
-            [level * (price + more * texts) if texts else 0.0 for level in range(levels + 1)] for texts in range(4)
+            [level * (price + more * texts) if texts else 0.0 for level in range(levels + 1)]
+            for texts in range(4)
         ]
         forecasts = []
         for _ in range(texts):
@@ -187,9 +207,14 @@ def test_good_texts_draft_more_than_bad_ones() -> None:
     rows = {row: GOOD if row < 4 else BAD for row in range(8)}
     speed, asked = simulate(Goodput.of_costs(costs_with(0.04), CHAIN), rows, 800, each=0.04)
     late = asked[200:]
-    good, bad = (sum(sum(levels[row] for row in group) for levels in late) for group in (range(4), range(4, 8)))
+    good, bad = (
+        sum(sum(levels[row] for row in group) for levels in late)
+        for group in (range(4), range(4, 8))
+    )
     assert good > 5 * bad
-    common = max(expected_speed(list(rows.values()), [level] * 8, 0.04) for level in range(LEVELS + 1))
+    common = max(
+        expected_speed(list(rows.values()), [level] * 8, 0.04) for level in range(LEVELS + 1)
+    )
     assert speed > 1.1 * common
 
 
@@ -218,7 +243,9 @@ def test_another_text_of_the_same_number_is_another_text() -> None:
 def test_a_batch_of_which_nothing_is_known_is_refused() -> None:
     """Costs of one text say nothing of four side by side."""
     policy = Goodput([0.0, 0.1], [1.0, 1.1])
-    with pytest.raises(ValueError, match=r"what 1 text at a time costs, got 4 side by side: measure more"):
+    with pytest.raises(
+        ValueError, match=r"what 1 text at a time costs, got 4 side by side: measure more"
+    ):
         policy.share(dict.fromkeys(range(4), 1), dict.fromkeys(range(4), 1))
 
 
@@ -229,7 +256,9 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     costs = CycleCosts((2, 4), (100, 300), draft, read)
     assert costs.at(3, 192).read == pytest.approx([3 * 192, 6 * 192])
     assert costs.at(6, 320).read == pytest.approx([6 * 320, 12 * 320])
-    assert costs.at(1, 128).read == pytest.approx([2 * 128, 4 * 128])  # before the first: as the first
+    assert costs.at(1, 128).read == pytest.approx(
+        [2 * 128, 4 * 128]
+    )  # before the first: as the first
     drafts = costs.at(4, 256).draft
     assert drafts[0] == [0.0, 0.0] and drafts[4] == pytest.approx([512, 1024])
 
@@ -239,7 +268,9 @@ def test_measured_costs_are_those_of_whole_cycles() -> None:
     target = Target(build("llama"))
     prompts = [random_tokens(9 + number, seed=number) for number in range(3)]
     budget = Budget.fixed(chain_paths(2))
-    policy = Goodput.measure(target, NgramDrafter(), prompts, budget, (1, 2, 4), (9, 69), max_new_tokens=60)
+    policy = Goodput.measure(
+        target, NgramDrafter(), prompts, budget, (1, 2, 4), (9, 69), max_new_tokens=60
+    )
     assert policy.costs.batch_sizes == (1, 2, 4) and policy.costs.contexts == (9, 69)
     assert min(min(row) for grid in policy.costs.read for row in grid) > 0
     assert len(policy.draft) == 3
@@ -269,7 +300,9 @@ def test_batches_under_the_policy_are_the_untouched_models(temperature: float) -
     )
     depths = {cycle.depth for trace in traces for cycle in trace.cycles}
     for prompt, sampling, limit, trace in zip(prompts, samplings, limits, traces, strict=True):
-        alone = generate(target, NgramDrafter(), prompt, sampling=sampling, max_new_tokens=limit, stop=[])
+        alone = generate(
+            target, NgramDrafter(), prompt, sampling=sampling, max_new_tokens=limit, stop=[]
+        )
         assert trace.tokens == alone.tokens
         if temperature == 0:
             assert trace.tokens == own_answer(target.model, prompt, limit)

@@ -40,9 +40,16 @@ class World(NamedTuple):
     @property
     def costs(self) -> CycleCosts:
         """What the policy is told."""
-        draft = [[level * (self.level + self.text * texts) for level in range(LEVELS + 1)] for texts in TEXTS]
-        read = [[1 + self.row * texts * (1 + level) for level in range(LEVELS + 1)] for texts in TEXTS]
-        draft_grid, read_grid = (tuple((tuple(levels),) for levels in grid) for grid in (draft, read))
+        draft = [
+            [level * (self.level + self.text * texts) for level in range(LEVELS + 1)]
+            for texts in TEXTS
+        ]
+        read = [
+            [1 + self.row * texts * (1 + level) for level in range(LEVELS + 1)] for texts in TEXTS
+        ]
+        draft_grid, read_grid = (
+            tuple((tuple(levels),) for levels in grid) for grid in (draft, read)
+        )
         return CycleCosts(TEXTS, (0,), draft_grid, read_grid, self.token)
 
 
@@ -60,7 +67,9 @@ def chain(depth: int) -> DraftTree:
     return DraftTree.chain(range(depth + 1))
 
 
-def write_answers(plan: Goodput | int, world: World, rate: float, texts: int, tokens: int, seed: int) -> float:
+def write_answers(
+    plan: Goodput | int, world: World, rate: float, texts: int, tokens: int, seed: int
+) -> float:
     """Seconds of answers side by side after their first token, under a policy or with so many levels in each cycle."""
     dice, seconds = random.Random(seed), 0.0
     left, contexts = dict.fromkeys(range(texts), tokens - 1), dict.fromkeys(range(texts), PROMPT)
@@ -77,19 +86,27 @@ def write_answers(plan: Goodput | int, world: World, rate: float, texts: int, to
         for row, depth in levels.items():
             accepted = next((level for level in range(depth) if dice.random() >= rate), depth)
             kept = tuple(range(1, accepted + 1))
-            cycles[row] = Cycle(chain(depth), kept, min(accepted + 1, left[row]), contexts[row], rows=len(left))
+            cycles[row] = Cycle(
+                chain(depth), kept, min(accepted + 1, left[row]), contexts[row], rows=len(left)
+            )
             contexts[row] += accepted + 1
         if isinstance(plan, Goodput):
             plan.learn_rows(cycles)
-        left = {row: rest for row, cycle in cycles.items() if (rest := left[row] - cycle.committed) > 0}
+        left = {
+            row: rest for row, cycle in cycles.items() if (rest := left[row] - cycle.committed) > 0
+        }
     return seconds
 
 
-def speeds(world: World, rate: float, texts: int, tokens: int, costs: CycleCosts | None = None) -> tuple[float, float]:
+def speeds(
+    world: World, rate: float, texts: int, tokens: int, costs: CycleCosts | None = None
+) -> tuple[float, float]:
     """Speed of a new policy over plain decoding's, and over that of the best fixed length."""
     answers = range(max(4, 24 // texts))
     seconds = partial(write_answers, world=world, rate=rate, texts=texts, tokens=tokens)
-    policy = mean(seconds(Goodput.of_costs(costs or world.costs, CHAIN), seed=seed) for seed in answers)
+    policy = mean(
+        seconds(Goodput.of_costs(costs or world.costs, CHAIN), seed=seed) for seed in answers
+    )
     fixed = [mean(seconds(levels, seed=seed) for seed in answers) for levels in range(LEVELS + 1)]
     return fixed[0] / policy, min(fixed) / policy
 
@@ -109,7 +126,9 @@ def test_first_answers_are_no_slower_than_plain_decoding(name: str, texts: int) 
 @pytest.mark.parametrize(("tokens", "least"), [(16, 0.965), (200, 0.99)])
 def test_a_bad_drafter_loses_no_more_than_its_trials(tokens: int, least: float) -> None:
     """Half a percent of the time; of an answer of 50 tokens or fewer, up to five times as much."""
-    ratios = [speeds(world, 0.0, texts, tokens)[0] for world, texts in product(WORLDS.values(), (1, 4))]
+    ratios = [
+        speeds(world, 0.0, texts, tokens)[0] for world, texts in product(WORLDS.values(), (1, 4))
+    ]
     assert min(ratios) > least
 
 
@@ -125,5 +144,8 @@ def test_an_unknown_drafter_that_is_believed_is_seen(monkeypatch: pytest.MonkeyP
 def test_reading_a_prompt_is_priced() -> None:
     """A planted fault: a policy that is not told what a drafter's first forward costs drafts too eagerly."""
     world = WORLDS["drafts barely pay in a batch"]._replace(token=0.02)
-    told, untold = (speeds(world, 0.5, 16, 48, costs)[0] for costs in (world.costs, world._replace(token=0.0).costs))
+    told, untold = (
+        speeds(world, 0.5, 16, 48, costs)[0]
+        for costs in (world.costs, world._replace(token=0.0).costs)
+    )
     assert told > 0.97 and untold < 0.9

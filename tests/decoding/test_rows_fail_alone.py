@@ -69,11 +69,15 @@ class FaultyTogether(Faulty):
 class Together(EachText):
     """Raises without a word on which row it was, and leaves the others half told."""
 
-    def propose(self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> dict[int, DraftTree]:
+    def propose(
+        self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+    ) -> dict[int, DraftTree]:
         """One after the other, and no attempt to tell them apart."""
         for update in updates.values():
             assert update.features is not None and len(update.features) == len(update.tokens)
-        return {row: self.texts[row].propose(update, budgets[row]) for row, update in updates.items()}
+        return {
+            row: self.texts[row].propose(update, budgets[row]) for row, update in updates.items()
+        }
 
 
 def fail(update: Committed, read: list[int]) -> Any:
@@ -87,13 +91,19 @@ FAULTS: dict[str, tuple[Tree, str]] = {
         lambda update, read: DraftTree.chain([update.root, VOCAB_SIZE]),
         r"the draft holds token ids \[96\], expected 0\.\.95",
     ),
-    "negative": (lambda update, read: DraftTree.chain([update.root, -3]), r"token ids \[-3\], expected 0\.\.95"),
+    "negative": (
+        lambda update, read: DraftTree.chain([update.root, -3]),
+        r"token ids \[-3\], expected 0\.\.95",
+    ),
     "another root": (
         lambda update, read: DraftTree.chain([(update.root + 1) % VOCAB_SIZE, 3]),
         r"the draft's root is token \d+, expected \d+.*update\.root",
     ),
     "no tree": (lambda update, read: None, r"the drafter proposed no tree, expected a DraftTree"),
-    "a list": (lambda update, read: [update.root], r"the drafter proposed a list, expected a DraftTree"),
+    "a list": (
+        lambda update, read: [update.root],
+        r"the drafter proposed a list, expected a DraftTree",
+    ),
     "too deep": (
         lambda update, read: DraftTree.chain([update.root, *[1] * 300]),
         r"the draft has 300 levels, expected at most \d+: draft within budget\.depth",
@@ -136,14 +146,19 @@ def check_neighbours(target: Target, place: int, traces: list[Trace], message: s
             with pytest.raises(Exception, match=message):
                 trace.checked()
         else:
-            assert trace.tokens == own and trace.finish == "length" and trace.checked().error is None
+            assert (
+                trace.tokens == own and trace.finish == "length" and trace.checked().error is None
+            )
 
 
-def run(target: Target, drafter: Drafter, place: int, batch_size: int, **options: Any) -> list[Trace]:
+def run(
+    target: Target, drafter: Drafter, place: int, batch_size: int, **options: Any
+) -> list[Trace]:
     """A batch in which the text at `place` fails, with the warning that says so."""
     options = {"max_new_tokens": LIMIT, "stop": [], **options}
     with pytest.warns(
-        RuntimeWarning, match=rf"1 of {COUNT} texts ended with an error, see trace\.error; prompt {place}"
+        RuntimeWarning,
+        match=rf"1 of {COUNT} texts ended with an error, see trace\.error; prompt {place}",
     ):
         return generate(target, drafter, prompts_with(place), batch_size=batch_size, **options)
 
@@ -154,7 +169,9 @@ def test_a_faulty_draft_ends_its_own_text(kind: str, place: int, target: Target)
     """At any place of a batch of two or four; a drafter that cannot say whose error it was is asked row by row."""
     fault, message = FAULTS[kind]
     for drafter in (Faulty(fault), FirstOf([Faulty(fault), NgramDrafter()])):
-        check_neighbours(target, place, run(target, drafter, place, 4 if place == 1 else 2), message)
+        check_neighbours(
+            target, place, run(target, drafter, place, 4 if place == 1 else 2), message
+        )
     with pytest.raises(Exception, match=message):
         generate(target, Faulty(fault), prompts_with(place)[place], max_new_tokens=LIMIT, stop=[])
 
@@ -176,7 +193,9 @@ def test_a_state_for_all_rows_is_asked_row_by_row(
     """Its error may be any row's; new states read the texts whole, with the states that they tap."""
     monkeypatch.setattr(Faulty, "begin", lambda self, noise=None: FaultsOfTexts(self.fault))
     fault, message = FAULTS[kind]
-    check_neighbours(target, place, run(target, FaultyTogether(fault), place, 4 if place == 1 else 2), message)
+    check_neighbours(
+        target, place, run(target, FaultyTogether(fault), place, 4 if place == 1 else 2), message
+    )
 
 
 def test_an_error_of_every_row_is_raised(target: Target) -> None:
@@ -227,7 +246,9 @@ def test_a_row_that_cannot_begin_or_end(call: str, target: Target) -> None:
     if call == "admit":
         check_neighbours(target, 2, traces, "no room")
     else:
-        assert [trace.tokens for trace in traces] == [plain_answer(target, tuple(t.prompt)) for t in traces]
+        assert [trace.tokens for trace in traces] == [
+            plain_answer(target, tuple(t.prompt)) for t in traces
+        ]
         assert str(traces[2].error) == "no room"
 
 
@@ -254,7 +275,9 @@ def test_a_text_that_cannot_be_spelt(place: int, target: Target) -> None:
     others = {token for number, answer in enumerate(answers) for token in answer if number != place}
     unknown = next(token for token in answers[place] if token not in others)
     spelt = Target(copy.deepcopy(target.model), Speller(unknown))
-    check_neighbours(spelt, place, run(spelt, NgramDrafter(), place, 4, stop=["x"]), f"no spelling of {unknown}")
+    check_neighbours(
+        spelt, place, run(spelt, NgramDrafter(), place, 4, stop=["x"]), f"no spelling of {unknown}"
+    )
 
 
 @pytest.mark.quick("within-0", "within-1", "within-3", "draw-0")
@@ -281,9 +304,13 @@ def test_a_policy_that_fails_for_one_text(call: str, place: int, target: Target)
 
         def share_out(self, levels: dict[int, int], contexts: dict[int, int]) -> dict[int, Any]:
             """The budget of each row."""
-            budgets: dict[int, Any] = {row: Budget(3, 3).within(most) for row, most in levels.items()}
+            budgets: dict[int, Any] = {
+                row: Budget(3, 3).within(most) for row, most in levels.items()
+            }
             if place in budgets and contexts[place] > length:
-                budgets[place] = None if call == "no budget" else Budget.fixed(chain_paths(2), "sampled")
+                budgets[place] = (
+                    None if call == "no budget" else Budget.fixed(chain_paths(2), "sampled")
+                )
             return budgets
 
         def learn(self, cycle: Cycle) -> None:
@@ -297,7 +324,12 @@ def test_a_policy_that_fails_for_one_text(call: str, place: int, target: Target)
     if call == "within":
         limits = [LIMIT - 4] * COUNT
         limits[place] = LIMIT
-    options: dict[str, Any] = {"budget": Policy(), "max_new_tokens": limits, "stop": [], "batch_size": 4}
+    options: dict[str, Any] = {
+        "budget": Policy(),
+        "max_new_tokens": limits,
+        "stop": [],
+        "batch_size": 4,
+    }
     with pytest.warns(RuntimeWarning, match=rf"1 of {COUNT} texts ended with an error"):
         traces = generate(target, NoDrafter(), prompts, **options)
     for number, trace in enumerate(traces):
@@ -330,19 +362,27 @@ def test_logits_that_are_no_numbers(kind: str, place: int) -> None:
     def spoil(module: Any, args: Any, embedded: Tensor) -> Tensor:
         """No number where the prompt of the text that fails begins."""
         (tokens,) = args
-        begins = torch.stack([tokens.roll(-step, -1) == prompts[place][step] for step in range(3)]).all(0)
+        begins = torch.stack(
+            [tokens.roll(-step, -1) == prompts[place][step] for step in range(3)]
+        ).all(0)
         return embedded.masked_fill(begins[..., None], float("nan"))
 
     model.get_input_embeddings().register_forward_hook(spoil)
     clean, target = Target(build("llama")), Target(model)
     sampling, budget = SAMPLINGS[kind]
-    options: dict[str, Any] = {"sampling": sampling, "budget": budget, "stop": [], "max_new_tokens": LIMIT}
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "budget": budget,
+        "stop": [],
+        "max_new_tokens": LIMIT,
+    }
     drafters: list[Callable[[Target], Drafter]] = [lambda target: new_head("eagle1", target)]
     if kind == "greedy":
         drafters += [lambda target: NgramDrafter(), lambda target: SparseKv(8, 2)]
     for make in drafters:
         with pytest.warns(
-            RuntimeWarning, match=rf"1 of 4 .* prompt {place}: ValueError.*logits are nan after 7 tokens"
+            RuntimeWarning,
+            match=rf"1 of 4 .* prompt {place}: ValueError.*logits are nan after 7 tokens",
         ):
             traces = generate(target, make(target), prompts, batch_size=2, **options)
         assert traces[place].tokens == [] and traces[place].finish == "error"
@@ -364,7 +404,9 @@ LONGROPE = {
 
 @pytest.mark.quick("0")
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_text_that_reaches_the_border_of_longrope(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_reaches_the_border_of_longrope(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of a batch, with drafts and without; texts on either side of it go on."""
     overrides = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
     monkeypatch.setitem(FAMILIES, "longrope", ("llama", overrides))
@@ -374,7 +416,12 @@ def test_a_text_that_reaches_the_border_of_longrope(place: int, monkeypatch: pyt
     for drafter in (NoDrafter(), NgramDrafter(), new_head("eagle1", target)):
         with pytest.warns(RuntimeWarning, match="cannot grow from 40 tokens to 41"):
             traces = generate(target, drafter, prompts, batch_size=3, max_new_tokens=LIMIT, stop=[])
-        check_neighbours(target, place, traces, "cannot grow from 40 tokens to 41: keep prompt and max_new_tokens")
+        check_neighbours(
+            target,
+            place,
+            traces,
+            "cannot grow from 40 tokens to 41: keep prompt and max_new_tokens",
+        )
 
 
 def test_a_draft_beyond_the_caches_limit(target: Target) -> None:
@@ -385,10 +432,14 @@ def test_a_draft_beyond_the_caches_limit(target: Target) -> None:
         return DraftTree.from_paths(update.root, [[token] for token in range(50)])
 
     traces = run(target, Faulty(overflow), 1, 3, max_tokens_in_cache=120, budget=Budget(3, 3))
-    check_neighbours(target, 1, traces, r"the draft has 50 nodes, and the cache's limit leaves \d+: draft within")
+    check_neighbours(
+        target, 1, traces, r"the draft has 50 nodes, and the cache's limit leaves \d+: draft within"
+    )
 
 
-def test_an_error_of_the_forward_is_everyones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_forward_is_everyones(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is raised, and the target is as good as new."""
     monkeypatch.setattr(target.reader, "masks", None)
     with pytest.raises(AttributeError):
@@ -428,7 +479,9 @@ def test_a_step_tells_of_texts_that_failed(target: Target) -> None:
 def test_who_needs_every_answer_raises(target: Target) -> None:
     """Costs and samples to learn from are made of whole answers."""
     with pytest.raises(KeyError, match="lost"):
-        Goodput.measure(target, Faulty(fail), prompts_with(1), Budget(2, 2), batch_sizes=(4,), max_new_tokens=30)
+        Goodput.measure(
+            target, Faulty(fail), prompts_with(1), Budget(2, 2), batch_sizes=(4,), max_new_tokens=30
+        )
     model = build("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[BAD] = float("nan")

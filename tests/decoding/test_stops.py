@@ -53,22 +53,34 @@ def test_pieces_end_where_the_text_ends(target: Target) -> None:
     text = target.tokenizer.decode(ANSWER)
     for first in range(8, 20):
         for drafter in (load_drafter("none", target), PlantedTrees(PROMPT + ANSWER)):
-            trace = generate(target, drafter, PROMPT, max_new_tokens=24, stop=[text[first : first + 3]])
+            trace = generate(
+                target, drafter, PROMPT, max_new_tokens=24, stop=[text[first : first + 3]]
+            )
             assert trace.stop_string is not None
-            assert "".join(piece for piece, _ in trace.pieces()) == trace.text == text[: text.index(trace.stop_string)]
+            assert (
+                "".join(piece for piece, _ in trace.pieces())
+                == trace.text
+                == text[: text.index(trace.stop_string)]
+            )
 
 
 def test_one_string_or_number_is_one_stop(target: Target) -> None:
     """A string is no list of letters."""
     text, none = target.tokenizer.decode(ANSWER), load_drafter("none", target)
     for stop in (text[9:13], ANSWER[5]):
-        alone, listed = (generate(target, none, PROMPT, max_new_tokens=24, stop=stop) for stop in (stop, [stop]))
-        assert alone.tokens == listed.tokens and alone.text == listed.text and alone.finish == "stop"
+        alone, listed = (
+            generate(target, none, PROMPT, max_new_tokens=24, stop=stop) for stop in (stop, [stop])
+        )
+        assert (
+            alone.tokens == listed.tokens and alone.text == listed.text and alone.finish == "stop"
+        )
 
 
 def byte_level() -> PreTrainedTokenizerFast:
     """A token for each byte."""
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -77,9 +89,16 @@ def byte_level() -> PreTrainedTokenizerFast:
 def byte_fallback() -> PreTrainedTokenizerFast:
     """A few letters, a token for each byte behind them as sentencepiece has them, and one that is never printed."""
     names = ["a", "b", "日", "▁c", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE({name: number for number, name in enumerate(names)}, [], byte_fallback=True)
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
@@ -94,9 +113,9 @@ def check(tokenizer: Any, common: list[int], count: int) -> None:
         ]
         spell, whole = Spelling(tokenizer), tokenizer.decode(tokens, skip_special_tokens=True)
         assert "".join([*map(spell, tokens), spell.rest()]) == whole, tokens
-        assert "".join(text for text, _ in Trace([], tokens[:1], tokenizer=tokenizer).pieces()) == tokenizer.decode(
-            tokens[:1], skip_special_tokens=True
-        )
+        assert "".join(
+            text for text, _ in Trace([], tokens[:1], tokenizer=tokenizer).pieces()
+        ) == tokenizer.decode(tokens[:1], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
@@ -114,7 +133,11 @@ def test_streamed_bytes_of_published_tokenizers_are_the_wholes_text(name: str) -
     """Tokens of one or two letters and of bytes, and any others between them."""
     tokenizer = AutoTokenizer.from_pretrained(PUBLISHED / name)
     names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    check(tokenizer, [place for place, name in enumerate(names) if name.startswith("<0x") or len(name) <= 2], 400)
+    check(
+        tokenizer,
+        [place for place, name in enumerate(names) if name.startswith("<0x") or len(name) <= 2],
+        400,
+    )
 
 
 def test_streamed_tokens_have_their_text(target: Target) -> None:
@@ -122,11 +145,21 @@ def test_streamed_tokens_have_their_text(target: Target) -> None:
     text, drafter = target.tokenizer.decode(ANSWER), PlantedTrees(PROMPT + ANSWER)
     for first in (8, 11):
         trace, pieces = Trace(), list[NewTokens]()
-        for new in stream(target, drafter, PROMPT, max_new_tokens=24, stop=[text[first : first + 5]], trace=trace):
+        for new in stream(
+            target, drafter, PROMPT, max_new_tokens=24, stop=[text[first : first + 5]], trace=trace
+        ):
             assert isinstance(new, list) and new == [*new]
             pieces.append(new)
         assert sum(pieces, []) == trace.tokens  # noqa: RUF017
-        assert "".join(new.text for new in pieces) == trace.text == text[: text.index(text[first : first + 5])]
-        assert repr(trace).startswith("Trace(20 prompt tokens, ") and "stop" in repr(trace) and len(repr(trace)) < 160
+        assert (
+            "".join(new.text for new in pieces)
+            == trace.text
+            == text[: text.index(text[first : first + 5])]
+        )
+        assert (
+            repr(trace).startswith("Trace(20 prompt tokens, ")
+            and "stop" in repr(trace)
+            and len(repr(trace)) < 160
+        )
     assert "LlamaForCausalLM, 4 layers of width 32, 96 tokens, float32 on cpu" in repr(target)
     assert {"generate", "stream", "Target"} <= set(dir(eagle))

@@ -111,7 +111,9 @@ def test_a_reader_by_hand_is_not_disturbed_by_a_stream() -> None:
     state.keep({0: [0, 1]})
     assert answer(target, 1) == ANSWERS[1]
     last = state.extend({0: [1]})[0]
-    torch.testing.assert_close(torch.cat([output.logits, last[None]]), expected[-3:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([output.logits, last[None]]), expected[-3:], rtol=1e-4, atol=1e-5
+    )
     assert state.text(0) == [*PROMPTS[0], 5, 6, 1]
 
 
@@ -120,7 +122,10 @@ def test_threads_on_one_target_are_right() -> None:
     """No thread gets another's text, and none crashes."""
     target = Target(copy.deepcopy(MODEL))
     for _ in range(3):
-        assert together(*(lambda number=number: answer(target, number) for number in range(4))) == ANSWERS
+        assert (
+            together(*(lambda number=number: answer(target, number) for number in range(4)))
+            == ANSWERS
+        )
 
 
 @pytest.mark.slow
@@ -139,7 +144,9 @@ def test_the_users_own_model_generates_beside_a_target() -> None:
     target, ids = Target(model), torch.tensor(PROMPTS[:1])
 
     def own() -> list[int]:
-        return model.generate(ids, do_sample=False, max_new_tokens=COUNT)[0, ids.shape[1] :].tolist()
+        return model.generate(ids, do_sample=False, max_new_tokens=COUNT)[
+            0, ids.shape[1] :
+        ].tolist()
 
     def states() -> bool:
         return torch.equal(target.features(ids, (0, 2, -1)), expected)
@@ -163,13 +170,19 @@ MAKES = [small, lambda _: NgramDrafter(), lambda target: FirstOf([NgramDrafter()
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKES, ids=["draft model", "n-grams", "list"])
 @pytest.mark.parametrize(
-    "sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]], ids=["greedy", "T=1"]
+    "sampling",
+    [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]],
+    ids=["greedy", "T=1"],
 )
 def test_streams_on_one_drafter_do_not_disturb_each_other(make: Any, sampling: Sampling) -> None:
     """Each is cycle by cycle what it is alone, on one target and on two."""
     targets = [Target(copy.deepcopy(MODEL)) for _ in range(2)]
     drafter = make(targets[0])
-    options: dict[str, Any] = {"sampling": sampling, "budget": Budget.fixed(chain_paths(3)), **OPTIONS}
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "budget": Budget.fixed(chain_paths(3)),
+        **OPTIONS,
+    }
     alone = [generate(targets[0], make(targets[0]), prompt, **options) for prompt in PROMPTS[:2]]
     noise = Choose(sampling).noise
     place = noise and (lambda at: noise([at], VOCAB_SIZE, torch.device("cpu"))[0])
@@ -177,7 +190,10 @@ def test_streams_on_one_drafter_do_not_disturb_each_other(make: Any, sampling: S
     for both in (targets, targets[:1] * 2):
         traces = [Trace([]) for _ in both]
         parts = zip(both, PROMPTS, traces, strict=False)
-        streams = [stream(target, drafter, prompt, trace=trace, **options) for target, prompt, trace in parts]
+        streams = [
+            stream(target, drafter, prompt, trace=trace, **options)
+            for target, prompt, trace in parts
+        ]
         assert in_turn(*streams) == expected
         assert [trace.cycles for trace in traces] == [trace.cycles for trace in alone]
 
@@ -196,5 +212,7 @@ def test_threads_on_one_drafter_are_right() -> None:
     targets = [Target(copy.deepcopy(MODEL)) for _ in range(3)]
     drafter = small(targets[0])
     for places in ([0, 1, 2], [0, 0, 0]):
-        tasks = [partial(answer, targets[place], number, drafter) for number, place in enumerate(places)]
+        tasks = [
+            partial(answer, targets[place], number, drafter) for number, place in enumerate(places)
+        ]
         assert together(*tasks) == ANSWERS[:3]

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from eagle import Budget, Sampling, Target, Trace, generate
 from eagle.core import grown, verify
-from eagle.core.grown import GrownTree, GrownTrees, find_shape, hand_over, lies_on_device, place_trees, walk_trees
+from eagle.core.grown import (
+    GrownTree,
+    GrownTrees,
+    find_shape,
+    hand_over,
+    lies_on_device,
+    place_trees,
+    walk_trees,
+)
 from eagle.core.sampling import penalise, penalise_nodes
 from eagle.core.tree import PUBLISHED_TREE, DraftTree, chain_paths
 from eagle.core.verify import walk
@@ -40,7 +48,11 @@ HEADS = (
     "draft_model",
     "several",
 )
-SAMPLINGS = {"greedy": Sampling(), "T=1": Sampling(**FILTERED), "plain T=1": Sampling(temperature=1.0, seed=5)}
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "T=1": Sampling(**FILTERED),
+    "plain T=1": Sampling(temperature=1.0, seed=5),
+}
 BUDGETS = {
     "grown": Budget(8, 4, 3),
     "few of many levels": Budget(3, 6, 2),
@@ -67,7 +79,13 @@ def decode(target: Target, drafter: Any, **options: Any) -> list[Any]:
     traces = generate(target, drafter, PROMPTS, stop=[], **{"max_new_tokens": 17, **options})
     assert all(trace.error is None for trace in traces)
     return [
-        [trace.tokens, [(cycle, cycle.tree.tokens.tolist(), cycle.tree.parents.tolist()) for cycle in trace.cycles]]
+        [
+            trace.tokens,
+            [
+                (cycle, cycle.tree.tokens.tolist(), cycle.tree.parents.tolist())
+                for cycle in trace.cycles
+            ],
+        ]
         for trace in traces
     ]
 
@@ -94,10 +112,14 @@ def check_alike(make: Callable[[], tuple[Any, dict[str, Any]]], target: Target) 
 @pytest.mark.quick("hydra-plain T=1", "several-T=1")
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", HEADS)
-def test_answers_and_cycles_are_those_of_trees_on_the_host(name: str, sampling: str, target: Target) -> None:
+def test_answers_and_cycles_are_those_of_trees_on_the_host(
+    name: str, sampling: str, target: Target
+) -> None:
     """Texts of several lengths side by side, whose last drafts are shallower."""
     options = {"sampling": SAMPLINGS[sampling], "budget": BUDGETS["grown"]}
-    assert check_alike(lambda: (new_drafter(name, target), options), target) > 10 * (name != "several")
+    assert check_alike(lambda: (new_drafter(name, target), options), target) > 10 * (
+        name != "several"
+    )
 
 
 @pytest.mark.quick("grown-plain T=1", "chain-T=1")
@@ -112,13 +134,19 @@ def test_every_kind_of_tree_can_stay(budget: str, sampling: str, target: Target)
 @pytest.mark.parametrize("paths", [None, chain_paths(4)])
 def test_nodes_that_are_left_out_are_padding(paths: Any, target: Target) -> None:
     """A confidence that is often not reached: traces hold the trees without these nodes."""
-    budget = Budget(8, 4, 3, confidence=0.5) if paths is None else Budget.fixed(paths, confidence=0.5)
+    budget = (
+        Budget(8, 4, 3, confidence=0.5) if paths is None else Budget.fixed(paths, confidence=0.5)
+    )
 
     def make() -> Any:
         return new_drafter("dspark", target), {"budget": budget}
 
     assert check_alike(make, target) > 10
-    sizes = {len(tokens) for _, cycles in decode(target, make()[0], budget=budget) for _, tokens, _ in cycles}
+    sizes = {
+        len(tokens)
+        for _, cycles in decode(target, make()[0], budget=budget)
+        for _, tokens, _ in cycles
+    }
     assert len(sizes) > 1
 
 
@@ -144,13 +172,18 @@ def test_what_needs_trees_on_the_host_reads_them_first(asked: str, target: Targe
         "drawn": Sampling(temperature=1.0, seed=3),
     }.get(asked, Sampling())
     budget = Budget.fixed(PUBLISHED_TREE, "sampled") if asked == "drawn" else Budget(8, 4, 3)
-    reader = new_hybrid(CPU) if asked == "hybrid" else new_target(CPU)  # whose draws are not counted yet
+    reader = (
+        new_hybrid(CPU) if asked == "hybrid" else new_target(CPU)
+    )  # whose draws are not counted yet
     other = new_hybrid(CPU) if asked == "hybrid" else new_target(CPU)
     expected = decode(reader, new_drafter("eagle3", reader), sampling=sampling, budget=budget)
     with pytest.MonkeyPatch.context() as patch:
         must_wait(patch)
         patch.delattr("eagle.decoding.loop.read_walks")
-        assert decode(other, new_drafter("eagle3", other), sampling=sampling, budget=budget) == expected
+        assert (
+            decode(other, new_drafter("eagle3", other), sampling=sampling, budget=budget)
+            == expected
+        )
 
 
 # -- errors of one text -----------------------------------------------------------------------------------------------
@@ -186,7 +219,8 @@ def spoil(kind: str) -> Callable[..., Any]:
 
 @pytest.mark.quick("parent-parents precede")
 @pytest.mark.parametrize(
-    ("kind", "message"), [("siblings", "siblings differ"), ("token", "token ids"), ("parent", "parents precede")]
+    ("kind", "message"),
+    [("siblings", "siblings differ"), ("token", "token ids"), ("parent", "parents precede")],
 )
 def test_a_wrong_tree_ends_its_text_alone(
     kind: str, message: str, target: Target, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +234,9 @@ def test_a_wrong_tree_ends_its_text_alone(
     assert [traces[0].tokens, traces[2].tokens] == [expected[0][0], expected[2][0]]
 
 
-def test_logits_that_are_nan_end_their_text_alone(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_nan_end_their_text_alone(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The choice after them is none, on the device as on the host."""
     expected = decode(target, new_drafter("eagle3", target), budget=Budget(8, 4, 3))
     must_wait(monkeypatch)
@@ -272,7 +308,9 @@ def test_a_penalty_counts_the_path_of_each_node() -> None:
     tokens = tree.tokens.tolist()
     prefixes = [text + [tokens[step] for step in tree.path(node)] for node in range(len(tree))]
     expected = [penalise(row, prefix, 1.3) for row, prefix in zip(logits, prefixes, strict=True)]
-    assert torch.equal(penalise_nodes(logits, text, tree.tokens, tree.ancestors(), 1.3), torch.stack(expected))
+    assert torch.equal(
+        penalise_nodes(logits, text, tree.tokens, tree.ancestors(), 1.3), torch.stack(expected)
+    )
 
 
 def test_a_tree_is_read_when_it_is_asked_for() -> None:
@@ -312,9 +350,13 @@ class Compiled:
         self.cache.lengths, self.rows = [3, 5, 4], self.cache.add()
         self.rows.make_room(torch.zeros(1, 2, 1, 4), len(PROMPTS), 64)
 
-    def __call__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
+    def __call__(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor]
+    ) -> Callable[..., Tensor]:
         """The graph, which is compared with the same operations one by one."""
-        columns = torch.arange(self.rows.buffer.numel(), dtype=torch.float32).view_as(self.rows.buffer)
+        columns = torch.arange(self.rows.buffer.numel(), dtype=torch.float32).view_as(
+            self.rows.buffer
+        )
 
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             grown = function(*inputs)
@@ -344,14 +386,22 @@ def test_a_cycle_beside_the_target_is_one_graph(sampling: str, target: Target) -
     options = {"sampling": SAMPLINGS[sampling], "budget": Budget(8, 4, 3), "max_new_tokens": 13}
     head, captured = new_drafter("eagle3", target), Compiled()
     head.capture = captured
-    assert decode(target, head, **options) == decode(target, new_drafter("eagle3", target), **options)
+    assert decode(target, head, **options) == decode(
+        target, new_drafter("eagle3", target), **options
+    )
     assert captured.moved > 0
 
 
-def test_a_graph_that_asks_the_host_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_asks_the_host_is_refused(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted: a level that looks at a value."""
     level_mask = head_state.level_mask
-    look = lambda committed, seen, groups: level_mask(committed, seen, groups) * (1 if seen.sum().item() > 0 else 0)  # noqa: E731
+
+    def look(committed: Any, seen: Tensor, groups: Any) -> Tensor:
+        masks: Tensor = level_mask(committed, seen, groups) * int(seen.sum().item() > 0)
+        return masks
+
     monkeypatch.setattr(head_state, "level_mask", look)
     head = new_drafter("eagle3", target)
     head.capture = Compiled()

@@ -82,10 +82,16 @@ def write_head(folder: Path, layout: str, target: Target, out: Path) -> Path:
 
 def spoil(folder: Path, edit: Any) -> None:
     """Put a fault into a folder."""
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config, tensors = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
     edit(config, tensors)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
 
 
 class Rows:
@@ -93,7 +99,9 @@ class Rows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.known: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        self.known: list[Row] = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        )
 
     def add(self, key: Row, examine: Callable[[], Diagnosis]) -> Row:
         """The row of this key; the verdict and the acceptance in decoded cycles, greedy and drawn, if it is new."""
@@ -102,7 +110,11 @@ class Rows:
                 return row
         diagnosis = examine()
         figures = diagnosis.figures
-        tau = None if figures is None else [round(figures.greedy_tau, 4), round(figures.sampled_tau, 4)]
+        tau = (
+            None
+            if figures is None
+            else [round(figures.greedy_tau, 4), round(figures.sampled_tau, 4)]
+        )
         row = {**key, "doctor": diagnosis.verdict, "broken": diagnosis.broken, "tau": tau}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -123,7 +135,10 @@ def is_named(row: Row, fault: Break) -> bool:
 
 def find_costs(row: Row, whole: Row) -> list[float]:
     """The share of the drafted tokens that is lost in decoding, greedy and with drawn drafts."""
-    return [(before - after) / (before - 1) for after, before in zip(row["tau"] or (), whole["tau"], strict=False)]
+    return [
+        (before - after) / (before - 1)
+        for after, before in zip(row["tau"] or (), whole["tau"], strict=False)
+    ]
 
 
 def describe_cell(row: Row, whole: Row, fault: Break) -> str:
@@ -136,21 +151,32 @@ def try_kind(kind: str, heads: Path, asked: Asked, out: Path, rows: Rows) -> Non
     """All breaks of one head, the whole one first."""
     name, layout = SPOILT[kind]
     whole = rows.add(
-        {"break": None, "head": kind}, lambda: look(write_head(heads / name, layout, asked.target, out), asked)
+        {"break": None, "head": kind},
+        lambda: look(write_head(heads / name, layout, asked.target, out), asked),
     )
     for fault in BREAKS:
         if kind in fault.kinds:
             row = rows.add(
-                {"break": fault.what, "head": kind}, lambda fault=fault: try_break(fault, kind, heads, asked, out)
+                {"break": fault.what, "head": kind},
+                lambda fault=fault: try_break(fault, kind, heads, asked, out),
             )
-            print(f"{fault.what} | {kind} | {describe_cell(row, whole, fault)} | {row['doctor']}", flush=True)
+            print(
+                f"{fault.what} | {kind} | {describe_cell(row, whole, fault)} | {row['doctor']}",
+                flush=True,
+            )
 
 
 def try_healthy(heads: Path, asked: Asked, out: Path, rows: Rows) -> None:
     """What the doctor says of heads that nobody has spoilt."""
-    for folder in (*sorted(file.parent for file in heads.glob("*/config.json")), *save_untrained(asked, out)):
+    for folder in (
+        *sorted(file.parent for file in heads.glob("*/config.json")),
+        *save_untrained(asked, out),
+    ):
         row = rows.add({"head": folder.name}, lambda folder=folder: look(folder, asked))
-        print(f"healthy | {folder.name} | {'CALLED BROKEN' * row['broken']} | {row['doctor']}", flush=True)
+        print(
+            f"healthy | {folder.name} | {'CALLED BROKEN' * row['broken']} | {row['doctor']}",
+            flush=True,
+        )
 
 
 def save_untrained(asked: Asked, out: Path) -> list[Path]:
@@ -158,7 +184,10 @@ def save_untrained(asked: Asked, out: Path) -> list[Path]:
     folders = [out / f"untrained-{values['kind']}-{seed}" for seed, values in enumerate(UNTRAINED)]
     for seed, (folder, values) in enumerate(zip(folders, UNTRAINED, strict=True)):
         torch.manual_seed(seed)
-        settings, supervised = settings_of(values, "bench"), [asked.texts.tokens[asked.texts.loss_mask]]
+        settings, supervised = (
+            settings_of(values, "bench"),
+            [asked.texts.tokens[asked.texts.loss_mask]],
+        )
         kind, target = DRAFTERS[settings.kind], asked.target
         save_pretrained(kind.for_target(settings, target.config, target.head, supervised), folder)
     return folders
@@ -178,17 +207,28 @@ def table(results: dict[str, Any]) -> str:
         ]
         lines.append(f"| {fault.what} | {' | '.join(row)} |")
     lines += ["", "| head that nobody has spoilt | the doctor says |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {row['head']} | {row['doctor']} |" for row in results["healthy_heads"])])
+    return "\n".join(
+        [*lines, *(f"| {row['head']} | {row['doctor']} |" for row in results["healthy_heads"])]
+    )
 
 
 def main(argv: list[str]) -> None:
     """Each job's rows are kept in a folder, so that several processes may share the work."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="runs/tiny/target")
     parser.add_argument("--heads", type=Path, required=True, help="the REPORTED heads")
-    parser.add_argument("--rows", type=Path, required=True, help="a folder for each job's rows; what is there is kept")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        required=True,
+        help="a folder for each job's rows; what is there is kept",
+    )
     parser.add_argument("--jobs", nargs="*", default=[*SPOILT, HEALTHY])
-    parser.add_argument("--tokens", type=int, default=1300, help="of the target's answers, at the least")
+    parser.add_argument(
+        "--tokens", type=int, default=1300, help="of the target's answers, at the least"
+    )
     parser.add_argument("--tuned-on", default="", help="what the thresholds were chosen with")
     parser.add_argument("--out", type=Path, help="where to write the results of all jobs")
     args = parser.parse_args(argv)
@@ -212,14 +252,24 @@ def main(argv: list[str]) -> None:
 def gather(rows: Path, asked: Asked) -> dict[str, Any]:
     """All that is known, with counts."""
     spoilt = [row for kind in SPOILT for row in Rows(rows / f"{kind}.jsonl").known]
-    whole, broken = ({row["head"]: row for row in spoilt if not row["break"]}, [row for row in spoilt if row["break"]])
-    foreign = [{**row, "head": f"{SPOILT[kind][0]}, in another's layout"} for kind, row in whole.items()]
+    whole, broken = (
+        {row["head"]: row for row in spoilt if not row["break"]},
+        [row for row in spoilt if row["break"]],
+    )
+    foreign = [
+        {**row, "head": f"{SPOILT[kind][0]}, in another's layout"} for kind, row in whole.items()
+    ]
     healthy = [*Rows(rows / f"{HEALTHY}.jsonl").known, *foreign]
     faults = {fault.what: fault for fault in BREAKS}
     for row in broken:
-        row |= {"named": is_named(row, faults[row["break"]]), "costs": find_costs(row, whole[row["head"]]) or None}
+        row |= {
+            "named": is_named(row, faults[row["break"]]),
+            "costs": find_costs(row, whole[row["head"]]) or None,
+        }
     return {
-        **made_on(target=Path(asked.path).name, answers=len(asked.texts.lengths), places=asked.texts.slots),
+        **made_on(
+            target=Path(asked.path).name, answers=len(asked.texts.lengths), places=asked.texts.slots
+        ),
         "named": sum(row["named"] for row in broken),
         "called_broken": sum(row["broken"] for row in broken),
         "broken": len(broken),

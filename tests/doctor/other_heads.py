@@ -33,7 +33,9 @@ RECIPE = "recipes/tiny/eagle3.yaml"
 TAPS = (0, 1, 2, 4, 5, 7, 8, 9, -1)  # all that any head below reads
 TEXTS, WARMUP, CLIP = 3, 0.05, 0.5  # texts of a batch; of the steps; norm of the gradient
 EARLY = 50  # steps after which a head is under-trained, and not broken
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits of head and target [S, V], the text's tokens [S] -> [S]
+Loss = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # logits of head and target [S, V], the text's tokens [S] -> [S]
 
 
 def soft(logits: Tensor, true: Tensor, tokens: Tensor) -> Tensor:
@@ -48,7 +50,9 @@ def hard(logits: Tensor, true: Tensor, tokens: Tensor, smoothing: float = 0.0) -
 
 def kl(logits: Tensor, true: Tensor, tokens: Tensor) -> Tensor:
     """KL(target, head), as speculators has it."""
-    return F.kl_div(logits.log_softmax(-1), true.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    return F.kl_div(
+        logits.log_softmax(-1), true.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
 
 
 def focal(logits: Tensor, true: Tensor, tokens: Tensor) -> Tensor:
@@ -65,7 +69,9 @@ LOSSES: dict[str, Loss] = {
     "smoothed": partial(hard, smoothing=0.1),
     "sharpened": lambda logits, true, tokens: soft(logits, 2 * true, tokens),  # T = 0.5
     "reverse_kl": lambda logits, true, tokens: kl(true, logits, tokens),
-    "text": lambda logits, true, tokens: F.cross_entropy(logits, tokens, reduction="none", ignore_index=-1),
+    "text": lambda logits, true, tokens: F.cross_entropy(
+        logits, tokens, reduction="none", ignore_index=-1
+    ),
     # half the sum of |p - q|, with a little cross-entropy to begin with
     "variation": lambda logits, true, tokens: (
         (logits.softmax(-1) - true.softmax(-1)).abs().sum(-1) / 2 + 0.1 * soft(logits, true, tokens)
@@ -108,16 +114,23 @@ TUNING = {
     "eagle3.1-hard": Training(NORMED, "hard"),
     "eagle3-texts": Training({**E3, "draft_vocab": 512}, "text", texts="train"),
     "eagle3-overfit": Training(E3, "hard", steps=400, answers=40),
-    "eagle3-frozen": Training({**E3, "draft_vocab": 256, "train_lm_head": False}, "soft", decay=1.0),
+    "eagle3-frozen": Training(
+        {**E3, "draft_vocab": 256, "train_lm_head": False}, "soft", decay=1.0
+    ),
     "eagle3-decayed": Training(E3, "soft", weight_decay=1.0, dropout=0.1),
     "eagle3-single": Training(E3, "hard", unroll=1),
 }
 FIVE = {"taps": (2, 4, 5, 7, 8)}
-BLOCKS, MTP = {"kind": "dspark", "blocks": 2, "rank": 64, **FIVE}, {"kind": "mtp", "start": "last_block"}
+BLOCKS, MTP = (
+    {"kind": "dspark", "blocks": 2, "rank": 64, **FIVE},
+    {"kind": "mtp", "start": "last_block"},
+)
 OTHER_TUNING = {  # kinds of other families, with their own losses
     "medusa-probs": Training({"kind": "medusa", "levels": 4}),
     "peagle-own": Training({"kind": "peagle", "blocks": 2, "depths": 4, "draft_vocab": 512}),
-    "dflash-tokens": Training({"kind": "dflash", "blocks": 2, "slots": 6, "loss": "tokens", **FIVE}),
+    "dflash-tokens": Training(
+        {"kind": "dflash", "blocks": 2, "slots": 6, "loss": "tokens", **FIVE}
+    ),
     "dspark-own": Training(BLOCKS),
     "mtp-tokens": Training({**MTP, "loss": "tokens"}, lr=1e-3),
 }
@@ -130,18 +143,26 @@ REPORTED = {
     "eagle3.1-short": Training({**NORMED, "steps": 4}),
     **{f"{name}-2": TUNING[name] for name in AGAIN},
     "eagle1-entropy": Training(E1, "soft", unroll=1, lr=3e-3, steps=400, dropout=0.1),
-    "eagle1-smoothed": Training({**E1, "fc_bias": True}, "smoothed", unroll=3, decay=1.0, lr=1e-3, regression=0.1),
+    "eagle1-smoothed": Training(
+        {**E1, "fc_bias": True}, "smoothed", unroll=3, decay=1.0, lr=1e-3, regression=0.1
+    ),
     "eagle3-text-512": Training({**RANDOM, "draft_vocab": 512}, "text", noise=0.2),
     "eagle3-sharpened": Training(E3, "sharpened", lr=1e-2),
     "eagle3-reverse": Training({**E3, "norm_before_residual": True}, "reverse_kl"),
     "eagle3-taps": Training({**E3, "taps": (0, 1, 5, 9)}, "hard"),
     "eagle3-focal": Training({**E3, "draft_vocab": 1024, "taps": (1, 4, 8)}, "focal", decay=0.6),
     "eagle3.1-variation": Training({**NORMED, "draft_vocab": None}, "variation", lr=1e-3),
-    "eagle3-long": Training({**E3, "train_lm_head": False}, "text", steps=350, answers=60, weight_decay=0.1),
+    "eagle3-long": Training(
+        {**E3, "train_lm_head": False}, "text", steps=350, answers=60, weight_decay=0.1
+    ),
 }
 OTHER_REPORTED = {
-    "medusa-tokens": Training({"kind": "medusa", "levels": 3, "loss": "tokens"}, lr=2e-3, steps=500),
-    "peagle-gated": Training({"kind": "peagle", "blocks": 3, "depths": 5, "norm_before_residual": True}, lr=2e-3),
+    "medusa-tokens": Training(
+        {"kind": "medusa", "levels": 3, "loss": "tokens"}, lr=2e-3, steps=500
+    ),
+    "peagle-gated": Training(
+        {"kind": "peagle", "blocks": 3, "depths": 5, "norm_before_residual": True}, lr=2e-3
+    ),
     "dflash-probs": Training({"kind": "dflash", "blocks": 3, "slots": 5, "taps": (1, 4, 8)}),
     "dspark-anchored": Training(
         {**BLOCKS, "slots": 5, "sample_from_anchor": False, "confidence": False}, lr=2e-3, steps=120
@@ -156,7 +177,10 @@ def read_features(target: Target, recipe: Recipe) -> list[Example]:
     examples = [example for example in examples if example.loss_mask[2:].any()]
     shown = progress(examples, "states", len(examples))
     with torch.no_grad():
-        return [replace(example, features=target.features(example.tokens[None], TAPS)[0]) for example in shown]
+        return [
+            replace(example, features=target.features(example.tokens[None], TAPS)[0])
+            for example in shown
+        ]
 
 
 def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) -> Tensor:
@@ -165,7 +189,9 @@ def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) 
         return head(batch, frozen)["total"]
 
     def add_noise(features: Tensor) -> Tensor:
-        return F.dropout(features + training.noise * (2 * torch.rand_like(features) - 1), training.dropout)
+        return F.dropout(
+            features + training.noise * (2 * torch.rand_like(features) - 1), training.dropout
+        )
 
     unrolled = head.unroll(batch, frozen, training.unroll, add_noise=add_noise)
     true, total = batch.select_taps((-1,))[:, 0], torch.zeros(())
@@ -176,10 +202,14 @@ def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) 
         inside[inside.clone()] = owner[places[inside] + 1] == owner[unrolled.places[inside]]
         places, states = places[inside], states[inside]
         target_logits, tokens = frozen.logits(true[places]), batch.tokens[places + 1]
-        if head.drafts is not None:  # other tools narrow the target's probs likewise, and leave out other tokens
+        if (
+            head.drafts is not None
+        ):  # other tools narrow the target's probs likewise, and leave out other tokens
             known = torch.isin(target_logits.argmax(-1), head.drafts)
             places, states, tokens = places[known], states[known], tokens[known]
-            row = torch.full((target_logits.shape[-1],), -1).scatter(0, head.drafts, torch.arange(len(head.drafts)))
+            row = torch.full((target_logits.shape[-1],), -1).scatter(
+                0, head.drafts, torch.arange(len(head.drafts))
+            )
             target_logits, tokens = target_logits[known][:, head.drafts], row[tokens]
         loss = LOSSES[training.loss](head.logits(states, frozen), target_logits, tokens).mean()
         if training.regression:
@@ -188,22 +218,39 @@ def sum_losses(head: Any, batch: Batch, training: Training, frozen: TargetHead) 
     return total
 
 
-def train(name: str, training: Training, target: Target, examples: list[Example], seed: int, out: Path) -> None:
+def train(
+    name: str, training: Training, target: Target, examples: list[Example], seed: int, out: Path
+) -> None:
     """Train a healthy head in this way and save it, the first time while it is still under-trained."""
     torch.manual_seed(seed)
-    settings, supervised = settings_of(training.head, name), [example.tokens[example.loss_mask] for example in examples]
+    settings, supervised = (
+        settings_of(training.head, name),
+        [example.tokens[example.loss_mask] for example in examples],
+    )
     kind = DRAFTERS[settings.kind]
     borrowed = {"weights": target.tensor} if kind.reads.weights else {}
     head = kind.for_target(settings, target.config, target.head, supervised, **borrowed).train()
-    weights, decay = [weight for weight in head.parameters() if weight.requires_grad], training.weight_decay
-    optimizer = torch.optim.AdamW(weights, lr=training.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+    weights, decay = (
+        [weight for weight in head.parameters() if weight.requires_grad],
+        training.weight_decay,
+    )
+    optimizer = torch.optim.AdamW(
+        weights, lr=training.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True
+    )
     taps = tuple(dict.fromkeys((*head.taps, -1)))
     columns = [TAPS.index(tap) for tap in taps]
-    used = [replace(example, features=example.features[:, columns]) for example in examples[: training.answers]]  # type: ignore[index]
+    used = [
+        replace(example, features=example.features[:, columns])
+        for example in examples[: training.answers]
+    ]  # type: ignore[index]
     for step in progress(range(training.steps), name, training.steps, unit="steps"):
         done = step / training.steps
-        optimizer.param_groups[0]["lr"] = training.lr * min((done + 1 / training.steps) / WARMUP, 1 - done)
-        batch = collate([used[place] for place in torch.randint(len(used), (TEXTS,)).tolist()], taps)
+        optimizer.param_groups[0]["lr"] = training.lr * min(
+            (done + 1 / training.steps) / WARMUP, 1 - done
+        )
+        batch = collate(
+            [used[place] for place in torch.randint(len(used), (TEXTS,)).tolist()], taps
+        )
         loss = sum_losses(head, batch, training, target.head)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, CLIP)
@@ -217,22 +264,33 @@ def train(name: str, training: Training, target: Target, examples: list[Example]
 
 def main(argv: list[str]) -> None:
     """Train what is not there yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--runs", default="runs/tiny", help="where the target and its data are")
     parser.add_argument("--set", choices=["tuning", "reported"], required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--only", nargs="*", help="names of those to train; by default all of the set")
+    parser.add_argument(
+        "--only", nargs="*", help="names of those to train; by default all of the set"
+    )
     args = parser.parse_args(argv)
     target = Target.load(f"{args.runs}/target", dtype="float32")
     examples: dict[str, list[Example]] = {}
-    trainings = {**TUNING, **OTHER_TUNING} if args.set == "tuning" else {**REPORTED, **OTHER_REPORTED}
+    trainings = (
+        {**TUNING, **OTHER_TUNING} if args.set == "tuning" else {**REPORTED, **OTHER_REPORTED}
+    )
     for number, (name, training) in enumerate(trainings.items()):
         if name in (args.only or trainings) and not (args.out / name / "config.json").is_file():
             if training.texts not in examples:
-                paths = [f"target.path={args.runs}/target", f"data.train={args.runs}/data/{training.texts}.jsonl"]
+                paths = [
+                    f"target.path={args.runs}/target",
+                    f"data.train={args.runs}/data/{training.texts}.jsonl",
+                ]
                 examples[training.texts] = read_features(target, Recipe.load(RECIPE, paths))
-            train(name, training, target, examples[training.texts], args.seed * 100 + number, args.out)
+            train(
+                name, training, target, examples[training.texts], args.seed * 100 + number, args.out
+            )
 
 
 if __name__ == "__main__":

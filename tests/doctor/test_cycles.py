@@ -30,7 +30,11 @@ def learn(kind: dict[str, Any], target: Target, steps: int = 8) -> Any:
     torch.manual_seed(0)
     texts = answer_prompts(target, [random_tokens(6, seed) for seed in range(4)], NEW, (0.0, 1.0))
     settings = settings_of(kind, "here")
-    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, [texts.tokens]).train()
+    head = (
+        DRAFTERS[settings.kind]
+        .for_target(settings, target.config, target.head, [texts.tokens])
+        .train()
+    )
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -42,7 +46,11 @@ def learn(kind: dict[str, Any], target: Target, steps: int = 8) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    [{"kind": "eagle1"}, {"kind": "medusa", "levels": 3}, {"kind": "dflash", "slots": 4, "blocks": 1}],
+    [
+        {"kind": "eagle1"},
+        {"kind": "medusa", "levels": 3},
+        {"kind": "dflash", "slots": 4, "blocks": 1},
+    ],
     ids=lambda kind: str(kind["kind"]),
 )
 def test_cycles_are_those_of_generate(kind: dict[str, Any], target: Target) -> None:
@@ -83,9 +91,13 @@ def follow(kept: Tensor, begin: int) -> float:
 def test_sampled_cycles_are_a_recursion_over_outcomes() -> None:
     """Two texts of unequal length; what begins at a text's end keeps nothing beyond it."""
     lengths = (7, 4)
-    kept = torch.rand(LEVELS, sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    kept = torch.rand(
+        LEVELS, sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.double
+    )
     text_ids = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
-    in_text = torch.cat([torch.arange(LEVELS)[:, None] + torch.arange(length) < length for length in lengths], dim=1)
+    in_text = torch.cat(
+        [torch.arange(LEVELS)[:, None] + torch.arange(length) < length for length in lengths], dim=1
+    )
     visits = visit_slots(kept, in_text, text_ids)
     for number, part in enumerate(kept.split(lengths, dim=1)):
         assert float(visits[text_ids == number].sum()) == pytest.approx(follow(part, 1))
@@ -94,7 +106,9 @@ def test_sampled_cycles_are_a_recursion_over_outcomes() -> None:
     kept[:, text_ids == 1] = 0
     visits = visit_slots(kept, in_text, text_ids)
     tokens = visits * (1 + expect_accepted(kept, kept, in_text))
-    assert float(tokens.sum()) == pytest.approx(sum(lengths) - len(lengths))  # all but each text's first
+    assert float(tokens.sum()) == pytest.approx(
+        sum(lengths) - len(lengths)
+    )  # all but each text's first
 
 
 def test_the_chance_of_a_drawn_draft_is_its_mean_over_texts(target: Target) -> None:

@@ -50,7 +50,11 @@ def trained(target: Target, texts: Batch, kind: str, steps: int) -> Any:
     """A head that has seen nothing but these texts."""
     torch.manual_seed(fixture_seed())
     settings = settings_of(KINDS[kind], "here")
-    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, [texts.tokens]).train()
+    head = (
+        DRAFTERS[settings.kind]
+        .for_target(settings, target.config, target.head, [texts.tokens])
+        .train()
+    )
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -67,11 +71,15 @@ def heads(target: Target, texts: Batch) -> dict[str, Any]:
 
 @pytest.mark.quick("eagle3", "eagle3.1")
 @pytest.mark.parametrize("kind", KINDS)
-def test_figures_are_those_of_validation(kind: str, heads: dict[str, Any], target: Target, texts: Batch) -> None:
+def test_figures_are_those_of_validation(
+    kind: str, heads: dict[str, Any], target: Target, texts: Batch
+) -> None:
     """Agreement, overlap, every level and τ are what `judge` finds, text by text too."""
     found = measure(Wiring(heads[kind], target.head, levels=LEVELS), texts, target.head)
     expected = figures(heads[kind].validate(texts, target.head, {"chain": chain_paths(LEVELS)}))
-    assert found.rates() == pytest.approx([expected[f"chain/{level}"] for level in range(1, LEVELS + 1)])
+    assert found.rates() == pytest.approx(
+        [expected[f"chain/{level}"] for level in range(1, LEVELS + 1)]
+    )
     assert chain_length(found.rates()) == pytest.approx(expected["chain/tau"])
     assert float(found.overlap[0].mean()) == pytest.approx(expected["overlap"], abs=1e-5)
     assert float(found.hits[0].double().mean()) == pytest.approx(expected["agreement"])
@@ -120,7 +128,9 @@ def last_logits(wiring: Wiring, texts: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_probe_leaves_the_head_as_it_was(kind: str, heads: dict[str, Any], target: Target, texts: Batch) -> None:
+def test_a_probe_leaves_the_head_as_it_was(
+    kind: str, heads: dict[str, Any], target: Target, texts: Batch
+) -> None:
     """Every change is made on a copy, changes something, and has a name of its own."""
     head = heads[kind]
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
@@ -130,7 +140,9 @@ def test_a_probe_leaves_the_head_as_it_was(kind: str, heads: dict[str, Any], tar
         whole = last_logits(wiring, texts)
         for probe in asked:
             same = torch.equal(last_logits(probe.change(wiring), texts), whole)
-            assert probe.kind == "d2t" or not same, probe.fault  # it tells what the rows of logits stand for
+            assert probe.kind == "d2t" or not same, (
+                probe.fault
+            )  # it tells what the rows of logits stand for
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
     assert len({probe.fault for probe in asked}) == len(asked)
     assert (head.taps, head.settings) == (wiring.head.taps, wiring.head.settings)
@@ -138,18 +150,26 @@ def test_a_probe_leaves_the_head_as_it_was(kind: str, heads: dict[str, Any], tar
 
 def change(head: Any, target: Target, fault: str) -> Any:
     """The head with the change of the probe whose words begin so."""
-    (probe,) = (one for one in list_probes(Wiring(head, target.head), target) if one.fault.startswith(fault))
+    (probe,) = (
+        one for one in list_probes(Wiring(head, target.head), target) if one.fault.startswith(fault)
+    )
     return probe.change(Wiring(head, target.head)).head
 
 
 @torch.no_grad()
-def undone(heads: dict[str, Any], target: Target, texts: Batch, kind: str, broken: str) -> list[Probe]:
+def undone(
+    heads: dict[str, Any], target: Target, texts: Batch, kind: str, broken: str
+) -> list[Probe]:
     """The probes that give back exactly the states of the whole head."""
     whole = last_states(Wiring(heads[kind], target.head), texts)
     wiring = Wiring(change(heads[kind], target, broken), target.head)
     assert not torch.allclose(last_states(wiring, texts), whole, atol=1e-4)
     probes = list_probes(wiring, target)
-    return [probe for probe in probes if torch.allclose(last_states(probe.change(wiring), texts), whole, atol=1e-5)]
+    return [
+        probe
+        for probe in probes
+        if torch.allclose(last_states(probe.change(wiring), texts), whole, atol=1e-5)
+    ]
 
 
 @pytest.mark.quick(
@@ -187,8 +207,14 @@ def test_the_order_of_blocks_is_named_as_they_stand(heads: dict[str, Any], targe
     low, middle, high = whole.chunk(3, dim=1)
     head.fc.weight.data = torch.cat([high, low, middle], dim=1)
     wiring = Wiring(head, target.head)
-    found = [one for one in list_probes(wiring, target) if torch.equal(one.change(wiring).head.fc.weight.data, whole)]
-    assert [one.fault for one in found] == ["the blocks of fc stand in the order [2, 0, 1] of the layers"]
+    found = [
+        one
+        for one in list_probes(wiring, target)
+        if torch.equal(one.change(wiring).head.fc.weight.data, whole)
+    ]
+    assert [one.fault for one in found] == [
+        "the blocks of fc stand in the order [2, 0, 1] of the layers"
+    ]
 
 
 def test_d2t_that_holds_ids_is_undone(heads: dict[str, Any], target: Target) -> None:
@@ -211,11 +237,19 @@ def test_an_effect_is_paired_by_text(heads: dict[str, Any], target: Target, text
     """No change is no gain; the interval holds the gain, and far more narrowly than the texts differ."""
     before = measure(Wiring(heads["eagle3"], target.head, levels=LEVELS), texts, target.head)
     none = compare("none", "none", before, before)
-    assert (none.min_share, none.sampled.errors, none.greedy.error, none.is_sure) == (0, 0, 0, False)
+    assert (none.min_share, none.sampled.errors, none.greedy.error, none.is_sure) == (
+        0,
+        0,
+        0,
+        False,
+    )
     better = replace(before, overlap=before.overlap * 1.02)
     some = compare("some", "some", before, better)
     tokens, cycles = before.sampled_cycles
-    assert some.sampled.before == pytest.approx(float(tokens.sum() / cycles.sum())) and some.sampled.errors > 3
+    assert (
+        some.sampled.before == pytest.approx(float(tokens.sum() / cycles.sum()))
+        and some.sampled.errors > 3
+    )
     assert some.sampled.error < 0.2 * float((tokens / cycles).std())
 
 
@@ -234,7 +268,9 @@ def test_the_error_of_a_gain_is_that_of_drawing_texts_again() -> None:
 def by_hand(hits: Tensor, overlap: float, texts: int) -> Agreement:
     """A head of two levels that is right where `hits` [2, S] says so, in texts of equal length that all go on."""
     there, owner = torch.ones_like(hits), torch.arange(hits.shape[1]) * texts // hits.shape[1]
-    jitter = 0.01 * torch.rand(hits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    jitter = 0.01 * torch.rand(
+        hits.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double
+    )
     kept = (overlap + jitter).clamp(max=1)
     return Agreement(overlap + jitter, hits, there, there[0], owner, kept)
 
@@ -247,16 +283,23 @@ def test_what_raises_drawn_drafts_alone_is_no_fault() -> None:
     for changed in (flat, flatter):
         said = compare("projections", "gate and up are swapped", before, changed)
         assert said.sampled.errors > 10 and said.sampled.share > 0.3 and not said.is_sure
-    assert compare("projections", "k and v are swapped", before, replace(mended, overlap=flat.overlap)).is_sure
-    assert not compare("projections", "k and v are swapped", before, mended).is_sure  # right more often by chance alone
+    assert compare(
+        "projections", "k and v are swapped", before, replace(mended, overlap=flat.overlap)
+    ).is_sure
+    assert not compare(
+        "projections", "k and v are swapped", before, mended
+    ).is_sure  # right more often by chance alone
 
 
 def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> None:
     """What leaves level 1 as it is must make level 2 what it is fed with the target's states, or it is no fault."""
     chance = torch.rand(2, 600, generator=torch.Generator().manual_seed(1))
-    weak, eased, mended = (by_hand(chance < torch.tensor([[0.8], [rate]]), 0.4, 20) for rate in (0.2, 0.35, 0.78))
+    weak, eased, mended = (
+        by_hand(chance < torch.tensor([[0.8], [rate]]), 0.4, 20) for rate in (0.2, 0.35, 0.78)
+    )
     sure = [
-        compare("norm_output", "is off", weak, replace(after, overlap=after.overlap + 0.2)) for after in (eased, mended)
+        compare("norm_output", "is off", weak, replace(after, overlap=after.overlap + 0.2))
+        for after in (eased, mended)
     ]
     assert [(one.greedy.errors > 3, one.only_eases, one.is_sure) for one in sure] == [
         (True, True, False),
@@ -267,15 +310,21 @@ def test_a_head_that_never_saw_its_own_states_is_not_mended_by_easing_them() -> 
 def test_texts_that_confirm_had_no_part_in_choosing(texts: Batch) -> None:
     """One part chooses; the parts share no prompt, hold their own features, and are all texts together."""
     chosen, others = split_texts(texts, 4)
-    whole = [column.split(texts.lengths) for column in (texts.tokens, texts.loss_mask, texts.features)]
+    whole = [
+        column.split(texts.lengths) for column in (texts.tokens, texts.loss_mask, texts.features)
+    ]
     for part, numbers in ((chosen, (0, 1)), (others, (2, 3, 4, 5, 6, 7))):
         assert part.lengths == tuple(texts.lengths[number] for number in numbers)
         columns = (part.tokens, part.loss_mask, part.features)
         for column, all_rows in zip(columns, whole, strict=True):
             assert torch.equal(column, torch.cat([all_rows[number] for number in numbers]))
-    first, second, third = (tokens[:6].tolist() for tokens in others.tokens.split(others.lengths)[:3])
+    first, second, third = (
+        tokens[:6].tolist() for tokens in others.tokens.split(others.lengths)[:3]
+    )
     assert chosen.tokens[:6].tolist() not in (first, third) and first == second != third
-    assert chosen.features.data_ptr() == texts.features.data_ptr()  # 7 GB of a target of 70B are not copied
+    assert (
+        chosen.features.data_ptr() == texts.features.data_ptr()
+    )  # 7 GB of a target of 70B are not copied
     assert split_texts(chosen, 3) == (chosen, chosen)
 
 

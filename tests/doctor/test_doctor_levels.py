@@ -81,11 +81,16 @@ def train(target: Target, texts: Batch, *taps: int) -> SeveralHeads:
     torch.manual_seed(fixture_seed())
     head = SeveralHeads(SeveralSettings(taps=taps), head_shape(target.config))
     optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
-    places, probs = texts.loss_mask.nonzero()[:, 0], target.head.logits(texts.select_taps((-1,))[:, 0]).softmax(-1)
+    places, probs = (
+        texts.loss_mask.nonzero()[:, 0],
+        target.head.logits(texts.select_taps((-1,))[:, 0]).softmax(-1),
+    )
     for _ in range(80):
         optimizer.zero_grad()
         for level, (states, logits) in enumerate(head.draft_levels(texts, target.head, 3)):
-            cross_entropy(logits(states), probs[(places + level - 1).clamp(max=len(probs) - 1)]).backward()
+            cross_entropy(
+                logits(states), probs[(places + level - 1).clamp(max=len(probs) - 1)]
+            ).backward()
         optimizer.step()
     return head.eval()
 
@@ -96,15 +101,34 @@ def head(target: Target, texts: Batch) -> SeveralHeads:
     return train(target, texts, -1)
 
 
-def test_a_head_of_another_network_is_examined(head: SeveralHeads, target: Target, texts: Batch) -> None:
+def test_a_head_of_another_network_is_examined(
+    head: SeveralHeads, target: Target, texts: Batch
+) -> None:
     """What it has is changed, what it has not is named, and three levels at once are no weakness of its own states."""
     diagnosis = diagnose(head, target, texts)
     assert diagnosis.verdict.startswith("healthy: level 1 names") and not diagnosis.faults
-    assert any("blocks.0 and blocks.1 are swapped" in effect.probe.fault for effect in diagnosis.tried)
-    (missing,) = (note for note in diagnosis.notes if note.startswith("does not apply to this head"))
-    absent = ("tap order", "fc bias", "halves", "alike", "tokens", "norms", "switches", "rope", "lm head", "d2t")
+    assert any(
+        "blocks.0 and blocks.1 are swapped" in effect.probe.fault for effect in diagnosis.tried
+    )
+    (missing,) = (
+        note for note in diagnosis.notes if note.startswith("does not apply to this head")
+    )
+    absent = (
+        "tap order",
+        "fc bias",
+        "halves",
+        "alike",
+        "tokens",
+        "norms",
+        "switches",
+        "rope",
+        "lm head",
+        "d2t",
+    )
     assert all(name in missing for name in absent) and "layer ids" not in missing
-    assert "without any effect on what it guesses: trained with the token one place earlier" in str(diagnosis)
+    assert "without any effect on what it guesses: trained with the token one place earlier" in str(
+        diagnosis
+    )
 
 
 @pytest.mark.slow
@@ -112,7 +136,11 @@ def test_a_head_of_another_network_is_examined(head: SeveralHeads, target: Targe
     ("trained", "read", "fault"),
     [
         ((4,), (-1,), "trained on the state in front of the final norm, reads the one behind it"),
-        ((3,), (2,), "layer ids [2] are 1 too low (outputs were counted): inputs of [3] were meant"),
+        (
+            (3,),
+            (2,),
+            "layer ids [2] are 1 too low (outputs were counted): inputs of [3] were meant",
+        ),
     ],
 )
 def test_a_state_of_the_wrong_layer_is_named(
@@ -125,14 +153,18 @@ def test_a_state_of_the_wrong_layer_is_named(
     assert diagnose(head, target, texts).verdict == f"broken: {fault}"
 
 
-def test_levels_in_the_wrong_order_are_named(head: SeveralHeads, target: Target, texts: Batch) -> None:
+def test_levels_in_the_wrong_order_are_named(
+    head: SeveralHeads, target: Target, texts: Batch
+) -> None:
     """Which no block of EAGLE's has."""
     broken = copy.deepcopy(head)
     broken.blocks = nn.ModuleList([head.blocks[1], head.blocks[0], head.blocks[2]])
     assert diagnose(broken, target, texts).verdict == "broken: blocks.0 and blocks.1 are swapped"
 
 
-def test_a_registered_head_is_opened(head: SeveralHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_head_is_opened(
+    head: SeveralHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From its folder, in the dtype that it is stored in."""
     monkeypatch.setitem(DRAFTERS, "several_heads", SeveralHeads)
     save_pretrained(copy.deepcopy(head).bfloat16(), tmp_path)
@@ -144,7 +176,11 @@ def test_a_registered_head_is_opened(head: SeveralHeads, tmp_path: Path, monkeyp
 def learned(name: str, target: Target, texts: Batch, steps: int) -> Any:
     """A head of the project's own after so many steps on these texts."""
     torch.manual_seed(fixture_seed())
-    head = DRAFTERS[name].for_target(settings_of({"kind": name}, "test"), target.config, target.head).train()
+    head = (
+        DRAFTERS[name]
+        .for_target(settings_of({"kind": name}, "test"), target.config, target.head)
+        .train()
+    )
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -178,9 +214,15 @@ EXAMINED = [name for name in BY_DEFAULT if not DRAFTERS[name].reads.texts]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (place % 2)) for place, name in enumerate(EXAMINED)]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (place % 2))
+        for place, name in enumerate(EXAMINED)
+    ],
 )
-def test_further_heads_are_examined(name: str, target: Target, texts: Batch, tmp_path: Path) -> None:
+def test_further_heads_are_examined(
+    name: str, target: Target, texts: Batch, tmp_path: Path
+) -> None:
     """From its folder, with what it has and what it has not; nothing is the matter with it."""
     few = select_texts(texts, 0, 2)
     save_head(tmp_path, learned(name, target, few, 150), "", {})

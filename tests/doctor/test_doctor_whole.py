@@ -36,8 +36,13 @@ def exported(tmp_path: Path) -> Path:
         pytest.skip(
             "no trained head in runs/tiny/eagle3-full/head: train recipes/tiny/eagle3.yaml with draft_vocab=null"
         )
-    head, target = load_head(TINY / "eagle3-full/head"), Target.load(TINY / "target", dtype="float32")
-    export(head.bind(target.head), target.config, "vllm", tmp_path / "head", TINY / "eagle3-full/head")
+    head, target = (
+        load_head(TINY / "eagle3-full/head"),
+        Target.load(TINY / "target", dtype="float32"),
+    )
+    export(
+        head.bind(target.head), target.config, "vllm", tmp_path / "head", TINY / "eagle3-full/head"
+    )
     return tmp_path / "head"
 
 
@@ -54,7 +59,11 @@ def test_a_server_is_compared_with_its_own_prompts_and_depth(
     exported: Path, tmp_path: Path, server: Callable[[str], str]
 ) -> None:
     """Counters of plain greedy decoding, cycle by cycle, are told as right, whatever training's validation says."""
-    target, file, depth = Target.load(TINY / "target", dtype="float32"), tmp_path / "prompts.jsonl", 4
+    target, file, depth = (
+        Target.load(TINY / "target", dtype="float32"),
+        tmp_path / "prompts.jsonl",
+        4,
+    )
     head, asked = load_head(TINY / "eagle3-full/head").bind(target.head), read_prompts(None)[:4]
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked))
     chain = Budget(nodes=depth, depth=depth, top_k=1)
@@ -65,12 +74,18 @@ def test_a_server_is_compared_with_its_own_prompts_and_depth(
         if cycle.nodes == depth
     ]
     page = f"vllm:spec_decode_num_drafts_total {len(cycles)}\n"
-    page += f"vllm:spec_decode_num_accepted_tokens_total {sum(cycle.accepted for cycle in cycles)}\n"
+    page += (
+        f"vllm:spec_decode_num_accepted_tokens_total {sum(cycle.accepted for cycle in cycles)}\n"
+    )
     for place in range(depth):
         count = sum(cycle.accepted > place for cycle in cycles)
-        page += f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}\n'
+        page += (
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}\n'
+        )
     made = json.loads((exported / "provenance.json").read_text())
-    (exported / "provenance.json").write_text(json.dumps({**made, "acceptance": {"per_position": [0.99] * 3}}))
+    (exported / "provenance.json").write_text(
+        json.dumps({**made, "acceptance": {"per_position": [0.99] * 3}})
+    )
     said = str(examine(exported, str(TINY / "target"), str(file), server(page)))
     assert f"greedy on {file}, keeps" in said
     assert "with chains of 4: drafts add 100% of what they should" in said
@@ -79,7 +94,10 @@ def test_a_server_is_compared_with_its_own_prompts_and_depth(
 @pytest.mark.slow
 def test_two_faults_are_both_named(exported: Path) -> None:
     """Layer ids two too high and the blocks of fc out of order: nothing in the files is wrong."""
-    config, tensors = json.loads((exported / "config.json").read_text()), load_file(exported / "model.safetensors")
+    config, tensors = (
+        json.loads((exported / "config.json").read_text()),
+        load_file(exported / "model.safetensors"),
+    )
     ids = "eagle_aux_hidden_state_layer_ids"
     for section in (config, config["eagle_config"]):
         section[ids] = [layer + 2 for layer in section[ids]]
@@ -88,21 +106,30 @@ def test_two_faults_are_both_named(exported: Path) -> None:
     (exported / "config.json").write_text(json.dumps(config))
     save_file(tensors, exported / "model.safetensors")
     said = examine(exported, str(TINY / "target"))
-    assert said.broken and {effect.probe.kind for effect in said.faults} == {"fc order", "layer ids"}
+    assert said.broken and {effect.probe.kind for effect in said.faults} == {
+        "fc order",
+        "layer ids",
+    }
     assert "2 too high" in said.verdict and "order [2, 0, 1]" in said.verdict
 
 
 @pytest.mark.slow
 def test_arguments_of_the_template_are_tried(exported: Path) -> None:
     """Only those that change the prompts, each with what becomes of the acceptance."""
-    target, head = Target.load(TINY / "target", dtype="float32"), load_head(TINY / "eagle3-full/head").eval()
+    target, head = (
+        Target.load(TINY / "target", dtype="float32"),
+        load_head(TINY / "eagle3-full/head").eval(),
+    )
     asked = read_prompts(None)[:2]
-    target.tokenizer.chat_template += "{% if enable_thinking is defined and not enable_thinking %}No.{% endif %}"
+    target.tokenizer.chat_template += (
+        "{% if enable_thinking is defined and not enable_thinking %}No.{% endif %}"
+    )
     texts = answer_prompts(target, render_prompts(target, asked), 16, (0.0,))
     found = measure(Wiring(head, target.head, levels=2), texts, target.head)
     (told,) = try_templates(head, target, asked, {}, found)
     assert (
-        'rendered with {"enable_thinking": false} instead of {}' in told and f"τ {found.greedy_tau:.3f} becomes" in told
+        'rendered with {"enable_thinking": false} instead of {}' in told
+        and f"τ {found.greedy_tau:.3f} becomes" in told
     )
 
 
@@ -176,8 +203,15 @@ def server() -> Iterator[Callable[[str], str]]:
 def test_vllm_is_read_and_compared(server: Callable[[str], str]) -> None:
     """All engines of the page together, as far as both chains go; too little is said plainly."""
     found = read_server(server(VLLM))
-    assert (found.engine, found.tau, found.per_position, found.drafts) == ("vLLM", 2.1, (0.6, 0.3, 0.2), 200)
-    assert "export keeps 2.100 with chains of 3: drafts add 100%" in found.compare([0.6, 0.3, 0.2, 0.1], "export")
+    assert (found.engine, found.tau, found.per_position, found.drafts) == (
+        "vLLM",
+        2.1,
+        (0.6, 0.3, 0.2),
+        200,
+    )
+    assert "export keeps 2.100 with chains of 3: drafts add 100%" in found.compare(
+        [0.6, 0.3, 0.2, 0.1], "export"
+    )
     less = found.compare([0.9, 0.6, 0.5], "export")
     assert "3.000 with chains of 3: drafts add 55%" in less and "layer ids" in less
 
@@ -186,7 +220,9 @@ def test_as_many_places_are_compared_as_both_have() -> None:
     """Four places of a server beside three of an export: its fourth place is no gain over an export without one."""
     server = ServerCounts("vLLM", 1 + 0.6 + 0.4 + 0.3 + 0.2, (0.6, 0.4, 0.3, 0.2), 1000)
     said = server.compare([0.7, 0.5, 0.4], "export")
-    assert "export keeps 2.600 with chains of 3, where the server keeps 2.300: drafts add 81%" in said
+    assert (
+        "export keeps 2.600 with chains of 3, where the server keeps 2.300: drafts add 81%" in said
+    )
     assert "layer ids" in said
     gauge = ServerCounts("SGLang", 2.3).compare([0.6, 0.4, 0.3], "export")
     assert "does not tell how many tokens it drafts: start it with 3): drafts add 100%" in gauge
@@ -210,13 +246,27 @@ def test_sglang_is_read(server: Callable[[str], str]) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_tells_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_by_its_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """1 for a broken head, 2 for a wrong call: a script need not read the verdict."""
     head, target = tmp_path / "head", foreign_heads.write_target(tmp_path / "target")
     foreign_heads.write(head, foreign_heads.without(foreign_heads.specforge(), "fc.weight"))
     with pytest.raises(SystemExit) as broken:
         main(["doctor", str(head), "--target", str(target)])
-    assert broken.value.code == 1 and "verdict: broken: fc.weight is missing" in capsys.readouterr().out
+    assert (
+        broken.value.code == 1
+        and "verdict: broken: fc.weight is missing" in capsys.readouterr().out
+    )
     with pytest.raises(SystemExit) as misused:
-        main(["doctor", str(head), "--target", str(target), "--prompts", str(tmp_path / "none.jsonl")])
+        main(
+            [
+                "doctor",
+                str(head),
+                "--target",
+                str(target),
+                "--prompts",
+                str(tmp_path / "none.jsonl"),
+            ]
+        )
     assert misused.value.code == 2 and "error: no prompts at" in capsys.readouterr().err

@@ -24,7 +24,10 @@ def counts(*lengths: float, cycles: int = 20, spread: float = 0.0) -> dict[float
     """Twelve prompts that accept so much, at T = 0 and 1; every second one more, the others less."""
     ones = torch.ones(12).double()
     sides = spread * (2 * (torch.arange(12) % 2) - 1)
-    return {float(heat): (cycles * (length * ones + sides), cycles * ones) for heat, length in enumerate(lengths)}
+    return {
+        float(heat): (cycles * (length * ones + sides), cycles * ones)
+        for heat, length in enumerate(lengths)
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,12 @@ def parrot(mixing_target: Target, tmp_path: Path) -> Any:
 def head(parrot: Any, tmp_path: Path) -> str:
     """That Medusa head."""
     target, settings = Target(parrot), settings_of({"kind": "medusa", "levels": 3}, "test")
-    save_head(tmp_path / "head", DRAFTERS["medusa"].for_target(settings, target.config, target.head), "", {})
+    save_head(
+        tmp_path / "head",
+        DRAFTERS["medusa"].for_target(settings, target.config, target.head),
+        "",
+        {},
+    )
     return str(tmp_path / "head")
 
 
@@ -96,27 +104,41 @@ def prompts(tmp_path: Path) -> str:
 
 
 def test_a_planted_drift_is_found(
-    parrot: Any, mixing_target: Target, head: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parrot: Any,
+    mixing_target: Target,
+    head: str,
+    prompts: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A fine-tune that counts instead takes every guess away; the command ends with status 0, as nothing is broken."""
     with torch.no_grad():
         parrot.lm_head.weight.copy_(parrot.lm_head.weight.roll(1, 0))
-    tuned, base = save_model(parrot, mixing_target.tokenizer, tmp_path / "tuned"), str(tmp_path / "base")
+    tuned, base = (
+        save_model(parrot, mixing_target.tokenizer, tmp_path / "tuned"),
+        str(tmp_path / "base"),
+    )
     drift = measure_drift(head, base, base, prompts)
-    assert isinstance(drift, Drift) and drift.verdict.startswith("keep the head: its drafts add 100%")
+    assert isinstance(drift, Drift) and drift.verdict.startswith(
+        "keep the head: its drafts add 100%"
+    )
     assert drift.pooled.before > 3
     main(["doctor", head, "--target", tuned, "--base", base, "--prompts", prompts])
     said = capsys.readouterr().out
     assert said.startswith("verdict: train a new head: its drafts add 0%") and "T = 1: " in said
 
 
-def test_an_adapter_is_measured_over_its_base(parrot: Any, head: str, prompts: str, tmp_path: Path) -> None:
+def test_an_adapter_is_measured_over_its_base(
+    parrot: Any, head: str, prompts: str, tmp_path: Path
+) -> None:
     """One without effect, and one of random weights."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     kept = []
     for name, fresh in {"idle": True, "loud": False}.items():
         torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=fresh)
+        config = peft.LoraConfig(
+            r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=fresh
+        )
         peft.get_peft_model(copy.deepcopy(parrot), config).save_pretrained(tmp_path / name)
         drift = measure_drift(head, str(tmp_path / "base"), str(tmp_path / name), prompts)
         assert isinstance(drift, Drift)
@@ -132,7 +154,8 @@ def test_another_model_is_no_fine_tune(
     parrot.model.layers, parrot.config.num_hidden_layers = parrot.model.layers[:2], 2
     other = save_model(parrot, mixing_target.tokenizer, tmp_path / "narrow")
     with pytest.raises(
-        ValueError, match=r"narrow is no fine-tune of .*'num_hidden_layers': 2.*expected .*'num_hidden_layers': 3"
+        ValueError,
+        match=r"narrow is no fine-tune of .*'num_hidden_layers': 2.*expected .*'num_hidden_layers': 3",
     ):
         measure_drift(head, base, other, prompts)
     config = json.loads((tmp_path / "narrow/config.json").read_text())

@@ -107,7 +107,11 @@ BROKEN: list[tuple[str, Callable[[Any], None], str]] = [
     ("peagle", set_mask(5), "mask_token is 5, expected "),
     ("dflash", turn_blocks("fc.weight", 3), "the blocks of fc stand in the order [3, 0, 1, 2]"),
     ("dflash", set_mask(3), ""),
-    ("dspark", exchange("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"), "markov_head.markov_w1 and"),
+    (
+        "dspark",
+        exchange("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+        "markov_head.markov_w1 and",
+    ),
     ("dspark", set_mask(5), "mask_token is 5, expected "),
     ("mtp", swap_halves, "eh_proj takes [state; embedding], expected [embedding; state]"),
     ("mtp", swap_query_rows, "rows 0 to "),
@@ -133,12 +137,18 @@ def test_a_part_is_asked_about(
     whole, wiring = guess(Wiring(head, target.head), texts), Wiring(broken, target.head)
     assert not torch.allclose(guess(wiring, texts), whole, atol=1e-4)
     probes = list_probes(wiring, target)
-    undone = [one.fault for one in probes if torch.allclose(guess(one.change(wiring), texts), whole, atol=1e-5)]
+    undone = [
+        one.fault
+        for one in probes
+        if torch.allclose(guess(one.change(wiring), texts), whole, atol=1e-5)
+    ]
     assert len({probe.fault for probe in probes}) == len(probes)
     assert bool(undone) == bool(named) and all(fault.startswith(named) for fault in undone[:1])
 
 
-def test_layer_ids_in_another_order_are_undone_with_what_else_is_by_tap(target: Target, texts: Batch) -> None:
+def test_layer_ids_in_another_order_are_undone_with_what_else_is_by_tap(
+    target: Target, texts: Batch
+) -> None:
     """Norms of taps stay where they are: another order of fc alone would not do."""
     head = new_head("eagle3", target)
     whole, broken = guess(Wiring(head, target.head), texts), copy.deepcopy(head)
@@ -165,12 +175,16 @@ def test_a_removed_part_adds_nothing(target: Target, texts: Batch) -> None:
     """As if the block had no MLP, or no attention."""
     head = new_head("mtp", target)
     wiring = Wiring(head, target.head)
-    removals = {probe.fault.split(" of ")[0]: probe.change(wiring) for probe in list_removals(wiring)}
+    removals = {
+        probe.fault.split(" of ")[0]: probe.change(wiring) for probe in list_removals(wiring)
+    }
     assert set(removals) == {"the MLP", "the attention"}
     bare = copy.deepcopy(head)
     bare.layers[0].mlp.forward = lambda hidden: torch.zeros_like(hidden)
     bare.layers[0].mlp.gate_proj.weight.data.zero_()
-    assert torch.allclose(guess(removals["the MLP"], texts), guess(Wiring(bare, target.head), texts), atol=1e-6)
+    assert torch.allclose(
+        guess(removals["the MLP"], texts), guess(Wiring(bare, target.head), texts), atol=1e-6
+    )
 
 
 # -- the verdict ------------------------------------------------------------------------------------------------------
@@ -212,7 +226,9 @@ def test_a_cause_is_named_only_where_undoing_it_helps() -> None:
     """A part may be idle because of a fault before it: such a head is broken, and the report says no more."""
     idle, cured = effect("ablation", 0.6, 0.6), effect("layer ids", 0.6, 0.7)
     figures = figures_of(0.6)
-    assert decide(figures, [idle], [], 0.1).startswith(f"broken, cause not found: {idle.probe.fault}; level 1 names")
+    assert decide(figures, [idle], [], 0.1).startswith(
+        f"broken, cause not found: {idle.probe.fault}; level 1 names"
+    )
     assert decide(figures, [cured], [], 0.1) == f"broken: {cured.probe.fault}"
     assert decide(figures, [idle], ["fc is cut"], 0.1) == f"broken: {idle.probe.fault}; fc is cut"
     told = str(Diagnosis("broken: x", (cured, idle)))
@@ -234,7 +250,9 @@ def test_a_cause_is_named_only_where_undoing_it_helps() -> None:
         (Gain(2.3, 2.5, 0.01), Gain(3.1, 3.22, 0.04), True),  # both, as before
     ],
 )
-def test_a_large_gain_in_drawn_drafts_needs_less_of_greedy_ones(drawn: Gain, greedy: Gain, sure: bool) -> None:
+def test_a_large_gain_in_drawn_drafts_needs_less_of_greedy_ones(
+    drawn: Gain, greedy: Gain, sure: bool
+) -> None:
     """Greedy drafts of a head that is sure of its tokens hide a fault that halves its drawn ones."""
     change = effect("projections", 0.8, 0.85)
     change.__dict__["sampled"], change.__dict__["greedy"] = drawn, greedy
@@ -245,19 +263,32 @@ def test_the_list_says_what_its_heading_says() -> None:
     """Changes that help a little are no list of which none helps."""
     assert "of which none helps" in str(Diagnosis("healthy: x", tried=(effect("norms", 0.6, 0.5),)))
     helps = Effect(Probe("a", "a", lambda wiring: wiring), figures_of(0.6), figures_of(0.6))
-    helps.__dict__["sampled"], helps.__dict__["greedy"] = Gain(2.0, 2.02, 0.002), Gain(2.0, 2.01, 0.01)
+    helps.__dict__["sampled"], helps.__dict__["greedy"] = (
+        Gain(2.0, 2.02, 0.002),
+        Gain(2.0, 2.01, 0.01),
+    )
     told = str(Diagnosis("healthy: x", tried=(helps,)))
-    assert "of which none helps" not in told and "1 help by up to 1.0% of the drafted tokens" in told
+    assert (
+        "of which none helps" not in told and "1 help by up to 1.0% of the drafted tokens" in told
+    )
     # more than what makes a fault, and uncertain in greedy drafts
-    helps.__dict__["sampled"], helps.__dict__["greedy"] = Gain(2.0, 2.05, 0.002), Gain(2.0, 2.04, 0.04)
+    helps.__dict__["sampled"], helps.__dict__["greedy"] = (
+        Gain(2.0, 2.05, 0.002),
+        Gain(2.0, 2.04, 0.04),
+    )
     told = str(Diagnosis("healthy: x", tried=(helps,)))
-    assert "1 help by up to 4.0% of the drafted tokens, too little or too uncertain to be a fault" in told
+    assert (
+        "1 help by up to 4.0% of the drafted tokens, too little or too uncertain to be a fault"
+        in told
+    )
 
 
 # -- the folder's own embedding ---------------------------------------------------------------------------------------
 
 
-def test_the_embedding_of_the_folder_is_the_one_that_is_examined(target: Target, texts: Batch, tmp_path: Path) -> None:
+def test_the_embedding_of_the_folder_is_the_one_that_is_examined(
+    target: Target, texts: Batch, tmp_path: Path
+) -> None:
     """Where it is the target's nothing is changed; another one is a fault that is named."""
     head = new_head("eagle3", target)
     save_pretrained(head, tmp_path)

@@ -44,8 +44,15 @@ MODES = {
 def model_of(layers: int, seed: int, vocab_size: int = 48, **more: Any) -> Any:
     """A small random model, surer than random ones are."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, num_hidden_layers=layers, **sizes, **more))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=vocab_size, num_hidden_layers=layers, **sizes, **more)
+    )
     torch.nn.init.normal_(model.lm_head.weight, std=0.5)
     return model.eval()
 
@@ -98,7 +105,9 @@ def test_the_target_drafts_for_itself(mode: str, target: Target) -> None:
     """All that a model drafts for itself is kept: gamma + 1 tokens in every cycle."""
     sampling, draw = MODES[mode]
     drafter, budget = drafter_of(model_of(3, 0), target), Budget.fixed(chain_paths(4), draw)
-    trace = generate(target, drafter, PROMPT, sampling=sampling, budget=budget, max_new_tokens=41, stop=[])
+    trace = generate(
+        target, drafter, PROMPT, sampling=sampling, budget=budget, max_new_tokens=41, stop=[]
+    )
     assert [cycle.committed for cycle in trace.cycles] == [5] * 8
 
 
@@ -108,7 +117,9 @@ def test_chains_are_the_models_own_continuation(kind: str, target: Target, alike
     """Cycle by cycle the draft is what the untouched model says of the whole text, uncached, whatever was kept."""
     model = alike
     if kind == "mistral":  # whose window is shorter than the text
-        config = MistralConfig(**{**alike.config.to_dict(), "sliding_window": 5, "model_type": "mistral"})
+        config = MistralConfig(
+            **{**alike.config.to_dict(), "sliding_window": 5, "model_type": "mistral"}
+        )
         model = AutoModelForCausalLM.from_config(config).eval()
         model.load_state_dict(alike.state_dict())
     drafter, text, counts = drafter_of(model, target), list[int](), set[int]()
@@ -124,12 +135,16 @@ def test_chains_are_the_models_own_continuation(kind: str, target: Target, alike
     watched = Watched(drafter, check)
     for prompt in (PROMPT, PROMPT[::-1], [40, 3], [17]):
         text.clear()
-        generate(target, watched, prompt, budget=Budget.fixed(chain_paths(3)), max_new_tokens=40, stop=[])
+        generate(
+            target, watched, prompt, budget=Budget.fixed(chain_paths(3)), max_new_tokens=40, stop=[]
+        )
     assert {0, 3} <= counts  # all of a draft was kept, and nothing of one
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [Budget(12, 4, 3), Budget.fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)))])
+@pytest.mark.parametrize(
+    "budget", [Budget(12, 4, 3), Budget.fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)))]
+)
 def test_trees_hold_what_the_model_says_on_each_path(budget: Budget) -> None:
     """Every node is among the likeliest children of its parent by an uncached forward over its path.
 
@@ -158,7 +173,10 @@ def test_trees_hold_what_the_model_says_on_each_path(budget: Budget) -> None:
 def test_a_model_that_was_not_asked_reads_what_it_missed(target: Target, alike: Any) -> None:
     """News that comes late gives the same draft as news that comes in time."""
     patient, asked = drafter_of(alike, target).begin(), drafter_of(alike, target).begin()
-    pieces = [Committed(torch.tensor(part), None, root) for part, root in ((PROMPT, 3), ([3, 4], 8), ([8], 11))]
+    pieces = [
+        Committed(torch.tensor(part), None, root)
+        for part, root in ((PROMPT, 3), ([3, 4], 8), ([8], 11))
+    ]
     budget = Budget.fixed(chain_paths(4))
     drafts = [asked.propose(piece, budget) for piece in pieces]
     assert torch.equal(patient.propose(Committed.join(pieces), budget).tokens, drafts[-1].tokens)
@@ -170,20 +188,32 @@ def test_a_model_that_was_not_asked_reads_what_it_missed(target: Target, alike: 
 def test_rows_without_words_may_differ_in_number(mode: str, rows: int, target: Target) -> None:
     """A model with fewer or more rows than the target drafts, and the output is still the target's."""
     sampling, draw = MODES[mode]
-    drafter, budget = drafter_of(model_of(2, 4, rows), target), Budget.fixed(((0,), (1,), (0, 0)), draw)
+    drafter, budget = (
+        drafter_of(model_of(2, 4, rows), target),
+        Budget.fixed(((0,), (1,), (0, 0)), draw),
+    )
     options = {"sampling": sampling, "max_new_tokens": 24, "stop": []}
     trace = generate(target, drafter, PROMPT, budget=budget, **options)
     assert all(int(cycle.tree.tokens.max()) < 48 for cycle in trace.cycles)
     if draw == "noise":
-        assert trace.tokens == generate(target, load_drafter("none", target), PROMPT, **options).tokens
+        assert (
+            trace.tokens == generate(target, load_drafter("none", target), PROMPT, **options).tokens
+        )
 
 
 def test_a_text_that_outgrows_the_model_is_not_drafted(target: Target) -> None:
     """Beyond its positions a model drafts nothing, and the target goes on alone."""
     drafter = drafter_of(model_of(3, 0, max_position_embeddings=16), target)
-    trace = generate(target, drafter, PROMPT, budget=Budget.fixed(chain_paths(4)), max_new_tokens=30, stop=[])
-    assert [cycle.nodes for cycle in trace.cycles if cycle.context >= 16] == [0] * (30 + len(PROMPT) - 17)
-    assert trace.tokens == generate(target, load_drafter("none", target), PROMPT, max_new_tokens=30, stop=[]).tokens
+    trace = generate(
+        target, drafter, PROMPT, budget=Budget.fixed(chain_paths(4)), max_new_tokens=30, stop=[]
+    )
+    assert [cycle.nodes for cycle in trace.cycles if cycle.context >= 16] == [0] * (
+        30 + len(PROMPT) - 17
+    )
+    assert (
+        trace.tokens
+        == generate(target, load_drafter("none", target), PROMPT, max_new_tokens=30, stop=[]).tokens
+    )
 
 
 LONGROPE = {
@@ -202,18 +232,29 @@ def test_a_longrope_model_is_silent_behind_its_border(mode: str, target: Target)
     model = model_of(3, 0, rope_parameters=LONGROPE, original_max_position_embeddings=20)
     sampling, draw = MODES[mode]
     drafter, budget = drafter_of(model, target), Budget.fixed(chain_paths(4), draw)
-    options: dict[str, Any] = {"sampling": sampling, "budget": budget, "max_new_tokens": 30, "stop": []}
+    options: dict[str, Any] = {
+        "sampling": sampling,
+        "budget": budget,
+        "max_new_tokens": 30,
+        "stop": [],
+    }
     trace = generate(target, drafter, PROMPT, **options)
     nodes = {cycle.context: cycle.nodes for cycle in trace.cycles}
     assert all(context + count <= 20 for context, count in nodes.items() if count)
-    assert sum(nodes.values()) > 0 and not any(count for context, count in nodes.items() if context >= 20)
+    assert sum(nodes.values()) > 0 and not any(
+        count for context, count in nodes.items() if context >= 20
+    )
     if draw == "noise":
-        assert trace.tokens == generate(target, load_drafter("none", target), PROMPT, **options).tokens
+        assert (
+            trace.tokens == generate(target, load_drafter("none", target), PROMPT, **options).tokens
+        )
     beyond = generate(target, drafter, PROMPT * 4, **options)
     assert all(cycle.nodes for cycle in beyond.cycles[:5])
 
 
-def test_a_model_that_reads_no_trees_is_refused_as_draft_model(target: Target, tmp_path: Path) -> None:
+def test_a_model_that_reads_no_trees_is_refused_as_draft_model(
+    target: Target, tmp_path: Path
+) -> None:
     """A draft tree is read by the draft model too, so the same sentence holds."""
     config = AutoConfig.for_model("openai-gpt", vocab_size=48, n_embd=32, n_layer=2, n_head=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -225,7 +266,9 @@ SERVED = ["qwen3_5_text", "jamba", "nemotron_h", "bloom", "gpt_neo", "rwkv"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name if name == "jamba" else pytest.param(name, marks=slow) for name in SERVED])
+@pytest.mark.parametrize(
+    "name", [name if name == "jamba" else pytest.param(name, marks=slow) for name in SERVED]
+)
 def test_models_with_states_draft_what_they_would_write(name: str) -> None:
     """Every draft is the model's own continuation, by naive loops, whatever of the one before was kept."""
     target, model = Target(model_of(2, 0, vocab_size=VOCAB)), build(name)
@@ -239,9 +282,16 @@ def test_models_with_states_draft_what_they_would_write(name: str) -> None:
         assert tree.tokens[1:].tolist() == answer_naively(steps(model), root, count, Sampling())
         drafted += count
 
-    options: dict[str, Any] = {"budget": Budget.fixed(chain_paths(3)), "max_new_tokens": 10, "stop": []}
+    options: dict[str, Any] = {
+        "budget": Budget.fixed(chain_paths(3)),
+        "max_new_tokens": 10,
+        "stop": [],
+    }
     trace = generate(target, Watched(drafter, check), PROMPT, **options)
-    assert trace.tokens == generate(target, load_drafter("none", target), PROMPT, **options).tokens and drafted > 20
+    assert (
+        trace.tokens == generate(target, load_drafter("none", target), PROMPT, **options).tokens
+        and drafted > 20
+    )
 
 
 def target_steps(drafter: DraftModel) -> Any:
@@ -257,13 +307,18 @@ def tokenizer_of(words: dict[str, int]) -> Any:
     """A tokenizer of whole words."""
     from tokenizers import Tokenizer, models
 
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a"))
+    )
 
 
 def test_other_words_are_refused_by_name() -> None:
     """What differs is named; sizes alone decide where a tokenizer is missing."""
     own, its = tokenizer_of({"a": 0, "b": 1, "c": 2}), tokenizer_of({"a": 0, "b": 2, "d": 1})
-    with pytest.raises(ValueError, match=r"3 tokens differ \('b' is 1 here and 2 there, 'c' is 2 here and None there"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 tokens differ \('b' is 1 here and 2 there, 'c' is 2 here and None there",
+    ):
         check_vocabulary(own, its, 3, 3)
     check_vocabulary(own, own, 3, 8)
     with pytest.raises(ValueError, match="has 3 tokens, the target 8"):
@@ -271,13 +326,17 @@ def test_other_words_are_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_of_a_language_model_is_a_drafter(target: Target, alike: Any, tmp_path: Path) -> None:
+def test_a_folder_of_a_language_model_is_a_drafter(
+    target: Target, alike: Any, tmp_path: Path
+) -> None:
     """Any causal language model on disk drafts, in a list too; one of another vocabulary is refused."""
     alike.save_pretrained(tmp_path / "small")
     drafter = load_drafter(tmp_path / "small", target)
     assert isinstance(drafter, DraftModel)
     both = load_drafter(["suffix", tmp_path / "small"], target)
-    expected = generate(target, load_drafter("none", target), PROMPT, max_new_tokens=20, stop=[]).tokens
+    expected = generate(
+        target, load_drafter("none", target), PROMPT, max_new_tokens=20, stop=[]
+    ).tokens
     for one in (drafter, both):
         assert generate(target, one, PROMPT, max_new_tokens=20, stop=[]).tokens == expected
     model_of(1, 0, 50).save_pretrained(tmp_path / "other")
@@ -308,7 +367,9 @@ def batch(exact: Target) -> Batch:
 def naively(model: Any, target: Target, batch: Batch, divergence: str) -> Tensor:
     """The loss text by text, by stock forwards and torch's own functions."""
     found = []
-    for text, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
+    for text, mask in zip(
+        batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
+    ):
         own = model(input_ids=text[None]).logits[0, :-1][mask[1:]].log_softmax(-1)
         law = own_logits(target.model, text.tolist())[:-1][mask[1:]].log_softmax(-1)
         mean = ((own.exp() + law.exp()) / 2).log()
@@ -324,13 +385,17 @@ def naively(model: Any, target: Target, batch: Batch, divergence: str) -> Tensor
 
 
 @pytest.mark.parametrize("divergence", ["tokens", "forward_kl", "reverse_kl", "jsd", "tv"])
-def test_loss_and_gradients_are_those_of_a_plain_loop(divergence: Any, exact: Target, batch: Batch) -> None:
+def test_loss_and_gradients_are_those_of_a_plain_loop(
+    divergence: Any, exact: Target, batch: Batch
+) -> None:
     """Every divergence, of the slots whose next token is supervised and of no others."""
     gradients = []
     for naive in (False, True):
         model = model_of(2, 5).double()
         head = DraftModel(DraftModelSettings(divergence=divergence), model.config, model).train()
-        loss = naively(model, exact, batch, divergence) if naive else head(batch, exact.head)["total"]
+        loss = (
+            naively(model, exact, batch, divergence) if naive else head(batch, exact.head)["total"]
+        )
         loss.backward()
         gradients.append((loss.detach(), [weight.grad for weight in head.parameters()]))
     torch.testing.assert_close(gradients[0][0], gradients[1][0], rtol=1e-7, atol=1e-9)
@@ -344,11 +409,15 @@ def test_fewer_rows_learn_the_law_of_the_words_that_they_have(exact: Target, bat
     model = model_of(2, 5, 40).double()
     head = DraftModel(DraftModelSettings(), model.config, model)
     found = []
-    for text, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
+    for text, mask in zip(
+        batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
+    ):
         own = model(input_ids=text.clamp(max=39)[None]).logits[0, :-1][mask[1:]].log_softmax(-1)
         law = own_logits(exact.model, text.tolist())[:-1][mask[1:], :40].softmax(-1)
         found.append(-(law * own).sum(-1))
-    torch.testing.assert_close(head(batch, exact.head)["total"], torch.cat(found).mean(), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        head(batch, exact.head)["total"], torch.cat(found).mean(), rtol=1e-7, atol=1e-9
+    )
 
 
 def test_what_is_judged_is_the_overlap_of_the_laws(exact: Target, batch: Batch, alike: Any) -> None:
@@ -356,10 +425,17 @@ def test_what_is_judged_is_the_overlap_of_the_laws(exact: Target, batch: Batch, 
     alike = copy.deepcopy(alike).double()
     head = DraftModel(DraftModelSettings(), alike.config, alike)
     sums, overlaps = head.validate(batch, exact.head, {"chain": chain_paths(3)}), []
-    for text, mask in zip(batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
-        laws = [own_logits(model, text.tolist())[:-1][mask[1:]].softmax(-1) for model in (alike, exact.model)]
+    for text, mask in zip(
+        batch.tokens.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
+    ):
+        laws = [
+            own_logits(model, text.tolist())[:-1][mask[1:]].softmax(-1)
+            for model in (alike, exact.model)
+        ]
         overlaps.append(torch.minimum(*laws).sum(-1))
-    assert float(sums["overlap"] / sums["slots"]) == pytest.approx(torch.cat(overlaps).mean().item(), abs=1e-7)
+    assert float(sums["overlap"] / sums["slots"]) == pytest.approx(
+        torch.cat(overlaps).mean().item(), abs=1e-7
+    )
     assert float(sums["slots"]) == len(torch.cat(overlaps))
 
 
@@ -368,11 +444,16 @@ def test_a_draft_model_starts_from_one_on_disk(alike: Any, target: Target, tmp_p
     alike.save_pretrained(tmp_path / "small")
     settings = DraftModelSettings(model=str(tmp_path / "small"))
     head = DraftModel.for_target(settings, target.config, target.head)
-    assert all(torch.equal(weight, alike.state_dict()[name]) for name, weight in head.model.state_dict().items())
+    assert all(
+        torch.equal(weight, alike.state_dict()[name])
+        for name, weight in head.model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("name", ["bert", "gemma2"])
-def test_models_that_cap_logits_or_transform_states_are_refused(name: str, target: Target, tmp_path: Path) -> None:
+def test_models_that_cap_logits_or_transform_states_are_refused(
+    name: str, target: Target, tmp_path: Path
+) -> None:
     """Their logits are no product of states with a matrix, which the loss of training takes them for."""
     build(name).save_pretrained(tmp_path)
     settings, config = DraftModelSettings(model=str(tmp_path)), copy.copy(target.config)
@@ -406,4 +487,6 @@ def test_rotary_frequencies_stay_precise(target: Target, tmp_path: Path) -> None
     loaded = Target.load(tmp_path, dtype="bfloat16", device="cpu")
     assert torch.equal(loaded.model(tokens).logits, stock(tokens).logits)
     assert not torch.equal(stock.to(torch.bfloat16)(tokens).logits, loaded.model(tokens).logits)
-    assert {weight.dtype for weight in in_dtype(model_of(1, 0), torch.float64).parameters()} == {torch.float64}
+    assert {weight.dtype for weight in in_dtype(model_of(1, 0), torch.float64).parameters()} == {
+        torch.float64
+    }

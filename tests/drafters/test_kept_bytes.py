@@ -33,9 +33,18 @@ LOOKUPS = [name for name in DRAFTERS if name not in (*TRAINED, "sparse_kv")]
 def target() -> Target:
     """A tiny llama in fp64, whose keys are fewer than its queries."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, num_hidden_layers=5, max_position_embeddings=2048, bos_token_id=0, **sizes
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=5,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        **sizes,
     )
     return Target(LlamaForCausalLM(config).double().eval())
 
@@ -44,7 +53,9 @@ def head_of(target: Target, kind: str, **settings: Any) -> Any:
     """An untrained head."""
     torch.manual_seed(0)
     asked = settings_of({"kind": kind, **settings}, "test")
-    weights = {"weights": target.model.state_dict().__getitem__} if DRAFTERS[kind].reads.weights else {}
+    weights = (
+        {"weights": target.model.state_dict().__getitem__} if DRAFTERS[kind].reads.weights else {}
+    )
     head = DRAFTERS[kind].for_target(asked, target.config, target.head, **weights)
     return head.double().bind(target.head)
 
@@ -57,7 +68,9 @@ def drafter_of(kind: str, target: Target) -> Any:
         return head_of(target, kind)
     if kind in ("unigram", "bigram"):
         none = torch.empty(0, dtype=torch.long)
-        return DRAFTERS[kind](Tables(torch.ones(VOCAB_SIZE).long(), torch.zeros(VOCAB_SIZE + 1).long(), none, none))
+        return DRAFTERS[kind](
+            Tables(torch.ones(VOCAB_SIZE).long(), torch.zeros(VOCAB_SIZE + 1).long(), none, none)
+        )
     return DRAFTERS[kind]()
 
 
@@ -95,7 +108,9 @@ OTHERS: dict[str, Callable[[Target], Any]] = {
 
 def sum_bytes(part: Any, seen: set[int]) -> int:
     """Bytes of all tensors that hang on something, but not on what was `seen`."""
-    if id(part) in seen or isinstance(part, (type, types.ModuleType, types.FunctionType, torch.dtype, torch.device)):
+    if id(part) in seen or isinstance(
+        part, (type, types.ModuleType, types.FunctionType, torch.dtype, torch.device)
+    ):
         return 0
     seen.add(id(part))
     if isinstance(part, Tensor):
@@ -105,17 +120,23 @@ def sum_bytes(part: Any, seen: set[int]) -> int:
         parts = list(part)
     parts += vars(part).values() if hasattr(part, "__dict__") else []
     slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
-    parts += [getattr(part, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
+    parts += [
+        getattr(part, name, None) for name in slots if name not in ("__dict__", "__weakref__")
+    ]
     return sum(sum_bytes(inner, seen) for inner in parts)
 
 
 def forecast(target: Target, drafter: Any, longest: int, texts: int) -> int:
     """Bytes that a drafter says it keeps of so many texts, as the target tells them beside its own."""
     tokens = texts * (longest + LIMIT + 1 + max(BUDGET.nodes, sum(drafter.forwards(BUDGET) or ())))
-    return target.cache_bytes(tokens, drafter=drafter, texts=texts) - target.cache_bytes(tokens, drafter.taps)
+    return target.cache_bytes(tokens, drafter=drafter, texts=texts) - target.cache_bytes(
+        tokens, drafter.taps
+    )
 
 
-def kept_and_said(target: Target, drafter: Any, prompts: tuple[int, ...], texts: int) -> tuple[int, int]:
+def kept_and_said(
+    target: Target, drafter: Any, prompts: tuple[int, ...], texts: int
+) -> tuple[int, int]:
     """The most bytes that hang on a drafter's state while so many texts are decoded at a time, and the forecast."""
     drafter.budget = BUDGET
     decoding = Decoding(target, drafter, batch_size=texts)
@@ -166,7 +187,11 @@ def test_what_reads_tokens_alone_keeps_ids(kind: str, target: Target) -> None:
 @pytest.mark.parametrize("kind", ["eagle3", "spire", "sparse_kv"])
 def test_a_window_bounds_what_is_kept(kind: str, target: Target) -> None:
     """Of a long text."""
-    make = {"eagle3": OTHERS["window"], "spire": lambda target: head_of(target, "spire"), "sparse_kv": OTHERS["recent"]}
+    make = {
+        "eagle3": OTHERS["window"],
+        "spire": lambda target: head_of(target, "spire"),
+        "sparse_kv": OTHERS["recent"],
+    }
     drafter, long = make[kind](target), 2 * PART
     said = check(target, drafter, (long,), texts=1)
     assert forecast(target, drafter, 8 * long, 1) == said

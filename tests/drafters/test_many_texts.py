@@ -52,8 +52,15 @@ LONGROPE = {
 def small_model(**more: Any) -> DraftModel:
     """A random language model of the heads' vocabulary in fp64, with fewer positions than some texts come to."""
     torch.manual_seed(4)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=V, num_hidden_layers=2, max_position_embeddings=70, **sizes, **more)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=V, num_hidden_layers=2, max_position_embeddings=70, **sizes, **more
+    )
     model = LlamaForCausalLM(config).double().eval()
     torch.nn.init.normal_(model.lm_head.weight, std=0.5)
     return DraftModel(DraftModelSettings(), config, model).bind(frozen_head(torch.float64))
@@ -68,7 +75,9 @@ def make(name: str, folder: Path) -> Any:
     if name in BY_DEFAULT:
         torch.manual_seed(2)
         method = REGISTRY[name]
-        settings = method.Settings(**{"levels": 4} if "levels" in method.Settings.model_fields else {})
+        settings = method.Settings(
+            **{"levels": 4} if "levels" in method.Settings.model_fields else {}
+        )
         return moved(method.for_target(settings, SHAPE, frozen)).double().bind(frozen)
     if name == "lookup, eagle1":
         return FirstOf([NgramDrafter(), make("eagle1", folder)])
@@ -81,7 +90,16 @@ def make(name: str, folder: Path) -> Any:
 
 # of those that read the target's texts tests/test_conformance.py compares batches
 BY_ITSELF = [name for name in BY_DEFAULT if not REGISTRY[name].reads.texts]
-DRAFTERS = ["eagle1", "eagle3", "eagle3.1", "hass", "two blocks", "draft model", "draft model, longrope", *BY_ITSELF]
+DRAFTERS = [
+    "eagle1",
+    "eagle3",
+    "eagle3.1",
+    "hass",
+    "two blocks",
+    "draft model",
+    "draft model, longrope",
+    *BY_ITSELF,
+]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +134,9 @@ class Text:
     def committed(self, tokens: list[int]) -> Committed:
         """These tokens with random features."""
         self.root = self.dice.randrange(V)
-        features = torch.randn(len(tokens), len(self.drafter.taps), 48, generator=self.generator, dtype=torch.float64)
+        features = torch.randn(
+            len(tokens), len(self.drafter.taps), 48, generator=self.generator, dtype=torch.float64
+        )
         return Committed(torch.tensor(tokens), features, self.root)
 
     def accept(self) -> None:
@@ -140,7 +160,9 @@ def compare(tree: DraftTree, alone: DraftTree) -> None:
             torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
 
 
-def play(drafter: Drafter, budgets: list[Budget], sampling: Sampling, seed: int, cycles: int = 30) -> int:
+def play(
+    drafter: Drafter, budgets: list[Budget], sampling: Sampling, seed: int, cycles: int = 30
+) -> int:
     """Rows that come, go and are passed over at random; how many trees of several rows at once were compared."""
     dice, state, texts, compared = random.Random(seed), drafter.open(), list[Text](), 0
     base = {row: dice.choice(budgets) for row in range(cycles)}  # a request keeps its draw
@@ -175,7 +197,9 @@ QUICK = [
     ("draft model, longrope", ("fixed", "T=0")),
 ]
 CASES = [
-    pytest.param(name, kind, sampling, marks=[pytest.mark.slow] * ((name, (kind, sampling)) not in QUICK))
+    pytest.param(
+        name, kind, sampling, marks=[pytest.mark.slow] * ((name, (kind, sampling)) not in QUICK)
+    )
     for name, kind, sampling in product([*DRAFTERS, "lookup, eagle1"], BUDGETS, SAMPLINGS)
 ]
 
@@ -190,7 +214,9 @@ CASES = [
     "falcon-dynamic-T=1",
 )
 @pytest.mark.parametrize(("name", "kind", "sampling"), CASES)
-def test_every_row_drafts_as_if_it_were_alone(name: str, kind: str, sampling: str, made: Callable[[str], Any]) -> None:
+def test_every_row_drafts_as_if_it_were_alone(
+    name: str, kind: str, sampling: str, made: Callable[[str], Any]
+) -> None:
     """Ragged updates, depths that differ, rows passed over, slots that are taken again; each text has its own noise."""
     assert sum(play(made(name), BUDGETS[kind], SAMPLINGS[sampling], seed) for seed in range(2)) > 40
 
@@ -201,7 +227,9 @@ def test_every_row_drafts_as_if_it_were_alone(name: str, kind: str, sampling: st
 def rolled_noise(seeds: list[Any], *rest: Any) -> list[DraftTree]:
     """Each row drafts with the noise of its neighbour, as if noise belonged to slots."""
     noises = [seed.noise for seed in seeds]
-    return growth.grow_rows([replace(seed, noise=noises[n - 1]) for n, seed in enumerate(seeds)], *rest)
+    return growth.grow_rows(
+        [replace(seed, noise=noises[n - 1]) for n, seed in enumerate(seeds)], *rest
+    )
 
 
 def neighbours_place(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
@@ -230,7 +258,11 @@ def left_behind(self: ModelState, row: int) -> None:
     self.levels |= levels
 
 
-positions, level_mask, release = text_state.slot_positions, head_state.level_mask, ModelState.release
+positions, level_mask, release = (
+    text_state.slot_positions,
+    head_state.level_mask,
+    ModelState.release,
+)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +274,21 @@ positions, level_mask, release = text_state.slot_positions, head_state.level_mas
         ("eagle1", HeadState, "release", stays),
         ("draft model", ModelState, "release", left_behind),
     ],
-    ids=["noise by slot", "neighbour's offset", "columns behind a text", "stale rows", "draft left behind"],
+    ids=[
+        "noise by slot",
+        "neighbour's offset",
+        "columns behind a text",
+        "stale rows",
+        "draft left behind",
+    ],
 )
 def test_a_disturbed_row_is_seen(
-    name: str, home: Any, part: str, fault: Any, made: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    home: Any,
+    part: str,
+    fault: Any,
+    made: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that draft with another's noise, stand or look where another's text ends, or find what one left there."""
     monkeypatch.setattr(home, part, fault)
@@ -259,11 +302,18 @@ def test_a_disturbed_row_is_seen(
 
 def updates_of(head: Any, counts: list[int], seed: int = 0) -> dict[int, Committed]:
     """An update of so many tokens for each row."""
-    texts = {row: Text(head, row, Sampling(), random.Random(seed + row)) for row in range(len(counts))}
-    return {row: text.committed([1] * count) for (row, text), count in zip(texts.items(), counts, strict=True)}
+    texts = {
+        row: Text(head, row, Sampling(), random.Random(seed + row)) for row in range(len(counts))
+    }
+    return {
+        row: text.committed([1] * count)
+        for (row, text), count in zip(texts.items(), counts, strict=True)
+    }
 
 
-@pytest.mark.parametrize("budget", [Budget(8, 4, 3), Budget.fixed(chain_paths(4))], ids=["dynamic", "chain"])
+@pytest.mark.parametrize(
+    "budget", [Budget(8, 4, 3), Budget.fixed(chain_paths(4))], ids=["dynamic", "chain"]
+)
 def test_all_rows_share_a_forward_a_level(
     budget: Budget, made: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +334,12 @@ def test_all_rows_share_a_forward_a_level(
     shapes.clear()
     ends = {row: budget.within(1 if row < 6 else 4) for row in range(8)}
     state.propose(updates_of(head, counts), ends)
-    assert [rows for rows, _ in shapes] == [8, 2, 2, 2]  # rows whose texts end soon leave the level's forward
+    assert [rows for rows, _ in shapes] == [
+        8,
+        2,
+        2,
+        2,
+    ]  # rows whose texts end soon leave the level's forward
 
 
 def test_a_prompt_is_not_padded_onto_its_neighbours() -> None:
@@ -340,12 +395,17 @@ def test_infinities_of_a_text_end_with_it(made: Callable[[str], Any]) -> None:
 def test_frequencies_that_follow_the_longest_text_are_each_rows_own() -> None:
     """Longrope tables of a short row beside a long one are those that it has alone."""
     shape = LlamaConfig(
-        **{**SHAPE.to_dict(), "rope_parameters": {**LONGROPE, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}}
+        **{
+            **SHAPE.to_dict(),
+            "rope_parameters": {**LONGROPE, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+        }
     )
     rotary, like = Rotary(shape), torch.zeros(1)
     places = torch.tensor([[3, 4], [50, 51]])
     together = rotary_tables(rotary, like, places)
     for row in range(2):
-        for table, alone in zip(together, rotary_tables(rotary, like, places[row : row + 1]), strict=True):
+        for table, alone in zip(
+            together, rotary_tables(rotary, like, places[row : row + 1]), strict=True
+        ):
             assert torch.equal(table[row], alone[0])
     assert not torch.equal(rotary(like, places)[0][0], together[0][0])

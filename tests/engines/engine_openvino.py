@@ -14,14 +14,30 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}  # by default keys and values are rounded
+EXACT = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+}  # by default keys and values are rounded
 
 
 def convert(model: str, out: Path, *more: str) -> Path:
     """Convert a model for OpenVINO, unless it is there."""
     if not out.is_dir():
-        command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", model]
-        command += ["--task", "text-generation-with-past", "--weight-format", "fp32", *more, f"{out}.part"]
+        command = [
+            str(Path(sys.executable).with_name("optimum-cli")),
+            "export",
+            "openvino",
+            "--model",
+            model,
+        ]
+        command += [
+            "--task",
+            "text-generation-with-past",
+            "--weight-format",
+            "fp32",
+            *more,
+            f"{out}.part",
+        ]
         subprocess.run(command, check=True)
         Path(f"{out}.part").rename(out)
     return out
@@ -77,7 +93,9 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching = 2, False
     draft = openvino_genai.draft_model(str(head), "CPU", **EXACT)
-    llm = openvino_genai.LLMPipeline(str(target), "CPU", scheduler_config=scheduler, draft_model=draft, **EXACT)
+    llm = openvino_genai.LLMPipeline(
+        str(target), "CPU", scheduler_config=scheduler, draft_model=draft, **EXACT
+    )
     config = generation_config(job)
     rows = []
     for prompt in job["prompts"]:
@@ -87,7 +105,9 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         sizes = list(answer.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
         tokens = list(map(int, answer.tokens[0]))
         if sum(sizes) != len(tokens):
-            raise ValueError(f"the steps of the main model {sizes} do not add up to its {len(tokens)} tokens")
+            raise ValueError(
+                f"the steps of the main model {sizes} do not add up to its {len(tokens)} tokens"
+            )
         rows.append({"tokens": tokens[: job["new_tokens"]], **count_drafts(sizes, job)})
     return {"version": version("openvino-genai"), "answers": rows}
 

@@ -19,7 +19,9 @@ from eagle.decoding.loop import Decoding
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
 
-Row = dict[str, Any]  # of one answer: tokens, drafts, and how many had their first, second, ... token accepted
+Row = dict[
+    str, Any
+]  # of one answer: tokens, drafts, and how many had their first, second, ... token accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,21 @@ class Job:
 class Rule:
     """When an engine drafts, and from what. All count a whole draft, including what a limit or a stop then cuts off."""
 
-    from_prompt: bool = False  # the first draft follows the prompt's last token, not the answer's first
+    from_prompt: bool = (
+        False  # the first draft follows the prompt's last token, not the answer's first
+    )
     stops: Collection[int] = ()  # tokens that end an answer
-    reads: Collection[str] = ()  # of READINGS, what an MTP layer reads there that it does not read here
+    reads: Collection[
+        str
+    ] = ()  # of READINGS, what an MTP layer reads there that it does not read here
 
     def count(self, new: list[int], accepted: int, depth: int) -> int:
         """How many accepted tokens count: none behind a stop, nor the stop itself unless it ends the draft."""
-        ends = (place for place, token in enumerate(new[:accepted]) if token in self.stops and place + 1 < depth)
+        ends = (
+            place
+            for place, token in enumerate(new[:accepted])
+            if token in self.stops and place + 1 < depth
+        )
         return next(ends, accepted)
 
 
@@ -54,7 +64,9 @@ def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> 
     for name in rule.reads:
         READINGS[name](drafter, target)
     if job.budget.top_k > 1:
-        job = replace(job, budget=replace(job.budget, sharpness=1.0))  # engines grow trees by EAGLE-2's rule
+        job = replace(
+            job, budget=replace(job.budget, sharpness=1.0)
+        )  # engines grow trees by EAGLE-2's rule
     return [_decode(job, prompt, target, drafter, rule) for prompt in job.prompts]
 
 
@@ -73,7 +85,9 @@ def blank_first_token(drafter: Any, target: Target) -> None:
     """Let an MTP layer read zeros for the embedding at position 0."""
     read = drafter.first_block
 
-    def first_block(embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], *more: Any) -> Tensor:
+    def first_block(
+        embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], *more: Any
+    ) -> Tensor:
         is_first = (rotary[1] == 0).all(-1, keepdim=True)  # nothing is turned at position 0
         states: Tensor = read(embedded.masked_fill(is_first, 0), hidden, rotary, *more)
         return states
@@ -100,15 +114,21 @@ def lead_with_first_token(drafter: Any, target: Target) -> None:
         tokens, features = update.tokens, update.features
         assert features is not None
         blank = torch.zeros_like(features[:1])
-        return replace(update, tokens=torch.cat([tokens[:1], tokens]), features=torch.cat([blank, features]))
+        return replace(
+            update, tokens=torch.cat([tokens[:1], tokens]), features=torch.cat([blank, features])
+        )
 
     def open_state() -> Any:
         state = open_texts()
         propose = state.propose
 
-        def propose_with_lead(updates: Mapping[int, Committed], budgets: Mapping[int, Budget]) -> Any:
+        def propose_with_lead(
+            updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
+        ) -> Any:
             begun = set(state.rows)
-            return propose({row: up if row in begun else lead(up) for row, up in updates.items()}, budgets)
+            return propose(
+                {row: up if row in begun else lead(up) for row, up in updates.items()}, budgets
+            )
 
         state.propose = propose_with_lead
         return state
@@ -131,7 +151,13 @@ def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule:
     decoding = Decoding(target, drafter, budget=job.budget)
     first = prompt[-1] if known else None
     decoding.add(
-        0, prompt[: len(prompt) - known], Sampling(), limit + job.budget.depth + 1, trace, stop=[], first=first
+        0,
+        prompt[: len(prompt) - known],
+        Sampling(),
+        limit + job.budget.depth + 1,
+        trace,
+        stop=[],
+        first=first,
     )
     while len(trace.tokens) < limit and not set(trace.tokens[known:]) & set(rule.stops):
         decoding.step()
@@ -139,7 +165,10 @@ def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule:
     decoding.close()
     ends = accumulate((cycle.committed for cycle in trace.cycles), initial=1)
     steps = [trace.tokens[start:end] for start, end in pairwise(ends)]
-    counts = [rule.count(new, cycle.accepted, job.budget.depth) for new, cycle in zip(steps, trace.cycles, strict=True)]
+    counts = [
+        rule.count(new, cycle.accepted, job.budget.depth)
+        for new, cycle in zip(steps, trace.cycles, strict=True)
+    ]
     return {
         "tokens": trace.tokens[known:limit],
         "own": [next((token for token in new if token in rule.stops), new[-1]) for new in steps],

@@ -23,12 +23,22 @@ METHODS = {  # by the architecture that a head's config names; EAGLE-1's is the 
     "DeepseekV3ForCausalLM": "mtp",
 }
 READS = {  # what an MTP layer reads there: `Rule.reads` of engine_reference.py
-    "MiMoForCausalLM": ("blank_first", "before_norm"),  # mimo_mtp.py; mimo.py returns the state before its norm
-    "Glm4MoeForCausalLM": ("blank_first", "raw_states"),  # glm4_moe_mtp.py norms for the logits alone
+    "MiMoForCausalLM": (
+        "blank_first",
+        "before_norm",
+    ),  # mimo_mtp.py; mimo.py returns the state before its norm
+    "Glm4MoeForCausalLM": (
+        "blank_first",
+        "raw_states",
+    ),  # glm4_moe_mtp.py norms for the logits alone
     "DeepseekV3ForCausalLM": ("blank_first",),  # deepseek_mtp.py
 }
 LAST = {"medusa": "0.32"}  # versions, of methods that later ones have not
-MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # of heads that draft all places by one forward
+MASKS = (
+    "mask_token_id",
+    "pard_token",
+    "ptd_token_id",
+)  # of heads that draft all places by one forward
 
 
 def read_counts(llm: Any) -> tuple[int, list[int]]:
@@ -50,7 +60,9 @@ def check_version(method: str, version: str) -> None:
     numbers = tuple(int(part) for part in version.split(".")[:2])
     last = LAST.get(method)
     if last is not None and numbers > tuple(map(int, last.split("."))):
-        sys.exit(f"vLLM {version} serves no {method} heads, {last} is the last that does: name such an environment")
+        sys.exit(
+            f"vLLM {version} serves no {method} heads, {last} is the last that does: name such an environment"
+        )
 
 
 def interpret_kernels() -> None:
@@ -62,7 +74,9 @@ def interpret_kernels() -> None:
     from triton import backends
 
     compiler = next(iter(backends.backends.values())).compiler
-    backends.backends = {"cpu": SimpleNamespace(compiler=compiler, driver=SimpleNamespace(is_active=lambda: True))}
+    backends.backends = {
+        "cpu": SimpleNamespace(compiler=compiler, driver=SimpleNamespace(is_active=lambda: True))
+    }
 
 
 def norm_each_layer() -> None:
@@ -114,15 +128,23 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
         speculative_config={**head, "model": job["head"], "num_speculative_tokens": job["depth"]},
     )
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=not job.get("ends"))
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=not job.get("ends")
+    )
     rows, drafts, accepted = [], *read_counts(llm)
     for prompt in job["prompts"]:
         (answer,) = llm.generate(as_input(prompt), sampling, use_tqdm=False)
         before, accepted_before = drafts, accepted
         drafts, accepted = read_counts(llm)
         gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
-        row = {"tokens": list(answer.outputs[0].token_ids), "drafts": drafts - before, "accepted": gained}
-        rows.append({**row, "prompt": list(answer.prompt_token_ids)} if isinstance(prompt, dict) else row)
+        row = {
+            "tokens": list(answer.outputs[0].token_ids),
+            "drafts": drafts - before,
+            "accepted": gained,
+        }
+        rows.append(
+            {**row, "prompt": list(answer.prompt_token_ids)} if isinstance(prompt, dict) else row
+        )
     return {"version": vllm.__version__, "reads": reads, "answers": rows}
 
 

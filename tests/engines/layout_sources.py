@@ -35,9 +35,20 @@ from tests.documents import ROOT
 
 OUT = ROOT / "docs/results/layout_sources.json"
 PACKAGES = {"vllm": "vllm", "sglang": "sglang"}  # of an exporter, on the package index
-OTHERS = ("speculators",)  # whose own loader is run with its layout; it shares config keys with the engines
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 12}
-PLAIN = frozenset(LlamaConfig().to_dict()) | {"rope_theta", "rope_scaling", "torch_dtype"}  # which any reader knows
+OTHERS = (
+    "speculators",
+)  # whose own loader is run with its layout; it shares config keys with the engines
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 12,
+}
+PLAIN = frozenset(LlamaConfig().to_dict()) | {
+    "rope_theta",
+    "rope_scaling",
+    "torch_dtype",
+}  # which any reader knows
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -55,7 +66,9 @@ class Reading(NamedTuple):
 
 def write_layouts(engine: str) -> Iterator[tuple[str, Layout, str]]:
     """Every method's layout for an engine, of new heads for a small random target, and the last version to read it."""
-    target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=96, bos_token_id=1, eos_token_id=2, **SIZES)))
+    target = Target(
+        LlamaForCausalLM(LlamaConfig(vocab_size=96, bos_token_id=1, eos_token_id=2, **SIZES))
+    )
     for name, method in DRAFTERS.items():
         if not issubclass(method, TrainableDrafter):
             continue
@@ -74,23 +87,40 @@ def parse_checkout(word: str) -> tuple[str, Path]:
     """The engine and the folder of `ENGINE=DIR`."""
     engine, _, folder = word.partition("=")
     if engine not in EXPORTERS or not folder or not Path(folder).is_dir():
-        raise ValueError(f"got {word!r}, expected ENGINE=DIR, an engine of {', '.join(EXPORTERS)} and a folder")
+        raise ValueError(
+            f"got {word!r}, expected ENGINE=DIR, an engine of {', '.join(EXPORTERS)} and a folder"
+        )
     return engine, Path(folder)
 
 
 def read_sources(folder: Path) -> dict[str, str]:
     """The text of every Python file in a folder, by its path there."""
-    return {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*.py"))}
+    return {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for path in sorted(folder.rglob("*.py"))
+    }
 
 
 def fetch_sources(package: str) -> tuple[str, dict[str, str]]:
     """The version of a package's newest wheel for this Python, and the text of its Python files."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", folder, package]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "-d",
+            folder,
+            package,
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(folder).glob("*.whl"))
         if not wheels:
-            raise ValueError(f"no wheel of {package} was fetched, expected its newest: {done.stderr.strip()[-500:]}")
+            raise ValueError(
+                f"no wheel of {package} was fetched, expected its newest: {done.stderr.strip()[-500:]}"
+            )
         with zipfile.ZipFile(wheels[0]) as wheel:
             names = [name for name in wheel.namelist() if name.endswith(".py")]
             return wheels[0].name.split("-")[1], {name: wheel.read(name).decode() for name in names}
@@ -100,28 +130,45 @@ def near_files(path: str, sources: dict[str, str]) -> list[str]:
     """A file and those of the package that it imports."""
     modules = re.findall(r"^\s*from +(\.*[\w.]*) +import", sources[path], re.MULTILINE)
     endings = [module.lstrip(".").replace(".", "/") for module in modules if module.strip(".")]
-    return [path, *(name for name in sources if name.removesuffix(".py").endswith(tuple(endings) or ("\0",)))]
+    return [
+        path,
+        *(name for name in sources if name.removesuffix(".py").endswith(tuple(endings) or ("\0",))),
+    ]
 
 
 def find_reader(names: Iterable[str], sources: dict[str, str]) -> tuple[str, str] | None:
     """The class that the sources have for the first of these names that they know, and the file of its definition."""
     for name in names:
-        listed = [entry for text in sources.values() for entry in re.findall(rf'"{name}": *\(([^)]*)\)', text)]
+        listed = [
+            entry
+            for text in sources.values()
+            for entry in re.findall(rf'"{name}": *\(([^)]*)\)', text)
+        ]
         # vLLM puts Eagle before the name of a model of EAGLE-1's
-        for each in (f"Eagle{name}", name, *(word for entry in listed for word in re.findall(r'"(\w+)"', entry)[1:])):
+        for each in (
+            f"Eagle{name}",
+            name,
+            *(word for entry in listed for word in re.findall(r'"(\w+)"', entry)[1:]),
+        ):
             for path, text in sources.items():
                 if re.search(rf"^class {each}\b", text, re.MULTILINE):
                     return each, path
     return None
 
 
-def compare_layout(layout: Layout, sources: dict[str, str], read: set[str]) -> tuple[str, int, list[str]]:
+def compare_layout(
+    layout: Layout, sources: dict[str, str], read: set[str]
+) -> tuple[str, int, list[str]]:
     """The class that reads a layout, how many names it has, and which of them the sources or `read` do not hold."""
     parts = {part for name in layout.tensors for part in name.split(".") if not part.isdigit()}
     parts -= {"weight", "bias", "layers"}  # which torch gives
     keys = {key for key in layout.config.keys() - PLAIN if layout.config[key]}
     found = find_reader(layout.config.get("architectures") or (), sources)
-    near = set(WORD.findall("\n".join(sources[path] for path in near_files(found[1], sources)))) if found else set()
+    near = (
+        set(WORD.findall("\n".join(sources[path] for path in near_files(found[1], sources))))
+        if found
+        else set()
+    )
     return found[0] if found else "", len(parts) + len(keys), sorted((parts - near) | (keys - read))
 
 
@@ -134,29 +181,49 @@ def source_table(rows: Iterable[dict[str, Any]]) -> str:
         cells = [reader, str(row["words"]), missing]
         if row["until"]:
             cells = [f"nothing since {row['until']}, as exports say", "", ""]
-        lines.append("| " + " | ".join([row["engine"], row["version"], f"`{row['method']}`", *cells]) + " |")
+        lines.append(
+            "| " + " | ".join([row["engine"], row["version"], f"`{row['method']}`", *cells]) + " |"
+        )
     return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:
     """Read every engine's newest source, print what of the layouts it names; status 1 if something is missing."""
-    parser = argparse.ArgumentParser(prog="python -m tests.engines.layout_sources", description=main.__doc__)
-    parser.add_argument("checkouts", nargs="*", metavar="ENGINE=DIR", help="an engine's source, as trtllm=DIR")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engines.layout_sources", description=main.__doc__
+    )
+    parser.add_argument(
+        "checkouts", nargs="*", metavar="ENGINE=DIR", help="an engine's source, as trtllm=DIR"
+    )
     folders = {
-        engine: read_sources(folder) for engine, folder in map(parse_checkout, parser.parse_args(argv).checkouts)
+        engine: read_sources(folder)
+        for engine, folder in map(parse_checkout, parser.parse_args(argv).checkouts)
     }
     read = {engine: ("a checkout", sources) for engine, sources in folders.items()}
     fetched = {engine: fetch_sources(package) for engine, package in PACKAGES.items()}
-    shared = [sources for _, sources in [*read.values(), *fetched.values(), *map(fetch_sources, OTHERS)]]
+    shared = [
+        sources for _, sources in [*read.values(), *fetched.values(), *map(fetch_sources, OTHERS)]
+    ]
     known = {word for sources in shared for text in sources.values() for word in WORD.findall(text)}
     readings = []
     for engine, (version, sources) in {**fetched, **read}.items():
         for method, layout, until in write_layouts(engine):
-            ended = until if until and engine in fetched and Version(version) > Version(until) else ""
-            readings.append(Reading(engine, version, method, *compare_layout(layout, sources, known), ended))
+            ended = (
+                until if until and engine in fetched and Version(version) > Version(until) else ""
+            )
+            readings.append(
+                Reading(engine, version, method, *compare_layout(layout, sources, known), ended)
+            )
     write_text(OUT, json.dumps([reading._asdict() for reading in readings], indent=2) + "\n")
     print(source_table([reading._asdict() for reading in readings]))
-    sys.exit(int(any(not reading.until and (reading.missing or not reading.reader) for reading in readings)))
+    sys.exit(
+        int(
+            any(
+                not reading.until and (reading.missing or not reading.reader)
+                for reading in readings
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -18,23 +18,56 @@ from eagle import Budget, Target, generate, load_drafter
 from eagle.core.drafter import Committed
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import rotary_tables
-from tests.engines.compare_engines import Comparison, compare_engine, merge_rows, read_prompts, row_of, table
+from tests.engines.compare_engines import (
+    Comparison,
+    compare_engine,
+    merge_rows,
+    read_prompts,
+    row_of,
+    table,
+)
 from tests.engines.engine_builds import holds
 from tests.engines.engine_families import FAMILIES, write_model
 from tests.engines.engine_openvino import count_drafts
-from tests.engines.engine_reference import READINGS, Job, Rule, decode_as_engine, same_counts, sum_rows
+from tests.engines.engine_reference import (
+    READINGS,
+    Job,
+    Rule,
+    decode_as_engine,
+    same_counts,
+    sum_rows,
+)
 from tests.engines.engine_vllm import check_version
 
 TINY = Path(__file__).parents[2] / "runs/tiny"
 WHERE = {"vllm": "EAGLE_VLLM", "openvino": "EAGLE_OPENVINO", "llamacpp": "EAGLE_LLAMACPP"}
 MATRIX = [
-    *(("vllm", head) for head in ("eagle1", "hass", "eagle3-full", "eagle3", "eagle3.1", "eagle3-normed", "medusa")),
+    *(
+        ("vllm", head)
+        for head in (
+            "eagle1",
+            "hass",
+            "eagle3-full",
+            "eagle3",
+            "eagle3.1",
+            "eagle3-normed",
+            "medusa",
+        )
+    ),
     *((engine, head) for engine in ("openvino", "llamacpp") for head in ("eagle3-full", "eagle3")),
 ]
-BLOCKS = [("vllm", "peagle"), *((engine, head) for engine in ("vllm", "llamacpp") for head in ("dflash", "dspark"))]
+BLOCKS = [
+    ("vllm", "peagle"),
+    *((engine, head) for engine in ("vllm", "llamacpp") for head in ("dflash", "dspark")),
+]
 MTP = [*(("vllm", family) for family in FAMILIES), ("llamacpp", "glm")]
 CHAIN, TREE = Budget(3, 3, 1), Budget(10, 4, 4)
-LEAST = {"medusa": 1.4, "peagle": 1.4, "dflash": 1.4, "dspark": 1.4}  # acceptance length of no idle head; of others 2
+LEAST = {
+    "medusa": 1.4,
+    "peagle": 1.4,
+    "dflash": 1.4,
+    "dspark": 1.4,
+}  # acceptance length of no idle head; of others 2
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +100,18 @@ def prove(work: Path, target: Target) -> Prove:
     ) -> Comparison:
         folder = os.environ.get(WHERE[engine])
         if folder is None or not holds(engine, Path(folder)):
-            pytest.skip(f"no {engine} in {folder}: `make test-engines` makes its environment and sets {WHERE[engine]}")
+            pytest.skip(
+                f"no {engine} in {folder}: `make test-engines` makes its environment and sets {WHERE[engine]}"
+            )
         if not (TINY / head / "head").is_dir():
-            pytest.skip(f"no trained head in runs/tiny/{head}/head: docs/serving.md has the command")
+            pytest.skip(
+                f"no trained head in runs/tiny/{head}/head: docs/serving.md has the command"
+            )
         prompts = read_prompts(target, TINY / "data/heldout.jsonl", 48, room=64)
         job = Job(TINY / "target", prompts, budget)
-        return compare_engine(job, TINY / head / "head", engine, Path(folder), target, work, spoil, family)
+        return compare_engine(
+            job, TINY / head / "head", engine, Path(folder), target, work, spoil, family
+        )
 
     return compare
 
@@ -150,7 +189,9 @@ def shifted_layers(head: Path) -> None:
     """Name every layer one too high."""
     config = json.loads((head / "config.json").read_text())
     for place in (config, config["eagle_config"]):
-        place["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in place["eagle_aux_hidden_state_layer_ids"]]
+        place["eagle_aux_hidden_state_layer_ids"] = [
+            layer + 1 for layer in place["eagle_aux_hidden_state_layer_ids"]
+        ]
     (head / "config.json").write_text(json.dumps(config))
 
 
@@ -181,13 +222,18 @@ def swapped_biases(head: Path) -> None:
     """Let a Markov head's two tables change places."""
     tensors = load_file(head / "model.safetensors")
     first, second = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
-    save_file({**tensors, first: tensors[second], second: tensors[first]}, head / "model.safetensors")
+    save_file(
+        {**tensors, first: tensors[second], second: tensors[first]}, head / "model.safetensors"
+    )
 
 
 def no_mask_state(head: Path) -> None:
     """Leave zeros where states are not known yet."""
     tensors = load_file(head / "model.safetensors")
-    save_file({**tensors, "mask_hidden": torch.zeros_like(tensors["mask_hidden"])}, head / "model.safetensors")
+    save_file(
+        {**tensors, "mask_hidden": torch.zeros_like(tensors["mask_hidden"])},
+        head / "model.safetensors",
+    )
 
 
 def swapped_projection(head: Path) -> None:
@@ -208,7 +254,10 @@ def forgotten_biases(head: Path) -> None:
 def swapped_levels(head: Path) -> None:
     """Let the second level guess what the third was trained for."""
     tensors = load_file(head / "model.safetensors")
-    swapped = {name.replace("s.1.", "s.x.").replace("s.2.", "s.1.").replace("s.x.", "s.2."): name for name in tensors}
+    swapped = {
+        name.replace("s.1.", "s.x.").replace("s.2.", "s.1.").replace("s.x.", "s.2."): name
+        for name in tensors
+    }
     save_file({name: tensors[other] for name, other in swapped.items()}, head / "model.safetensors")
 
 
@@ -256,11 +305,19 @@ def test_whole_drafts_are_counted(tiny_target: Target) -> None:
     """The counts are those of an answer that goes on: of its cycles that begin before the limit."""
     prompt, total = tiny_target.tokenizer.encode(TEXT), 0
     for limit in (1, 2, 28, 30, 31):
-        (row,) = decode_as_engine(counting(tiny_target, [prompt], limit), "ngram", tiny_target, Rule())
+        (row,) = decode_as_engine(
+            counting(tiny_target, [prompt], limit), "ngram", tiny_target, Rule()
+        )
         ngram = load_drafter("ngram", tiny_target)
-        trace = generate(tiny_target, ngram, prompt, max_new_tokens=limit + 20, stop=[], budget=CHAIN)
+        trace = generate(
+            tiny_target, ngram, prompt, max_new_tokens=limit + 20, stop=[], budget=CHAIN
+        )
         begins = list(accumulate((cycle.committed for cycle in trace.cycles), initial=1))
-        longs = [cycle.accepted for cycle, begin in zip(trace.cycles, begins, strict=False) if begin < limit]
+        longs = [
+            cycle.accepted
+            for cycle, begin in zip(trace.cycles, begins, strict=False)
+            if begin < limit
+        ]
         assert row["tokens"] == trace.tokens[:limit]
         assert row["drafts"] == len(longs)
         assert row["accepted"] == [sum(count > place for count in longs) for place in range(3)]
@@ -274,41 +331,58 @@ def test_a_draft_behind_the_prompt_is_one_behind_a_first_token(tiny_target: Targ
     prompt = tiny_target.tokenizer.encode(TEXT)
     (plain,) = decode_as_engine(counting(tiny_target, [prompt], 36), "ngram", tiny_target, Rule())
     longer = [*prompt, plain["tokens"][0]]
-    (row,) = decode_as_engine(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(from_prompt=True))
+    (row,) = decode_as_engine(
+        counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(from_prompt=True)
+    )
     assert same_counts(row, plain) and row["own"] == plain["own"]
     assert row["tokens"] == plain["tokens"][1:]
     assert plain["accepted"][2] > 0
     other = [*prompt, prompt[0]]  # which the target would not have said
-    (row,) = decode_as_engine(counting(tiny_target, [other], 35), "ngram", tiny_target, Rule(from_prompt=True))
+    (row,) = decode_as_engine(
+        counting(tiny_target, [other], 35), "ngram", tiny_target, Rule(from_prompt=True)
+    )
     assert (
         row["tokens"]
-        == generate(tiny_target, load_drafter("none", tiny_target), other, max_new_tokens=35, stop=[]).tokens
+        == generate(
+            tiny_target, load_drafter("none", tiny_target), other, max_new_tokens=35, stop=[]
+        ).tokens
     )
     stop = plain["own"][1]
-    (short,) = decode_as_engine(counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(True, stops=[stop]))
+    (short,) = decode_as_engine(
+        counting(tiny_target, [longer], 35), "ngram", tiny_target, Rule(True, stops=[stop])
+    )
     assert short["own"] == [*plain["own"][: plain["own"].index(stop)], stop]
 
 
 def test_what_a_stop_cuts_off_is_not_counted() -> None:
     """Of [5, 2, 7 | 8], three drafts and the target's token: 2 ends the answer, and counts only as a draft's last."""
     rule = Rule(stops=[2])
-    assert [rule.count(new, 3, 3) for new in ([5, 6, 7, 8], [5, 2, 7, 8], [2, 6, 7, 8], [5, 6, 2, 8])] == [3, 1, 0, 3]
+    assert [
+        rule.count(new, 3, 3) for new in ([5, 6, 7, 8], [5, 2, 7, 8], [2, 6, 7, 8], [5, 6, 2, 8])
+    ] == [3, 1, 0, 3]
     assert rule.count([5, 2], 1, 3) == 1  # the target's own token
     assert Rule().count([5, 2, 7, 8], 3, 3) == 3
 
 
 @torch.no_grad()
-def draft_naively(head: Any, target: Target, prompt: list[int], root: int, reads: tuple[str, ...]) -> list[int]:
+def draft_naively(
+    head: Any, target: Target, prompt: list[int], root: int, reads: tuple[str, ...]
+) -> list[int]:
     """A chain of three by whole forwards over the text, as an engine's source has them."""
     states: dict[str, torch.Tensor] = {}
     norm = target.model.base_model.norm
-    handle = norm.register_forward_hook(lambda _, given, made: states.update(raw=given[0], normed=made))
+    handle = norm.register_forward_hook(
+        lambda _, given, made: states.update(raw=given[0], normed=made)
+    )
     target.model.base_model(torch.tensor([prompt]))
     handle.remove()
     hidden = states["raw" if "before_norm" in reads else "normed"]
     tokens = [*prompt[1:], root]
     if "first_token" in reads:
-        tokens, hidden = [*prompt, root], torch.cat([torch.zeros_like(hidden[:, :1]), hidden], dim=1)
+        tokens, hidden = (
+            [*prompt, root],
+            torch.cat([torch.zeros_like(hidden[:, :1]), hidden], dim=1),
+        )
     drafted: list[int] = []
     for _ in range(3):
         embedded = target.head.embed(torch.tensor([tokens + drafted]))
@@ -334,7 +408,13 @@ def test_a_reading_is_that_of_whole_forwards(tiny_target_dir: Path) -> None:
             weight.add_(torch.randn_like(weight), alpha=0.5 if weight.ndim == 1 else 0.2)
     head.bind(target.head)
     prompts = torch.randint(0, target.vocab_size, (12, 5)).tolist()
-    for reads in ((), ("blank_first",), ("blank_first", "before_norm"), ("raw_states",), ("first_token",)):
+    for reads in (
+        (),
+        ("blank_first",),
+        ("blank_first", "before_norm"),
+        ("raw_states",),
+        ("first_token",),
+    ):
         changed: Any = copy.copy(head)
         for name in reads:
             READINGS[name](changed, target)
@@ -343,31 +423,49 @@ def test_a_reading_is_that_of_whole_forwards(tiny_target_dir: Path) -> None:
             state = changed.open()
             state.admit(0)
             features = target.features(torch.tensor([prompt[:-1]]), (-1,))[0]
-            tree = state.propose({0: Committed(torch.tensor(prompt[:-1]), features, prompt[-1])}, {0: CHAIN})[0]
+            tree = state.propose(
+                {0: Committed(torch.tensor(prompt[:-1]), features, prompt[-1])}, {0: CHAIN}
+            )[0]
             drafts.append(tree.tokens[1:].tolist())
-        assert drafts == [draft_naively(head, target, prompt[:-1], prompt[-1], reads) for prompt in prompts]
+        assert drafts == [
+            draft_naively(head, target, prompt[:-1], prompt[-1], reads) for prompt in prompts
+        ]
         usual = [draft_naively(head, target, prompt[:-1], prompt[-1], ()) for prompt in prompts]
         assert (drafts == usual) == (not reads), reads
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_a_family_holds_target_and_head(family: str, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_model_of_a_family_holds_target_and_head(
+    family: str, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """Every tensor of the target is there as it was, or as both of two equal experts, and so is the layer's."""
     target = Target.load(tiny_target_dir / "target", dtype=torch.float32)
-    head: Any = DRAFTERS["mtp"].for_target(settings_of({"kind": "mtp"}, "test"), target.config).bind(target.head)
+    head: Any = (
+        DRAFTERS["mtp"]
+        .for_target(settings_of({"kind": "mtp"}, "test"), target.config)
+        .bind(target.head)
+    )
     write_model(head, target.config, tiny_target_dir / "target", family, tmp_path / "model")
     tensors, config = (
         load_file(tmp_path / "model/model.safetensors"),
         json.loads((tmp_path / "model/config.json").read_text()),
     )
     for name, tensor in load_file(tiny_target_dir / "target/model.safetensors").items():
-        names = [name] if name in tensors else [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in (0, 1)]
+        names = (
+            [name]
+            if name in tensors
+            else [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in (0, 1)]
+        )
         assert all(torch.equal(tensors[each], tensor) for each in names), name
     (projection,) = [
-        tensor for name, tensor in tensors.items() if name.endswith(("eh_proj.weight", "input_proj.weight"))
+        tensor
+        for name, tensor in tensors.items()
+        if name.endswith(("eh_proj.weight", "input_proj.weight"))
     ]
     token, state = head.eh_proj.weight.chunk(2, dim=1)
-    assert torch.equal(projection, torch.cat([state, token] if family == "mimo" else [token, state], dim=1))
+    assert torch.equal(
+        projection, torch.cat([state, token] if family == "mimo" else [token, state], dim=1)
+    )
     assert config["num_nextn_predict_layers"] == 1
 
 
@@ -378,7 +476,9 @@ def test_a_version_without_a_method_is_refused(version: str) -> None:
     if version.startswith("0.32"):
         check_version("medusa", version)
     else:
-        with pytest.raises(SystemExit, match=f"vLLM {version} serves no medusa heads, 0.32 is the last"):
+        with pytest.raises(
+            SystemExit, match=f"vLLM {version} serves no medusa heads, 0.32 is the last"
+        ):
             check_version("medusa", version)
 
 
@@ -386,7 +486,10 @@ def test_steps_are_counted_up_to_the_limit() -> None:
     """OpenVINO tells the sizes of its steps: the prompt's one, then one more each than was accepted."""
     job = {"new_tokens": 6, "depth": 3}
     assert count_drafts([1, 4, 1, 2, 4], job) == {"drafts": 2, "accepted": [1, 1, 1]}
-    assert count_drafts([1, 4, 1, 2, 4], {**job, "new_tokens": 7}) == {"drafts": 3, "accepted": [2, 1, 1]}
+    assert count_drafts([1, 4, 1, 2, 4], {**job, "new_tokens": 7}) == {
+        "drafts": 3,
+        "accepted": [2, 1, 1],
+    }
 
 
 def test_rows_are_merged_by_what_was_measured(tiny_target: Target, tmp_path: Path) -> None:
@@ -400,4 +503,6 @@ def test_rows_are_merged_by_what_was_measured(tiny_target: Target, tmp_path: Pat
     assert [row["head"] for row in kept] == ["one", "two"]
     assert not comparison.equal and comparison.difference == pytest.approx(1.9 / 1.8 - 1)
     assert "+5.56%; counts of 0, text of 1 of 1" in table(kept)
-    assert "| yes |" in table([row_of(Comparison("1.0", rows, rows), job, tmp_path / "head", "vllm")])
+    assert "| yes |" in table(
+        [row_of(Comparison("1.0", rows, rows), job, tmp_path / "head", "vllm")]
+    )

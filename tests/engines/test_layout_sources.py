@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from eagle.formats.layout import Layout
-from tests.engines.layout_sources import compare_layout, find_reader, read_sources, source_table, write_layouts
+from tests.engines.layout_sources import (
+    compare_layout,
+    find_reader,
+    read_sources,
+    source_table,
+    write_layouts,
+)
 
 LAYOUT = Layout(
     {"architectures": ["HeadForCausalLM"], "head_depth": 3, "head_flag": False, "hidden_size": 8},
@@ -37,8 +43,18 @@ def test_what_an_engine_reads_is_found(tmp_path: Path) -> None:
     [
         ("engine/models/head.py", "fc,", "fusion,", ["fc"]),
         ("engine/models/block.py", "up_proj", "gate_up_proj", ["up_proj"]),
-        ("engine/models/head.py", "class HeadForCausalLM", "class OtherForCausalLM", ["fc", "mlp", "up_proj"]),
-        ("engine/models/head.py", "from engine.models.block import Mlp", "Mlp = object", ["up_proj"]),
+        (
+            "engine/models/head.py",
+            "class HeadForCausalLM",
+            "class OtherForCausalLM",
+            ["fc", "mlp", "up_proj"],
+        ),
+        (
+            "engine/models/head.py",
+            "from engine.models.block import Mlp",
+            "Mlp = object",
+            ["up_proj"],
+        ),
     ],
 )
 def test_a_changed_engine_is_seen(file: str, old: str, new: str, missing: list[str]) -> None:
@@ -55,7 +71,10 @@ def test_a_key_that_nothing_reads_is_named() -> None:
 
 def test_a_class_is_found_by_the_engines_own_table() -> None:
     """By an entry of its registry, and by vLLM's prefix, before the class of that very name."""
-    table = {"registry.py": 'TABLE = {"HeadForCausalLM": ("head", "LlamaHead")}', "head.py": "class LlamaHead:\n"}
+    table = {
+        "registry.py": 'TABLE = {"HeadForCausalLM": ("head", "LlamaHead")}',
+        "head.py": "class LlamaHead:\n",
+    }
     assert find_reader(["HeadForCausalLM"], table) == ("LlamaHead", "head.py")
     both = {"llama.py": "class Llama:\n", "eagle.py": "class EagleLlama:\n"}
     assert find_reader(["Unknown", "Llama"], both) == ("EagleLlama", "eagle.py")
@@ -64,7 +83,16 @@ def test_a_class_is_found_by_the_engines_own_table() -> None:
 def test_every_layout_is_asked_about() -> None:
     """Each method that vLLM serves but MTP, whose layers lie in a target's folder; the table tells where one ends."""
     layouts = {method: until for method, _, until in write_layouts("vllm")}
-    assert {"eagle1", "eagle3", "dflash", "dspark", "peagle"} <= {name for name, until in layouts.items() if not until}
+    assert {"eagle1", "eagle3", "dflash", "dspark", "peagle"} <= {
+        name for name, until in layouts.items() if not until
+    }
     assert layouts["medusa"] == "0.32.0"
-    row = {"engine": "vllm", "version": "0.33.0", "method": "medusa", "reader": "", "words": 6, "missing": ["blocks"]}
+    row = {
+        "engine": "vllm",
+        "version": "0.33.0",
+        "method": "medusa",
+        "reader": "",
+        "words": 6,
+        "missing": ["blocks"],
+    }
     assert "nothing since 0.32.0" in source_table([{**row, "until": "0.32.0"}])

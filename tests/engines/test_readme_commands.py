@@ -27,7 +27,9 @@ from tests.engines.engine_reference import Job, Row, Rule, decode_as_engine, sam
 TINY = Path(__file__).parents[2] / "runs/tiny"
 START = 1500  # seconds: it compiles the target first, on a machine that may have other work
 COUNT, NEW = 16, 16  # prompts, and tokens of each answer
-PER_PLACE = re.compile(r'vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d+)"\} (\S+)')
+PER_PLACE = re.compile(
+    r'vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d+)"\} (\S+)'
+)
 DRAFTS = re.compile(r"vllm:spec_decode_num_drafts_total\{.*\} (\S+)")
 
 
@@ -78,7 +80,9 @@ def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
             return
         except OSError:
             time.sleep(1)
-    raise AssertionError(f"no answer from {address} after {START} seconds:\n{log.read_text()[-3000:]}")
+    raise AssertionError(
+        f"no answer from {address} after {START} seconds:\n{log.read_text()[-3000:]}"
+    )
 
 
 def read_counts(address: str, depth: int) -> tuple[int, list[int]]:
@@ -93,10 +97,16 @@ def ask(address: str, model: str, prompt: list[int], depth: int) -> Row:
     drafts, accepted = read_counts(address, depth)
     asked = {"model": model, "prompt": prompt, "max_tokens": NEW, "temperature": 0}
     body = json.dumps({**asked, "ignore_eos": True, "return_token_ids": True}).encode()
-    answer: Any = json.load(urlopen(Request(f"{address}/v1/completions", body, {"content-type": "application/json"})))
+    answer: Any = json.load(
+        urlopen(Request(f"{address}/v1/completions", body, {"content-type": "application/json"}))
+    )
     later, gained = read_counts(address, depth)
     counts = [now - then for now, then in zip(gained, accepted, strict=True)]
-    return {"tokens": answer["choices"][0]["token_ids"], "drafts": later - drafts, "accepted": counts}
+    return {
+        "tokens": answer["choices"][0]["token_ids"],
+        "drafts": later - drafts,
+        "accepted": counts,
+    }
 
 
 @pytest.mark.engine
@@ -105,7 +115,9 @@ def test_the_printed_command_serves(head: str, tmp_path: Path) -> None:
     """Text and counts are this decoder's; of DFlash, whose norms vLLM mixes up on a CPU, the text."""
     environment = Path(os.environ.get("EAGLE_VLLM", "none"))
     if not holds("vllm", environment):
-        pytest.skip(f"no vllm in {environment}: `make test-engines` makes its environment and sets EAGLE_VLLM")
+        pytest.skip(
+            f"no vllm in {environment}: `make test-engines` makes its environment and sets EAGLE_VLLM"
+        )
     if not (TINY / head / "head").is_dir():
         pytest.skip(f"no trained head in runs/tiny/{head}/head: `make test-engines` trains it")
     target, out = Target.load(TINY / "target", dtype="float32"), tmp_path / "out"
@@ -115,7 +127,9 @@ def test_the_printed_command_serves(head: str, tmp_path: Path) -> None:
     depth = asked_length(command)
     prompts = read_prompts(target, TINY / "data/heldout.jsonl", COUNT, room=64)
     with serve(command, environment, tmp_path / "log") as address:
-        theirs = [ask(address, str((TINY / "target").resolve()), prompt, depth) for prompt in prompts]
+        theirs = [
+            ask(address, str((TINY / "target").resolve()), prompt, depth) for prompt in prompts
+        ]
     job = Job(TINY / "target", prompts, Budget(depth, depth, 1), NEW)
     ours = decode_as_engine(job, TINY / head / "head", target, Rule())
     assert all(same_text(*rows) for rows in zip(theirs, ours, strict=True))
@@ -126,7 +140,10 @@ def test_the_printed_command_serves(head: str, tmp_path: Path) -> None:
 
 def test_the_command_is_found_as_it_is_printed() -> None:
     """Whole, with its continued line, and no command that needs a GPU."""
-    plain, on_cpu = "vllm serve T", "VLLM_CPU_KVCACHE_SPACE=4 x \\\n    '{\"num_speculative_tokens\": 7}'"
+    plain, on_cpu = (
+        "vllm serve T",
+        "VLLM_CPU_KVCACHE_SPACE=4 x \\\n    '{\"num_speculative_tokens\": 7}'",
+    )
     told = "\n\n".join(f"a\n\n```sh\n{command}\n```" for command in (plain, on_cpu))
     (command,) = printed_commands(told)
     assert command == on_cpu

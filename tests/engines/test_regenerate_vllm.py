@@ -23,10 +23,15 @@ from tests.data_prep.stub_servers import TINY
 from tests.engines.engine_builds import holds
 from tests.engines.test_readme_commands import serve
 
-COUNT, NEW, SILENCE = 300, 32, 15  # conversations, tokens of an answer, seconds after which a server counts as hung
+COUNT, NEW, SILENCE = (
+    300,
+    32,
+    15,
+)  # conversations, tokens of an answer, seconds after which a server counts as hung
 KEY = "sk-of-a-real-server"
 SERVE = (
-    "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server --model {} --dtype float32 --max-num-seqs 8"
+    "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server "
+    "--model {} --dtype float32 --max-num-seqs 8"
 )
 
 
@@ -35,7 +40,9 @@ def environment() -> Path:
     """Where vLLM is."""
     folder = Path(os.environ.get("EAGLE_VLLM", "none"))
     if not holds("vllm", folder):
-        pytest.skip(f"no vllm in {folder}: `make test-engines` makes its environment and sets EAGLE_VLLM")
+        pytest.skip(
+            f"no vllm in {folder}: `make test-engines` makes its environment and sets EAGLE_VLLM"
+        )
     return folder.absolute()
 
 
@@ -59,7 +66,9 @@ def source(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-def prepare(target: Path, source: Path, out: Path, addresses: list[str], **fields: Any) -> list[str]:
+def prepare(
+    target: Path, source: Path, out: Path, addresses: list[str], **fields: Any
+) -> list[str]:
     """The command line of `eagle prepare` with these servers."""
     section = {
         "source": str(source), "out": str(out), "endpoint": addresses, "in_flight": 8, "max_new_tokens": NEW,
@@ -72,7 +81,9 @@ def prepare(target: Path, source: Path, out: Path, addresses: list[str], **field
 def start(line: list[str]) -> subprocess.Popen[str]:
     """The command in a process of its own."""
     env = {**os.environ, "EAGLE_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finish(line: list[str]) -> str:
@@ -102,18 +113,31 @@ def differing(one: Path, other: Path) -> list[str]:
 
 
 @pytest.mark.engine
-def test_a_real_server(command: str, environment: Path, source: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_real_server(
+    command: str, environment: Path, source: Path, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """Alone, behind every fault, killed, with the client killed, and beside one that is three times slower."""
-    target, outs = tiny_target_dir / "target", {name: tmp_path / f"{name}.jsonl" for name in ("quiet", "faults", "two")}
+    target, outs = (
+        tiny_target_dir / "target",
+        {name: tmp_path / f"{name}.jsonl" for name in ("quiet", "faults", "two")},
+    )
     figures: dict[str, Any] = {}
     with serve(command, environment, tmp_path / "log") as address:
         begun = time.perf_counter()
         finish(prepare(target, source, outs["quiet"], [f"{address}/v1"]))
         figures["seconds, undisturbed"] = round(time.perf_counter() - begun)
         check_against_target(target, outs["quiet"], figures)
-        refused = start(prepare(target, source, tmp_path / "refused.jsonl", [f"{address}/v1"], key_variable="NO_KEY"))
+        refused = start(
+            prepare(
+                target, source, tmp_path / "refused.jsonl", [f"{address}/v1"], key_variable="NO_KEY"
+            )
+        )
         printed, _ = refused.communicate()
-        assert refused.returncode == 1 and "401" in printed and "variable NO_KEY, which is not set" in printed
+        assert (
+            refused.returncode == 1
+            and "401" in printed
+            and "variable NO_KEY, which is not set" in printed
+        )
         figures["two"] = beside_a_slow_one(target, source, outs["two"], f"{address}/v1")
     with faults_before(f"{address}/v1", plant(40)) as proxy:
         line = prepare(target, source, outs["faults"], [proxy.url])
@@ -132,12 +156,16 @@ def test_a_real_server(command: str, environment: Path, source: Path, tiny_targe
         assert client.returncode == 0, printed[-3000:]
         figures["planted"] = dict(proxy.planted)
         assert set(FAULTS) <= set(proxy.planted)
-        figures["hung, seconds until it is told"] = re.findall(r"silent for ([\d.]+) s", printed)[:1]
+        figures["hung, seconds until it is told"] = re.findall(r"silent for ([\d.]+) s", printed)[
+            :1
+        ]
     figures["answers that rounding changed"] = {
         name: differing(outs["quiet"], outs[name]) for name in ("faults", "two")
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
-    assert all(len(names) <= COUNT // 50 for names in figures["answers that rounding changed"].values())
+    assert all(
+        len(names) <= COUNT // 50 for names in figures["answers that rounding changed"].values()
+    )
 
 
 def plant(every: int) -> Callable[[int, dict[str, Any]], str | None]:
@@ -169,7 +197,9 @@ def check_against_target(target: Path, out: Path, figures: dict[str, Any]) -> No
         place = next(place for place, turn in enumerate(turns) if turn["role"] == "assistant")
         prompt = ours.chat(turns[:place])
         said_here = ours.model.generate(
-            input_ids=ours.model.dummy_inputs["input_ids"].new_tensor([prompt]), do_sample=False, max_new_tokens=NEW
+            input_ids=ours.model.dummy_inputs["input_ids"].new_tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=NEW,
         )
         text = ours.tokenizer.decode(said_here[0, len(prompt) :], skip_special_tokens=True)
         same, asked = same + (text.strip() == turns[place]["content"].strip()), asked + 1

@@ -60,7 +60,9 @@ def tree_tokens(parents: Sequence[int], probabilities: Sequence[float]) -> float
     return sum(paths)
 
 
-def tree_bound(next_probs: Callable[[tuple[int, ...]], Sequence[float]], nodes: int, depth: int) -> float:
+def tree_bound(
+    next_probs: Callable[[tuple[int, ...]], Sequence[float]], nodes: int, depth: int
+) -> float:
     """The largest `tree_tokens` of any tree of this size: that of the likeliest prefixes, which form a tree.
 
     `next_probs` gives the target's probabilities of the next token after a prefix.

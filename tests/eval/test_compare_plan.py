@@ -21,19 +21,46 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"recipe": {"train": {"learning_rate": 1}}},
         "unknown key train.learning_rate: did you mean lr",
     ),
-    "unknown drafter key": ({"arms": {"a": {"recipe": {"drafter": {"kind": "hass", "tops": 1}}}}}, "did you mean top"),
-    "no such method": ({"arms": {"a": {"recipe": {"drafter": {"kind": "eagle9"}}}}}, "drafter.kind is 'eagle9'"),
-    "start that comes later": ({"arms": {"a": {"start": "b"}, "b": {}}}, "arms.a.start is 'b', expected a trained arm"),
-    "start without a head": ({"arms": {"a": {"untrained": "ngram"}, "b": {"start": "a"}}}, "arms.b.start is 'a'"),
-    "two budgets": ({"arms": {"a": {"tokens": 5, "seconds": 5}}}, "arms.a has tokens and seconds, expected one"),
-    "an untrained arm's budget": ({"arms": {"a": {"untrained": "ngram", "tokens": 5}}}, "expected no other key"),
+    "unknown drafter key": (
+        {"arms": {"a": {"recipe": {"drafter": {"kind": "hass", "tops": 1}}}}},
+        "did you mean top",
+    ),
+    "no such method": (
+        {"arms": {"a": {"recipe": {"drafter": {"kind": "eagle9"}}}}},
+        "drafter.kind is 'eagle9'",
+    ),
+    "start that comes later": (
+        {"arms": {"a": {"start": "b"}, "b": {}}},
+        "arms.a.start is 'b', expected a trained arm",
+    ),
+    "start without a head": (
+        {"arms": {"a": {"untrained": "ngram"}, "b": {"start": "a"}}},
+        "arms.b.start is 'a'",
+    ),
+    "two budgets": (
+        {"arms": {"a": {"tokens": 5, "seconds": 5}}},
+        "arms.a has tokens and seconds, expected one",
+    ),
+    "an untrained arm's budget": (
+        {"arms": {"a": {"untrained": "ngram", "tokens": 5}}},
+        "expected no other key",
+    ),
     "an unknown option": (
         {"arms": {"a": {"untrained": "ngram", "options": {"longst": 2}}}},
         "ngram has no option longst; did you mean longest",
     ),
-    "options of a trained arm": ({"arms": {"a": {"options": {"longest": 2}}}}, "arms.a is trained and has options"),
-    "other prompts": ({"arms": {"a": {"recipe": {"eval": {"count": 2}}}}}, "arms.a.recipe names eval"),
-    "unknown pair": ({"compare": [["head", "tail"]]}, "compare names 'tail', expected one of the arms: counts, head"),
+    "options of a trained arm": (
+        {"arms": {"a": {"options": {"longest": 2}}}},
+        "arms.a is trained and has options",
+    ),
+    "other prompts": (
+        {"arms": {"a": {"recipe": {"eval": {"count": 2}}}}},
+        "arms.a.recipe names eval",
+    ),
+    "unknown pair": (
+        {"compare": [["head", "tail"]]},
+        "compare names 'tail', expected one of the arms: counts, head",
+    ),
 }
 
 

@@ -22,8 +22,18 @@ from tests.modelled import seconds_of
 from tests.unrolled_heads import causal_states
 
 PROMPT = random_tokens(20, seed=3)
-BUDGETS = [Budget(6, 6, 1), Budget(8, 4, 3), Budget(3, 2, 10), Budget(25, 5, 4), Budget.fixed(PUBLISHED_TREE)]
-BUDGETS += [Budget.fixed(chain_paths(3)), Budget.fixed(((0,), (1,))), Budget.fixed(PUBLISHED_TREE).within(2)]
+BUDGETS = [
+    Budget(6, 6, 1),
+    Budget(8, 4, 3),
+    Budget(3, 2, 10),
+    Budget(25, 5, 4),
+    Budget.fixed(PUBLISHED_TREE),
+]
+BUDGETS += [
+    Budget.fixed(chain_paths(3)),
+    Budget.fixed(((0,), (1,))),
+    Budget.fixed(PUBLISHED_TREE).within(2),
+]
 # a row of the target costs 1, one of the head's first forward 1e-3, of a level 1e-6: a sum shows how many of each
 COUNTING = Costs((0,), (1, 2), ((1.0, 2.0),), ((1e-3, 2e-3),), ((1e-6, 2e-6),))
 
@@ -62,17 +72,30 @@ class Rows:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: f"{budget.nodes}-{budget.depth}-{budget.top_k}")
-def test_modelled_time_charges_what_was_read(target: Target, head: Eagle1, budget: Budget, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "budget", BUDGETS, ids=lambda budget: f"{budget.nodes}-{budget.depth}-{budget.top_k}"
+)
+def test_modelled_time_charges_what_was_read(
+    target: Target, head: Eagle1, budget: Budget, temperature: float
+) -> None:
     """Rows of target and head, counted while decoding, from the recorded cycles alone: prefill is not charged."""
-    options: dict[str, Any] = {"sampling": Sampling(temperature=temperature), "max_new_tokens": 30, "stop": []}
+    options: dict[str, Any] = {
+        "sampling": Sampling(temperature=temperature),
+        "max_new_tokens": 30,
+        "stop": [],
+    }
     target.reader.check()  # once, and not charged
     target.forget()
     with Rows(target, head) as rows:
         trace = generate(target, head, PROMPT, budget=budget, **options)
     assert rows.head[0] == len(PROMPT)  # in the first cycle the head reads the prompt
-    fed, said = [cycle.accepted + 1 for cycle in trace.cycles], 1 + sum(cycle.committed for cycle in trace.cycles[:-1])
-    told = sum(fed[:-1]) if said < 29 else sum(fed[:-2])  # with one token to go nothing is drafted, and nothing told
+    fed, said = (
+        [cycle.accepted + 1 for cycle in trace.cycles],
+        1 + sum(cycle.committed for cycle in trace.cycles[:-1]),
+    )
+    told = (
+        sum(fed[:-1]) if said < 29 else sum(fed[:-2])
+    )  # with one token to go nothing is drafted, and nothing told
     first = 1 + told
     levels = sum(rows.head) - len(PROMPT) - told
     expected = sum(rows.target[1:]) + 1e-3 * first + 1e-6 * levels
@@ -92,7 +115,14 @@ def test_plain_decoding_is_charged_single_reads(target: Target, head: Eagle1) ->
 
 def test_recorded_seconds_are_charged_where_a_draft_was_asked_for() -> None:
     """Not at an answer's end, where no level has room, though drafts of no nodes took their time elsewhere."""
-    cycle = {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": 5, "seconds": {"draft": 9.0}}
+    cycle = {
+        "nodes": 0,
+        "depth": 0,
+        "accepted": 0,
+        "committed": 1,
+        "context": 5,
+        "seconds": {"draft": 9.0},
+    }
     alone = replace(COUNTING, first=None, level=None)
     assert seconds_of(alone, [cycle], Budget(4, 4, 1), limit=3) == 1 + 9
     assert seconds_of(alone, [cycle], Budget(4, 4, 1), limit=2) == 1
@@ -100,13 +130,20 @@ def test_recorded_seconds_are_charged_where_a_draft_was_asked_for() -> None:
 
 
 @pytest.mark.quick("3-3-1", "2-1-2", "25-2-4")
-@pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: f"{budget.nodes}-{budget.depth}-{budget.top_k}")
-def test_the_rows_of_each_level_are_those_that_the_head_reads(target: Target, head: Eagle1, budget: Budget) -> None:
+@pytest.mark.parametrize(
+    "budget", BUDGETS, ids=lambda budget: f"{budget.nodes}-{budget.depth}-{budget.top_k}"
+)
+def test_the_rows_of_each_level_are_those_that_the_head_reads(
+    target: Target, head: Eagle1, budget: Budget
+) -> None:
     """Forward by forward."""
     with Rows(target, head) as rows:
         generate(target, head, PROMPT, budget=budget, max_new_tokens=40, stop=[])
     levels = head.forwards(budget)
-    assert tuple(rows.head[1 : 1 + len(levels)]) == levels and rows.head[1 + len(levels)] <= budget.depth + 1
+    assert (
+        tuple(rows.head[1 : 1 + len(levels)]) == levels
+        and rows.head[1 + len(levels)] <= budget.depth + 1
+    )
 
 
 def test_a_results_file_tells_what_a_draft_left_unread() -> None:
@@ -114,7 +151,10 @@ def test_a_results_file_tells_what_a_draft_left_unread() -> None:
     table = ((1.0, 4.0),)
     costs = Costs((0,), (1, 4), table, table, table, forwards=((), (), (1,)))
     told = replace(costs, unread=((1,), (1, 1), (1, 1, 1)))
-    cycles = [{"nodes": 2, "depth": 2, "accepted": 2, "committed": 3, "context": place} for place in (9, 12, 15)]
+    cycles = [
+        {"nodes": 2, "depth": 2, "accepted": 2, "committed": 3, "context": place}
+        for place in (9, 12, 15)
+    ]
     budget = Budget(2, 2, 1)
     # a cycle reads 3 rows of the target, and drafts by 1 + 1; without what is told by 3 + 1 behind the first
     assert seconds_of(told, cycles, budget) == pytest.approx(3 * (3 + 2))
@@ -139,7 +179,11 @@ def test_costs_of_batches_lie_between_those_measured() -> None:
     four = Costs((100,), (1, 3), ((2.0, 8.0),), texts=4)
     costs = Costs((100, 500), (1, 4), ((1.0, 4.0), (2.0, 5.0)), batches=(four,))
     assert [costs.read(1, 100, texts) for texts in (1, 2, 4)] == pytest.approx([1, 4 / 3, 2])
-    assert costs.read(2, 500, 4) == 5 and costs.read(2, 500) == 3 and costs.read(2, 500, 2) == pytest.approx(3 + 2 / 3)
+    assert (
+        costs.read(2, 500, 4) == 5
+        and costs.read(2, 500) == 3
+        and costs.read(2, 500, 2) == pytest.approx(3 + 2 / 3)
+    )
     assert costs.read(1, 100, 7) == pytest.approx(3)  # on the same line beyond
     assert Costs.parse(json.loads(json.dumps(asdict(costs)))) == costs
     assert replace(costs, batches=()).read(1, 100, 16) == 1
@@ -153,11 +197,16 @@ def test_costs_survive_json() -> None:
 
 
 @pytest.mark.parametrize(("size", "scored"), [(1, 1), (5, 1), (5, 5)])
-def test_a_bare_draft_is_the_heads_forward(target: Target, head: Eagle1, size: int, scored: int) -> None:
+def test_a_bare_draft_is_the_heads_forward(
+    target: Target, head: Eagle1, size: int, scored: int
+) -> None:
     """The same logits as one causal pass over all of the text, however often it is run."""
     run = head.probe(11, size, scored)
     run()
-    tokens, features = torch.ones(1, 11 + size, dtype=torch.long), torch.zeros(1, 11 + size, head.shape.hidden_size)
+    tokens, features = (
+        torch.ones(1, 11 + size, dtype=torch.long),
+        torch.zeros(1, 11 + size, head.shape.hidden_size),
+    )
     states = causal_states(head, tokens, features, 0, target.head)[0]
     torch.testing.assert_close(run(), target.head.logits(states)[-scored:])
 
@@ -173,7 +222,16 @@ def test_what_is_measured_is_a_table_of_seconds(target: Target, head: Eagle1) ->
         assert costs.first == costs.level == ((1000, 192_000),) * 2
         assert bare_costs(target, NoDrafter(), (16,), (1,), rounds=1).level is None
         batches = bare_costs(
-            target, head, (16, 24, 32), (1,), rounds=3, batch_sizes=(16, 1, 2), batch_tokens=(1, 8), clock=clock
+            target,
+            head,
+            (16, 24, 32),
+            (1,),
+            rounds=3,
+            batch_sizes=(16, 1, 2),
+            batch_tokens=(1, 8),
+            clock=clock,
         ).batches
-    found = [(batch.texts, batch.contexts, batch.sizes, batch.target, batch.level) for batch in batches]
+    found = [
+        (batch.texts, batch.contexts, batch.sizes, batch.target, batch.level) for batch in batches
+    ]
     assert found == [(n, (16, 32), (1, 8), ((n, 8 * n),) * 2, None) for n in (2, 16)]

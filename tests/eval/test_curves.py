@@ -37,7 +37,11 @@ def values(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         "tokens": COUNTS,
         "shapes": {"tree": values["shapes"]["tree"]},
         "compare": [["eagle1", "slow"], ["counts", "eagle1"]],
-        "arms": {"counts": {"untrained": "ngram"}, "eagle1": {}, "slow": {"recipe": {"train": {"lr": 1e-4}}}},
+        "arms": {
+            "counts": {"untrained": "ngram"},
+            "eagle1": {},
+            "slow": {"recipe": {"train": {"lr": 1e-4}}},
+        },
     }
 
 
@@ -51,7 +55,9 @@ def done(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Co
 
 def head(comparison: Comparison, arm: str) -> bytes:
     """The last head of an arm."""
-    return (comparison.arms[arm].folder(comparison.folder, 0) / "last/model.safetensors").read_bytes()
+    return (
+        comparison.arms[arm].folder(comparison.folder, 0) / "last/model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.slow
@@ -69,7 +75,9 @@ def test_each_head_is_that_of_a_run_made_for_its_count(
         }
         path = written({**values, **changed}, tmp_path / str(count))
         main([path])
-        assert head(Comparison.load(path), f"eagle1, {count:,} tokens") == head(done, f"eagle1, {count:,} tokens")
+        assert head(Comparison.load(path), f"eagle1, {count:,} tokens") == head(
+            done, f"eagle1, {count:,} tokens"
+        )
     kept = [arm.folder(done.folder, 0) / "stem" for arm in done.curves["eagle1"]]
     assert [stem.exists() for stem in kept] == [False, False, True]
     assert head(done, "eagle1, 800 tokens") != head(done, "slow, 800 tokens")
@@ -87,20 +95,32 @@ def test_the_report_has_points_pairs_and_a_figure(done: Comparison) -> None:
             assert point["value"] == pytest.approx(taus[f"{name}, {point['tokens']:,} tokens"])
             assert point["low"] <= point["value"] <= point["high"]
     assert (
-        "| tree, T = 0, tokens | 200 | 400 | 800 | the last, predicted |" in (done.folder / "comparison.md").read_text()
+        "| tree, T = 0, tokens | 200 | 400 | 800 | the last, predicted |"
+        in (done.folder / "comparison.md").read_text()
     )
     drawing = ElementTree.parse(done.folder / "curves.svg").getroot()
     shown = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert shown.count("eagle1") == shown.count("slow") == len(figures["curves"]) and "0.2 k" in shown
+    assert (
+        shown.count("eagle1") == shown.count("slow") == len(figures["curves"]) and "0.2 k" in shown
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"recipe": {"train": {"warmup": 0.1}}}, r"arms\.eagle1 is a curve and train\.warmup is 0\.1"),
+        (
+            {"recipe": {"train": {"warmup": 0.1}}},
+            r"arms\.eagle1 is a curve and train\.warmup is 0\.1",
+        ),
         ({"arms": {"eagle1": {}, "hass": {"start": "eagle1"}}}, r"arms\.hass starts from an arm"),
-        ({"arms": {"eagle1": {"tokens": 9}, "hass": {"start": "eagle1", "tokens": [9, 18]}}}, "starts from an arm"),
-        ({"arms": {"eagle1": {}, "hass": {"as_long_as": "eagle1"}}}, r"arms\.hass starts from an arm"),
+        (
+            {"arms": {"eagle1": {"tokens": 9}, "hass": {"start": "eagle1", "tokens": [9, 18]}}},
+            "starts from an arm",
+        ),
+        (
+            {"arms": {"eagle1": {}, "hass": {"as_long_as": "eagle1"}}},
+            r"arms\.hass starts from an arm",
+        ),
     ],
 )
 def test_what_is_no_curve_is_refused(
@@ -109,7 +129,10 @@ def test_what_is_no_curve_is_refused(
     """Warm-ups that differ, and curves that begin at curves."""
     merged = {**values, "compare": None, **changes}
     if "recipe" in changes:
-        merged["recipe"] = {**values["recipe"], "train": {**values["recipe"]["train"], **changes["recipe"]["train"]}}
+        merged["recipe"] = {
+            **values["recipe"],
+            "train": {**values["recipe"]["train"], **changes["recipe"]["train"]},
+        }
     with pytest.raises(ValueError, match=says):
         main([written(merged, tmp_path)])
 
@@ -119,7 +142,9 @@ def test_what_is_no_curve_is_refused(
 
 def points(ceiling: float, scale: float, exponent: float, counts: list[int]) -> torch.Tensor:
     """Acceptance lengths that lie on a curve."""
-    return torch.tensor([ceiling - scale * (count / 1000) ** -exponent for count in counts], dtype=torch.float64)
+    return torch.tensor(
+        [ceiling - scale * (count / 1000) ** -exponent for count in counts], dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("numbers", [(4.0, 3.0, 0.5), (2.5, 6.0, 0.9), (3.0, 1.0, 0.3)])
@@ -127,8 +152,14 @@ def test_a_fit_finds_what_made_the_points(numbers: tuple[float, float, float]) -
     """And no worse than a naive search where they are noisy; a curve that falls is flat."""
     counts = [50_000, 100_000, 200_000, 400_000, 800_000, 1_600_000, 3_200_000]
     exact = points(*numbers, counts)
-    noise = 0.02 * torch.randn(len(counts), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    fitted = curves.fit(torch.tensor(counts).double(), torch.stack([exact, exact + noise, exact.flip(0)], dim=1), 9.0)
+    noise = 0.02 * torch.randn(
+        len(counts), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    fitted = curves.fit(
+        torch.tensor(counts).double(),
+        torch.stack([exact, exact + noise, exact.flip(0)], dim=1),
+        9.0,
+    )
     assert fitted[0].tolist() == pytest.approx(numbers, rel=0.05)
     assert fitted[2, 1] == 0 and fitted[2, 0] == pytest.approx(float(exact.mean()))
 
@@ -147,9 +178,13 @@ def test_the_last_point_is_predicted_from_an_eighth_of_its_tokens() -> None:
     counts = [1000 * 2**power for power in range(9)]
     taus = points(4.0, 2.0, 0.5, counts)[:, None].expand(-1, 3)
     for shown, first in ((9, 32_000), (6, 8_000), (5, 8_000)):
-        one = curves.describe_curve(torch.tensor(counts[:shown]).double(), taus[:shown], 9.0)["predicted"]
+        one = curves.describe_curve(torch.tensor(counts[:shown]).double(), taus[:shown], 9.0)[
+            "predicted"
+        ]
         assert (one["from"], one["at"]) == (first, counts[shown - 1]) and abs(one["error"]) < 0.01
-    assert "predicted" not in curves.describe_curve(torch.tensor(counts[:4]).double(), taus[:4], 9.0)
+    assert "predicted" not in curves.describe_curve(
+        torch.tensor(counts[:4]).double(), taus[:4], 9.0
+    )
 
 
 def test_a_ceiling_is_no_longer_than_the_deepest_path() -> None:
@@ -160,7 +195,11 @@ def test_a_ceiling_is_no_longer_than_the_deepest_path() -> None:
     assert ceiling == 3.6
 
     def error(scale: float) -> float:
-        return float((points(3.6, scale, exponent, [50_000, 100_000, 200_000, 400_000]) - taus).square().sum())
+        return float(
+            (points(3.6, scale, exponent, [50_000, 100_000, 200_000, 400_000]) - taus)
+            .square()
+            .sum()
+        )
 
     assert error(scale) <= min(error(scale * factor) for factor in (0.9, 0.99, 1.01, 1.1))
     assert curves.curve(counts * 1000, curves.fit(counts, taus[:, None], 3.6)).max() < 3.6
@@ -169,7 +208,9 @@ def test_a_ceiling_is_no_longer_than_the_deepest_path() -> None:
 def test_crossings_lie_between_points() -> None:
     """Straight over the logarithm, the last of several; none where one curve is above all along."""
     counts = torch.tensor([100.0, 1000.0, 10_000.0]).double()
-    gaps = torch.tensor([[-1.0, 1.0, -1.0, 1.0], [1.0, 1.0, 0.5, 1.0], [2.0, 1.0, -0.5, -3.0]]).double()
+    gaps = torch.tensor(
+        [[-1.0, 1.0, -1.0, 1.0], [1.0, 1.0, 0.5, 1.0], [2.0, 1.0, -0.5, -3.0]]
+    ).double()
     found = curves.cross(counts, gaps)
     expected = [10**2.5, float("nan"), 10**3.5, 10**3.25]
     assert found.tolist() == pytest.approx(expected, nan_ok=True)
@@ -178,13 +219,21 @@ def test_crossings_lie_between_points() -> None:
 def test_intervals_are_those_of_a_naive_bootstrap() -> None:
     """Turns of a conversation are drawn together."""
     dice = random.Random(3)
-    lengths = {(0, "set", number // 2, number % 2, 0): (dice.randint(20, 60), 20) for number in range(24)}
+    lengths = {
+        (0, "set", number // 2, number % 2, 0): (dice.randint(20, 60), 20) for number in range(24)
+    }
     drawn = curves.draw_taus(lengths)
     taus = []
     for _ in range(4000):
-        rows = [lengths[0, "set", place, turn, 0] for place in dice.choices(range(12), k=12) for turn in (0, 1)]
+        rows = [
+            lengths[0, "set", place, turn, 0]
+            for place in dice.choices(range(12), k=12)
+            for turn in (0, 1)
+        ]
         taus.append(sum(row[0] for row in rows) / sum(row[1] for row in rows))
-    assert float(drawn[0]) == sum(row[0] for row in lengths.values()) / sum(row[1] for row in lengths.values())
+    assert float(drawn[0]) == sum(row[0] for row in lengths.values()) / sum(
+        row[1] for row in lengths.values()
+    )
     low, high = torch.quantile(torch.tensor(taus), torch.tensor([0.025, 0.975])).tolist()
     found = torch.quantile(drawn[1:], torch.tensor([0.025, 0.975]).double()).tolist()
     assert found == pytest.approx([low, high], abs=0.04)
@@ -192,9 +241,18 @@ def test_intervals_are_those_of_a_naive_bootstrap() -> None:
 
 def test_names_in_a_figure_do_not_cover_one_another() -> None:
     """Curves that end at one height, and none."""
-    same = {"points": [{"tokens": tokens, "value": 2.0, "low": 1.9, "high": 2.1} for tokens in (1000, 2_000_000)]}
-    drawing = draw_curves([{"column": "a < b", "curves": {f"m{number}": same for number in range(9)}}])
-    texts = [text for text in ElementTree.fromstring(drawing).iter() if (text.text or "").startswith("m")]
+    same = {
+        "points": [
+            {"tokens": tokens, "value": 2.0, "low": 1.9, "high": 2.1}
+            for tokens in (1000, 2_000_000)
+        ]
+    }
+    drawing = draw_curves(
+        [{"column": "a < b", "curves": {f"m{number}": same for number in range(9)}}]
+    )
+    texts = [
+        text for text in ElementTree.fromstring(drawing).iter() if (text.text or "").startswith("m")
+    ]
     heights = sorted(float(text.attrib["y"]) for text in texts)
     assert len(heights) == 9 and all(second - first >= 12 for first, second in pairwise(heights))
     assert "a &lt; b" in drawing and "2 M" in drawing and draw_curves([]).startswith("<svg")
@@ -203,13 +261,22 @@ def test_names_in_a_figure_do_not_cover_one_another() -> None:
 @pytest.mark.slow
 def test_five_kills_change_no_bit(done: Comparison, values: dict[str, Any], tmp_path: Path) -> None:
     """The same figures and heads as of the run that nobody stopped."""
-    path, dice, kills = written({**values, "out": str(tmp_path / "killed")}, tmp_path), random.Random(5), 0
+    path, dice, kills = (
+        written({**values, "out": str(tmp_path / "killed")}, tmp_path),
+        random.Random(5),
+        0,
+    )
     command = [sys.executable, "-m", "eval.compare", path]
     while True:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        run = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         if kills < 5:
             before = len(Rows(tmp_path / "killed").by_kind.get("trained", []))
-            while run.poll() is None and len(Rows(tmp_path / "killed").by_kind.get("trained", [])) <= before:
+            while (
+                run.poll() is None
+                and len(Rows(tmp_path / "killed").by_kind.get("trained", [])) <= before
+            ):
                 time.sleep(0.02)
             time.sleep(dice.random() * 0.3)
             run.kill()
@@ -219,6 +286,10 @@ def test_five_kills_change_no_bit(done: Comparison, values: dict[str, Any], tmp_
             assert run.wait() == 0
             break
     killed = Comparison.load(path)
-    assert all(head(killed, name) == head(done, name) for name, arm in done.arms.items() if arm.is_trained)
-    ours, other = (json.loads((one.folder / "comparison.json").read_text())["curves"] for one in (killed, done))
+    assert all(
+        head(killed, name) == head(done, name) for name, arm in done.arms.items() if arm.is_trained
+    )
+    ours, other = (
+        json.loads((one.folder / "comparison.json").read_text())["curves"] for one in (killed, done)
+    )
     assert ours == other

@@ -49,8 +49,14 @@ def small(recipe: Recipe, eight_token_dir: Path, target: Target, tmp_path: Path)
     """Three questions, one of them of two turns, for three drafters, two of which are one untrained head."""
     torch.manual_seed(0)
     save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), target.config), "", {})
-    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    asked = {"prompts": {"few": str(tmp_path / "asked.jsonl")}, "max_new_tokens": 6, "temperatures": [0, 1]}
+    (tmp_path / "asked.jsonl").write_text(
+        "".join(json.dumps(question) + "\n" for question in QUESTIONS)
+    )
+    asked = {
+        "prompts": {"few": str(tmp_path / "asked.jsonl")},
+        "max_new_tokens": 6,
+        "temperatures": [0, 1],
+    }
     values = {**recipe.model_dump(), "eval": {**asked, "drafters": DRAFTERS}}
     values["target"] = {**values["target"], "path": str(eight_token_dir), "dtype": "float64"}
     values["train"] = {**values["train"], "out": str(tmp_path / "run")}
@@ -66,13 +72,23 @@ def with_eval(recipe: Recipe, **changes: Any) -> Recipe:
 def lines_of(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Headers and rows of a results file."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line["run"] for line in lines if "drafter" not in line], [line for line in lines if "drafter" in line]
+    return [line["run"] for line in lines if "drafter" not in line], [
+        line for line in lines if "drafter" in line
+    ]
 
 
 def keys(rows: list[dict[str, Any]]) -> Counter[Any]:
     """How often each answer is there."""
     return Counter(
-        (row["drafter"], row["set"], row["conversation"], row["turn"], row["temperature"], row["seed"]) for row in rows
+        (
+            row["drafter"],
+            row["set"],
+            row["conversation"],
+            row["turn"],
+            row["temperature"],
+            row["seed"],
+        )
+        for row in rows
     )
 
 
@@ -80,7 +96,10 @@ def comparable(rows: list[dict[str, Any]]) -> dict[Any, Any]:
     """Rows by key, without what depends on the machine's speed."""
     slow = ("run", "seconds", "cpu_seconds", "cycles")
     return {
-        key: ({name: value for name, value in row.items() if name not in slow}, [c["committed"] for c in row["cycles"]])
+        key: (
+            {name: value for name, value in row.items() if name not in slow},
+            [c["committed"] for c in row["cycles"]],
+        )
         for row in rows
         for key in keys([row])
     }
@@ -91,7 +110,10 @@ def test_rows_say_what_the_decoder_did(small: Recipe, target: Target) -> None:
     """Each row beside a generation of its own: same cycles, text and figures; contexts add up; `none` commits ones."""
     headers, rows = lines_of(measure(small, "small.yaml"))
     assert len(headers) == 1 and set(headers[0]["drafters"]) == {"none", *DRAFTERS}
-    drafters, by_key = load_drafters(small, target), {key: row for row in rows for key in keys([row])}
+    drafters, by_key = (
+        load_drafters(small, target),
+        {key: row for row in rows for key in keys([row])},
+    )
     assert len(by_key) == len(rows) == 4 * 4 * 2  # drafters, turns, temperatures
     for case in cases(small, questions(small), (0, 1)):
         turns: list[str] = []
@@ -102,7 +124,12 @@ def test_rows_say_what_the_decoder_did(small: Recipe, target: Target) -> None:
                 row = by_key[name, "few", case.question.id, turn, case.temperature, case.seed]
                 sampling = case.sampling(turn)
                 trace = generate(
-                    target, measured.drafter, prompt, sampling=sampling, budget=measured.budget, max_new_tokens=6
+                    target,
+                    measured.drafter,
+                    prompt,
+                    sampling=sampling,
+                    budget=measured.budget,
+                    max_new_tokens=6,
                 )
                 plain = plain or trace.text
                 check(row, trace, plain, headers[0]["id"])
@@ -111,10 +138,16 @@ def test_rows_say_what_the_decoder_did(small: Recipe, target: Target) -> None:
 
 def check(row: dict[str, Any], trace: Trace, plain: str, run: str) -> None:
     """One row against its trace, its sums against naive ones."""
-    assert (row["tokens"], row["text"], row["finish"]) == (len(trace.tokens), trace.text, trace.finish)
+    assert (row["tokens"], row["text"], row["finish"]) == (
+        len(trace.tokens),
+        trace.text,
+        trace.finish,
+    )
     assert row["run"] == run and row["prompt_tokens"] == len(trace.prompt)
     assert row["identical"] is True and row["text"] == plain
-    figures = [(c["nodes"], c["depth"], c["accepted"], c["committed"], c["context"]) for c in row["cycles"]]
+    figures = [
+        (c["nodes"], c["depth"], c["accepted"], c["committed"], c["context"]) for c in row["cycles"]
+    ]
     assert figures == [(c.nodes, c.depth, c.accepted, c.committed, c.context) for c in trace.cycles]
     assert row["tokens"] == 1 + sum(cycle["committed"] for cycle in row["cycles"])
     context = row["prompt_tokens"]
@@ -128,16 +161,22 @@ def check(row: dict[str, Any], trace: Trace, plain: str, run: str) -> None:
         assert {cycle["committed"] for cycle in row["cycles"]} == {1}
     if "pieces" in row:
         assert "".join(text for text, _ in row["pieces"]) == row["text"]
-    assert ("pieces" in row) == (row["conversation"] in ("1", "2"))  # the first two asked; tasks come in turn
+    assert ("pieces" in row) == (
+        row["conversation"] in ("1", "2")
+    )  # the first two asked; tasks come in turn
 
 
 @pytest.mark.slow
-def test_drafters_take_turns_and_another_begins_each_time(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_take_turns_and_another_begins_each_time(
+    small: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over the cases each drafter goes first, second and so on equally often, up to one."""
     order, real = list[str](), module.time_answer
 
     def record(target: Target, measured: Any, *more: Any) -> Any:
-        order.append(measured.head if measured.head in ("none", "ngram") else str(measured.budget.paths))
+        order.append(
+            measured.head if measured.head in ("none", "ngram") else str(measured.budget.paths)
+        )
         return real(target, measured, *more)
 
     monkeypatch.setattr(module, "time_answer", record)
@@ -147,7 +186,9 @@ def test_drafters_take_turns_and_another_begins_each_time(small: Recipe, monkeyp
     rounds = [order[start : start + 4] for start in range(4, len(order), 4)]
     assert len(rounds) == 4 * 4  # seeds, turns
     firsts = [names.index(turns[0]) for turns in rounds]
-    assert all(turns == names[first:] + names[:first] for turns, first in zip(rounds, firsts, strict=True))
+    assert all(
+        turns == names[first:] + names[:first] for turns, first in zip(rounds, firsts, strict=True)
+    )
     assert set(Counter(firsts).values()) <= {3, 4, 5}
 
 
@@ -170,7 +211,9 @@ def run_and_kill(work: Callable[[], object], when: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(small: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_goes_on_where_it_was(
+    small: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Killed, and torn in its last line: what was whole stays, the rest is measured once, as if never killed."""
     path = tmp_path / "run/results.jsonl"
     whole = lines_of(measure(small, "small.yaml"))[1]
@@ -222,7 +265,9 @@ def test_a_resumed_run_keeps_its_threads(small: Recipe, monkeypatch: pytest.Monk
         monkeypatch.setattr("eval.load_run.choose_threads", lambda _: torch.set_num_threads(2) or 2)
         measure(with_eval(small, count=2, temperatures=[0]), "small.yaml")
         headers, _ = lines_of(path)
-        assert len(headers) == 2 and {header["machine"].rpartition(", ")[2] for header in headers} == {"1 threads"}
+        assert len(headers) == 2 and {
+            header["machine"].rpartition(", ")[2] for header in headers
+        } == {"1 threads"}
         measure(with_eval(small, count=1, temperatures=[0]), "small.yaml", again=True)
         assert lines_of(path)[0][0]["machine"].endswith("2 threads")
     finally:
@@ -253,17 +298,25 @@ def test_a_measurement_tells_that_other_threads_would_be_faster_now(
     finally:
         torch.set_num_threads(before)
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("threads: ")]
-    assert len(told) == 1 and told[0].startswith("threads: 2 would be faster now than 1, which these results are")
+    assert len(told) == 1 and told[0].startswith(
+        "threads: 2 would be faster now than 1, which these results are"
+    )
     assert lines_of(path)[0][0]["machine"].endswith("1 threads")
 
 
-def test_the_second_turn_follows_the_answer_of_none(small: Recipe, target: Target, tmp_path: Path) -> None:
+def test_the_second_turn_follows_the_answer_of_none(
+    small: Recipe, target: Target, tmp_path: Path
+) -> None:
     """All drafters read the same second prompt, also where a resumed run has `none`'s answer from its file alone."""
     path = measure(with_eval(small, count=1), "small.yaml")
     for temperature in (0, 1):
         rows = [row for row in lines_of(path)[1] if row["temperature"] == temperature]
         answer = next(row["text"] for row in rows if row["drafter"] == "none" and row["turn"] == 0)
-        texts = (("user", QUESTIONS[0]["turns"][0]), ("assistant", answer), ("user", QUESTIONS[0]["turns"][1]))
+        texts = (
+            ("user", QUESTIONS[0]["turns"][0]),
+            ("assistant", answer),
+            ("user", QUESTIONS[0]["turns"][1]),
+        )
         prompt = target.chat([{"role": role, "content": text} for role, text in texts])
         assert {row["prompt_tokens"] for row in rows if row["turn"] == 1} == {len(prompt)}
     lines = path.read_text().splitlines(keepends=True)
@@ -273,24 +326,34 @@ def test_the_second_turn_follows_the_answer_of_none(small: Recipe, target: Targe
     assert comparable(lines_of(path)[1]) == whole
 
 
-def test_prompts_without_room_are_counted(small: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_without_room_are_counted(
+    small: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Said by set, never dropped in silence; where none fits that is an error."""
     long = {"question_id": 9, "category": "once", "turns": ["copy " * 3000]}
-    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(question) + "\n" for question in (QUESTIONS[1], long)))
+    (tmp_path / "asked.jsonl").write_text(
+        "".join(json.dumps(question) + "\n" for question in (QUESTIONS[1], long))
+    )
     _, rows = lines_of(measure(with_eval(small, temperatures=[0]), "small.yaml"))
     assert {row["conversation"] for row in rows} == {"2"}
     assert "few: 4 answers are missing" in capsys.readouterr().out
     (tmp_path / "asked.jsonl").write_text(json.dumps(long))
-    with pytest.raises(ValueError, match=r"none of 1 prompts and 11 new tokens fit in the model's 2048 positions"):
+    with pytest.raises(
+        ValueError, match=r"none of 1 prompts and 11 new tokens fit in the model's 2048 positions"
+    ):
         measure(with_eval(small, max_new_tokens=11), "small.yaml")
 
 
-def test_budgets_come_from_the_drafter_the_head_or_the_recipe(small: Recipe, target: Target, tmp_path: Path) -> None:
+def test_budgets_come_from_the_drafter_the_head_or_the_recipe(
+    small: Recipe, target: Target, tmp_path: Path
+) -> None:
     """What is said for a drafter counts first, what is said for all next, then the head's own."""
     assert load_drafters(small, target)["tree"].budget == Budget(8, 4, 4)
     write_budget(tmp_path / "run/head", Budget(5, 3, 2))
     drafters = load_drafters(small, target)
-    assert drafters["tree"].budget == Budget(5, 3, 2) and drafters["ngram"].budget == Budget(8, 4, 4)
+    assert drafters["tree"].budget == Budget(5, 3, 2) and drafters["ngram"].budget == Budget(
+        8, 4, 4
+    )
     assert drafters["chain"].budget == Budget.fixed(chain_paths(3))
     assert load_drafters(with_eval(small, nodes=7), target)["tree"].budget == Budget(7, 4, 4)
     trace = generate(target, drafters["tree"].drafter, target.chat("What?"), max_new_tokens=6)
@@ -302,7 +365,9 @@ def test_budgets_come_from_the_drafter_the_head_or_the_recipe(small: Recipe, tar
 def test_options_go_to_the_drafter_and_into_the_header(small: Recipe, target: Target) -> None:
     """One method with several options is several drafters; what they were made from is told, and else nothing."""
     sections = {"a": {}, "b": {"options": {"longest": 2}}, "c": {"options": {"longest": 2}}}
-    recipe = with_eval(small, drafters={name: {"head": "ngram", **section} for name, section in sections.items()})
+    recipe = with_eval(
+        small, drafters={name: {"head": "ngram", **section} for name, section in sections.items()}
+    )
     drafters = load_drafters(recipe, target)
     a, b, c = (drafters[name].drafter for name in sections)
     assert isinstance(a, NgramDrafter) and isinstance(b, NgramDrafter)
@@ -310,15 +375,21 @@ def test_options_go_to_the_drafter_and_into_the_header(small: Recipe, target: Ta
     described = [drafters[name].describe() for name in sections]
     assert "options" not in described[0] and described[1]["options"] == {"longest": 2}
     with pytest.raises(ValueError, match="ngram has no option longst; did you mean longest"):
-        load_drafters(with_eval(recipe, drafters={"a": {"head": "ngram", "options": {"longst": 2}}}), target)
+        load_drafters(
+            with_eval(recipe, drafters={"a": {"head": "ngram", "options": {"longst": 2}}}), target
+        )
 
 
 def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:
     """Where a draft carries its law, only the law of the output is the target's; greedily all is equal."""
     drawn = {"drawn": {"budget": {"paths": chain_paths(2), "draw": "sampled"}}}
     _, rows = lines_of(measure(with_eval(small, drafters=drawn), "small.yaml"))
-    assert {row["identical"] for row in rows if row["drafter"] == "drawn" and row["temperature"] == 1} == {None}
-    assert {row["identical"] for row in rows if row["drafter"] == "none" or row["temperature"] == 0} == {True}
+    assert {
+        row["identical"] for row in rows if row["drafter"] == "drawn" and row["temperature"] == 1
+    } == {None}
+    assert {
+        row["identical"] for row in rows if row["drafter"] == "none" or row["temperature"] == 0
+    } == {True}
 
 
 @pytest.mark.slow
@@ -328,13 +399,22 @@ def test_a_wrong_answer_is_not_identical(
     """A planted fault, of which plain decoding has nothing: the last drafted node stays in the cache."""
     config = AutoConfig.from_pretrained(mixing_target_dir)
     save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), config), "", {})
-    mixing = small.model_copy(update={"target": small.target.model_copy(update={"path": str(mixing_target_dir)})})
+    mixing = small.model_copy(
+        update={"target": small.target.model_copy(update={"path": str(mixing_target_dir)})}
+    )
 
     def keep(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
         tokens = {row: state.trees[row].tokens[list(path)].tolist() for row, path in paths.items()}
-        state.keep_columns({row: [*path[:-1], len(state.trees[row]) - 1] for row, path in paths.items()}, tokens)
+        state.keep_columns(
+            {row: [*path[:-1], len(state.trees[row]) - 1] for row, path in paths.items()}, tokens
+        )
 
     monkeypatch.setattr(TargetState, "keep", keep)
-    _, rows = lines_of(measure(with_eval(mixing, max_new_tokens=24, temperatures=[0]), "small.yaml"))
-    identical = {name: {row["identical"] for row in rows if row["drafter"] == name} for name in ("none", "tree")}
+    _, rows = lines_of(
+        measure(with_eval(mixing, max_new_tokens=24, temperatures=[0]), "small.yaml")
+    )
+    identical = {
+        name: {row["identical"] for row in rows if row["drafter"] == name}
+        for name in ("none", "tree")
+    }
     assert identical["none"] == {True} and False in identical["tree"]

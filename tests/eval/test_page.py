@@ -84,12 +84,28 @@ def batched(results: Path, path: Path, *sizes: int) -> Path:
     """The results with answers at further batch sizes: so many times as fast, and a session of steps for each row."""
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     for size in sizes:
-        for number, row in enumerate([line for line in lines if "drafter" in line and "batch_size" not in line]):
+        for number, row in enumerate(
+            [line for line in lines if "drafter" in line and "batch_size" not in line]
+        ):
             gain = size if row["drafter"] == "none" else size**0.5
-            about = {name: row[name] for name in ("drafter", "set", "temperature", "seed", "tokens")}
+            about = {
+                name: row[name] for name in ("drafter", "set", "temperature", "seed", "tokens")
+            }
             about |= {"batch_size": size, "session": f"{size}-{number}", "step": 9}
-            lines.append({**row, "batch_size": size, "seconds": row["seconds"] / gain, "latency": row["seconds"] * 2})
-            sums = {"steps": 10, "texts": 10 * size - 5, "seconds": row["seconds"] / gain, "cpu_seconds": 1.0}
+            lines.append(
+                {
+                    **row,
+                    "batch_size": size,
+                    "seconds": row["seconds"] / gain,
+                    "latency": row["seconds"] * 2,
+                }
+            )
+            sums = {
+                "steps": 10,
+                "texts": 10 * size - 5,
+                "seconds": row["seconds"] / gain,
+                "cpu_seconds": 1.0,
+            }
             lines.append({"run": row["run"], "batch": {**about, **sums}})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -104,16 +120,23 @@ def test_batches_have_a_table_and_plots(results: Path, parsed: Parsed, tmp_path:
     for name in set(SECTIONS) - {"batches", "lossless", "made"}:
         assert made.sections[name] == parsed.sections[name]
     report = ReportData.load([path])
-    alone = {(group.drafter, group.temperature): group.estimate(SPEED_UP).value for group in report.groups}
+    alone = {
+        (group.drafter, group.temperature): group.estimate(SPEED_UP).value
+        for group in report.groups
+    }
     for group in report.every:
         expected = alone[group.drafter, group.temperature]
         if group.drafter != "none":
             expected /= group.batch_size**0.5
         assert group.estimate(SPEED_UP).value == pytest.approx(expected)
         assert texts_in_a_step(group) == (1 if group.batch_size == 1 else group.batch_size - 0.5)
-        assert f"{group.estimate(SPEED_UP).value:.2f} ×" in made.sections["batches"] or group.drafter == "none"
+        assert (
+            f"{group.estimate(SPEED_UP).value:.2f} ×" in made.sections["batches"]
+            or group.drafter == "none"
+        )
     points = points_by_size(
-        [group for group in report.every if (group.drafter, group.temperature) == ("eagle1", 0)], SPEED_UP
+        [group for group in report.every if (group.drafter, group.temperature) == ("eagle1", 0)],
+        SPEED_UP,
     )
     assert [place for place, _ in points] == [0, 2, 4]
     assert "3.5" in made.sections["batches"] and "15.5" in made.sections["batches"]
@@ -125,9 +148,17 @@ def test_results_of_one_large_batch_are_a_whole_page(results: Path, tmp_path: Pa
     """Where no text was written alone, all sections show the smallest size, and say which."""
     path = batched(results, tmp_path / "results.jsonl", 4)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines if "drafter" not in line or "batch_size" in line))
+    path.write_text(
+        "".join(
+            json.dumps(line) + "\n"
+            for line in lines
+            if "drafter" not in line or "batch_size" in line
+        )
+    )
     made = Parsed(page([path]))
-    assert {name: count for name, count in made.figures.items() if count and name != "batches"} == FIGURES
+    assert {
+        name: count for name, count in made.figures.items() if count and name != "batches"
+    } == FIGURES
     assert "sections below are of 4 texts at a time" in made.sections["top"]
 
 
@@ -154,7 +185,11 @@ def test_a_hostile_generation_stays_text(results: Path, parsed: Parsed) -> None:
     names = {name for name, _ in parsed.elements}
     assert not names & {"script", "img", "iframe", "object", "form", "input", "base"}
     attributes = {name for _, given in parsed.elements for name in given}
-    assert not [name for name in attributes if name.startswith("on") or name in {"src", "srcset", "style", "action"}]
+    assert not [
+        name
+        for name in attributes
+        if name.startswith("on") or name in {"src", "srcset", "style", "action"}
+    ]
     assert [given["href"] for name, given in parsed.elements if name == "link"] == ["data:,"]
     assert all(given["href"].startswith("#") for name, given in parsed.elements if name == "a")  # type: ignore[union-attr]
 
@@ -169,11 +204,29 @@ def test_names_are_as_hostile_as_answers(text: str, tmp_path: Path) -> None:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for line in lines[1:]:
             drafter = line["drafter"].replace("eagle1", name)
-            line |= {"drafter": drafter, "set": name, "task": name, "conversation": name + line["conversation"]}
+            line |= {
+                "drafter": drafter,
+                "set": name,
+                "task": name,
+                "conversation": name + line["conversation"],
+            }
         lines[-1]["pieces"] = pieces([name])
         path.write_text("\n".join(map(json.dumps, lines)))
-        verdict = {"drafter": name, "temperature": 0, "answers": 3, "identical": 2, "lossless": False}
-        where = {"set": name, "conversation": name, "turn": 0, "position": 3, "texts": [name, name], "gap": 0.1}
+        verdict = {
+            "drafter": name,
+            "temperature": 0,
+            "answers": 3,
+            "identical": 2,
+            "lossless": False,
+        }
+        where = {
+            "set": name,
+            "conversation": name,
+            "turn": 0,
+            "position": 3,
+            "texts": [name, name],
+            "gap": 0.1,
+        }
         verdict["divergences"] = [{**where, "rounding": 1e-6, "is_rounding": False}]
         path.with_name("lossless.json").write_text(json.dumps({"run": {}, "verdicts": [verdict]}))
         made = Parsed(page([path]))
@@ -185,9 +238,14 @@ def test_names_are_as_hostile_as_answers(text: str, tmp_path: Path) -> None:
 
 def test_what_is_not_markup_is_escaped() -> None:
     """Only `Html` passes, and adding plain text to it makes plain text."""
-    assert tag("p", "<b>", Html("<i></i>"), title='"><x') == '<p title="&quot;&gt;&lt;x">&lt;b&gt;<i></i></p>'
+    assert (
+        tag("p", "<b>", Html("<i></i>"), title='"><x')
+        == '<p title="&quot;&gt;&lt;x">&lt;b&gt;<i></i></p>'
+    )
     assert html(Html("<b>") + "<i>") == "&lt;b&gt;&lt;i&gt;"
-    assert readable("a\x00\u202e\ud800 \u2028\n\u00e9") == "a⟨U+0000⟩⟨U+202E⟩⟨U+D800⟩ ⟨U+2028⟩\n\u00e9"
+    assert (
+        readable("a\x00\u202e\ud800 \u2028\n\u00e9") == "a⟨U+0000⟩⟨U+202E⟩⟨U+D800⟩ ⟨U+2028⟩\n\u00e9"
+    )
 
 
 def test_intervals_are_clustered_by_conversation(groups: dict[tuple[str, float], Group]) -> None:
@@ -200,7 +258,9 @@ def test_intervals_are_clustered_by_conversation(groups: dict[tuple[str, float],
     assert group.estimate(ACCEPTANCE_LENGTH) == estimate(rows)
 
 
-def test_positions_are_counted_as_a_loop_counts_them(groups: dict[tuple[str, float], Group]) -> None:
+def test_positions_are_counted_as_a_loop_counts_them(
+    groups: dict[tuple[str, float], Group],
+) -> None:
     """Of all cycles, and of those that got to the level of a tree that had it."""
     for group in groups.values():
         every = [cycle for one in group.answers for cycle in cycles(one)]
@@ -222,9 +282,13 @@ def test_lengths_and_time_are_means_over_cycles(groups: dict[tuple[str, float], 
     mean = sum(place * share for place, share in enumerate(accepted_lengths(group)))
     assert mean == pytest.approx(sum(cycle["accepted"] for cycle in every) / len(every))
     whole = sum(sum(cycle["seconds"].values()) for cycle in every) / len(every)
-    assert sum(milliseconds for _, milliseconds in mean_milliseconds(group)) == pytest.approx(1000 * whole)
+    assert sum(milliseconds for _, milliseconds in mean_milliseconds(group)) == pytest.approx(
+        1000 * whole
+    )
     plain = [cycle for one in groups["none", 0.0].answers for cycle in cycles(one)]
-    assert break_even(group) == pytest.approx(whole / (sum(sum(c["seconds"].values()) for c in plain) / len(plain)))
+    assert break_even(group) == pytest.approx(
+        whole / (sum(sum(c["seconds"].values()) for c in plain) / len(plain))
+    )
 
 
 def test_rates_by_position_give_the_measured_length(tmp_path: Path) -> None:
@@ -245,7 +309,9 @@ def test_a_cycle_that_drafts_nothing_is_one_token(tmp_path: Path) -> None:
     """A drafter that is often silent is not credited with the levels of its deepest tree."""
     group = read_results(write(tmp_path / "results.jsonl", ["eagle1"], (0.0,))).groups()[1]
     silent = {"nodes": 0, "depth": 0, "accepted": 0, "committed": 1, "context": 9}
-    answers = [{**one, "cycles": cycles(one) + [silent] * len(cycles(one))} for one in group.answers]
+    answers = [
+        {**one, "cycles": cycles(one) + [silent] * len(cycles(one))} for one in group.answers
+    ]
     before, after = Rates.count(group), Rates.count(Group("", "eagle1", 0.0, "", answers))
     assert after.by_level == before.by_level
     assert after.by_alpha == pytest.approx((before.by_alpha + 1) / 2)
@@ -258,8 +324,12 @@ def test_calibration_counts_every_token_once(groups: dict[tuple[str, float], Gro
     pairs = [pair for one in group.answers for cycle in cycles(one) for pair in cycle["confidence"]]
     bins = bin_confidences(group)
     assert [at for at, _ in bins] == sorted(at for at, _ in bins)
-    assert sum(at for at, _ in bins) / 8 == pytest.approx(sum(sure for sure, _ in pairs) / len(pairs), abs=0.01)
-    assert sum(kept.value for _, kept in bins) / 8 == pytest.approx(sum(k for _, k in pairs) / len(pairs), abs=0.01)
+    assert sum(at for at, _ in bins) / 8 == pytest.approx(
+        sum(sure for sure, _ in pairs) / len(pairs), abs=0.01
+    )
+    assert sum(kept.value for _, kept in bins) / 8 == pytest.approx(
+        sum(k for _, k in pairs) / len(pairs), abs=0.01
+    )
 
 
 def test_the_most_used_nodes_are_a_tree(groups: dict[tuple[str, float], Group]) -> None:
@@ -271,7 +341,10 @@ def test_the_most_used_nodes_are_a_tree(groups: dict[tuple[str, float], Group]) 
         assert share == pytest.approx(sum(path[: len(node)] == node for path in paths) / len(paths))
         assert not node or node[:-1] in shares
     every = {path[:length] for path in paths for length in range(len(path) + 1)}
-    left = [sum(path[: len(node)] == node for path in paths) / len(paths) for node in every - set(shares)]
+    left = [
+        sum(path[: len(node)] == node for path in paths) / len(paths)
+        for node in every - set(shares)
+    ]
     assert len(shares) == 17
     assert max(left) <= min(shares.values())
 
@@ -296,13 +369,19 @@ def test_two_runs_are_compared_by_prompt(results: Path, tmp_path: Path) -> None:
         row = json.loads(line)
         if row.get("drafter") in ("ngram", "eagle1-chain") or row.get("temperature") == 1:
             continue
-        slower.append(row if row.get("drafter") in (None, "none") else {**row, "seconds": row["seconds"] * 1.5})
+        slower.append(
+            row
+            if row.get("drafter") in (None, "none")
+            else {**row, "seconds": row["seconds"] * 1.5}
+        )
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(map(json.dumps, slower)))
     made = Parsed(page([results, other]))
     assert "other · eagle1results · eagle1" in made.sections["comparison"]
     assert "+0.00" in made.sections["comparison"] and "slower" in made.sections["comparison"]
-    other.write_text("\n".join(json.dumps({**row, "set": "else"} if "set" in row else row) for row in slower))
+    other.write_text(
+        "\n".join(json.dumps({**row, "set": "else"} if "set" in row else row) for row in slower)
+    )
     with pytest.raises(ValueError, match="share no prompt"):
         page([results, other])
 
@@ -318,16 +397,28 @@ def test_runs_are_told_apart_by_their_paths() -> None:
 
 def test_modelled_time_takes_the_headers_costs(tmp_path: Path) -> None:
     """A cycle costs its forwards: with a free head and reads at one price, modelled speed-up is τ."""
-    flat = {"contexts": [100], "sizes": [1, 9], "target": [[0.01, 0.01]], "first": [[0.0, 0.0]], "level": [[0.0, 0.0]]}
-    path = write(tmp_path / "results.jsonl", ["eagle1"], (0.0,), costs={"eagle1": flat}, new_tokens=49)
+    flat = {
+        "contexts": [100],
+        "sizes": [1, 9],
+        "target": [[0.01, 0.01]],
+        "first": [[0.0, 0.0]],
+        "level": [[0.0, 0.0]],
+    }
+    path = write(
+        tmp_path / "results.jsonl", ["eagle1"], (0.0,), costs={"eagle1": flat}, new_tokens=49
+    )
     report = ReportData.load([path])
     group = report.drafting[0]
     assert group.estimate(MODELLED_SPEED_UP) == pytest.approx(group.estimate(ACCEPTANCE_LENGTH))
     dear = {**flat, "first": [[0.002, 0.002]], "level": [[0.001, 0.001]]}
-    path = write(tmp_path / "results.jsonl", ["eagle1"], (0.0,), costs={"eagle1": dear}, new_tokens=49)
+    path = write(
+        tmp_path / "results.jsonl", ["eagle1"], (0.0,), costs={"eagle1": dear}, new_tokens=49
+    )
     report = ReportData.load([path])
     costs = Costs.parse(dear)
-    spent = sum(seconds_of(costs, cycles(one), Budget(8, 5, 3), 49) for one in report.drafting[0].answers)
+    spent = sum(
+        seconds_of(costs, cycles(one), Budget(8, 5, 3), 49) for one in report.drafting[0].answers
+    )
     plain = sum(seconds_of(costs, cycles(one["baseline"])) for one in report.drafting[0].answers)
     assert report.drafting[0].estimate(MODELLED_SPEED_UP).value == pytest.approx(plain / spent)
     made = Parsed(page([path]))
@@ -336,16 +427,27 @@ def test_modelled_time_takes_the_headers_costs(tmp_path: Path) -> None:
     assert (made.figures["speed"], made.figures["task"]) == (2, 1)
 
 
-def test_the_table_has_intervals_where_rows_name_their_conversation(results: Path, groups: Any, tmp_path: Path) -> None:
+def test_the_table_has_intervals_where_rows_name_their_conversation(
+    results: Path, groups: Any, tmp_path: Path
+) -> None:
     """The README's columns; the figures are those of the groups."""
     table = markdown(results)
     group = groups["eagle1", 0.0]
     length, speed = group.estimate(ACCEPTANCE_LENGTH), group.estimate(SPEED_UP)
     assert f"{length.value:.2f} [{length.low:.2f}, {length.high:.2f}]" in table
     assert f"{speed.value:.2f} × [{speed.low:.2f}, {speed.high:.2f}]" in table
-    nameless = {"drafter": "none", "temperature": 0.0, "prompt": 0, "tokens": 12, "cycles": 11, "committed": 11}
+    nameless = {
+        "drafter": "none",
+        "temperature": 0.0,
+        "prompt": 0,
+        "tokens": 12,
+        "cycles": 11,
+        "committed": 11,
+    }
     nameless |= {"seconds": 0.1, "identical": True, "loops": False}
-    (tmp_path / "old.jsonl").write_text(f"{json.dumps({'run': {'prompts': 1}})}\n{json.dumps(nameless)}\n")
+    (tmp_path / "old.jsonl").write_text(
+        f"{json.dumps({'run': {'prompts': 1}})}\n{json.dumps(nameless)}\n"
+    )
     old = markdown(tmp_path / "old.jsonl").splitlines()
     assert old == [
         *table.splitlines()[:2],
@@ -385,7 +487,13 @@ def test_the_command_writes_the_page_or_prints_the_table(
 
 def test_modelled_speed_is_compared_where_all_runs_have_it(results: Path, tmp_path: Path) -> None:
     """A run with bare costs beside one without: both are shown, and only measured speed is compared."""
-    flat = {"contexts": [100], "sizes": [1, 9], "target": [[0.01, 0.01]], "first": [[0.0, 0.0]], "level": [[0.0, 0.0]]}
+    flat = {
+        "contexts": [100],
+        "sizes": [1, 9],
+        "target": [[0.01, 0.01]],
+        "first": [[0.0, 0.0]],
+        "level": [[0.0, 0.0]],
+    }
     costs = dict.fromkeys(("eagle1", "eagle1-chain", "ngram"), flat)
     path = write(tmp_path / "costs.jsonl", costs=costs, new_tokens=49)
     both, alone = Parsed(page([results, path])), Parsed(page([path]))

@@ -49,18 +49,35 @@ onload = () => {
 def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[str]]:
     """What the browser made of the page at each width, and the lines on its console."""
     if (program := browser()) is None:
-        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has installed none")
+        pytest.skip(
+            f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has installed none"
+        )
     folder = tmp_path_factory.mktemp("browser")
     (folder / "report.html").write_text(page([write(folder / "results.jsonl")]), encoding="utf-8")
-    frames = (f'<iframe src="report.html" style="width:{width}px;height:900px;border:0"></iframe>' for width in WIDTHS)
+    frames = (
+        f'<iframe src="report.html" style="width:{width}px;height:900px;border:0"></iframe>'
+        for width in WIDTHS
+    )
     (folder / "probe.html").write_text(PROBE.replace("FRAMES", "".join(frames)))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
-    options += ["--virtual-time-budget=8000", "--enable-logging=stderr", f"--user-data-dir={folder / 'profile'}"]
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+        "--dump-dom",
+    ]
+    options += [
+        "--virtual-time-budget=8000",
+        "--enable-logging=stderr",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
     asked = [program, *options, (folder / "probe.html").as_uri()]
     ran = subprocess.run(asked, capture_output=True, text=True, timeout=120)
     found = re.search(r'<pre id="out">(.*?)</pre>', ran.stdout, re.DOTALL)
     assert found and found[1] != "nothing", f"{program} did not show the page: {ran.stderr[-2000:]}"
-    return json.loads(unescape(found[1])), [line for line in ran.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(unescape(found[1])), [
+        line for line in ran.stderr.splitlines() if "CONSOLE" in line
+    ]
 
 
 def test_the_console_is_silent(seen: tuple[list[dict[str, Any]], list[str]]) -> None:
@@ -69,7 +86,9 @@ def test_the_console_is_silent(seen: tuple[list[dict[str, Any]], list[str]]) -> 
 
 
 @pytest.mark.parametrize("place", range(len(WIDTHS)), ids=[f"{width} px" for width in WIDTHS])
-def test_all_figures_are_drawn_and_fit(seen: tuple[list[dict[str, Any]], list[str]], place: int) -> None:
+def test_all_figures_are_drawn_and_fit(
+    seen: tuple[list[dict[str, Any]], list[str]], place: int
+) -> None:
     """Every section has its figures, each has a size, nothing is wider than the window, letters can be read."""
     found = seen[0][place]
     assert found["figures"] == {name: FIGURES.get(name, 0) for name in SECTIONS}
@@ -81,7 +100,9 @@ def test_all_figures_are_drawn_and_fit(seen: tuple[list[dict[str, Any]], list[st
 
 
 @pytest.mark.parametrize("place", range(len(WIDTHS)), ids=[f"{width} px" for width in WIDTHS])
-def test_a_hostile_generation_does_not_run(seen: tuple[list[dict[str, Any]], list[str]], place: int) -> None:
+def test_a_hostile_generation_does_not_run(
+    seen: tuple[list[dict[str, Any]], list[str]], place: int
+) -> None:
     """It changed no title, is no script, and stands on the page letter for letter."""
     found = seen[0][place]
     assert (found["title"], found["scripts"]) == ("Acceptance report: a/target", 0)

@@ -28,13 +28,19 @@ def write_records(path: Path, records: list[dict[str, Any]], *more: str) -> str:
 def with_prompts(recipe: Recipe, prompts: Any, count: int = 100) -> Recipe:
     """The recipe with other prompts."""
     return Recipe.parse(
-        {**recipe.model_dump(), "eval": {**recipe.eval.model_dump(), "prompts": prompts, "count": count}}, ""
+        {
+            **recipe.model_dump(),
+            "eval": {**recipe.eval.model_dump(), "prompts": prompts, "count": count},
+        },
+        "",
     )
 
 
 def like_spec_bench() -> list[dict[str, Any]]:
     """Twenty questions of each task, in the order and with the categories of Spec-Bench."""
-    names = [name for name in sorted(MT_BENCH) for _ in range(3)] + [name for name in OTHERS for _ in range(20)]
+    names = [name for name in sorted(MT_BENCH) for _ in range(3)] + [
+        name for name in OTHERS for _ in range(20)
+    ]
     turns = [["First?", "Second?"] if name in MT_BENCH else ["Only?"] for name in names]
     return [
         {"question_id": number, "category": name, "turns": asked}
@@ -42,20 +48,28 @@ def like_spec_bench() -> list[dict[str, Any]]:
     ]
 
 
-def test_tasks_come_in_turn_and_mt_bench_is_one_of_spec_benchs(recipe: Recipe, tmp_path: Path) -> None:
+def test_tasks_come_in_turn_and_mt_bench_is_one_of_spec_benchs(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     """A small count holds every task; MT-bench's eight categories are one there, and eight where it stands alone."""
     records = like_spec_bench()
-    asked = questions(with_prompts(recipe, write_records(tmp_path / "spec/question.jsonl", records), 12))
+    asked = questions(
+        with_prompts(recipe, write_records(tmp_path / "spec/question.jsonl", records), 12)
+    )
     assert Counter(question.task for question in asked) == dict.fromkeys(("mt_bench", *OTHERS), 2)
     assert {len(question.turns) for question in asked if question.task == "mt_bench"} == {2}
-    alone = questions(with_prompts(recipe, write_records(tmp_path / "mt/question.jsonl", records[:24]), 12))
+    alone = questions(
+        with_prompts(recipe, write_records(tmp_path / "mt/question.jsonl", records[:24]), 12)
+    )
     assert set(Counter(question.task for question in alone)) == MT_BENCH and alone[0].set == "mt"
     whole = questions(with_prompts(recipe, str(tmp_path / "spec/question.jsonl"), 1000))
     assert sorted(int(question.id) for question in whole) == list(range(len(records)))
     assert whole[:12] == asked  # a larger count goes on where a smaller one ended
 
 
-@pytest.mark.skipif(not SPEC_BENCH.exists(), reason="the real Spec-Bench is not beside the checkout")
+@pytest.mark.skipif(
+    not SPEC_BENCH.exists(), reason="the real Spec-Bench is not beside the checkout"
+)
 def test_the_real_spec_bench_has_six_tasks_of_eighty(recipe: Recipe) -> None:
     """As its paper counts them."""
     asked = questions(with_prompts(recipe, {"spec": str(SPEC_BENCH)}, 480))
@@ -68,13 +82,18 @@ def test_one_question_of_each_source_and_layout(recipe: Recipe, tmp_path: Path) 
     """Conversations give their first question, other records all their turns; sets have the names they are given."""
     talk = {
         "id": "t",
-        "conversations": [{"from": role, "value": text} for role, text in (("human", "A?"), ("gpt", "B."))],
+        "conversations": [
+            {"from": role, "value": text} for role, text in (("human", "A?"), ("gpt", "B."))
+        ],
     }
     sets = {
         "talks": write_records(tmp_path / "talks.jsonl", [talk]),
-        "rows": write_records(tmp_path / "rows.json", [{"prompt": ["C?", "D?"], "prompt_id": 7}, {"question": "E?"}]),
+        "rows": write_records(
+            tmp_path / "rows.json", [{"prompt": ["C?", "D?"], "prompt_id": 7}, {"question": "E?"}]
+        ),
         "code": write_records(
-            tmp_path / "code/one.jsonl", [{"task_id": "code/0", "prompt": "def f():", "task": "code"}]
+            tmp_path / "code/one.jsonl",
+            [{"task_id": "code/0", "prompt": "def f():", "task": "code"}],
         ),
     }
     asked = questions(with_prompts(recipe, sets))
@@ -102,16 +121,23 @@ def test_prompts_of_well_known_sets_are_questions(recipe: Recipe, tmp_path: Path
         {"messages": turns, "question_id": 3, "id": "m"},
     ]
     asked = questions(
-        with_prompts(recipe, write_records(tmp_path / "q.jsonl", [*records, {"prompt": "H?", "images": ["a.png"]}]))
+        with_prompts(
+            recipe,
+            write_records(tmp_path / "q.jsonl", [*records, {"prompt": "H?", "images": ["a.png"]}]),
+        )
     )
     assert [question.turns for question in asked] == [("A?",), ("B?",), ("C\n\nD?",), ("E?",)]
     assert [question.id for question in asked] == ["x", "q.jsonl:2", "q.jsonl:3", "m"]
 
 
-def test_what_is_no_question_is_counted(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_question_is_counted(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Damaged, empty and unknown records are counted; equal ids are told apart; nothing at all is refused."""
     good = [{"turns": ["A?"], "question_id": 1}, {"turns": ["B?"], "question_id": 1}]
-    path = write_records(tmp_path / "q.jsonl", [*good, {"turns": ["", "x"]}, {"other": 1}], '{"turns": ["cut')
+    path = write_records(
+        tmp_path / "q.jsonl", [*good, {"turns": ["", "x"]}, {"other": 1}], '{"turns": ["cut'
+    )
     assert [question.id for question in questions(with_prompts(recipe, path))] == ["1", "1#2"]
     printed = capsys.readouterr().out
     assert (
@@ -120,23 +146,35 @@ def test_what_is_no_question_is_counted(recipe: Recipe, tmp_path: Path, capsys: 
         and "unknown layout: keys other (1)" in printed
     )
     with pytest.raises(
-        ValueError, match=r"no question in .*none\.jsonl: expected conversations, or records with turns"
+        ValueError,
+        match=r"no question in .*none\.jsonl: expected conversations, or records with turns",
     ):
         questions(with_prompts(recipe, write_records(tmp_path / "none.jsonl", [{"other": 1}])))
 
 
-def test_first_turns_are_what_the_template_asks(recipe: Recipe, tiny_target: Target, tiny_target_dir: Path) -> None:
+def test_first_turns_are_what_the_template_asks(
+    recipe: Recipe, tiny_target: Target, tiny_target_dir: Path
+) -> None:
     """Of the first conversations, in their order, as one user message each."""
     heldout = tiny_target_dir / "data/heldout.jsonl"
-    texts = [json.loads(line)["conversations"][0]["value"] for line in heldout.read_text().splitlines()[:3]]
+    texts = [
+        json.loads(line)["conversations"][0]["value"]
+        for line in heldout.read_text().splitlines()[:3]
+    ]
     expected = [tiny_target.chat([{"role": "user", "content": text}]) for text in texts]
     asked = questions(with_prompts(recipe, str(heldout), 3))
-    assert [encode_prompt(recipe, tiny_target, question.turns[:1]) for question in asked] == expected
+    assert [
+        encode_prompt(recipe, tiny_target, question.turns[:1]) for question in asked
+    ] == expected
 
 
-def test_greedy_has_one_seed_and_each_question_its_own_noise(recipe: Recipe, tmp_path: Path) -> None:
+def test_greedy_has_one_seed_and_each_question_its_own_noise(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     """Noise belongs to set, question and turn, not to the company; seeds change it."""
-    path = write_records(tmp_path / "q.jsonl", [{"turns": ["A?"], "question_id": number} for number in range(3)])
+    path = write_records(
+        tmp_path / "q.jsonl", [{"turns": ["A?"], "question_id": number} for number in range(3)]
+    )
     seeded = with_prompts(recipe, path)
     seeded = seeded.model_copy(update={"eval": seeded.eval.model_copy(update={"seeds": (4, 5)})})
     every = cases(seeded, questions(seeded), (0.0, 1.0))
@@ -155,7 +193,8 @@ def test_turns_alternate_and_what_has_no_room_is_none(recipe: Recipe, tiny_targe
     """User, assistant, user; a prompt that leaves no room for the answer is not asked."""
     turns = ["A?", "B.", "C?"]
     messages = [
-        {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), turns, strict=True)
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant", "user"), turns, strict=True)
     ]
     assert encode_prompt(recipe, tiny_target, turns) == tiny_target.chat(messages)
     most = tiny_target.max_positions
@@ -169,7 +208,10 @@ def test_turns_alternate_and_what_has_no_room_is_none(recipe: Recipe, tiny_targe
 @pytest.mark.parametrize(
     ("eval_", "message"),
     [
-        ({"drafters": {"wide": {"hea": "x"}}}, r"unknown key eval\.drafters\.wide\.hea: did you mean head\?"),
+        (
+            {"drafters": {"wide": {"hea": "x"}}},
+            r"unknown key eval\.drafters\.wide\.hea: did you mean head\?",
+        ),
         (
             {"drafters": {"wide": {"budget": {"node": 3}}}},
             r"unknown key eval\.drafters\.wide\.budget\.node: did you mean nodes",
@@ -177,7 +219,9 @@ def test_turns_alternate_and_what_has_no_room_is_none(recipe: Recipe, tiny_targe
         ({"seeds": []}, r"eval\.seeds: got \[\]"),
     ],
 )
-def test_a_wrong_key_below_a_mapping_is_named(recipe: Recipe, eval_: dict[str, Any], message: str) -> None:
+def test_a_wrong_key_below_a_mapping_is_named(
+    recipe: Recipe, eval_: dict[str, Any], message: str
+) -> None:
     """As everywhere in a recipe: with the nearest key that is known."""
     values = recipe.model_dump()
     with pytest.raises(ValueError, match=message):

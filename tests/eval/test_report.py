@@ -43,7 +43,9 @@ def speed_machine(results: Any) -> str:
     return machine_line(results["machine"])
 
 
-@pytest.mark.parametrize(("page", "file", "text"), PLACED, ids=lambda value: getattr(value, "name", "")[:20])
+@pytest.mark.parametrize(
+    ("page", "file", "text"), PLACED, ids=lambda value: getattr(value, "name", "")[:20]
+)
 def test_a_table_is_the_result_files_own(page: Path, file: str, text: str) -> None:
     """What stands on the page is what `python -m eval.report FILE` prints."""
     assert text.strip() == markdown(ROOT / file).strip()
@@ -146,7 +148,10 @@ def digest(text: str) -> str:
 def test_frozen_tables_have_the_figures_of_their_result_file(file: str) -> None:
     """A table whose program is gone keeps all of its figures, and so does the file that it was made of."""
     pages = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/**/*.md")))
-    digests = {digest(" ".join(FIGURE.findall(table))) for table in re.findall(r"(?:^\|.*\n)+", pages, re.MULTILINE)}
+    digests = {
+        digest(" ".join(FIGURE.findall(table)))
+        for table in re.findall(r"(?:^\|.*\n)+", pages, re.MULTILINE)
+    }
     of_file, _, of_tables = FROZEN[file].partition(" / ")
     results = json.loads((ROOT / "docs/results" / file).read_text())
     assert digest(json.dumps(results, sort_keys=True)) == of_file
@@ -156,12 +161,35 @@ def test_frozen_tables_have_the_figures_of_their_result_file(file: str) -> None:
 def test_groups_pool_cycles_and_compare_with_none() -> None:
     """Acceptance length is pooled over cycles, speed-up is against `none` at the same temperature."""
     common = {"temperature": 0.0, "identical": True, "loops": False}
-    plain = {**common, "drafter": "none", "tokens": 11, "committed": 10, "cycles": 10, "seconds": 1.0}
+    plain = {
+        **common,
+        "drafter": "none",
+        "tokens": 11,
+        "committed": 10,
+        "cycles": 10,
+        "seconds": 1.0,
+    }
     rows = [
         {**plain, "conversation": "a"},
         {**plain, "conversation": "b"},
-        {**common, "conversation": "a", "drafter": "x", "tokens": 11, "committed": 10, "cycles": 4, "seconds": 0.5},
-        {**common, "conversation": "b", "drafter": "x", "tokens": 21, "committed": 20, "cycles": 6, "seconds": 0.5},
+        {
+            **common,
+            "conversation": "a",
+            "drafter": "x",
+            "tokens": 11,
+            "committed": 10,
+            "cycles": 4,
+            "seconds": 0.5,
+        },
+        {
+            **common,
+            "conversation": "b",
+            "drafter": "x",
+            "tokens": 21,
+            "committed": 20,
+            "cycles": 6,
+            "seconds": 0.5,
+        },
     ]
     rows[-1]["identical"] = False
     none, other = Results(Path(), [], rows).groups()
@@ -171,23 +199,45 @@ def test_groups_pool_cycles_and_compare_with_none() -> None:
     assert (none.identical, none.differing, other.identical, other.differing) == (2, 0, 1, 1)
 
 
-@pytest.mark.parametrize(("cpu_seconds", "shown"), [((1.0, 0.4), True), ((2.0, 1.55), False), ((), False)])
-def test_a_busy_machine_is_told_by_cpu_seconds(cpu_seconds: tuple[float, ...], shown: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cpu_seconds", "shown"), [((1.0, 0.4), True), ((2.0, 1.55), False), ((), False)]
+)
+def test_a_busy_machine_is_told_by_cpu_seconds(
+    cpu_seconds: tuple[float, ...], shown: bool, tmp_path: Path
+) -> None:
     """Where answers took longer than their CPU seconds, the speed-up in these stands beside that of the clock."""
-    common = {"temperature": 0.0, "identical": True, "loops": False, "conversation": "a", "tokens": 8, "committed": 7}
+    common = {
+        "temperature": 0.0,
+        "identical": True,
+        "loops": False,
+        "conversation": "a",
+        "tokens": 8,
+        "committed": 7,
+    }
     plain: dict[str, Any] = {**common, "drafter": "none", "cycles": 7, "seconds": 2.0}
     head = {**common, "drafter": "x", "cycles": 3, "seconds": 1.6}
     for row, seconds in zip((plain, head), cpu_seconds, strict=False):
         row["cpu_seconds"] = seconds
-    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, [{"run": {"commit": "c"}}, plain, head])))
+    (tmp_path / "r.jsonl").write_text(
+        "\n".join(map(json.dumps, [{"run": {"commit": "c"}}, plain, head]))
+    )
     text, html = markdown(tmp_path / "r.jsonl"), page([tmp_path / "r.jsonl"])
     assert ("in CPU seconds |" in text, ">in CPU seconds<" in html) == (shown, shown)
-    assert ("| 1.25 × | 2.50 × |" in text) == shown  # 2 s over 1.6 s by the clock, 1 s over 0.4 s of the CPU
+    assert (
+        "| 1.25 × | 2.50 × |" in text
+    ) == shown  # 2 s over 1.6 s by the clock, 1 s over 0.4 s of the CPU
 
 
 def test_newest_run_is_reported(tmp_path: Path) -> None:
     """Results are appended; the table shows the last run."""
-    row = {"temperature": 0.0, "drafter": "none", "tokens": 2, "committed": 1, "cycles": 1, "seconds": 1.0}
+    row = {
+        "temperature": 0.0,
+        "drafter": "none",
+        "tokens": 2,
+        "committed": 1,
+        "cycles": 1,
+        "seconds": 1.0,
+    }
     row |= {"identical": True, "loops": False}
     lines = [{"run": {"commit": "old"}}, {**row, "seconds": 9.0}, {"run": {"commit": "new"}}, row]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -106,7 +106,9 @@ def test_pairs_cancel_what_makes_a_prompt_easy() -> None:
     assert more.sign == 1
     assert estimate_difference(second, first, lambda prompt: prompt[0]).estimate.sign == -1
     gained = interval({name: [second[name, turn] for turn in range(2)] for name in rows})
-    assert gained[0] < ratio([sum(row[0] for row in first.values()), sum(row[1] for row in first.values())])
+    assert gained[0] < ratio(
+        [sum(row[0] for row in first.values()), sum(row[1] for row in first.values())]
+    )
 
 
 def test_no_difference_is_seldom_shown_where_there_is_none() -> None:
@@ -117,16 +119,26 @@ def test_no_difference_is_seldom_shown_where_there_is_none() -> None:
         first, second = {}, {}
         for prompt in ((conversation, turn) for conversation in range(12) for turn in range(2)):
             easy = 2 + 0.5 * random.Random(f"{seed} {prompt[0]}").gauss(0, 1)
-            aside = 0.2 * random.Random(f"{seed} {prompt[0]} aside").gauss(0, 1)  # each suits one of the drafters
+            aside = 0.2 * random.Random(f"{seed} {prompt[0]} aside").gauss(
+                0, 1
+            )  # each suits one of the drafters
             first[prompt] = (20 * (easy + aside) + drawn.gauss(0, 3), 20)
             second[prompt] = (20 * (easy - aside) + drawn.gauss(0, 3), 20)
-        wrong += estimate_difference(first, second, lambda prompt: prompt[0], draws=400, seed=seed).estimate.sign != 0
+        wrong += (
+            estimate_difference(
+                first, second, lambda prompt: prompt[0], draws=400, seed=seed
+            ).estimate.sign
+            != 0
+        )
     assert 0.02 <= wrong / 300 <= 0.085
 
 
 def test_only_shared_prompts_are_compared() -> None:
     """What one of the two did not answer takes no part; sharing nothing is an error."""
-    first, second = {(1, 0): (4, 2), (2, 0): (6, 2), (3, 0): (99, 1)}, {(1, 0): (8, 2), (2, 0): (6, 2), (4, 0): (9, 9)}
+    first, second = (
+        {(1, 0): (4, 2), (2, 0): (6, 2), (3, 0): (99, 1)},
+        {(1, 0): (8, 2), (2, 0): (6, 2), (4, 0): (9, 9)},
+    )
     more, pairs = estimate_difference(first, second, lambda prompt: prompt[0])
     assert (more.value, pairs) == (14 / 4 - 10 / 4, 2)
     with pytest.raises(ValueError, match="share no prompt: 3 and 1 answers"):

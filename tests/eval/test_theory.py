@@ -34,7 +34,12 @@ RATES = (0.0, 0.1, 0.37, 0.5, 0.8, 0.95, 1.0)
 
 def laws(count: int, vocab_size: int, seed: int) -> torch.Tensor:
     """Random laws, some of whose tokens are impossible."""
-    weights = torch.rand(count, vocab_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3
+    weights = (
+        torch.rand(
+            count, vocab_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        ** 3
+    )
     weights[:, seed % vocab_size] = 0
     return weights / weights.sum(-1, keepdim=True)
 
@@ -84,7 +89,9 @@ def tokens(chance: Chance, rates: list[float]) -> int:
 def test_rates_by_position_need_not_be_equal() -> None:
     """Each position with its own rate, given the one before."""
     rates = [0.9, 0.5, 0.7]
-    expected = sum(count * odds for count, odds in every_outcome(lambda chance: tokens(chance, rates)))
+    expected = sum(
+        count * odds for count, odds in every_outcome(lambda chance: tokens(chance, rates))
+    )
     assert tokens_of_rates(rates) == pytest.approx(expected)
 
 
@@ -93,7 +100,11 @@ def test_overlap_is_how_often_a_drawn_token_is_accepted(lenience: float) -> None
     """Every token that the draft may draw, accepted with odds min(1, p / (l q)), in the mean over contexts."""
     p, q = laws(40, 5, 1), laws(40, 5, 2)
     odds = [
-        sum(q[c, x] * min(1.0, float(p[c, x] / (lenience * q[c, x]))) for x in range(5) if q[c, x] > 0)
+        sum(
+            q[c, x] * min(1.0, float(p[c, x] / (lenience * q[c, x])))
+            for x in range(5)
+            if q[c, x] > 0
+        )
         for c in range(40)
     ]
     assert overlap(p, q, lenience) == pytest.approx(float(sum(odds) / 40))
@@ -103,7 +114,9 @@ def test_overlap_is_how_often_a_drawn_token_is_accepted(lenience: float) -> None
 def test_the_best_chain_is_found_and_pays_where_it_should() -> None:
     """By trying all; where alpha exceeds the cost a chain of one already gains (1 + alpha) / (1 + cost)."""
     for alpha, cost in product(RATES, (0.0, 0.02, 0.2, 0.6)):
-        every = [sum(alpha**i for i in range(gamma + 1)) / (gamma * cost + 1) for gamma in range(65)]
+        every = [
+            sum(alpha**i for i in range(gamma + 1)) / (gamma * cost + 1) for gamma in range(65)
+        ]
         gamma = best_gamma(alpha, cost)
         assert every[gamma] == pytest.approx(max(every))
         if alpha > cost:
@@ -123,7 +136,10 @@ def test_a_chains_expectation_is_that_of_the_shipped_rule_over_all_coins() -> No
     """For drafts that are given, sampling's verification accepts on average what the ratios say."""
     p, q = laws(30, 5, 3).view(10, 3, 5), laws(30, 5, 4).view(10, 3, 5)
     drafts = torch.stack(
-        [q[cycle].multinomial(1, generator=torch.Generator().manual_seed(cycle)) for cycle in range(10)]
+        [
+            q[cycle].multinomial(1, generator=torch.Generator().manual_seed(cycle))
+            for cycle in range(10)
+        ]
     )
     ratios, accepted = [], 0.0
     for target, draft, drawn in zip(p, q, drafts[..., 0], strict=True):
@@ -140,7 +156,9 @@ def test_a_chains_expectation_is_that_of_the_shipped_rule_over_all_coins() -> No
 
 def target_law(prefix: tuple[int, ...]) -> list[float]:
     """A target's law of three tokens after every text."""
-    return laws(1, 3, 7 + sum((token + 1) * 5**place for place, token in enumerate(prefix)))[0].tolist()
+    return laws(1, 3, 7 + sum((token + 1) * 5**place for place, token in enumerate(prefix)))[
+        0
+    ].tolist()
 
 
 def parts(prefixes: tuple[tuple[int, ...], ...]) -> tuple[list[int], list[float]]:
@@ -155,7 +173,9 @@ def test_a_trees_tokens_are_those_of_every_text_the_target_may_say() -> None:
     prefixes = ((0,), (2,), (0, 1), (0, 2), (2, 2), (0, 1, 1))
     tree, expected = DraftTree.from_paths(9, prefixes), 0.0
     for text in product(range(3), repeat=4):
-        odds = list(accumulate((target_law(text[:place])[text[place]] for place in range(4)), mul))[-1]
+        odds = list(accumulate((target_law(text[:place])[text[place]] for place in range(4)), mul))[
+            -1
+        ]
         expected += odds * len(walk(tree, [text[depth] for depth in tree.depths()]))
     assert tree_tokens(*parts(prefixes)) == pytest.approx(expected)
 
@@ -177,7 +197,9 @@ def test_what_is_no_rate_is_refused(alpha: float, gamma: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The loop's mean over its coins lies in the 95% interval around the exact expectation, given what was drafted."""
     target, read, outputs = Target(build("llama")), TargetState.read, list[TargetOutput]()
 
@@ -191,7 +213,10 @@ def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytes
     monkeypatch.setattr(TargetState, "read", record)
     accepted, ratios = [], []
     for request in range(12):
-        sampling, budget = Sampling(temperature=1.0, request=request), Budget.fixed(chain_paths(4), "sampled")
+        sampling, budget = (
+            Sampling(temperature=1.0, request=request),
+            Budget.fixed(chain_paths(4), "sampled"),
+        )
         options = {"sampling": sampling, "budget": budget, "max_new_tokens": 48, "stop": []}
         trace = generate(target, head, random_tokens(12, seed=request), **options)
         accepted += [cycle.accepted for cycle in trace.cycles if cycle.nodes]
@@ -199,11 +224,18 @@ def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(monkeypatch: pytes
         if output.tree.draft_probs is None:  # at the end of an answer nothing is drafted
             continue
         laws = zip(
-            output.logits.softmax(-1), output.tree.draft_probs[1:], output.tree.tokens[1:].tolist(), strict=False
+            output.logits.softmax(-1),
+            output.tree.draft_probs[1:],
+            output.tree.tokens[1:].tolist(),
+            strict=False,
         )
         ratios.append([float(own[token] / drawn[token]) for own, drawn, token in laws])
     reached = [list(accumulate((min(1.0, ratio) for ratio in cycle), mul)) for cycle in ratios]
-    square = [sum((2 * place + 1) * chance for place, chance in enumerate(cycle)) for cycle in reached]
-    spread = sum(second - sum(cycle) ** 2 for second, cycle in zip(square, reached, strict=True)) ** 0.5 / len(ratios)
+    square = [
+        sum((2 * place + 1) * chance for place, chance in enumerate(cycle)) for cycle in reached
+    ]
+    spread = sum(
+        second - sum(cycle) ** 2 for second, cycle in zip(square, reached, strict=True)
+    ) ** 0.5 / len(ratios)
     assert len(accepted) == len(ratios) > 100 and 0.3 < chain_accepted(ratios) < 3.7
     assert abs(sum(accepted) / len(accepted) - chain_accepted(ratios)) < 1.96 * spread < 0.25

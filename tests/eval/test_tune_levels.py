@@ -39,7 +39,10 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def answers(target: Target) -> list[Answer]:
     """Its answers to random prompts."""
-    return [answer(target, (-1,), random_tokens(12, seed), limit=24, sampling=Sampling()) for seed in range(10)]
+    return [
+        answer(target, (-1,), random_tokens(12, seed), limit=24, sampling=Sampling())
+        for seed in range(10)
+    ]
 
 
 def new_head(name: str, target: Target, **settings: Any) -> Any:
@@ -67,7 +70,9 @@ def test_forwards_are_those_that_a_draft_takes(name: str, budget: Budget, target
 
 @pytest.mark.parametrize("budget", BUDGETS[:4], ids=str)
 @pytest.mark.parametrize("name", LEVEL_HEADS)
-def test_recorded_cycles_cost_the_drafters_own_forwards(name: str, budget: Budget, target: Target) -> None:
+def test_recorded_cycles_cost_the_drafters_own_forwards(
+    name: str, budget: Budget, target: Target
+) -> None:
     """From a results file, which holds no drafter, as from the drafter itself; without them levels would be charged."""
     head = new_head(name, target)
     trace = generate(target, head, random_tokens(20, 3), budget=budget, max_new_tokens=20, stop=[])
@@ -85,7 +90,9 @@ def test_what_is_timed_is_what_a_draft_computes(name: str, target: Target) -> No
     """All levels of one state where they do not depend on one another, however much was committed; else one level."""
     head, size = new_head(name, target), target.vocab_size
     first, level = (head.probe(16, 8, scored)() for scored in (1, 8))
-    assert [logits.shape for logits in first] == [(1, 1, size)] * (1 if head.reads_tokens else LEVELS)
+    assert [logits.shape for logits in first] == [(1, 1, size)] * (
+        1 if head.reads_tokens else LEVELS
+    )
     assert not head.reads_tokens or [logits.shape for logits in level] == [(1, 8, size)]
 
 
@@ -106,7 +113,10 @@ def tuning(target: Target, answers: list[Answer]) -> Tuning:
 def batch_of(answers: list[Answer]) -> Batch:
     """The answers to learn from."""
     masks = [torch.arange(len(one.tokens)) >= one.prompt for one in answers]
-    texts = [Example(torch.tensor(one.tokens), mask, one.features) for one, mask in zip(answers, masks, strict=True)]
+    texts = [
+        Example(torch.tensor(one.tokens), mask, one.features)
+        for one, mask in zip(answers, masks, strict=True)
+    ]
     return collate(texts, (-1,))
 
 
@@ -127,18 +137,29 @@ def test_measured_ranks_of_each_level_give_the_shape(tuning: Tuning) -> None:
     rates = acceptance_by_rank(tuning)
     assert len(rates) == LEVELS and rates[0][0] > 0.2
     best = best_tree(rates, 12, LEVELS)
-    others = [best_tree(tune.GUESS, 12, LEVELS), tuple((rank,) for rank in range(6)), PUBLISHED_TREE[:12]]
+    others = [
+        best_tree(tune.GUESS, 12, LEVELS),
+        tuple((rank,) for rank in range(6)),
+        PUBLISHED_TREE[:12],
+    ]
     assert all(expected_tokens(rates, best) >= expected_tokens(rates, other) for other in others)
     measured = tuning.trial(Budget.fixed(best)).acceptance_length
-    assert measured >= max(tuning.trial(Budget.fixed(other)).acceptance_length for other in others) - 0.05
+    assert (
+        measured
+        >= max(tuning.trial(Budget.fixed(other)).acceptance_length for other in others) - 0.05
+    )
     assert Budget.fixed(best) in fixed(rates)
 
 
 def test_levels_that_do_not_depend_on_one_another_are_not_charged(tuning: Tuning) -> None:
     """With levels as dear as nine forwards of the target a tree still pays, and the search finds one."""
-    trial = search(tuning, [chain(1), chain(3), Budget(12, 3, 4), Budget(12, 8, 4)], note=lambda _: None)
+    trial = search(
+        tuning, [chain(1), chain(3), Budget(12, 3, 4), Budget(12, 8, 4)], note=lambda _: None
+    )
     assert trial.budget.depth > 1 and trial.speed > 1.2
-    assert tuning.trial(Budget(12, 8, 4)) == replace(tuning.trial(Budget(12, 3, 4)), budget=Budget(12, 8, 4))
+    assert tuning.trial(Budget(12, 8, 4)) == replace(
+        tuning.trial(Budget(12, 3, 4)), budget=Budget(12, 8, 4)
+    )
 
 
 def test_a_policy_stays_within_what_the_head_drafts(tuning: Tuning) -> None:
@@ -147,5 +168,8 @@ def test_a_policy_stays_within_what_the_head_drafts(tuning: Tuning) -> None:
     policy = Goodput([0.0, *[0.01] * 8], [1.0, *[1.02] * 8], chain(8))
     options: dict[str, Any] = {"max_new_tokens": 24, "stop": []}
     trace = generate(tuning.target, tuning.drafter, prompt, budget=policy, **options)
-    assert trace.tokens == generate(tuning.target, tuning.drafter, prompt, budget=Budget(0), **options).tokens
+    assert (
+        trace.tokens
+        == generate(tuning.target, tuning.drafter, prompt, budget=Budget(0), **options).tokens
+    )
     assert max(cycle.depth for cycle in trace.cycles) == LEVELS

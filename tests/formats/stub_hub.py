@@ -45,11 +45,15 @@ class StubHub:
     repositories: dict[tuple[str, str], Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)  # large files by their sha256
     asked: list[str] = field(default_factory=list)
-    faults: list[tuple[str, int]] = field(default_factory=list)  # a pattern of what is asked, and a status, each once
+    faults: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # a pattern of what is asked, and a status, each once
     spoiled: set[str] = field(default_factory=set)  # names of files that come with another byte
     address: str = ""
 
-    def answer(self, method: str, path: str, body: bytes, token: str | None) -> tuple[int, Any, dict[str, str]]:
+    def answer(
+        self, method: str, path: str, body: bytes, token: str | None
+    ) -> tuple[int, Any, dict[str, str]]:
         """Status, JSON or bytes, and headers."""
         self.asked.append(f"{method} {path}")
         for place, (pattern, status) in enumerate(self.faults):
@@ -65,13 +69,26 @@ class StubHub:
             self.objects[found[1]] = body
             return 200, b"", {}
         if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-            return 200, {"transfer": "basic", "objects": [self._upload(one) for one in json.loads(body)["objects"]]}, {}
+            return (
+                200,
+                {
+                    "transfer": "basic",
+                    "objects": [self._upload(one) for one in json.loads(body)["objects"]],
+                },
+                {},
+            )
         if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             return self._resolve("dataset" if found[1] else "model", found[2], found[3])
-        if found := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/([a-z]+)(?:/[^/]+)?)?", path):
+        if found := re.fullmatch(
+            r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/([a-z]+)(?:/[^/]+)?)?", path
+        ):
             repository = self.repositories.get((found[1], found[2]))
             if repository is None or (repository.private and token != TOKEN):
-                return 404 if token == TOKEN else 401, {"error": "no such repository"}, {"X-Error-Code": "RepoNotFound"}
+                return (
+                    404 if token == TOKEN else 401,
+                    {"error": "no such repository"},
+                    {"X-Error-Code": "RepoNotFound"},
+                )
             return self._ask(repository, found[2], found[3], body, token)
         raise AssertionError(f"the client asks for {method} {path}")
 
@@ -83,7 +100,11 @@ class StubHub:
         name = f"{asked['organization']}/{asked['name']}"
         key = (asked.get("type", "model"), name)
         if key in self.repositories:
-            return 409, {"error": "You already created this repo", "url": f"{self.address}/{name}"}, {}
+            return (
+                409,
+                {"error": "You already created this repo", "url": f"{self.address}/{name}"},
+                {},
+            )
         # older clients send a flag, newer ones a word
         private = asked.get("private") is True or asked.get("visibility") == "private"
         self.repositories[key] = Repository(private)
@@ -101,10 +122,20 @@ class StubHub:
             return 403, {"error": "You are not the owner"}, {}
         if what == "preupload":
             files = [file["path"] for file in json.loads(body)["files"]]
-            modes = {path: "lfs" if path.endswith((".safetensors", ".png")) else "regular" for path in files}
-            known = {path: self._oid(repository, path) for path in files if path in repository.files}
+            modes = {
+                path: "lfs" if path.endswith((".safetensors", ".png")) else "regular"
+                for path in files
+            }
+            known = {
+                path: self._oid(repository, path) for path in files if path in repository.files
+            }
             answers = [
-                {"path": path, "uploadMode": modes[path], "shouldIgnore": False, "oid": known.get(path)}
+                {
+                    "path": path,
+                    "uploadMode": modes[path],
+                    "shouldIgnore": False,
+                    "oid": known.get(path),
+                }
                 for path in files
             ]
             return 200, {"files": answers}, {}
@@ -123,11 +154,19 @@ class StubHub:
                 # an older client sends small files that are the same, which a commit does not change
                 changed += [path] if repository.files.get(path) != before else []
             repository.commits.append(changed)
-            return 200, {"commitUrl": f"{self.address}/{name}/commit/x", "commitOid": repository.sha}, {}
+            return (
+                200,
+                {"commitUrl": f"{self.address}/{name}/commit/x", "commitOid": repository.sha},
+                {},
+            )
         if what == "tree":
             return 200, [self._entry(repository, path) for path in repository.files], {}
         assert what in (None, "revision"), what
-        return 200, {"id": name, "sha": repository.sha, "private": repository.private, "siblings": []}, {}
+        return (
+            200,
+            {"id": name, "sha": repository.sha, "private": repository.private, "siblings": []},
+            {},
+        )
 
     def _oid(self, repository: Repository, path: str) -> str:
         data = repository.files[path]
@@ -137,7 +176,11 @@ class StubHub:
         data = repository.files[path]
         entry = {"type": "file", "path": path, "size": len(data), "oid": git_oid(data)}
         if path in repository.large:
-            entry["lfs"] = {"oid": self._oid(repository, path), "size": len(data), "pointerSize": 130}
+            entry["lfs"] = {
+                "oid": self._oid(repository, path),
+                "size": len(data),
+                "pointerSize": 130,
+            }
         return entry
 
     def _resolve(self, kind: str, name: str, path: str) -> tuple[int, Any, dict[str, str]]:
@@ -163,7 +206,11 @@ def serving(hub: StubHub) -> Iterator[str]:
             status, answer, headers = hub.answer(self.command, path, self._body(), token)
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
-            for name, value in {"Content-Length": str(len(data)), "Accept-Ranges": "none", **headers}.items():
+            for name, value in {
+                "Content-Length": str(len(data)),
+                "Accept-Ranges": "none",
+                **headers,
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":

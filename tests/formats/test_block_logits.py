@@ -57,7 +57,9 @@ def write_target_and_inputs(folder: Path) -> None:
     torch.manual_seed(1)
     LlamaForCausalLM(SHAPE).save_pretrained(folder / "target")
     inputs = {
-        "tokens": torch.randint(SHAPE.vocab_size - 1, (LENGTH,)),  # the last stands for what is masked
+        "tokens": torch.randint(
+            SHAPE.vocab_size - 1, (LENGTH,)
+        ),  # the last stands for what is masked
         "features": torch.randn(LENGTH, len(TAPS), SHAPE.hidden_size),
         "anchors": torch.tensor([1, 2, 5, 30, 31, 60, LENGTH - SLOTS - 1]),
         "taps": torch.tensor(TAPS),
@@ -65,10 +67,14 @@ def write_target_and_inputs(folder: Path) -> None:
     save_file(inputs, folder / "inputs")
 
 
-def run_rival(python: str, kind: str, switches: dict[str, Any], folder: Path, out: str = "head") -> dict[str, Tensor]:
+def run_rival(
+    python: str, kind: str, switches: dict[str, Any], folder: Path, out: str = "head"
+) -> dict[str, Tensor]:
     """Logits [E, V] by slot and level, from a head that `speculators` makes and saves, or loads."""
     asked = {"kind": kind, "blocks": BLOCKS, **switches}
-    request = HeadRequest(str(folder / "target"), str(folder / "inputs"), str(folder / out), SLOTS, asked)
+    request = HeadRequest(
+        str(folder / "target"), str(folder / "inputs"), str(folder / out), SLOTS, asked
+    )
     command = [python, "-m", "tests.formats.rivals.speculators_blocks", json.dumps(asdict(request))]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
@@ -79,16 +85,26 @@ def run_rival(python: str, kind: str, switches: dict[str, Any], folder: Path, ou
 @torch.no_grad()
 def our_logits(kind: str, settings: dict[str, Any], folder: Path) -> Tensor:
     """[levels, S, V] at all slots, by the same weights."""
-    inputs, target = load_file(folder / "inputs"), Target.load(folder / "target", dtype=torch.float32)
+    inputs, target = (
+        load_file(folder / "inputs"),
+        Target.load(folder / "target", dtype=torch.float32),
+    )
     head: Any = read_head(folder / "head", str(folder / "target"))
     found = {name: getattr(head.settings, name) for name in ("kind", "taps", *settings)}
-    assert found == {"kind": kind, "taps": TAPS, **settings, **({"depths": 8} if kind == "peagle" else {})}
+    assert found == {
+        "kind": kind,
+        "taps": TAPS,
+        **settings,
+        **({"depths": 8} if kind == "peagle" else {}),
+    }
     text = Example(inputs["tokens"], torch.arange(LENGTH) >= 2, inputs["features"])
     levels = head.eval().draft_levels(collate([text], head.taps), target.head, SLOTS)
     return torch.stack([logits(states) for states, logits in levels])
 
 
-def compare(python: str, kind: str, switches: dict[str, Any], settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+def compare(
+    python: str, kind: str, switches: dict[str, Any], settings: dict[str, Any], folder: Path
+) -> dict[str, Any]:
     """The largest difference of any logit in each level, and from the head that they load; how far logits spread."""
     write_target_and_inputs(folder)
     theirs, ours = run_rival(python, kind, switches, folder), our_logits(kind, settings, folder)
@@ -96,12 +112,21 @@ def compare(python: str, kind: str, switches: dict[str, Any], settings: dict[str
     levels, slots, logits = (theirs[name][named] for name in ("levels", "slots", "logits"))
     apart = (ours[levels, slots] - logits).abs().amax(1)
     differences = [float(apart[levels == level].max()) for level in range(len(ours))]
-    if not settings.get("fc_norm"):  # which vLLM, that reads such folders, does not know of P-EAGLE's
-        head, target = read_head(folder / "head"), Target.load(folder / "target", dtype=torch.float32)
+    if not settings.get(
+        "fc_norm"
+    ):  # which vLLM, that reads such folders, does not know of P-EAGLE's
+        head, target = (
+            read_head(folder / "head"),
+            Target.load(folder / "target", dtype=torch.float32),
+        )
         export(head.bind(target.head), target.config, "speculators", folder / "export")
         again = run_rival(python, kind, {**switches, "load": True}, folder, "export")
         differences.append(float((again["logits"] - theirs["logits"]).abs().max()))
-    return {"guesses": len(apart), "differences": differences, "spread_of_logits": float(logits.std())}
+    return {
+        "guesses": len(apart),
+        "differences": differences,
+        "spread_of_logits": float(logits.std()),
+    }
 
 
 @pytest.mark.engine
@@ -112,7 +137,9 @@ def test_logits_are_those_of_speculators(
     """Of every level, behind anchors at the beginning of a text, beside one another and at its end."""
     python = os.environ.get("EAGLE_SPECULATORS_PYTHON")
     if python is None:
-        pytest.skip("no speculators: set EAGLE_SPECULATORS_PYTHON to the python of an environment that holds it")
+        pytest.skip(
+            "no speculators: set EAGLE_SPECULATORS_PYTHON to the python of an environment that holds it"
+        )
     row = compare(python, kind, switches, settings, tmp_path)
     print(json.dumps({"method": kind, **switches, **row}))
     assert max(row["differences"]) < BOUND < row["spread_of_logits"]

@@ -17,7 +17,14 @@ from eval.result_files.write_results import ResultsWriter, read_stored
 from recipes.tiny.make_target import read_report
 from tests.engines.compare_engines import merge_rows
 
-ANSWER = {"drafter": "none", "temperature": 0, "tokens": 2, "seconds": 1.0, "cycles": 2, "committed": 2}
+ANSWER = {
+    "drafter": "none",
+    "temperature": 0,
+    "tokens": 2,
+    "seconds": 1.0,
+    "cycles": 2,
+    "committed": 2,
+}
 ANSWER |= {"loops": False, "identical": True}
 SPOILT = {
     "not JSON": b"{",
@@ -35,7 +42,10 @@ def test_a_damaged_row_is_named_by_its_place(line: bytes, tmp_path: Path) -> Non
     path, whole = tmp_path / "results.jsonl", json.dumps(ANSWER).encode()
     path.write_bytes(b"\n".join([whole, line, whole]) + b"\n")
     for options in ["--markdown"], []:
-        with pytest.raises(ValueError, match=r"results\.jsonl:2 is (not JSON|no answer).* remove that line or measure"):
+        with pytest.raises(
+            ValueError,
+            match=r"results\.jsonl:2 is (not JSON|no answer).* remove that line or measure",
+        ):
             report([str(path), *options])
     with pytest.raises(ValueError, match=r"results\.jsonl:2 is"):
         ResultsWriter(read_stored(path), {})
@@ -59,7 +69,8 @@ def test_a_damaged_line_of_a_part_is_answered_again(
 
 
 @pytest.mark.parametrize(
-    "text", [*SPOILT.values(), b'{"files": {"a": 1}, "state": {}}', b'{"files": {}, "state": {"step": 1}}']
+    "text",
+    [*SPOILT.values(), b'{"files": {"a": 1}, "state": {}}', b'{"files": {}, "state": {"step": 1}}'],
 )
 def test_a_damaged_mark_of_a_checkpoint_is_passed_over(
     text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -88,13 +99,21 @@ def test_other_damaged_files(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text)
     none = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="which tables of counts would overwrite"):
-        save_tables(tmp_path, Tables(torch.arange(2), torch.zeros(3, dtype=torch.int64), none, none), "bigram")
+        save_tables(
+            tmp_path,
+            Tables(torch.arange(2), torch.zeros(3, dtype=torch.int64), none, none),
+            "bigram",
+        )
     assert (tmp_path / "config.json").read_bytes() == text
 
 
 def test_results_that_are_not_there(tmp_path: Path) -> None:
     """No file, a folder, a file without answers."""
     (tmp_path / "empty.jsonl").touch()
-    for path, message in (("none.jsonl", "no results at"), (".", "no results at"), ("empty.jsonl", "no answers in")):
+    for path, message in (
+        ("none.jsonl", "no results at"),
+        (".", "no results at"),
+        ("empty.jsonl", "no answers in"),
+    ):
         with pytest.raises(ValueError, match=message):
             report([str(tmp_path / path)])

@@ -59,7 +59,10 @@ FULL = {**EAGLE3, "lm_head.weight": (V, H)}
 EMBEDDING, BIAS = {"embed_tokens.weight": (V, H)}, {"fc.bias": (H,)}
 NORMS = {f"fc_norm.{tap}.weight": (H,) for tap in range(3)}
 OFFSETS = {"d2t": (V,), "t2d": (V,)}
-SPECULATORS = {name.replace("midlayer.", "layers.0."): shape for name, shape in {**REDUCED, **EMBEDDING}.items()}
+SPECULATORS = {
+    name.replace("midlayer.", "layers.0."): shape
+    for name, shape in {**REDUCED, **EMBEDDING}.items()
+}
 
 
 def narrow(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -85,7 +88,10 @@ GOLDEN: list[tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = [
     ("sglang", {"kind": "eagle1"}, {**EAGLE1, **BIAS}),
     ("eagle", {"kind": "eagle1"}, narrow({**EAGLE1, **BIAS, **EMBEDDING})),
     ("eagle", {"kind": "hass", "fc_bias": False}, narrow({**EAGLE1, **EMBEDDING})),
-    *((engine, PLAIN, REDUCED) for engine in ("vllm", "sglang", "trtllm", "openvino", "llamacpp", "portable")),
+    *(
+        (engine, PLAIN, REDUCED)
+        for engine in ("vllm", "sglang", "trtllm", "openvino", "llamacpp", "portable")
+    ),
     *((engine, WIDE, FULL) for engine in ("vllm", "sglang", "trtllm", "llamacpp")),
     ("openvino", WIDE, {**FULL, **OFFSETS}),
     ("eagle", PLAIN, narrow({**REDUCED, **EMBEDDING})),
@@ -113,14 +119,20 @@ REFUSED = [
 
 def named(value: Any) -> str:
     """What a case is called."""
-    return " ".join(map(str, value.values())) if isinstance(value, dict) and "kind" in value else str(value)[:24]
+    return (
+        " ".join(map(str, value.values()))
+        if isinstance(value, dict) and "kind" in value
+        else str(value)[:24]
+    )
 
 
 def target_for(engine: str) -> Target:
     """A random target of twelve layers, whose heads are as wide as the engine takes them."""
     torch.manual_seed(0)
     return Target(
-        LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": 8 if engine == "eagle" else 16}, rope_theta=5e5))
+        LlamaForCausalLM(
+            LlamaConfig(**{**SIZES, "head_dim": 8 if engine == "eagle" else 16}, rope_theta=5e5)
+        )
     )
 
 
@@ -134,7 +146,9 @@ def head_of(settings: dict[str, Any], target: Target) -> Any:
     """A random head that may say every other token but a few."""
     torch.manual_seed(1)
     known = settings_of(settings, "test")
-    head = DRAFTERS[known.kind].for_target(known, target.config, target.head, [torch.arange(5, 5 + 2 * D, 2)])
+    head = DRAFTERS[known.kind].for_target(
+        known, target.config, target.head, [torch.arange(5, 5 + 2 * D, 2)]
+    )
     for tensor in head.parameters():
         torch.nn.init.normal_(tensor)
     return head.bind(target.head)
@@ -149,7 +163,9 @@ def test_every_layout_has_the_names_and_shapes_of_its_engine(
     layout = EXPORTERS[engine](head_of(settings, target), target.config)
     assert {name: tuple(tensor.shape) for name, tensor in layout.tensors.items()} == expected
     whole = {"d2t": torch.int64, "t2d": torch.bool}
-    assert all(tensor.dtype == whole.get(name, torch.float32) for name, tensor in layout.tensors.items())
+    assert all(
+        tensor.dtype == whole.get(name, torch.float32) for name, tensor in layout.tensors.items()
+    )
 
 
 @pytest.mark.parametrize(("engine", "settings", "switch"), REFUSED, ids=named)
@@ -178,10 +194,18 @@ def test_eagle1_configs() -> None:
     }
     assert configs["eagle"]["bias"] is False
     for config in configs.values():
-        assert (config["rope_theta"], config["rope_scaling"], config["num_hidden_layers"]) == (5e5, None, 1)
+        assert (config["rope_theta"], config["rope_scaling"], config["num_hidden_layers"]) == (
+            5e5,
+            None,
+            1,
+        )
         assert (config["tie_word_embeddings"], config["torch_dtype"]) == (False, "float32")
-        assert {key: config[key] for key in SIZES if key not in ("num_hidden_layers", "head_dim")} == {
-            key: value for key, value in SIZES.items() if key not in ("num_hidden_layers", "head_dim")
+        assert {
+            key: config[key] for key in SIZES if key not in ("num_hidden_layers", "head_dim")
+        } == {
+            key: value
+            for key, value in SIZES.items()
+            if key not in ("num_hidden_layers", "head_dim")
         }
     assert {engine: config["head_dim"] for engine, config in configs.items()} == {
         **dict.fromkeys(configs, 16),
@@ -221,11 +245,20 @@ def test_trtllm_finds_the_switches_where_it_looks(target: Target) -> None:
 def test_speculators_config_is_nested(target: Target) -> None:
     """Every switch is written, because readers assume different things where one is missing."""
     config = EXPORTERS["speculators"](head_of(NORMED, target), target.config).config
-    assert (config["architectures"], config["speculators_model_type"]) == (["Eagle3Speculator"], "eagle3")
-    said = [config[key] for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")]
+    assert (config["architectures"], config["speculators_model_type"]) == (
+        ["Eagle3Speculator"],
+        "eagle3",
+    )
+    said = [
+        config[key] for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    ]
     assert said == [True, False, False, False]
     block = config["transformer_layer_config"]
-    assert (block["model_type"], block["vocab_size"], block["rope_parameters"]["rope_theta"]) == ("llama", V, 5e5)
+    assert (block["model_type"], block["vocab_size"], block["rope_parameters"]["rope_theta"]) == (
+        "llama",
+        V,
+        5e5,
+    )
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]
     assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
 
@@ -236,7 +269,9 @@ def test_taps_out_of_order_are_sorted_with_their_weights(target: Target) -> None
     layout = EXPORTERS["vllm"](head, target.config)
     assert layout.config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]
     states = torch.randn(5, 3, H)
-    assert torch.allclose(fused(layout.tensors, states[:, [1, 2, 0]]), head.fuse_taps(states), atol=1e-5)
+    assert torch.allclose(
+        fused(layout.tensors, states[:, [1, 2, 0]]), head.fuse_taps(states), atol=1e-5
+    )
     assert not torch.allclose(fused(layout.tensors, states), head.fuse_taps(states), atol=1e-5)
 
 
@@ -261,10 +296,15 @@ def gemma() -> Target:
 def test_the_scale_of_an_embedding_goes_into_fc(engine: str, gemma: Target) -> None:
     """Bare rows times the exported `fc` are scaled rows times the head's."""
     head = head_of({"kind": "eagle1", "fc_bias": False}, gemma)
-    tensors, rows = EXPORTERS[engine](head, gemma.config).tensors, gemma.model.get_input_embeddings().weight
+    tensors, rows = (
+        EXPORTERS[engine](head, gemma.config).tensors,
+        gemma.model.get_input_embeddings().weight,
+    )
     assert gemma.head.scale == pytest.approx(H**0.5, rel=1e-3)
     bare = rows @ tensors["fc.weight"][:, :H].T
-    assert torch.allclose(bare, gemma.head.embed(torch.arange(V)) @ head.fc.weight[:, :H].T, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(
+        bare, gemma.head.embed(torch.arange(V)) @ head.fc.weight[:, :H].T, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_scaled_embedding_travels_with_eagle3_where_engines_read_it(gemma: Target) -> None:
@@ -272,8 +312,13 @@ def test_a_scaled_embedding_travels_with_eagle3_where_engines_read_it(gemma: Tar
     head = head_of(PLAIN, gemma)
     expected = gemma.head.embed(torch.arange(V))
     for engine in ("vllm", "llamacpp", "speculators"):
-        assert torch.equal(EXPORTERS[engine](head, gemma.config).tensors["embed_tokens.weight"], expected)
-    for engine, why in (("sglang", "multiplies its embedding"), ("eagle", "multiplies its embedding|is a gemma")):
+        assert torch.equal(
+            EXPORTERS[engine](head, gemma.config).tensors["embed_tokens.weight"], expected
+        )
+    for engine, why in (
+        ("sglang", "multiplies its embedding"),
+        ("eagle", "multiplies its embedding|is a gemma"),
+    ):
         with pytest.raises(ValueError, match=why):
             EXPORTERS[engine](head, gemma.config)
 
@@ -286,7 +331,9 @@ def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:
         "target: {path: some/target}\ndata: {template_kwargs: {enable_thinking: false}}\n"
     )
     rates = {"chain/1": 0.8, "chain/2": 0.5, "chain/3": 0.5, "chain/4": 0.5, "chain/tau": 2.5}
-    (folder / "provenance.json").write_text(json.dumps({"validation": rates, "target": {"weights": "abc"}}))
+    (folder / "provenance.json").write_text(
+        json.dumps({"validation": rates, "target": {"weights": "abc"}})
+    )
     export(head_of(PLAIN, target), target.config, "vllm", tmp_path / "out", folder)
     said = (tmp_path / "out/README.md").read_text()
     assert f'"method": "eagle3", "model": "{tmp_path / "out"}", "num_speculative_tokens": 3' in said
@@ -295,7 +342,11 @@ def test_what_stands_beside_an_export(target: Target, tmp_path: Path) -> None:
     assert "0.80, 0.40, 0.20, 0.10" in said
     assert "τ = 2.50" in said
     made = json.loads((tmp_path / "out/provenance.json").read_text())
-    assert (made["engine"], made["target"]["weights"], made["acceptance"]["tau"]) == ("vllm", "abc", pytest.approx(2.5))
+    assert (made["engine"], made["target"]["weights"], made["acceptance"]["tau"]) == (
+        "vllm",
+        "abc",
+        pytest.approx(2.5),
+    )
 
 
 def test_a_head_is_not_overwritten_by_its_export(target: Target, tmp_path: Path) -> None:

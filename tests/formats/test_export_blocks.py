@@ -24,11 +24,23 @@ DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confide
 DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
 FUSED = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
 HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that take it
-    "dflash": ({"kind": "dflash", **INJECTED}, "vllm sglang trtllm llamacpp speculators zlab specforge"),
+    "dflash": (
+        {"kind": "dflash", **INJECTED},
+        "vllm sglang trtllm llamacpp speculators zlab specforge",
+    ),
     "dflash, causal": ({"kind": "dflash", **INJECTED, "causal": True}, "vllm llamacpp zlab"),
-    "dflash from the anchor": ({"kind": "dflash", **INJECTED, "sample_from_anchor": True}, "speculators deepspec"),
-    "dflash of one block": ({"kind": "dflash", **INJECTED, "blocks": 1, "slots": 2}, "vllm zlab speculators"),
-    "dflash of taps in no order": ({"kind": "dflash", **INJECTED, "taps": [7, 2, 4]}, "vllm zlab speculators"),
+    "dflash from the anchor": (
+        {"kind": "dflash", **INJECTED, "sample_from_anchor": True},
+        "speculators deepspec",
+    ),
+    "dflash of one block": (
+        {"kind": "dflash", **INJECTED, "blocks": 1, "slots": 2},
+        "vllm zlab speculators",
+    ),
+    "dflash of taps in no order": (
+        {"kind": "dflash", **INJECTED, "taps": [7, 2, 4]},
+        "vllm zlab speculators",
+    ),
     "dspark": (DSPARK, "vllm sglang trtllm llamacpp speculators deepspec specforge"),
     "dspark, causal": ({**DSPARK, "causal": True}, "vllm llamacpp"),
     "dspark without confidence": (
@@ -38,9 +50,15 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {  # settings, the exporters that
     "dspark in its places": ({**DSPARK, "sample_from_anchor": False}, "vllm llamacpp speculators"),
     "dspark, gated": ({**DSPARK, "markov": "gated"}, "sglang speculators deepspec specforge"),
     "dspark, recurrent": ({**DSPARK, "markov": "rnn"}, "sglang speculators deepspec specforge"),
-    "dspark without a Markov head": ({**DSPARK, "markov": "none"}, "speculators deepspec specforge"),
+    "dspark without a Markov head": (
+        {**DSPARK, "markov": "none"},
+        "speculators deepspec specforge",
+    ),
     "domino": (DOMINO, "sglang specforge"),
-    "domino in its places": ({**DOMINO, "sample_from_anchor": False, "unbiased": 2}, "sglang specforge"),
+    "domino in its places": (
+        {**DOMINO, "sample_from_anchor": False, "unbiased": 2},
+        "sglang specforge",
+    ),
     "peagle": ({**FUSED, "norm_before_residual": True}, "vllm speculators"),
     "peagle with norms": ({**FUSED, "fc_norm": True}, "vllm"),
     "peagle of one block": ({**FUSED, "blocks": 1}, "vllm speculators"),
@@ -92,7 +110,9 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
             tensors["eh_proj.weight"] = torch.cat([state, token], dim=1)
         else:
             assert again.network == head.network
-        biases = {key for key in tensors.keys() - head.state_dict().keys() if not tensors[key].any()}
+        biases = {
+            key for key in tensors.keys() - head.state_dict().keys() if not tensors[key].any()
+        }
         assert tensors.keys() - biases == head.state_dict().keys()
         assert all(torch.equal(tensor, tensors[key]) for key, tensor in head.state_dict().items())
 
@@ -130,14 +150,30 @@ def test_no_other_exporter_takes_it(name: str) -> None:
 def test_the_two_conventions_that_are_called_dflash_are_told_apart(tmp_path: Path) -> None:
     """One slot off, every token is another; a refusal says where else the head can go."""
     for engine in ("zlab", "vllm", "sglang", "llamacpp"):
-        with pytest.raises(ValueError, match=r"a slot names the token behind its place, .* Export to deepspec or spec"):
+        with pytest.raises(
+            ValueError,
+            match=r"a slot names the token behind its place, .* Export to deepspec or spec",
+        ):
             EXPORTERS[engine](head_of("dflash from the anchor"), TARGET)
-    with pytest.raises(ValueError, match=r"a slot names the token at its own place, .* Export to zlab or speculators"):
+    with pytest.raises(
+        ValueError,
+        match=r"a slot names the token at its own place, .* Export to zlab or speculators",
+    ):
         EXPORTERS["deepspec"](head_of("dflash"), TARGET)
-    for engine, name in (("zlab", "dflash"), ("deepspec", "dflash from the anchor"), ("speculators", "dflash")):
+    for engine, name in (
+        ("zlab", "dflash"),
+        ("deepspec", "dflash from the anchor"),
+        ("speculators", "dflash"),
+    ):
         export(head_of(name), TARGET, engine, tmp_path / engine)
-        (told,) = [line for line in str(inspect(tmp_path / engine)).splitlines() if line.startswith("slots")]
-        assert ("behind its place (DeepSpec's" if engine == "deepspec" else "at its own place (z-lab's") in told
+        (told,) = [
+            line
+            for line in str(inspect(tmp_path / engine)).splitlines()
+            if line.startswith("slots")
+        ]
+        assert (
+            "behind its place (DeepSpec's" if engine == "deepspec" else "at its own place (z-lab's"
+        ) in told
 
 
 def test_refusals_name_what_stands_in_the_way() -> None:
@@ -145,12 +181,16 @@ def test_refusals_name_what_stands_in_the_way() -> None:
     with pytest.raises(ValueError, match=r"zlab: drafter\.qk_norm is false"):
         EXPORTERS["zlab"](head_of("dflash", qk_norm=False), TARGET)
     with pytest.raises(
-        ValueError, match=r"zlab: drafter\.taps is \(-1, 2\), expected the inputs of some layers of 1 to 8"
+        ValueError,
+        match=r"zlab: drafter\.taps is \(-1, 2\), expected the inputs of some layers of 1 to 8",
     ):
         EXPORTERS["zlab"](head_of("dflash", taps=[-1, 2]), TARGET)
     with pytest.raises(ValueError, match=r"speculators: the head has 5 blocks, expected 4"):
         EXPORTERS["speculators"](head_of("peagle", blocks=5), TARGET)
-    with pytest.raises(ValueError, match=r"vllm: the target is a llama, .* its own family alone, by its names.*: mimo"):
+    with pytest.raises(
+        ValueError,
+        match=r"vllm: the target is a llama, .* its own family alone, by its names.*: mimo",
+    ):
         EXPORTERS["vllm"](head_of("mtp"), TARGET)
     head = head_of("dflash")
     head.frozen = (TargetHead(head.frozen[0].embedding, head.frozen[0].output, embed_scale=2.0),)
@@ -159,7 +199,8 @@ def test_refusals_name_what_stands_in_the_way() -> None:
     head = head_of("dflash from the anchor")
     head.frozen = ()
     with pytest.raises(
-        ValueError, match="deepspec: a copy of the target's embedding is part of this layout: call bind"
+        ValueError,
+        match="deepspec: a copy of the target's embedding is part of this layout: call bind",
     ):
         EXPORTERS["deepspec"](head, TARGET)
 
@@ -179,12 +220,18 @@ def test_a_layer_for_mimo_is_served_by_vllm() -> None:
     [
         ("vllm", "dflash", ('"method": "dflash"',)),
         ("vllm", "peagle", ('"method": "eagle3", "parallel_drafting": true', "V1 model runner")),
-        ("sglang", "dflash", ("--speculative-algorithm DFLASH", "1 tokens: as many as the head guesses")),
+        (
+            "sglang",
+            "dflash",
+            ("--speculative-algorithm DFLASH", "1 tokens: as many as the head guesses"),
+        ),
         ("llamacpp", "dflash", ("--spec-type draft-dflash", "--spec-draft-n-max 1")),
         ("speculators", "peagle", ('"parallel_drafting": true',)),
     ],
 )
-def test_the_readme_says_how_it_is_served(engine: str, name: str, told: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_readme_says_how_it_is_served(
+    engine: str, name: str, told: tuple[str, ...], tmp_path: Path
+) -> None:
     """With no longer a chain than a block names tokens."""
     head = head_of(name, slots=2) if name == "dflash" else head_of(name)
     export(head, TARGET, engine, tmp_path)

@@ -31,7 +31,9 @@ def test_transformers_reads_the_same_model(tied: bool, tiny_target: Target, tmp_
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.randint(tiny_target.vocab_size, (2, 9))
     with torch.no_grad():
-        assert torch.equal(again(input_ids=tokens).logits, draft.eval().model(input_ids=tokens).logits)
+        assert torch.equal(
+            again(input_ids=tokens).logits, draft.eval().model(input_ids=tokens).logits
+        )
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
     assert '"method": "draft_model"' in (tmp_path / "out/README.md").read_text()
 
@@ -39,7 +41,9 @@ def test_transformers_reads_the_same_model(tied: bool, tiny_target: Target, tmp_
 @pytest.mark.parametrize("engine", sorted(set(EXPORTERS) - {"transformers"}))
 def test_no_layout_of_a_head_holds_a_draft_model(engine: str, tiny_target: Target) -> None:
     """The message says which exporter does."""
-    with pytest.raises(ValueError, match=rf"{engine}: no layout for 'draft_model'.*export to transformers"):
+    with pytest.raises(
+        ValueError, match=rf"{engine}: no layout for 'draft_model'.*export to transformers"
+    ):
         EXPORTERS[engine](made("draft_model", tiny_target), tiny_target.config)
 
 

@@ -56,7 +56,11 @@ SPECULATOR_KEYS = {
     "scale_input": False,
     "torch_dtype": "float32",
 }
-HYDRA = {f"hydra_mlp.{level}.0.{part}.weight": (H, (level + 2) * H) for level in range(LEVELS) for part in READ}
+HYDRA = {
+    f"hydra_mlp.{level}.0.{part}.weight": (H, (level + 2) * H)
+    for level in range(LEVELS)
+    for part in READ
+}
 HYDRA |= spell(**{f"hydra_mlp__N__0__{part}__bias": (H,) for part in READ})
 HYDRA |= spell(hydra_lm_head__N__weight=(V, H), hydra_lm_head__N__bias=(V,))
 PREFIXED = {  # a dropout stands in front of each block and LM head
@@ -65,16 +69,23 @@ PREFIXED = {  # a dropout stands in front of each block and LM head
 }
 PREFIXED |= spell(hydra_mlp__N__3__linear__weight=(H, H), hydra_mlp__N__3__linear__bias=(H,))
 PREFIXED |= {
-    f"prefix_embeding_layer.{name}": tuple(tensor.shape) for name, tensor in made.block("layers.0.", H).items()
+    f"prefix_embeding_layer.{name}": tuple(tensor.shape)
+    for name, tensor in made.block("layers.0.", H).items()
 }
-PREFIXED |= {f"prefix_embeding_layer.{name}.weight": (H,) for name in ("layers.0.input_layernorm", "norm")}
+PREFIXED |= {
+    f"prefix_embeding_layer.{name}.weight": (H,) for name in ("layers.0.input_layernorm", "norm")
+}
 LSTM = [
     (layer, side, part, (4 * H, read) if part == "weight" else (4 * H,))
     for layer, sides in enumerate(({"ih": 2 * H, "hh": H}, {"ih": H, "hh": H}))
     for side, read in sides.items()
     for part in ("weight", "bias")
 ]
-LLAMA_KEYS = {key: value for key, value in made.LLAMA.items() if key not in ("use_cache", "transformers_version")}
+LLAMA_KEYS = {
+    key: value
+    for key, value in made.LLAMA.items()
+    if key not in ("use_cache", "transformers_version")
+}
 HYDRA_KEYS = {
     "hidden_size": H,
     "vocab_size": V,
@@ -86,10 +97,16 @@ HYDRA_KEYS = {
     "hidden_state_offset": 0,
     "base_model_name_or_path": "some/target",
 }
-GOLDEN: dict[tuple[str, str], tuple[str, Shapes, dict[str, Any]]] = {  # engine, head: file, tensors, config
+GOLDEN: dict[
+    tuple[str, str], tuple[str, Shapes, dict[str, Any]]
+] = {  # engine, head: file, tensors, config
     ("vllm", "medusa"): (
         "model.safetensors",
-        spell(blocks__N__layers__0__weight=(H, H), blocks__N__layers__0__bias=(H,), lm_heads__N__weight=(V, H)),
+        spell(
+            blocks__N__layers__0__weight=(H, H),
+            blocks__N__layers__0__bias=(H,),
+            lm_heads__N__weight=(V, H),
+        ),
         {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -150,10 +167,20 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"kind": "hydra"},
     "hydra with a prefix": {"kind": "hydra", "prefix": True, "layers": 2},
     "speculator": {"kind": "mlp_speculator", "inner_dim": INNER},
-    "tied speculator": {"kind": "mlp_speculator", "inner_dim": INNER, "tie_weights": True, "scale_input": True},
+    "tied speculator": {
+        "kind": "mlp_speculator",
+        "inner_dim": INNER,
+        "tie_weights": True,
+        "scale_input": True,
+    },
     "speculator of the target's width": {"kind": "mlp_speculator", "levels": 6},
 }
-READERS = {"falcon": ("falcon",), "hydra": ("hydra",), "medusa": ("vllm", "medusa"), "mlp_speculator": ("fms",)}
+READERS = {
+    "falcon": ("falcon",),
+    "hydra": ("hydra",),
+    "medusa": ("vllm", "medusa"),
+    "mlp_speculator": ("fms",),
+}
 
 
 def head_of(name: str, config: Any = TARGET) -> Any:
@@ -192,7 +219,10 @@ def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
         again = read_head(tmp_path / engine, target)
         assert again.settings.kind == head.settings.kind and again.network == head.network
         assert again.state_dict().keys() == head.state_dict().keys()
-        assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
+        assert all(
+            torch.equal(tensor, again.state_dict()[key])
+            for key, tensor in head.state_dict().items()
+        )
 
 
 @torch.no_grad()
@@ -201,7 +231,9 @@ def test_falcons_gates_are_an_lstm_that_begins_anew(tmp_path: Path) -> None:
     head = head_of("falcon")
     tensors = EXPORTERS["falcon"](head, TARGET).tensors
     lstm = nn.LSTM(2 * H, H, num_layers=2).eval()
-    lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in tensors.items() if "lstm" in name})
+    lstm.load_state_dict(
+        {name.removeprefix("lstm."): tensor for name, tensor in tensors.items() if "lstm" in name}
+    )
     embedded, hidden = made.drawn(9, H), made.drawn(9, H, seed=1)
     theirs = lstm(torch.cat([embedded, hidden], dim=-1)[None])[0][0]  # the first axis is time
     torch.testing.assert_close(head.enter(embedded, hidden), theirs, rtol=0, atol=1e-6)
@@ -213,7 +245,10 @@ def test_vllm_gets_a_copy_of_the_targets_lm_head() -> None:
     assert torch.equal(layout.tensors["lm_heads.0.weight"], made.drawn(V, H, seed=8))
     assert layout.config["original_lm_head"] and "lm_heads.1.weight" not in layout.tensors
     counts = [key for key in layout.config if "num" in key and ("heads" in key or "layers" in key)]
-    assert counts == ["medusa_num_heads", "medusa_num_layers"]  # vLLM takes any such key for one of these
+    assert counts == [
+        "medusa_num_heads",
+        "medusa_num_layers",
+    ]  # vLLM takes any such key for one of these
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -223,7 +258,9 @@ def test_engines_that_cannot_serve_it_say_what_can(name: str) -> None:
     readers = READERS[kind]
     for engine in EXPORTERS.keys() - {"transformers", *readers}:
         named = r" or ".join(rf"{reader}(?: \(up to [\d.]+\))?" for reader in readers)
-        with pytest.raises(ValueError, match=f"{engine}: no layout for '{kind}'.*export to {named} "):
+        with pytest.raises(
+            ValueError, match=f"{engine}: no layout for '{kind}'.*export to {named} "
+        ):
             EXPORTERS[engine](head, TARGET)
 
 
@@ -233,30 +270,43 @@ def test_no_exporter_has_a_layout_for_blockwise_heads() -> None:
     head = head_of("blockwise")
     del HEADS["blockwise"]
     for engine in EXPORTERS.keys() - {"transformers"}:
-        with pytest.raises(ValueError, match=f"{engine}: no layout for 'blockwise': no exporter has one"):
+        with pytest.raises(
+            ValueError, match=f"{engine}: no layout for 'blockwise': no exporter has one"
+        ):
             EXPORTERS[engine](head, TARGET)
 
 
 def test_refusals_name_what_stands_in_the_way() -> None:
     """What the published code has once, a target that it cannot load, and a bias that vLLM would drop."""
-    with pytest.raises(ValueError, match=r"medusa: blocks\.0\.1\.weight differs from block 0.*drafter\.layers=1"):
+    with pytest.raises(
+        ValueError, match=r"medusa: blocks\.0\.1\.weight differs from block 0.*drafter\.layers=1"
+    ):
         EXPORTERS["medusa"](head_of("medusa with two blocks"), TARGET)
     gemma = GemmaConfig(**{**made.LLAMA, "model_type": "gemma"})
     with pytest.raises(ValueError, match="medusa: the target is a gemma"):
         EXPORTERS["medusa"](head_of("medusa", gemma), gemma)
-    with pytest.raises(ValueError, match=r"vllm: no layout for 'mlp_speculator': vLLM 0\.9\.2 was the last"):
+    with pytest.raises(
+        ValueError, match=r"vllm: no layout for 'mlp_speculator': vLLM 0\.9\.2 was the last"
+    ):
         EXPORTERS["vllm"](head_of("speculator"), TARGET)
     with pytest.raises(ValueError, match=r"trtllm: .*trtllm-build.*--to medusa"):
         EXPORTERS["trtllm"](head_of("medusa"), TARGET)
     head = head_of("medusa with the target's LM head")
     head.frozen[0].output.bias = nn.Parameter(torch.ones(V))
-    with pytest.raises(ValueError, match=r"vllm: the target's LM head has a bias.*drafter\.lm_head=own"):
+    with pytest.raises(
+        ValueError, match=r"vllm: the target's LM head has a bias.*drafter\.lm_head=own"
+    ):
         EXPORTERS["vllm"](head, TARGET)
 
 
 def test_rotary_scaling_is_of_no_matter_to_heads_without_attention() -> None:
     """A target whose positions no engine could turn in a head."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+    }
     rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     target = LlamaConfig(**{**made.LLAMA, "rope_parameters": rope, "rope_scaling": None})
     assert EXPORTERS["vllm"](head_of("medusa", target), target).tensors
@@ -270,5 +320,9 @@ def test_the_readme_says_no_longer_chain_than_the_head_guesses(tmp_path: Path) -
     text = (tmp_path / "README.md").read_text()
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # without which older transformers fail
-    assert '"method": "medusa"' in text and '"num_speculative_tokens": 2' in text and "2 tokens: as many" in text
+    assert (
+        '"method": "medusa"' in text
+        and '"num_speculative_tokens": 2' in text
+        and "2 tokens: as many" in text
+    )
     assert json.loads((tmp_path / "config.json").read_text())["medusa_num_heads"] == 2

@@ -32,7 +32,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -43,10 +48,16 @@ LONG = {
 TARGETS: dict[str, PreTrainedConfig] = {
     "plain": LlamaConfig(**SIZES, rope_theta=5e5),
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
-    "linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
-    "dynamic": LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    "linear": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "dynamic": LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
     "yarn": LlamaConfig(**SIZES, rope_parameters=YARN),
-    "yarn whose bounds are not rounded": LlamaConfig(**SIZES, rope_parameters={**YARN, "truncate": False}),
+    "yarn whose bounds are not rounded": LlamaConfig(
+        **SIZES, rope_parameters={**YARN, "truncate": False}
+    ),
     "yarn of another size": LlamaConfig(**SIZES, rope_parameters={**YARN, "attention_factor": 1.5}),
     "longrope": LlamaConfig(**SIZES, rope_parameters=LONG),
     "wide heads": LlamaConfig(**{**SIZES, "head_dim": 16}, rope_theta=5e5),
@@ -72,19 +83,36 @@ REFUSED = {  # of the engines that have a layout for the head: by which word
     ("eagle", "gpt_oss"): "yarn",
     **{
         (engine, "longrope"): "longrope"
-        for engine in ("vllm", "sglang", "trtllm", "openvino", "llamacpp", "speculators", "portable")
+        for engine in (
+            "vllm",
+            "sglang",
+            "trtllm",
+            "openvino",
+            "llamacpp",
+            "speculators",
+            "portable",
+        )
     },
-    **{(engine, "dynamic"): "dynamic" for engine in ("sglang", "trtllm", "openvino", "llamacpp", "portable")},
+    **{
+        (engine, "dynamic"): "dynamic"
+        for engine in ("sglang", "trtllm", "openvino", "llamacpp", "portable")
+    },
     **{
         (engine, target): "truncate"
         for engine in ("trtllm", "llamacpp")
         for target in ("yarn whose bounds are not rounded", "gpt_oss")
     },
-    **{(engine, "yarn of another size"): "attention_factor" for engine in ("sglang", "trtllm", "llamacpp", "portable")},
+    **{
+        (engine, "yarn of another size"): "attention_factor"
+        for engine in ("sglang", "trtllm", "llamacpp", "portable")
+    },
     ("portable", "yarn whose bounds are not rounded"): "truncate",
     ("portable", "gpt_oss"): "truncate",
 }
-BY_VLLM_AND_SGLANG = {"yarn whose bounds are not rounded", "gpt_oss"}  # all that a portable EAGLE-1 is for
+BY_VLLM_AND_SGLANG = {
+    "yarn whose bounds are not rounded",
+    "gpt_oss",
+}  # all that a portable EAGLE-1 is for
 
 
 def head_for(kind: str, target: str) -> Any:
@@ -102,14 +130,17 @@ def reference_refuses(config: dict[str, Any], target: Any) -> bool:
         target.model_type not in ("llama", "qwen2", "qwen3", "mixtral")
         or config["hidden_size"] // config["num_attention_heads"] != config["head_dim"]
         or (
-            scaling is not None and (set(scaling) != {"type", "factor"} or scaling["type"] not in ("linear", "dynamic"))
+            scaling is not None
+            and (set(scaling) != {"type", "factor"} or scaling["type"] not in ("linear", "dynamic"))
         )
     )
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_is_written_for_those_engines_alone_that_read_it_right(kind: str, target: str) -> None:
+def test_a_head_is_written_for_those_engines_alone_that_read_it_right(
+    kind: str, target: str
+) -> None:
     """The frequencies that transformers makes of the written config are the head's own; refusals name the key."""
     head, config = head_for(kind, target), TARGETS[target]
     positions = torch.arange(48)[None]
@@ -121,7 +152,11 @@ def test_a_head_is_written_for_those_engines_alone_that_read_it_right(kind: str,
             written = layout(head, config).config
         except ValueError as error:
             assert str(error).startswith(f"{engine}: "), error
-            assert "no layout" in str(error) or "no model without" in str(error) or (word and word in str(error)), error
+            assert (
+                "no layout" in str(error)
+                or "no model without" in str(error)
+                or (word and word in str(error))
+            ), error
             continue
         assert word is None, (engine, target)
         assert engine != "eagle" or not reference_refuses(written, config)
@@ -129,8 +164,12 @@ def test_a_head_is_written_for_those_engines_alone_that_read_it_right(kind: str,
         read = LlamaRotaryEmbedding(LlamaConfig.from_dict(block))
         own = LlamaRotaryEmbedding(head.shape)
         assert block["head_dim"] == head.shape.head_dim
-        assert "partial_rotary_factor" not in str(block), engine  # vLLM would turn a part of each vector
-        for mine, its in zip(own(torch.ones(1), positions), read(torch.ones(1), positions), strict=True):
+        assert "partial_rotary_factor" not in str(block), (
+            engine
+        )  # vLLM would turn a part of each vector
+        for mine, its in zip(
+            own(torch.ones(1), positions), read(torch.ones(1), positions), strict=True
+        ):
             assert torch.equal(mine, its), (engine, target, block["rope_scaling"])
 
 

@@ -46,7 +46,9 @@ def readme(work: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_its_commands_run_from_anywhere(engine: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_commands_run_from_anywhere(
+    engine: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Head and target are absolute, no placeholder is left, and it is said what to change after a move."""
     said = readme(work, engine, monkeypatch)
     assert str(work / "out" / engine) in said and str(work / "target") in said
@@ -67,10 +69,19 @@ def test_what_was_not_run_is_said(engine: str, work: Path, monkeypatch: pytest.M
 def test_vllm_on_a_cpu(engine: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for its cache, the precision, which would be bf16, and a module for `vllm serve`; nothing else differs."""
     said = readme(work, engine, monkeypatch).replace("\\\n", "")
-    plain, on_cpu = [shlex.split(command) for command in re.findall(r"```sh\n([^`]*vllm[^`]*)```", said)][:2]
+    plain, on_cpu = [
+        shlex.split(command) for command in re.findall(r"```sh\n([^`]*vllm[^`]*)```", said)
+    ][:2]
     assert plain[:2] == ["vllm", "serve"]
     module = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    assert on_cpu == ["VLLM_CPU_KVCACHE_SPACE=4", *module, plain[2], "--dtype", "float32", *plain[3:]]
+    assert on_cpu == [
+        "VLLM_CPU_KVCACHE_SPACE=4",
+        *module,
+        plain[2],
+        "--dtype",
+        "float32",
+        *plain[3:],
+    ]
 
 
 def test_nothing_is_claimed_of_an_imported_head(tmp_path: Path) -> None:
@@ -80,7 +91,13 @@ def test_nothing_is_claimed_of_an_imported_head(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config: dict[str, Any] = {**made.LLAMA, "num_hidden_layers": 2}
     target = Target(LlamaForCausalLM(LlamaConfig(**config)))
-    export(load_head(tmp_path / "head").bind(target.head), target.config, "vllm", tmp_path / "out", tmp_path / "head")
+    export(
+        load_head(tmp_path / "head").bind(target.head),
+        target.config,
+        "vllm",
+        tmp_path / "out",
+        tmp_path / "head",
+    )
     said = (tmp_path / "out/README.md").read_text()
     assert "for unknown" not in said and "vllm serve unknown" not in said
     assert "the target’s own" not in said and "given no arguments" not in said
@@ -91,10 +108,18 @@ def test_a_recipe_that_does_not_speak_of_templates(work: Path, tmp_path: Path) -
     """Nothing is claimed there either."""
     target = Target.load(work / "target", dtype="float32")
     head = load_head(work / "head")
-    for recipe in ("target: {path: t}\n", "target: {path: t}\ndata: {train: x}\n", "target: t\ndata: [1]\ntrain:\n"):
+    for recipe in (
+        "target: {path: t}\n",
+        "target: {path: t}\ndata: {train: x}\n",
+        "target: t\ndata: [1]\ntrain:\n",
+    ):
         save_head(tmp_path / "head", head, recipe, {})
         export(
-            load_head(tmp_path / "head").bind(target.head), target.config, "vllm", tmp_path / "out", tmp_path / "head"
+            load_head(tmp_path / "head").bind(target.head),
+            target.config,
+            "vllm",
+            tmp_path / "out",
+            tmp_path / "head",
         )
         said = (tmp_path / "out/README.md").read_text()
         assert "the target’s own" not in said and "Unknown" in said
@@ -132,8 +157,12 @@ def heads(work: Path, target: Target) -> Path:
     for kind, (more, _) in KINDS.items():
         settings, method = settings_of({"kind": kind, **more}, "test"), DRAFTERS[kind]
         weights = {"weights": target.tensor} if method.reads.weights else {}
-        head = method.for_target(settings, target.config, target.head, [torch.arange(40)], **weights)
-        save_head(work / kind, head, f"target: {{path: {work / 'target'}}}\n", {"validation": validation})
+        head = method.for_target(
+            settings, target.config, target.head, [torch.arange(40)], **weights
+        )
+        save_head(
+            work / kind, head, f"target: {{path: {work / 'target'}}}\n", {"validation": validation}
+        )
     return work
 
 
@@ -148,13 +177,20 @@ def export_kind(kind: str, engine: str, heads: Path, target: Target, out: Path) 
 
 @pytest.mark.quick("medusa", "mlp_speculator")
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_command_of_any_export_holds_a_placeholder(kind: str, heads: Path, target: Target, tmp_path: Path) -> None:
+def test_no_command_of_any_export_holds_a_placeholder(
+    kind: str, heads: Path, target: Target, tmp_path: Path
+) -> None:
     """Of any kind of head for any engine; what is asked of vLLM is JSON, with the method's own name."""
-    written = {engine: export_kind(kind, engine, heads, target, tmp_path / engine) for engine in EXPORTERS}
+    written = {
+        engine: export_kind(kind, engine, heads, target, tmp_path / engine) for engine in EXPORTERS
+    }
     assert any(written.values())
     for engine, said in written.items():
         code = "\n".join(said.split("```")[1::2])
-        assert not re.search(r"\b(TARGET|HEAD|DEPTH|NODES|METHOD|LAYERS|MORE|EAGLE3)\b", code.replace("EAGLE3 \\", ""))
+        assert not re.search(
+            r"\b(TARGET|HEAD|DEPTH|NODES|METHOD|LAYERS|MORE|EAGLE3)\b",
+            code.replace("EAGLE3 \\", ""),
+        )
         asked = [json.loads(found) for found in re.findall(r"--speculative-config '([^']*)'", said)]
         assert {one["method"] for one in asked} <= {METHODS.get(kind)}
         assert all(one.get("parallel_drafting", False) == (kind == "peagle") for one in asked)
@@ -163,7 +199,9 @@ def test_no_command_of_any_export_holds_a_placeholder(kind: str, heads: Path, ta
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_the_draft_length_is_that_of_the_head(kind: str, heads: Path, target: Target, tmp_path: Path) -> None:
+def test_the_draft_length_is_that_of_the_head(
+    kind: str, heads: Path, target: Target, tmp_path: Path
+) -> None:
     """Blocks guess otherwise where they are shorter than trained; of chains nothing is told of levels that are none."""
     for engine in ("vllm", "llamacpp", "speculators"):
         if not (said := export_kind(kind, engine, heads, target, tmp_path / engine)):
@@ -174,7 +212,9 @@ def test_the_draft_length_is_that_of_the_head(kind: str, heads: Path, target: Ta
             assert set(re.findall(r'"num_speculative_tokens": (\d+)', said)) == {str(length)}
         most = KINDS[kind][0].get("levels", len(RATES))
         assert f"chains of {most}: " in said
-        rates = json.loads((tmp_path / engine / "provenance.json").read_text())["acceptance"]["per_position"]
+        rates = json.loads((tmp_path / engine / "provenance.json").read_text())["acceptance"][
+            "per_position"
+        ]
         assert len(rates) == most
 
 
@@ -182,11 +222,23 @@ def test_a_version_that_drops_a_method_is_named(
     heads: Path, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the verb, by the README, and where another engine's refusal names the readers."""
-    main(["export", str(heads / "medusa"), "--target", str(heads / "target"), "--to", "vllm", str(tmp_path / "out")])
+    main(
+        [
+            "export",
+            str(heads / "medusa"),
+            "--target",
+            str(heads / "target"),
+            "--to",
+            "vllm",
+            str(tmp_path / "out"),
+        ]
+    )
     assert "is ready for vllm (up to 0.32.0); " in capsys.readouterr().out
     said = (tmp_path / "out/README.md").read_text()
     assert "0.32.0 is the last that reads Medusa" in said and "0.33.0" in said
-    with pytest.raises(ValueError, match=r"sglang: no layout .*export to vllm \(up to 0.32.0\) or medusa"):
+    with pytest.raises(
+        ValueError, match=r"sglang: no layout .*export to vllm \(up to 0.32.0\) or medusa"
+    ):
         EXPORTERS["sglang"](load_head(heads / "medusa"), target.config)
 
 
@@ -205,7 +257,9 @@ def test_a_layout_says_whether_shorter_drafts_are_others(name: str, target: Targ
     """Engines read as many slots as they are asked for: two guesses are six's first where none reads later ones."""
     torch.manual_seed(0)
     settings = settings_of(BLOCKS[name], "test")
-    head: Any = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, [torch.arange(40)])
+    head: Any = DRAFTERS[settings.kind].for_target(
+        settings, target.config, target.head, [torch.arange(40)]
+    )
     for weight in head.parameters():
         weight.add_(torch.randn_like(weight), alpha=0.3)
     layout = EXPORTERS["vllm"](head.bind(target.head), target.config)
@@ -216,7 +270,9 @@ def test_a_layout_says_whether_shorter_drafts_are_others(name: str, target: Targ
         for prompt in torch.randint(0, 48, (24, 9), generator=torch.Generator().manual_seed(1)):
             state = head.open()
             state.admit(0)
-            update = Committed(prompt[:-1], target.features(prompt[None, :-1], head.taps)[0], int(prompt[-1]))
+            update = Committed(
+                prompt[:-1], target.features(prompt[None, :-1], head.taps)[0], int(prompt[-1])
+            )
             tree = state.propose({0: update}, {0: Budget(depth, depth, 1)})[0]
             drafts[-1].append(tree.tokens[1:3].tolist())
     assert layout.whole == (drafts[0] != drafts[1])

@@ -18,7 +18,10 @@ from tests import foreign_heads as made
 
 def ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a checkpoint by the names that they must have here, without what heads here do not keep."""
-    named = {name.replace("model.", "").replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    named = {
+        name.replace("model.", "").replace("midlayer.", "layers.0."): tensor
+        for name, tensor in tensors.items()
+    }
     return {name: tensor for name, tensor in named.items() if name != "embed_tokens.weight"}
 
 
@@ -83,7 +86,9 @@ def test_layer_ids_count_inputs_outside_and_outputs_inside(
 ) -> None:
     """The two conventions of the field."""
     nested = {INNER: {OUTER: inner} if inner else None}
-    folder = made.write(tmp_path / "head", made.saying(made.safeailab(), **{OUTER: outer}, **nested))
+    folder = made.write(
+        tmp_path / "head", made.saying(made.safeailab(), **{OUTER: outer}, **nested)
+    )
     target = made.write_target(tmp_path / "target")
     assert read_head(folder, target).taps == taps
     if outer or inner:
@@ -102,7 +107,9 @@ def test_layer_ids_count_inputs_outside_and_outputs_inside(
         ({OUTER: [2, 4, "6"]}, "whole numbers"),
     ],
 )
-def test_layer_ids_that_mean_nothing_are_refused(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_layer_ids_that_mean_nothing_are_refused(
+    changed: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     """Unless the user says which layers are meant."""
     folder = made.write(tmp_path / "head", made.saying(made.safeailab(), **changed))
     with pytest.raises(ValueError, match=says):
@@ -111,7 +118,9 @@ def test_layer_ids_that_mean_nothing_are_refused(changed: dict[str, Any], says: 
 
 def test_layer_ids_beyond_the_target_are_refused(tmp_path: Path) -> None:
     """The last input is that of the last layer."""
-    folder = made.write(tmp_path / "head", made.saying(made.safeailab(), **{OUTER: [2, 4, made.LAYERS]}))
+    folder = made.write(
+        tmp_path / "head", made.saying(made.safeailab(), **{OUTER: [2, 4, made.LAYERS]})
+    )
     assert read_head(folder).taps == (2, 4, made.LAYERS)
     with pytest.raises(ValueError, match=f"of 0 to {made.LAYERS - 1}"):
         read_head(folder, made.write_target(tmp_path / "target"))
@@ -129,7 +138,9 @@ def test_layer_ids_beyond_the_target_are_refused(tmp_path: Path) -> None:
         (False, "random", "bias is false, and fc.bias is there"),
     ],
 )
-def test_the_bias_of_eagle1(says: bool | None, tensor: str | None, outcome: bool | str, tmp_path: Path) -> None:
+def test_the_bias_of_eagle1(
+    says: bool | None, tensor: str | None, outcome: bool | str, tmp_path: Path
+) -> None:
     """What the file holds decides, and its config must not deny it."""
     config, tensors = made.eagle1(says, tensor is not None)
     if tensor == "zeros":
@@ -145,10 +156,12 @@ def test_the_bias_of_eagle1(says: bool | None, tensor: str | None, outcome: bool
 
 def test_every_default_is_told(tmp_path: Path) -> None:
     """Keys that are not there, and tensors that are not taken."""
-    gone = dict.fromkeys(("rope_theta", "head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"))
+    gone = dict.fromkeys(
+        ("rope_theta", "head_dim", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+    )
     head = made.saying(made.eagle1(), **gone, num_attention_heads=made.HEADS)
-    head[1]["layers.0.self_attn.k_proj.weight"] = head[1]["layers.0.self_attn.v_proj.weight"] = made.drawn(
-        made.H, made.H
+    head[1]["layers.0.self_attn.k_proj.weight"] = head[1]["layers.0.self_attn.v_proj.weight"] = (
+        made.drawn(made.H, made.H)
     )
     head[1]["rotary_emb.inv_freq"] = torch.ones(4)
     head[1]["lm_head.weight"] = made.drawn(made.V, made.H, seed=8)
@@ -169,7 +182,9 @@ def test_what_is_borrowed_is_compared_with_the_target(tmp_path: Path) -> None:
     target = made.write_target(tmp_path / "target")
     config, tensors = made.eagle1()
     rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    assert "they are equal" in import_head(made.write(tmp_path / "a", (config, rounded)), tmp_path / "out", target)
+    assert "they are equal" in import_head(
+        made.write(tmp_path / "a", (config, rounded)), tmp_path / "out", target
+    )
     tensors["embed_tokens.weight"][3] += 1
     folder = made.write(tmp_path / "b", (config, tensors))
     assert f"1 of {made.V} rows DIFFER" in import_head(folder, tmp_path / "other", target)
@@ -183,8 +198,12 @@ def test_what_is_borrowed_is_compared_with_the_target(tmp_path: Path) -> None:
 # -- what is not a head of this project -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["EAGLE-1 with bias", "SafeAILab EAGLE-3", "speculators EAGLE-3.1", "ModelOpt"])
-def test_every_missing_tensor_is_named_and_so_is_every_wrong_size(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["EAGLE-1 with bias", "SafeAILab EAGLE-3", "speculators EAGLE-3.1", "ModelOpt"]
+)
+def test_every_missing_tensor_is_named_and_so_is_every_wrong_size(
+    name: str, tmp_path: Path
+) -> None:
     """One after the other, and all at once."""
     head = made.saying(made.LAYOUTS[name], **({"bias": True} if name.startswith("EAGLE-1") else {}))
     needed = [part for part in head[1] if part not in ("embed_tokens.weight", "t2d")]
@@ -198,10 +217,14 @@ def test_every_missing_tensor_is_named_and_so_is_every_wrong_size(name: str, tmp
     with pytest.raises(ValueError) as refused:
         read_head(
             made.write(
-                tmp_path / "head", (head[0], {**made.without(head, *needed[2:6])[1], "odd.weight": torch.ones(2)})
+                tmp_path / "head",
+                (head[0], {**made.without(head, *needed[2:6])[1], "odd.weight": torch.ones(2)}),
             )
         )
-    assert all(part.replace("midlayer.", "layers.0.") in str(refused.value) for part in (*needed[2:6], "odd.weight"))
+    assert all(
+        part.replace("midlayer.", "layers.0.") in str(refused.value)
+        for part in (*needed[2:6], "odd.weight")
+    )
 
 
 def taps_of(name: str) -> tuple[int, ...] | None:
@@ -232,8 +255,16 @@ def taps_of(name: str) -> tuple[int, ...] | None:
         (None, {"quantization_config": {"bits": 4}}, "quantization_config"),
         (None, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000, but 500000"),
         (None, {"fc_norm": True}, "fc_norm is True"),
-        (None, {"dflash_config": {"mask_token_id": 3}}, r"a DFlash head, cannot become .*(\n.*)*no block_size"),
-        (None, {"speculators_model_type": "peagle"}, r"a P-EAGLE head, cannot become .*(\n.*)*no mask_token_id"),
+        (
+            None,
+            {"dflash_config": {"mask_token_id": 3}},
+            r"a DFlash head, cannot become .*(\n.*)*no block_size",
+        ),
+        (
+            None,
+            {"speculators_model_type": "peagle"},
+            r"a P-EAGLE head, cannot become .*(\n.*)*no mask_token_id",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_its_name(
@@ -241,7 +272,9 @@ def test_what_has_no_counterpart_is_refused_by_its_name(
 ) -> None:
     """And `inspect` tells the same without failing."""
     config, tensors = made.saying(made.specforge(), **changed)
-    folder = made.write(tmp_path / "head", (config, {**tensors, **({tensor: made.drawn(made.H)} if tensor else {})}))
+    folder = made.write(
+        tmp_path / "head", (config, {**tensors, **({tensor: made.drawn(made.H)} if tensor else {})})
+    )
     with pytest.raises(ValueError, match=what):
         read_head(folder)
     assert inspect(folder).findings
@@ -249,8 +282,14 @@ def test_what_has_no_counterpart_is_refused_by_its_name(
 
 def test_a_head_of_medusa_is_recognised(tmp_path: Path) -> None:
     """It has no block at all."""
-    tensors = {"0.0.linear.weight": made.drawn(4, 4), "0.0.linear.bias": made.drawn(4), "0.1.weight": made.drawn(9, 4)}
-    folder = made.write(tmp_path / "head", ({"medusa_num_heads": 1, "model_type": "medusa"}, tensors))
+    tensors = {
+        "0.0.linear.weight": made.drawn(4, 4),
+        "0.0.linear.bias": made.drawn(4),
+        "0.1.weight": made.drawn(9, 4),
+    }
+    folder = made.write(
+        tmp_path / "head", ({"medusa_num_heads": 1, "model_type": "medusa"}, tensors)
+    )
     assert read_head(folder).settings.kind == "medusa"
     assert "Medusa" in inspect(folder).kind
 
@@ -264,13 +303,18 @@ VOCABULARY = made.vocabulary()
         ({"d2t": made.drafts()}, "d2t holds token ids"),
         ({"d2t": VOCABULARY["d2t"] + made.V}, "leads to token"),
         ({"d2t": -VOCABULARY["d2t"] - 1}, "leads to token -"),
-        ({"d2t": VOCABULARY["d2t"] - torch.eye(made.D, dtype=torch.long)[5]}, "to some tokens twice"),
+        (
+            {"d2t": VOCABULARY["d2t"] - torch.eye(made.D, dtype=torch.long)[5]},
+            "to some tokens twice",
+        ),
         ({"d2t": VOCABULARY["d2t"].float()}, "d2t is in torch.float32"),
         ({"t2d": ~VOCABULARY["t2d"]}, "t2d marks 21 tokens"),
         ({"t2d": VOCABULARY["t2d"].roll(1)}, f"t2d marks {made.D} tokens"),
     ],
 )
-def test_a_wrong_draft_vocabulary_is_refused(changed: dict[str, Tensor], says: str, tmp_path: Path) -> None:
+def test_a_wrong_draft_vocabulary_is_refused(
+    changed: dict[str, Tensor], says: str, tmp_path: Path
+) -> None:
     """Token ids in place of offsets, offsets that lead elsewhere, and a mask of other tokens."""
     config, tensors = made.specforge()
     with pytest.raises(ValueError, match=says):

@@ -34,7 +34,9 @@ SHAPE = LlamaConfig(
     head_dim=16,
     rope_theta=10000.0,
 )
-HEADS: list[tuple[str, str, bool, dict[str, bool]]] = [  # rival, what, whether with a draft vocabulary, switches
+HEADS: list[
+    tuple[str, str, bool, dict[str, bool]]
+] = [  # rival, what, whether with a draft vocabulary, switches
     ("speculators", "draft vocabulary", True, {}),
     ("speculators", "full vocabulary", False, {}),
     ("speculators", "norm_before_residual", True, {"norm_before_residual": True}),
@@ -73,7 +75,11 @@ def largest_difference(folder: Path) -> float:
     head: Any = read_head(folder / "imported")
     target = Target.load(folder / "target", dtype=torch.float32)
     inputs, theirs = load_file(folder / "inputs"), load_file(folder / "head.logits")
-    text = Example(inputs["tokens"], torch.ones(LENGTH, dtype=torch.bool), inputs["features"].unflatten(1, (3, -1)))
+    text = Example(
+        inputs["tokens"],
+        torch.ones(LENGTH, dtype=torch.bool),
+        inputs["features"].unflatten(1, (3, -1)),
+    )
     states = head.unroll(collate([text], head.taps), target.head, STEPS).states
     differences = []
     for step, state in enumerate(states):
@@ -91,7 +97,9 @@ def test_logits_are_those_of_the_project_that_made_the_head(
     """In every one of four steps, each of which reads the state of the last."""
     python = os.environ.get(f"EAGLE_{rival.upper()}_PYTHON")
     if python is None:
-        pytest.skip(f"no {rival}: set EAGLE_{rival.upper()}_PYTHON to the python of an environment that holds it")
+        pytest.skip(
+            f"no {rival}: set EAGLE_{rival.upper()}_PYTHON to the python of an environment that holds it"
+        )
     write_target_and_inputs(tmp_path, draft_vocab)
     target, out = str(tmp_path / "target"), str(tmp_path / "head")
     make_head(python, rival, HeadRequest(target, str(tmp_path / "inputs"), out, STEPS, switches))

@@ -37,7 +37,10 @@ def proposals(head: Any, order: tuple[int, ...] | None = None) -> list[list[int]
 @pytest.mark.parametrize("name", [*VARIANTS, "eagle3 taps in another order"])
 def test_exported_and_imported_it_is_the_same_head(engine: str, name: str, tmp_path: Path) -> None:
     """Every tensor bit by bit, and every proposal; an engine that does not serve a head has no layout of it."""
-    mixed, shape = name not in VARIANTS, NARROW if engine == "eagle" else SHAPE  # which takes no other width
+    mixed, shape = (
+        name not in VARIANTS,
+        NARROW if engine == "eagle" else SHAPE,
+    )  # which takes no other width
     changes = {"taps": (5, 2, 4)} if mixed else {}
     head = new_head(tmp_path, "eagle3 draft vocabulary" if mixed else name, shape=shape, **changes)
     head.bind(frozen_head(torch.float32))
@@ -48,7 +51,9 @@ def test_exported_and_imported_it_is_the_same_head(engine: str, name: str, tmp_p
     back: Any = read_head(tmp_path / "out")
     one, other = head.state_dict(), back.state_dict()
     assert one.keys() == other.keys()
-    assert {part for part in one if not torch.equal(one[part], other[part])} == ({"fc.weight"} if mixed else set())
+    assert {part for part in one if not torch.equal(one[part], other[part])} == (
+        {"fc.weight"} if mixed else set()
+    )
     assert back.taps == tuple(sorted(head.taps))
     order = tuple(head.taps.index(tap) for tap in back.taps) if mixed else None
     assert proposals(back, order) == proposals(head)
@@ -66,14 +71,27 @@ def test_a_warm_start_from_an_imported_head_trains(
     drafter: str, engine: str, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     """It begins with the weights that were given, far better than fresh ones, and its loss goes on falling."""
-    recipe, target = trained.prepared(tiny_target_dir, tmp_path, drafter), str(tiny_target_dir / "target")
-    first, served = trained.run(recipe, tmp_path / "first", "train.epochs=8"), Target.load(target, dtype="float32")
+    recipe, target = (
+        trained.prepared(tiny_target_dir, tmp_path, drafter),
+        str(tiny_target_dir / "target"),
+    )
+    first, served = (
+        trained.run(recipe, tmp_path / "first", "train.epochs=8"),
+        Target.load(target, dtype="float32"),
+    )
     head: Any = load_head(first / "last")
     export(head.bind(served.head), served.config, engine, tmp_path / "foreign")
     import_head(tmp_path / "foreign", tmp_path / "imported", target)
-    assert trained.apart(trained.weights(first), load_file(tmp_path / "imported/model.safetensors")) == 0
-    warm = trained.run(recipe, tmp_path / "warm", f"train.init={tmp_path / 'imported'}", "train.epochs=4")
+    assert (
+        trained.apart(trained.weights(first), load_file(tmp_path / "imported/model.safetensors"))
+        == 0
+    )
+    warm = trained.run(
+        recipe, tmp_path / "warm", f"train.init={tmp_path / 'imported'}", "train.epochs=4"
+    )
     cold = trained.run(recipe, tmp_path / "cold", "train.epochs=4")
-    losses = {out: [row["total"] for row in trained.rows(out) if "total" in row] for out in (warm, cold)}
+    losses = {
+        out: [row["total"] for row in trained.rows(out) if "total" in row] for out in (warm, cold)
+    }
     assert losses[warm][0] < losses[cold][0] - 0.1
     assert losses[warm][-1] < losses[warm][0]

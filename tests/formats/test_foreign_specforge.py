@@ -25,7 +25,9 @@ STEPS, LENGTH = 3, 12
 def specforge31(norm_output: bool | None = True) -> made.Head:
     """EAGLE-3.1 as SpecForge writes it: a norm on each tap, `norm_output` in the config."""
     config, tensors = made.saying(made.specforge(), fc_norm=True, norm_output=norm_output)
-    return config, tensors | {f"fc_norm.{tap}.weight": made.drawn(made.H, seed=tap + 1) for tap in range(3)}
+    return config, tensors | {
+        f"fc_norm.{tap}.weight": made.drawn(made.H, seed=tap + 1) for tap in range(3)
+    }
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -38,21 +40,31 @@ def turned(x: Tensor, position: int) -> Tensor:
     half = made.WIDE // 2
     angle = position * 10000.0 ** (-torch.arange(half) * 2.0 / made.WIDE)
     low, high = x[:, :half], x[:, half:]
-    return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=1)
+    return torch.cat(
+        [low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=1
+    )
 
 
-def slot_parts(weights: dict[str, Tensor], token: Tensor, state: Tensor, position: int) -> tuple[Tensor, ...]:
+def slot_parts(
+    weights: dict[str, Tensor], token: Tensor, state: Tensor, position: int
+) -> tuple[Tensor, ...]:
     """Query, key and value of one slot: attention reads [norm(token's embedding); norm(state)]."""
     read = torch.cat(
-        [rms(token, weights["midlayer.input_layernorm.weight"]), rms(state, weights["midlayer.hidden_norm.weight"])]
+        [
+            rms(token, weights["midlayer.input_layernorm.weight"]),
+            rms(state, weights["midlayer.hidden_norm.weight"]),
+        ]
     )
     query, key, value = (
-        (weights[f"midlayer.self_attn.{name}_proj.weight"] @ read).view(-1, made.WIDE) for name in "qkv"
+        (weights[f"midlayer.self_attn.{name}_proj.weight"] @ read).view(-1, made.WIDE)
+        for name in "qkv"
     )
     return turned(query, position), turned(key, position), value
 
 
-def logits_of_specforge(weights: dict[str, Tensor], text: Example, norm_output: bool) -> list[Tensor]:
+def logits_of_specforge(
+    weights: dict[str, Tensor], text: Example, norm_output: bool
+) -> list[Tensor]:
     """[T - 2 - s, D] of step s: slot i reads token i + 1 + s and the un-normed output of its step before.
 
     Its `norm_output` tells whether the LM head reads the output through the last norm, and nothing else.
@@ -70,14 +82,20 @@ def logits_of_specforge(weights: dict[str, Tensor], text: Example, norm_output: 
                 query, key, value = slot_parts(weights, embedded[i + 1 + step], state, i + step)
                 keys, values = [*keys, key], [*values, value]
             shared = made.HEADS // made.KEYS
-            scores = [torch.stack([key[n // shared] @ query[n] for key in keys]) for n in range(made.HEADS)]
+            scores = [
+                torch.stack([key[n // shared] @ query[n] for key in keys])
+                for n in range(made.HEADS)
+            ]
             heads = [
-                (score / made.WIDE**0.5).softmax(0) @ torch.stack([value[n // shared] for value in values])
+                (score / made.WIDE**0.5).softmax(0)
+                @ torch.stack([value[n // shared] for value in values])
                 for n, score in enumerate(scores)
             ]
             middle = state + weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(heads)
             normed = rms(middle, weights["midlayer.post_attention_layernorm.weight"])
-            gate, up, down = (weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            gate, up, down = (
+                weights[f"midlayer.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
+            )
             state = middle + down @ (F.silu(gate @ normed) * (up @ normed))
             read = rms(state, weights["norm.weight"]) if norm_output else state
             found[step].append(weights["lm_head.weight"] @ read)
@@ -90,14 +108,21 @@ def logits_of(folder: Path, text: Example) -> list[Tensor]:
     embedding = torch.nn.Embedding.from_pretrained(made.embedding())
     frozen = TargetHead(embedding, torch.nn.Linear(made.H, made.V, bias=False))
     with torch.no_grad():
-        return [head.logits(state, frozen) for state in head.unroll(collate([text], head.taps), frozen, STEPS).states]
+        return [
+            head.logits(state, frozen)
+            for state in head.unroll(collate([text], head.taps), frozen, STEPS).states
+        ]
 
 
 def example() -> Example:
     """A random text with random states of three layers, all of it supervised."""
     generator = torch.Generator().manual_seed(6)
     tokens = torch.randint(made.V, (LENGTH,), generator=generator)
-    return Example(tokens, torch.ones(LENGTH, dtype=torch.bool), torch.randn(LENGTH, 3, made.H, generator=generator))
+    return Example(
+        tokens,
+        torch.ones(LENGTH, dtype=torch.bool),
+        torch.randn(LENGTH, 3, made.H, generator=generator),
+    )
 
 
 def differences(folder: Path, head: made.Head, norm_output: bool) -> list[float]:
@@ -105,15 +130,30 @@ def differences(folder: Path, head: made.Head, norm_output: bool) -> list[float]
     true = logits_of_specforge(head[1], example(), norm_output)
     own = logits_of(folder, example())
     spread = float(torch.cat(true).std())
-    return [float((mine[: len(its)] - its).abs().max()) / spread for mine, its in zip(own, true, strict=True)]
+    return [
+        float((mine[: len(its)] - its).abs().max()) / spread
+        for mine, its in zip(own, true, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("norm_output", [True, None])
-def test_an_imported_head_says_what_specforge_trained_it_to_say(norm_output: bool | None, tmp_path: Path) -> None:
+def test_an_imported_head_says_what_specforge_trained_it_to_say(
+    norm_output: bool | None, tmp_path: Path
+) -> None:
     """In every logit of three steps; SpecForge takes a missing switch for true."""
     head = specforge31(norm_output)
     folder, target = made.write(tmp_path / "head", head), made.write_target(tmp_path / "target")
-    main(["import", str(folder), str(tmp_path / "out"), "--target", target, "--norm-output", "lm-head"])
+    main(
+        [
+            "import",
+            str(folder),
+            str(tmp_path / "out"),
+            "--target",
+            target,
+            "--norm-output",
+            "lm-head",
+        ]
+    )
     assert max(differences(tmp_path / "out", head, True)) < 1e-4
     assert load_head(tmp_path / "out").settings.norm_output is False
 
@@ -132,7 +172,11 @@ def test_a_meaning_that_nobody_can_know_is_asked_for(norm_output: bool, tmp_path
     """Import writes nothing until it is told, and inspect names both meanings."""
     folder = made.write(tmp_path / "head", specforge31(norm_output))
     said = made.refused(folder)
-    assert "--norm-output=lm-head" in said and "--norm-output=next-step" in said and "SpecForge" in said
+    assert (
+        "--norm-output=lm-head" in said
+        and "--norm-output=next-step" in said
+        and "SpecForge" in said
+    )
     named = [finding for finding in inspect(folder).findings if "SpecForge" in finding.what]
     assert len(named) == 1 and not named[0].fatal and "--norm-output" in named[0].fix
 

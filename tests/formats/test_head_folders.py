@@ -47,14 +47,19 @@ def folder(target: Target, tmp_path: Path) -> Path:
 def change_config(folder: Path, **changed: Any) -> None:
     """Other keys in config.json; None takes one out."""
     config = {**json.loads((folder / "config.json").read_text()), **changed}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
 
 
 def change_weights(folder: Path, **changed: Any) -> None:
     """Other tensors; a double underscore stands for a dot."""
     weights = load_file(folder / "model.safetensors")
     weights |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
-    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in weights.items() if tensor is not None},
+        folder / "model.safetensors",
+    )
 
 
 def cut(folder: Path, name: str, keep: int) -> None:
@@ -63,24 +68,41 @@ def cut(folder: Path, name: str, keep: int) -> None:
 
 
 TORN = {
-    "weights cut short": (lambda folder: cut(folder, "model.safetensors", 5000), "model.safetensors"),
-    "weights cut in the header": (lambda folder: cut(folder, "model.safetensors", 40), "model.safetensors"),
+    "weights cut short": (
+        lambda folder: cut(folder, "model.safetensors", 5000),
+        "model.safetensors",
+    ),
+    "weights cut in the header": (
+        lambda folder: cut(folder, "model.safetensors", 40),
+        "model.safetensors",
+    ),
     "weights empty": (lambda folder: cut(folder, "model.safetensors", 0), "model.safetensors"),
     "weights gone": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "weights of a hub's pointer": (
-        lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 9),
+        lambda folder: (folder / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1\n" * 9
+        ),
         "model.safetensors",
     ),
     "config cut short": (lambda folder: cut(folder, "config.json", 30), "config.json"),
     "config empty": (lambda folder: cut(folder, "config.json", 0), "config.json"),
-    "config no text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"), "config.json"),
+    "config no text": (
+        lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"),
+        "config.json",
+    ),
     "config a list": (lambda folder: (folder / "config.json").write_text("[1]"), "eagle import"),
-    "no shape": (lambda folder: change_config(folder, shape=None), "expected the keys settings and shape"),
+    "no shape": (
+        lambda folder: change_config(folder, shape=None),
+        "expected the keys settings and shape",
+    ),
     "settings a word": (
         lambda folder: change_config(folder, settings="eagle3"),
         "expected the keys settings and shape",
     ),
-    "no model_type": (lambda folder: change_config(folder, shape={"hidden_size": 32}), "config.json"),
+    "no model_type": (
+        lambda folder: change_config(folder, shape={"hidden_size": 32}),
+        "config.json",
+    ),
     "sizes of a wrong kind": (
         lambda folder: change_config(folder, shape={"model_type": "llama", "hidden_size": "x"}),
         "config.json",
@@ -95,16 +117,23 @@ TORN = {
         "kind is 'eagle9'.*newer release",
     ),
     "a newer setting": (
-        lambda folder: change_config(folder, settings={"kind": "eagle3", "taps": [2, 4, 5], "warp": 1}),
+        lambda folder: change_config(
+            folder, settings={"kind": "eagle3", "taps": [2, 4, 5], "warp": 1}
+        ),
         "warp.*newer release",
     ),
-    "a budget of another release": (lambda folder: change_config(folder, budget={"nodes": 3, "warp": 1}), "budget"),
+    "a budget of another release": (
+        lambda folder: change_config(folder, budget={"nodes": 3, "warp": 1}),
+        "budget",
+    ),
     "a budget that is none": (lambda folder: change_config(folder, budget=[3]), "budget"),
 }
 
 
 @pytest.mark.parametrize("name", TORN)
-def test_a_spoilt_folder_is_refused_with_what_is_wrong_in_it(name: str, folder: Path, target: Target) -> None:
+def test_a_spoilt_folder_is_refused_with_what_is_wrong_in_it(
+    name: str, folder: Path, target: Target
+) -> None:
     """By `load_head`, and by `load_drafter`, which users call."""
     spoil, says = TORN[name]
     spoil(folder)
@@ -115,7 +144,9 @@ def test_a_spoilt_folder_is_refused_with_what_is_wrong_in_it(name: str, folder: 
 
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators", "eagle"])
-def test_an_exported_folder_is_no_head_to_train_from(engine: str, folder: Path, target: Target, tmp_path: Path) -> None:
+def test_an_exported_folder_is_no_head_to_train_from(
+    engine: str, folder: Path, target: Target, tmp_path: Path
+) -> None:
     """The message names the command that makes one of it."""
     export(load_head(folder).bind(target.head), target.config, engine, tmp_path / "out", folder)
     with pytest.raises(ValueError, match=rf"eagle import {tmp_path / 'out'}"):
@@ -129,17 +160,32 @@ def test_recipe_and_provenance_are_not_needed(folder: Path, target: Target, tmp_
     assert load_drafter(folder, target).taps == (2, 4, 5)
     export(load_head(folder).bind(target.head), target.config, "vllm", tmp_path / "out", folder)
     assert "Unknown" in (tmp_path / "out/README.md").read_text()
-    with pytest.raises(ValueError, match=r"recipe\.yaml and provenance\.json are missing.*eagle import"):
+    with pytest.raises(
+        ValueError, match=r"recipe\.yaml and provenance\.json are missing.*eagle import"
+    ):
         model_card(folder, "me/head")
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("recipe.yaml", "a: [1"), ("recipe.yaml", "- 1"), ("provenance.json", "{"), ("provenance.json", "3")],
+    [
+        ("recipe.yaml", "a: [1"),
+        ("recipe.yaml", "- 1"),
+        ("provenance.json", "{"),
+        ("provenance.json", "3"),
+    ],
 )
-def test_torn_notes_are_named_and_nothing_is_written(name: str, text: str, folder: Path, target: Target) -> None:
+def test_torn_notes_are_named_and_nothing_is_written(
+    name: str, text: str, folder: Path, target: Target
+) -> None:
     """Before the export is half there."""
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=name):
-        export(load_head(folder).bind(target.head), target.config, "vllm", folder.parent / "out", folder)
+        export(
+            load_head(folder).bind(target.head),
+            target.config,
+            "vllm",
+            folder.parent / "out",
+            folder,
+        )
     assert not (folder.parent / "out").exists()

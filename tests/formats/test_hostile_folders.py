@@ -42,7 +42,9 @@ from eagle.drafters.recurrent.eagle1 import Eagle1
 class Evil(Eagle1):
     pass
 """
-OPENED: list[str] = []  # the paths that Python opens; a hook cannot be taken away again, so one stays for all tests
+OPENED: list[
+    str
+] = []  # the paths that Python opens; a hook cannot be taken away again, so one stays for all tests
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,7 +108,9 @@ def healthy(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> di
     for kind in ("eagle1", "dflash", "peagle", "falcon", "mlp_speculator"):
         torch.manual_seed(0)
         settings = settings_of({"kind": kind}, "test")
-        head = DRAFTERS[kind].for_target(settings, tiny_target.config, tiny_target.head, [torch.arange(40)])
+        head = DRAFTERS[kind].for_target(
+            settings, tiny_target.config, tiny_target.head, [torch.arange(40)]
+        )
         save_head(folder / kind, head, "", {"torch": "1"})
         heads[kind] = folder / kind
     return heads
@@ -267,7 +271,9 @@ def link_one(name: str) -> Callable[[Place], None]:
 def link_beside(place: Place) -> None:
     """What a run tells beside its head, as links."""
     for name in ("results.jsonl", "metrics.jsonl", "lossless.json", "report.html"):
-        (place.outside / name).write_text(json.dumps({"note": SECRET, "step": 1, "total": 1.0}) + "\n")
+        (place.outside / name).write_text(
+            json.dumps({"note": SECRET, "step": 1, "total": 1.0}) + "\n"
+        )
         (place.run / name).symlink_to(place.outside / name)
 
 
@@ -278,7 +284,9 @@ def large(part: str | None, **values: Any) -> Callable[[Place], None]:
 
 BILLION = 10**9
 BUDGET = {"nodes": 10, "depth": 10, "top_k": 10, "paths": None}
-HOSTILE: dict[str, tuple[str, Callable[[Place], None]]] = {  # the healthy head, and what is done to it
+HOSTILE: dict[
+    str, tuple[str, Callable[[Place], None]]
+] = {  # the healthy head, and what is done to it
     "a kind that is a path": ("eagle1", name_a_file),
     "a kind that is a module": ("eagle1", name_a_module),
     "a kind that is a path, with a package's entry": ("eagle1", forge_a_package),
@@ -294,7 +302,10 @@ HOSTILE: dict[str, tuple[str, Callable[[Place], None]]] = {  # the healthy head,
     "YAML that grows": ("eagle1", swell_the_recipe),
     "YAML that holds itself": ("eagle1", bend_the_recipe),
     "links for all files": ("eagle1", link_all),
-    **{f"a link for {name}": ("eagle1", link_one(name)) for name in ("recipe.yaml", "provenance.json", "README.md")},
+    **{
+        f"a link for {name}": ("eagle1", link_one(name))
+        for name in ("recipe.yaml", "provenance.json", "README.md")
+    },
     "a link for the weights": ("eagle1", link_one("model.safetensors")),
     "links to folders": ("eagle1", link_a_folder),
     "links beside the head": ("eagle1", link_beside),
@@ -306,7 +317,10 @@ HOSTILE: dict[str, tuple[str, Callable[[Place], None]]] = {  # the healthy head,
     "layers": ("eagle1", large("shape", num_hidden_layers=BILLION, model_type="qwen3")),
     "a width": ("eagle1", large("shape", hidden_size=BILLION)),
     "nodes": ("eagle1", large(None, budget={**BUDGET, "nodes": BILLION})),
-    "a depth": ("eagle1", large(None, budget={**BUDGET, "depth": BILLION, "nodes": BILLION, "top_k": 1})),
+    "a depth": (
+        "eagle1",
+        large(None, budget={**BUDGET, "depth": BILLION, "nodes": BILLION, "top_k": 1}),
+    ),
     "candidates": ("eagle1", large(None, budget={**BUDGET, "top_k": BILLION, "nodes": BILLION})),
 }
 
@@ -329,7 +343,9 @@ def push_as_export(place: Place) -> None:
 def call_generate(place: Place) -> None:
     """The model's own `generate`, with the folder as its drafter."""
     model = Target.load(place.target).model
-    model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, custom_generate=WithDrafter(str(place.head)))
+    model.generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=2, custom_generate=WithDrafter(str(place.head))
+    )
 
 
 def draft(place: Place, name: Any) -> None:
@@ -343,7 +359,9 @@ WAYS: dict[str, Callable[[Place], Any]] = {
     "generate": lambda place: generate.main(
         [str(place.head), "Hello", "--target", place.target, "--max-new-tokens", "2"]
     ),
-    "chat": lambda place: chat.main([str(place.head), "--target", place.target, "--max-new-tokens", "2"]),
+    "chat": lambda place: chat.main(
+        [str(place.head), "--target", place.target, "--max-new-tokens", "2"]
+    ),
     "doctor": lambda place: run_doctor([str(place.head), "--target", place.target]),
     "export": lambda place: run_export(
         [str(place.head), "--target", place.target, "--to", "portable", str(place.run / "exported")]
@@ -353,11 +371,19 @@ WAYS: dict[str, Callable[[Place], Any]] = {
     "push": push,
     "push of an export": push_as_export,
     "pull": lambda place: print(next_step(place.head)),
-    "measure": lambda place: measure.main([str(place.recipe_file), "eval.count=1", "eval.max_new_tokens=2"]),
-    "lossless": lambda place: lossless.main([str(place.recipe_file), "eval.count=1", "eval.max_new_tokens=2"]),
-    "tune": lambda place: tune.main([str(place.recipe_file), "eval.count=1", "eval.max_new_tokens=2"]),
+    "measure": lambda place: measure.main(
+        [str(place.recipe_file), "eval.count=1", "eval.max_new_tokens=2"]
+    ),
+    "lossless": lambda place: lossless.main(
+        [str(place.recipe_file), "eval.count=1", "eval.max_new_tokens=2"]
+    ),
+    "tune": lambda place: tune.main(
+        [str(place.recipe_file), "eval.count=1", "eval.max_new_tokens=2"]
+    ),
     "train.init": lambda place: first_head(
-        place.recipe.model_copy(update={"train": place.recipe.train.model_copy(update={"init": str(place.head)})}),
+        place.recipe.model_copy(
+            update={"train": place.recipe.train.model_copy(update={"init": str(place.head)})}
+        ),
         settings_of({"kind": "eagle1"}, "test"),
         Target.load(place.target),
         [],  # type: ignore[arg-type]
@@ -369,9 +395,26 @@ WAYS: dict[str, Callable[[Place], Any]] = {
     "load_drafter of two": lambda place: draft(place, [place.head, "ngram"]),
     "model.generate": call_generate,
 }
-SLOW = ("lossless", "tune", "from_pretrained", "load_drafter of two", "push of an export")  # ways much like another
-LONG = ("doctor", "measure", "lossless", "tune")  # which do all their work where nothing is wrong with the head
-HARMLESS = ("a tag in YAML", "YAML that grows", "YAML that holds itself", "a pickled mask", "links to folders")
+SLOW = (
+    "lossless",
+    "tune",
+    "from_pretrained",
+    "load_drafter of two",
+    "push of an export",
+)  # ways much like another
+LONG = (
+    "doctor",
+    "measure",
+    "lossless",
+    "tune",
+)  # which do all their work where nothing is wrong with the head
+HARMLESS = (
+    "a tag in YAML",
+    "YAML that grows",
+    "YAML that holds itself",
+    "a pickled mask",
+    "links to folders",
+)
 
 
 def is_long(hostile: str, way: str) -> bool:
@@ -401,7 +444,11 @@ def try_way(way: Callable[[Place], Any], place: Place) -> str:
 
 @pytest.mark.parametrize(("hostile", "way"), CASES)
 def test_nothing_of_a_hostile_folder_runs_or_leaks(
-    hostile: str, way: str, place: Place, healthy: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    hostile: str,
+    way: str,
+    place: Place,
+    healthy: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """No code of it runs, nothing outside of it is read, printed, written or sent, and no memory is taken."""
     kind, spoil = HOSTILE[hostile]
@@ -415,16 +462,29 @@ def test_nothing_of_a_hostile_folder_runs_or_leaks(
     assert not place.marker.exists(), "code of the folder was run"
     assert not opened, "a file outside was read"
     assert SECRET not in said + printed.out + printed.err
-    new = {path for path in place.run.rglob("*") if path.is_file() and not path.is_symlink()} - there
+    new = {
+        path for path in place.run.rglob("*") if path.is_file() and not path.is_symlink()
+    } - there
     assert not [path for path in new if SECRET.encode() in path.read_bytes()]
     assert "alloc" not in said + printed.out and "MemoryError" not in said + printed.out
 
 
-PLANTED: dict[str, tuple[str, Callable[[Place], Any]]] = {  # what each check is to see, done on purpose
-    "a kind that is a path": ("a kind that is a path", lambda place: DRAFTERS.find(f"{place.head}/evil.py:Evil")),
+PLANTED: dict[
+    str, tuple[str, Callable[[Place], Any]]
+] = {  # what each check is to see, done on purpose
+    "a kind that is a path": (
+        "a kind that is a path",
+        lambda place: DRAFTERS.find(f"{place.head}/evil.py:Evil"),
+    ),
     "a module": ("a kind that is a module", lambda place: DRAFTERS.find("evil:Evil")),
-    "a pickle": ("a pickled mask", lambda place: torch.load(place.head / "mask_embedding.pt", weights_only=False)),
-    "a tag": ("a tag in YAML", lambda place: yaml.unsafe_load((place.head / "recipe.yaml").read_text())),
+    "a pickle": (
+        "a pickled mask",
+        lambda place: torch.load(place.head / "mask_embedding.pt", weights_only=False),
+    ),
+    "a tag": (
+        "a tag in YAML",
+        lambda place: yaml.unsafe_load((place.head / "recipe.yaml").read_text()),
+    ),
 }
 
 
@@ -443,7 +503,9 @@ def test_the_marker_shows_code_that_runs(name: str, place: Place, healthy: dict[
     assert place.marker.exists()
 
 
-def test_what_is_read_outside_and_what_takes_memory_is_seen(place: Place, healthy: dict[str, Path]) -> None:
+def test_what_is_read_outside_and_what_takes_memory_is_seen(
+    place: Place, healthy: dict[str, Path]
+) -> None:
     """A file that is read through a link is heard of, and a tensor of 4 GB is not to be had."""
     fill(place, "eagle1", healthy)
     link_all(place)
@@ -463,7 +525,9 @@ def test_trusted_code_runs(place: Place, healthy: dict[str, Path]) -> None:
     assert place.marker.exists()
     place.marker.unlink()
     name_a_file(place)
-    with pytest.raises(ValueError, match=r"settings\.kind is '.*evil\.py:Evil', which names code to run"):
+    with pytest.raises(
+        ValueError, match=r"settings\.kind is '.*evil\.py:Evil', which names code to run"
+    ):
         load_head(place.head, trust_code=True)
     assert not place.marker.exists()
 
@@ -478,7 +542,9 @@ def test_a_package_in_the_folder_offers_no_method(place: Place, healthy: dict[st
     (about / "entry_points.txt").write_text("[eagle.drafters]\nevil = evil:Evil\n")
     place.change("settings", kind="evil")
     for load in (load_head, from_pretrained, lambda folder: draft(place, folder)):
-        with pytest.raises(ValueError, match=r"drafter\.kind is 'evil', expected a method with weights"):
+        with pytest.raises(
+            ValueError, match=r"drafter\.kind is 'evil', expected a method with weights"
+        ):
             load(place.head)
     assert not place.marker.exists()
     with pytest.raises(ValueError, match="that method is called 'eagle1'"):
@@ -489,7 +555,10 @@ def test_a_package_in_the_folder_offers_no_method(place: Place, healthy: dict[st
 CODE_KEYS = {
     "drafter.kind": ("drafter", {"kind": "evil.py:Evil"}),
     "eval.drafters.mine.head": ("eval", {"drafters": {"mine": {"head": "ngram,evil:Evil"}}}),
-    "regenerate.drafter": ("regenerate", {"source": "a.jsonl", "out": "b.jsonl", "drafter": "evil.py:Evil"}),
+    "regenerate.drafter": (
+        "regenerate",
+        {"source": "a.jsonl", "out": "b.jsonl", "drafter": "evil.py:Evil"},
+    ),
     "target.trust_remote_code": ("target", {"trust_remote_code": True}),
 }
 
@@ -510,14 +579,20 @@ def test_a_recipe_beside_a_head_names_no_code(
             verb.main([str(file)])
     with pytest.raises(ValueError, match=rf"would run code: {key}"):
         Recipe.load(file, ["train.lr=1e-3"])
-    assert Recipe.load(file, [f"{section}={json.dumps(place.recipe.model_dump(mode='json')[section])}"])
+    assert Recipe.load(
+        file, [f"{section}={json.dumps(place.recipe.model_dump(mode='json')[section])}"]
+    )
     assert Recipe.load(shutil.copy(file, place.run))
     monkeypatch.setattr(Trust, "in_recipes", True)
     assert Recipe.load(file)
 
 
-@pytest.mark.parametrize("name", ["weights that are no numbers", "infinite weights", "whole numbers", "eight bits"])
-def test_weights_that_are_none_are_refused(name: str, place: Place, healthy: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    "name", ["weights that are no numbers", "infinite weights", "whole numbers", "eight bits"]
+)
+def test_weights_that_are_none_are_refused(
+    name: str, place: Place, healthy: dict[str, Path]
+) -> None:
     """One value of a tensor, or a dtype of no plain numbers; half precision is read."""
     fill(place, "eagle1", healthy)
     file = place.head / "model.safetensors"
@@ -562,11 +637,16 @@ def test_a_link_is_refused_by_its_name(place: Place, healthy: dict[str, Path]) -
     (place.head / "README.md").write_text("its card")
     (place.head / "recipe.yaml").rename(place.head / "kept.yaml")
     (place.head / "recipe.yaml").symlink_to("kept.yaml")
-    assert pack(place.head, "me/mine", []).files["recipe.yaml"].read() == (place.head / "kept.yaml").read_bytes()
+    assert (
+        pack(place.head, "me/mine", []).files["recipe.yaml"].read()
+        == (place.head / "kept.yaml").read_bytes()
+    )
     (place.run / "latest").symlink_to(place.head)
     assert pack(place.run / "latest", "me/mine", [])
     link_beside(place)
-    with pytest.raises(ValueError, match=r"results\.jsonl|metrics\.jsonl|lossless\.json|report\.html"):
+    with pytest.raises(
+        ValueError, match=r"results\.jsonl|metrics\.jsonl|lossless\.json|report\.html"
+    ):
         pack(place.head, "me/mine", [])
     for path in place.run.glob("*.*"):
         path.unlink()
@@ -580,14 +660,20 @@ def test_a_link_is_refused_by_its_name(place: Place, healthy: dict[str, Path]) -
     (place.outside / "secret.txt").write_text(SECRET)
     (exported / "sub/notes.txt").symlink_to(place.outside / "secret.txt")
     for packed in ((exported, []), (place.head, [exported])):
-        with pytest.raises(ValueError, match=r"sub/notes\.txt is a link to .*secret\.txt, outside of the folder"):
+        with pytest.raises(
+            ValueError, match=r"sub/notes\.txt is a link to .*secret\.txt, outside of the folder"
+        ):
             pack(packed[0], "me/mine", packed[1])
 
 
 def test_a_card_of_data_reads_no_link(place: Place) -> None:
     """Neither of conversations and the note beside them, nor of a store's index."""
     place.run.mkdir()
-    answers, note, store = place.run / "answers.jsonl", place.run / "answers.jsonl.settings", place.run / "store"
+    answers, note, store = (
+        place.run / "answers.jsonl",
+        place.run / "answers.jsonl.settings",
+        place.run / "store",
+    )
     (place.outside / "kept").write_text(json.dumps({"note": SECRET}))
     answers.write_text(json.dumps({"conversations": []}) + "\n")
     note.symlink_to(place.outside / "kept")

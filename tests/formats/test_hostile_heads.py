@@ -21,15 +21,26 @@ from tests import foreign_heads as made
 from tests.foreign_heads import refused, told
 
 LONG = 100_000_000
-FUZZ = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([10**40, -1, 0])
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([10**40, -1, 0])
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
 )
 KEYS = sorted(
-    {key for config, _ in made.LAYOUTS.values() for key in config} | {"settings", "shape", "weight_map", "bias"}
+    {key for config, _ in made.LAYOUTS.values() for key in config}
+    | {"settings", "shape", "weight_map", "bias"}
 )
 
 
@@ -54,7 +65,9 @@ def test_any_config_is_read_or_refused(changed: dict[str, Any], name: str, tmp_p
     nested = {key: {**value, **changed} for key, value in config.items() if isinstance(value, dict)}
     for spoilt in ({**config, **changed}, {**config, **nested}):
         made.write(tmp_path / "head", (config, tensors))
-        (tmp_path / "head/config.json").write_text(json.dumps(spoilt))  # with NaN and Infinity as Python writes them
+        (tmp_path / "head/config.json").write_text(
+            json.dumps(spoilt)
+        )  # with NaN and Infinity as Python writes them
         assert str(inspect(tmp_path / "head"))
         try:
             read_head(tmp_path / "head", taps=None if name[:3] in ("EAG", "own") else made.TAPS)
@@ -183,7 +196,9 @@ def test_absurd_sizes_take_no_memory(folder: Path) -> None:
         "intermediate_size": 10**7,
         "vocab_size": 10**8,
     }
-    made.write(folder, ({**config, "transformer_layer_config": block, "draft_vocab_size": 10**8}, tensors))
+    made.write(
+        folder, ({**config, "transformer_layer_config": block, "draft_vocab_size": 10**8}, tensors)
+    )
     assert "expected [1000000, 3000000]" in in_little_memory(lambda: told(folder))
     huge = packed({"fc.weight": entry(shape=(10**5, 10**5), offsets=(0, 4 * 10**10))}, b"")
     with (folder / "model.safetensors").open("wb") as opened:
@@ -202,7 +217,9 @@ def test_nothing_that_steers_a_terminal_is_printed(folder: Path) -> None:
     rope = {"rope_type": ESCAPE, ESCAPE: 1.0}
     block = {**config["transformer_layer_config"], "hidden_act": ESCAPE, "rope_parameters": rope}
     made.write(folder, ({**config, **values, "transformer_layer_config": block}, tensors))
-    (folder / "provenance.json").write_text(json.dumps({"target": {"weights": ESCAPE, "config": ESCAPE}}))
+    (folder / "provenance.json").write_text(
+        json.dumps({"target": {"weights": ESCAPE, "config": ESCAPE}})
+    )
     target = made.write_target(folder.parent / "target")
     assert "\x1b" not in refused(folder) + str(inspect(folder, target))
     made.write(folder, (config, {**tensors, ESCAPE: torch.ones(1)}))
@@ -254,10 +271,14 @@ def test_a_pickle_of_anything_else_is_refused(held: Any, says: str, folder: Path
     """Only names and plain tensors are taken, whatever torch's own words for the rest are in a version."""
     binary(folder, lambda path: torch.save(held, path))
     message = in_little_memory(lambda: told(folder))
-    assert says in message and message.endswith("expected names and plain tensors: save it again, or as safetensors")
+    assert says in message and message.endswith(
+        "expected names and plain tensors: save it again, or as safetensors"
+    )
 
 
-def rewritten(path: Path, change: Callable[[str, bytes], bytes], kind: int = zipfile.ZIP_STORED) -> None:
+def rewritten(
+    path: Path, change: Callable[[str, bytes], bytes], kind: int = zipfile.ZIP_STORED
+) -> None:
     """The same archive with other parts."""
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
@@ -272,7 +293,11 @@ def test_an_archive_that_grows_is_not_unpacked(folder: Path) -> None:
 
     def bomb(path: Path) -> None:
         torch.save({"fc.weight": torch.zeros(10)}, path)
-        rewritten(path, lambda name, data: bytes(LONG) if name.endswith("data/0") else data, zipfile.ZIP_DEFLATED)
+        rewritten(
+            path,
+            lambda name, data: bytes(LONG) if name.endswith("data/0") else data,
+            zipfile.ZIP_DEFLATED,
+        )
 
     binary(folder, bomb)
     assert "compressed" in in_little_memory(lambda: told(folder))
@@ -282,8 +307,15 @@ def test_a_tensor_that_claims_more_than_there_is(folder: Path) -> None:
     """Its pickle says a size, its storage has another."""
 
     def claim(path: Path) -> None:
-        torch.save({"fc.weight": torch.zeros(250)}, path)  # 250 is one byte in the pickle, and 65,000 are two
-        rewritten(path, lambda name, data: data.replace(b"K\xfa", b"M\xe8\xfd") if name.endswith("data.pkl") else data)
+        torch.save(
+            {"fc.weight": torch.zeros(250)}, path
+        )  # 250 is one byte in the pickle, and 65,000 are two
+        rewritten(
+            path,
+            lambda name, data: (
+                data.replace(b"K\xfa", b"M\xe8\xfd") if name.endswith("data.pkl") else data
+            ),
+        )
 
     binary(folder, claim)
     assert "does not lie whole" in told(folder)

@@ -34,7 +34,22 @@ ROPES = [
 ]
 VALUES: list[Any] = [
     *(3, 0, -1, 1, 7, 2**31 - 1, 2**31, 10**40, 1e30, 1e-30, -0.5, None, True, False),
-    *("", "x", "nan", "gelu", "yarn", "longrope", [], {}, [1], [-1], [10**6], [1.5], ["x"], {"a": 1}),
+    *(
+        "",
+        "x",
+        "nan",
+        "gelu",
+        "yarn",
+        "longrope",
+        [],
+        {},
+        [1],
+        [-1],
+        [10**6],
+        [1.5],
+        ["x"],
+        {"a": 1},
+    ),
     *(["sliding_attention"], ["full_attention", "x"], *ROPES),
 ]
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,13 +72,21 @@ def sections(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *(value for value in config.values() if isinstance(value, dict))]
 
 
-KEYS = sorted({key for config, _ in EVERY.values() for section in sections(config) for key in section})
-CHANGES = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(KEYS), st.sampled_from(VALUES)), min_size=1, max_size=3)
+KEYS = sorted(
+    {key for config, _ in EVERY.values() for section in sections(config) for key in section}
+)
+CHANGES = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from(KEYS), st.sampled_from(VALUES)),
+    min_size=1,
+    max_size=3,
+)
 TENSORS = st.none() | st.tuples(st.integers(0, 60), st.sampled_from([*WRONG, "gone", "renamed"]))
 FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def spoil(head: made.Head, changes: list[tuple[int, str, Any]], wrong: tuple[int, str] | None) -> made.Head:
+def spoil(
+    head: made.Head, changes: list[tuple[int, str, Any]], wrong: tuple[int, str] | None
+) -> made.Head:
     """A head with other values in its config or the parts of it, and with one tensor of another sort."""
     config, tensors = json.loads(json.dumps(head[0])), dict(head[1])
     for part, key, value in changes:
@@ -93,13 +116,25 @@ def check_head(head: made.Head, folder: Path, target: str | None) -> None:
 
 
 PINNED = [  # what drawn cases or users found: layout, changes of the config, of a tensor
-    ("block: DSpark", [(0, "num_attention_heads", 3)], None),  # StrictDataclassClassValidationError of width 16
+    (
+        "block: DSpark",
+        [(0, "num_attention_heads", 3)],
+        None,
+    ),  # StrictDataclassClassValidationError of width 16
     ("block: Domino", [(0, "head_dim", 7)], None),  # the same of a rotary embedding
     ("block: Domino, shifted", [(0, "hidden_size", 3)], None),
-    ("block: DeepSpec", [], ("lm_head.weight", "whole numbers")),  # TypeError of finfo, with a target
+    (
+        "block: DeepSpec",
+        [],
+        ("lm_head.weight", "whole numbers"),
+    ),  # TypeError of finfo, with a target
     ("speculators EAGLE-3.1", [], ("embed_tokens.weight", "yes and no")),
     ("ModelOpt", [], ("layers.0.input_layernorm.weight", "one number")),  # IndexError
-    ("block: DeepSeek, whole", [], ("lm_head.weight", "eight bits")),  # RuntimeError: no promotion of float8
+    (
+        "block: DeepSeek, whole",
+        [],
+        ("lm_head.weight", "eight bits"),
+    ),  # RuntimeError: no promotion of float8
     ("block: DeepSeek, whole", [], ("model.layers.3.embed_tokens.weight", "eight bits")),
     ("speculators trainer", [], ("t2d", "eight bits")),  # NotImplementedError of isfinite
 ]
@@ -120,20 +155,36 @@ def test_what_was_found_stays_mended(
 @given(name=st.sampled_from(sorted(EVERY)), changes=CHANGES, wrong=TENSORS, beside=st.booleans())
 @settings(FUZZ, max_examples=60)
 def test_any_head_of_any_kind_is_read_or_refused(
-    name: str, changes: list[tuple[int, str, Any]], wrong: tuple[int, str] | None, beside: bool, tmp_path: Path
+    name: str,
+    changes: list[tuple[int, str, Any]],
+    wrong: tuple[int, str] | None,
+    beside: bool,
+    tmp_path: Path,
 ) -> None:
     """With and without a target beside it."""
-    check_head(spoil(EVERY[name], changes, wrong), tmp_path, made.write_target(tmp_path / "t") if beside else None)
+    check_head(
+        spoil(EVERY[name], changes, wrong),
+        tmp_path,
+        made.write_target(tmp_path / "t") if beside else None,
+    )
 
 
 @pytest.mark.slow
 @given(name=st.sampled_from(sorted(EVERY)), changes=CHANGES, wrong=TENSORS, beside=st.booleans())
 @settings(FUZZ, max_examples=300)
 def test_many_heads_of_any_kind_are_read_or_refused(
-    name: str, changes: list[tuple[int, str, Any]], wrong: tuple[int, str] | None, beside: bool, tmp_path: Path
+    name: str,
+    changes: list[tuple[int, str, Any]],
+    wrong: tuple[int, str] | None,
+    beside: bool,
+    tmp_path: Path,
 ) -> None:
     """More of them than fit beside everything fast."""
-    check_head(spoil(EVERY[name], changes, wrong), tmp_path, made.write_target(tmp_path / "t") if beside else None)
+    check_head(
+        spoil(EVERY[name], changes, wrong),
+        tmp_path,
+        made.write_target(tmp_path / "t") if beside else None,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +197,15 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, made.Head]:
         method = DRAFTERS[kind]
         weights = {"weights": target.tensor} if method.reads.weights else {}
         supervised = [torch.arange(40)]
-        head = method.for_target(settings_of({"kind": kind}, "test"), target.config, target.head, supervised, **weights)
+        head = method.for_target(
+            settings_of({"kind": kind}, "test"), target.config, target.head, supervised, **weights
+        )
         folder = tmp_path_factory.mktemp("own")
         save_head(folder / kind, head, "target: {path: x}\n", {})
-        heads[kind] = json.loads((folder / kind / "config.json").read_text()), dict(head.state_dict())
+        heads[kind] = (
+            json.loads((folder / kind / "config.json").read_text()),
+            dict(head.state_dict()),
+        )
     return heads
 
 
@@ -157,12 +213,18 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, made.Head]:
 @given(data=st.data(), kind=st.sampled_from(HEADS), wrong=TENSORS)
 @settings(FUZZ, max_examples=40)
 def test_any_head_of_this_project_is_loaded_or_refused(
-    data: st.DataObject, kind: str, wrong: tuple[int, str] | None, own: dict[str, made.Head], tmp_path: Path
+    data: st.DataObject,
+    kind: str,
+    wrong: tuple[int, str] | None,
+    own: dict[str, made.Head],
+    tmp_path: Path,
 ) -> None:
     """By `load_head`, from which `load_drafter` and every verb take it, and by `inspect`."""
     keys = sorted({key for section in sections(own[kind][0]) for key in section})
     changes = data.draw(
-        st.lists(st.tuples(st.integers(0, 4), st.sampled_from(keys), st.sampled_from(VALUES)), max_size=2)
+        st.lists(
+            st.tuples(st.integers(0, 4), st.sampled_from(keys), st.sampled_from(VALUES)), max_size=2
+        )
     )
     check_head(spoil(own[kind], changes, wrong), tmp_path, None)
     try:
@@ -174,7 +236,11 @@ def test_any_head_of_this_project_is_loaded_or_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "part", "key"),
-    [("eagle1", "shape", "num_hidden_layers"), ("medusa", "settings", "levels"), ("medusa", "settings", "layers")],
+    [
+        ("eagle1", "shape", "num_hidden_layers"),
+        ("medusa", "settings", "levels"),
+        ("medusa", "settings", "layers"),
+    ],
 )
 def test_counts_that_would_take_all_memory_are_refused(
     kind: str, part: str, key: str, own: dict[str, made.Head], tmp_path: Path
@@ -188,11 +254,15 @@ def test_counts_that_would_take_all_memory_are_refused(
     assert "more than 4,000 weight tensors" in str(inspect(folder))
 
 
-def test_sizes_are_compared_before_memory_is_taken(own: dict[str, made.Head], tmp_path: Path) -> None:
+def test_sizes_are_compared_before_memory_is_taken(
+    own: dict[str, made.Head], tmp_path: Path
+) -> None:
     """Where a system grants more memory than it has, a matrix of 128 GB would take all of it."""
     config, tensors = json.loads(json.dumps(own["eagle1"][0])), own["eagle1"][1]
     config["shape"]["intermediate_size"] = 2**31 - 1
-    with pytest.raises(ValueError, match=r"is not this head: .* is \[\d+, \d+\], expected \[.*2147483647"):
+    with pytest.raises(
+        ValueError, match=r"is not this head: .* is \[\d+, \d+\], expected \[.*2147483647"
+    ):
         load_head(made.write(tmp_path / "head", (config, tensors)))
 
 
@@ -211,7 +281,12 @@ def test_any_target_is_read_or_refused(changes: list[tuple[int, str, Any]], tmp_
         assert str(error)
 
 
-COUNTED = [(name, key) for name, (config, _) in EVERY.items() for key in ("block_size", "k_mask") if key in config]
+COUNTED = [
+    (name, key)
+    for name, (config, _) in EVERY.items()
+    for key in ("block_size", "k_mask")
+    if key in config
+]
 
 
 @pytest.mark.parametrize(("name", "key"), COUNTED)

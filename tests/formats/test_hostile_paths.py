@@ -60,7 +60,9 @@ def test_an_index_names_files_of_its_folder(name: str, folder: Path, tmp_path: P
     """And nothing else, whatever lies there."""
     (folder / "model.safetensors").rename(tmp_path / "secret.safetensors")
     (folder / "sub").mkdir()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"fc.weight": name}})
+    )
     assert told(folder)
 
 
@@ -90,7 +92,9 @@ def test_what_is_not_a_file_is_not_opened(folder: Path) -> None:
     assert "is not a file" in told(folder)
 
 
-@pytest.mark.parametrize("where", ["head", "head/out", ".", "full", "file", "link", "dangling", "part"])
+@pytest.mark.parametrize(
+    "where", ["head", "head/out", ".", "full", "file", "link", "dangling", "part"]
+)
 def test_nothing_is_overwritten(where: str, tmp_path: Path) -> None:
     """Neither the checkpoint, nor what lies around it, nor anything that is there already."""
     folder = made.write(tmp_path / "work/head", made.speculators())
@@ -106,7 +110,9 @@ def test_nothing_is_overwritten(where: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir()) and not (tmp_path / "nowhere").exists()
 
 
-def test_an_empty_folder_is_filled_and_one_that_is_missing_made(folder: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled_and_one_that_is_missing_made(
+    folder: Path, tmp_path: Path
+) -> None:
     """And nothing else appears beside them."""
     (tmp_path / "empty").mkdir()
     for out in (tmp_path / "empty", tmp_path / "deep/new"):

@@ -24,7 +24,9 @@ def speculator(prefix: str = "", tied: bool = False) -> made.Head:
         own = 0 if tied else level
         held |= {
             f"emb.{level}.weight": made.drawn(V, INNER, seed=own),
-            f"proj.{level}.weight": made.drawn(INNER, INNER if level else H, seed=min(level, 1) if tied else level),
+            f"proj.{level}.weight": made.drawn(
+                INNER, INNER if level else H, seed=min(level, 1) if tied else level
+            ),
             f"ln.{level}.weight": made.drawn(INNER, seed=own),
             f"ln.{level}.bias": made.drawn(INNER, seed=10 + own),
             f"head.{level}.weight": made.drawn(V, INNER, seed=20 + own),
@@ -55,7 +57,11 @@ def test_every_tensor_of_a_speculator_is_read(prefix: str, tied: bool, tmp_path:
     told = import_head(folder, tmp_path / "ours")
     assert ("are left out: they are what other levels have too" in told) == tied
     head = load_head(tmp_path / "ours")
-    assert (head.settings.levels, head.settings.tie_weights, head.settings.scale_input) == (LEVELS, tied, tied)
+    assert (head.settings.levels, head.settings.tie_weights, head.settings.scale_input) == (
+        LEVELS,
+        tied,
+        tied,
+    )
     for name, tensor in head.state_dict().items():
         assert torch.equal(tensor, held[prefix + name])
     assert len(head.state_dict()) == (6 if tied else 5 * LEVELS)
@@ -65,18 +71,27 @@ def test_every_tensor_of_a_speculator_is_read(prefix: str, tied: bool, tmp_path:
 def test_a_tied_speculator_whose_copies_were_dropped(kept: int, tmp_path: Path) -> None:
     """By safetensors, which writes a shared tensor once, under one name or another; the levels stand in the config."""
     config, held = speculator("speculator.", tied=True)
-    names = {f"speculator.{part}.{kept}.{kind}" for part in ("emb", "ln", "head") for kind in ("weight", "bias")}
+    names = {
+        f"speculator.{part}.{kept}.{kind}"
+        for part in ("emb", "ln", "head")
+        for kind in ("weight", "bias")
+    }
     names |= {"speculator.proj.0.weight", f"speculator.proj.{max(kept, 1)}.weight"}
     some = {name: tensor for name, tensor in held.items() if name in names}
     head = read_head(made.write(tmp_path / "theirs", (config, some)))
     assert head.settings.levels == LEVELS
-    assert all(torch.equal(tensor, held[f"speculator.{name}"]) for name, tensor in head.state_dict().items())
+    assert all(
+        torch.equal(tensor, held[f"speculator.{name}"])
+        for name, tensor in head.state_dict().items()
+    )
 
 
 def test_what_a_config_of_a_speculator_leaves_open_is_told(tmp_path: Path) -> None:
     """Whether the state is scaled stands nowhere else."""
     _, held = speculator()
-    told = import_head(made.write(tmp_path / "theirs", ({"model_type": "mlp_speculator"}, held)), tmp_path / "ours")
+    told = import_head(
+        made.write(tmp_path / "theirs", ({"model_type": "mlp_speculator"}, held)), tmp_path / "ours"
+    )
     assert "no scale_input: false" in told and "no tie_weights: false" in told
     assert load_head(tmp_path / "ours").settings.levels == LEVELS
 
@@ -90,9 +105,18 @@ def test_what_a_config_of_a_speculator_leaves_open_is_told(tmp_path: Path) -> No
         (lambda config, held: config.update(inner_dim=H), "inner_dim is 16, the tensors have 8"),
         (lambda config, held: config.update(inner_dim="wide"), "inner_dim is 'wide'"),
         (lambda config, held: config.update(tie_weights=True), "differs from emb.0.weight"),
-        (lambda config, held: config.update(tie_weights="yes"), "tie_weights is 'yes', expected true or false"),
-        (lambda config, held: held.update({"head.1.weight": made.drawn(V, 9)}), "is [61, 9], expected [61, 8]"),
-        (lambda config, held: held.update({"ln0.weight": made.drawn(H)}), "unknown tensors: ln0.weight"),
+        (
+            lambda config, held: config.update(tie_weights="yes"),
+            "tie_weights is 'yes', expected true or false",
+        ),
+        (
+            lambda config, held: held.update({"head.1.weight": made.drawn(V, 9)}),
+            "is [61, 9], expected [61, 8]",
+        ),
+        (
+            lambda config, held: held.update({"ln0.weight": made.drawn(H)}),
+            "unknown tensors: ln0.weight",
+        ),
     ],
 )
 def test_a_spoilt_speculator_is_refused(spoil: Any, words: str, tmp_path: Path) -> None:
@@ -107,7 +131,10 @@ def hydra(prefix: bool = True, layers: int = 3) -> made.Head:
     held: dict[str, Tensor] = {}
     for level in range(LEVELS):
         for place in range(layers):
-            name, own = f"hydra_mlp.{level}.{2 * place + 1 if prefix else place}", 10 * level + min(place, 1)
+            name, own = (
+                f"hydra_mlp.{level}.{2 * place + 1 if prefix else place}",
+                10 * level + min(place, 1),
+            )
             wide = H if place else (level + 2) * H
             held |= {
                 f"{name}.linear.weight": made.drawn(H, wide, seed=own),
@@ -117,13 +144,22 @@ def hydra(prefix: bool = True, layers: int = 3) -> made.Head:
                 held[f"{name}.res_connection.weight"] = made.drawn(H, wide, seed=own + 5)
                 held[f"{name}.res_connection.bias"] = made.drawn(H, seed=own + 5)
         name = f"hydra_lm_head.{level}.1" if prefix else f"hydra_lm_head.{level}"
-        held |= {f"{name}.weight": made.drawn(V, H, seed=level), f"{name}.bias": made.drawn(V, seed=level)}
+        held |= {
+            f"{name}.weight": made.drawn(V, H, seed=level),
+            f"{name}.bias": made.drawn(V, seed=level),
+        }
     if prefix:
         layer = "prefix_embeding_layer."
         held |= made.block(f"{layer}layers.0.", H)
-        held |= {f"{layer}layers.0.input_layernorm.weight": made.drawn(H), f"{layer}norm.weight": made.drawn(H, seed=1)}
+        held |= {
+            f"{layer}layers.0.input_layernorm.weight": made.drawn(H),
+            f"{layer}norm.weight": made.drawn(H, seed=1),
+        }
         held |= {f"{layer}layers.0.self_attn.rotary_emb.inv_freq": made.drawn(4)}
-        held |= {f"{layer}embed_tokens.weight": made.drawn(V, H), "input_embed_fn.weight": made.embedding()}
+        held |= {
+            f"{layer}embed_tokens.weight": made.drawn(V, H),
+            "input_embed_fn.weight": made.embedding(),
+        }
     config = {
         "hydra_num_heads": LEVELS,
         "hydra_num_layers": layers,
@@ -143,7 +179,9 @@ def test_every_tensor_of_hydra_is_read(prefix: bool, tmp_path: Path) -> None:
     config, held = hydra(prefix)
     folder = made.write(tmp_path / "theirs", (config, held))
     found = inspect(folder, target)
-    assert not found.fatal and found.layout == "zankner/Hydra" and "unknown" not in str(found), found
+    assert not found.fatal and found.layout == "zankner/Hydra" and "unknown" not in str(found), (
+        found
+    )
     told = import_head(folder, tmp_path / "ours", target)
     assert "blocks 1 to 2 of a level are one there" in told
     head: Any = load_head(tmp_path / "ours")
@@ -153,10 +191,14 @@ def test_every_tensor_of_hydra_is_read(prefix: bool, tmp_path: Path) -> None:
         for place in range(3):
             theirs = held[f"hydra_mlp.{level}.{step * place + step - 1}.linear.weight"]
             assert torch.equal(head.blocks[level][place].weight, theirs)
-        assert torch.equal(head.heads[level].bias, held[f"hydra_lm_head.{level}.{'1.' if prefix else ''}bias"])
+        assert torch.equal(
+            head.heads[level].bias, held[f"hydra_lm_head.{level}.{'1.' if prefix else ''}bias"]
+        )
     if prefix:
         assert "embed_tokens.weight left out: their code never reads it" in told
-        assert "input_embed_fn.weight is left out, heads here use the target's; they are equal" in told
+        assert (
+            "input_embed_fn.weight is left out, heads here use the target's; they are equal" in told
+        )
         assert "rope_theta of the prefix layer: 10000" in told
         assert head.shape.rope_parameters["rope_theta"] == 1e4  # whatever the target has
         assert torch.equal(head.norm.weight, held["prefix_embeding_layer.norm.weight"])
@@ -166,27 +208,41 @@ def test_every_tensor_of_hydra_is_read(prefix: bool, tmp_path: Path) -> None:
     ("spoil", "words"),
     [
         (lambda config, held: config.update(grounded_heads=False), "grounded_heads is false"),
-        (lambda config, held: config.update(hydra_head_arch="eagle-attn"), "hydra_head_arch is 'eagle-attn'"),
+        (
+            lambda config, held: config.update(hydra_head_arch="eagle-attn"),
+            "hydra_head_arch is 'eagle-attn'",
+        ),
         (lambda config, held: config.update(hidden_state_offset=1), "hidden_state_offset is 1"),
-        (lambda config, held: held.pop("hydra_mlp.1.1.res_connection.bias"), "blocks.1.0.residual.bias is missing"),
+        (
+            lambda config, held: held.pop("hydra_mlp.1.1.res_connection.bias"),
+            "blocks.1.0.residual.bias is missing",
+        ),
         (lambda config, held: held.pop("hydra_lm_head.0.1.bias"), "heads.0.bias is missing"),
         (
             lambda config, held: held.update({"input_embed_fn.weight": made.drawn(V, H)}),
             "differs from the target's in 61",
         ),
-        (lambda config, held: held.update({"hydra_mlp.0.3.linear.weight": made.drawn(H, 2)}), "is [16, 2], expected"),
+        (
+            lambda config, held: held.update({"hydra_mlp.0.3.linear.weight": made.drawn(H, 2)}),
+            "is [16, 2], expected",
+        ),
     ],
 )
 def test_spoilt_hydra_heads_are_refused(spoil: Any, words: str, tmp_path: Path) -> None:
     """And heads that no method here has."""
     config, held = hydra()
     spoil(config, held)
-    refuses(made.write(tmp_path / "head", (config, held)), words, made.write_target(tmp_path / "target"))
+    refuses(
+        made.write(tmp_path / "head", (config, held)), words, made.write_target(tmp_path / "target")
+    )
 
 
 def test_a_prefix_layer_needs_its_target(tmp_path: Path) -> None:
     """Its sizes stand in no file of the head."""
-    refuses(made.write(tmp_path / "head", hydra()), "the sizes of the prefix layer are the target's. Name the target")
+    refuses(
+        made.write(tmp_path / "head", hydra()),
+        "the sizes of the prefix layer are the target's. Name the target",
+    )
 
 
 def falcon(**changed: Any) -> made.Head:
@@ -194,10 +250,20 @@ def falcon(**changed: Any) -> made.Head:
     held = made.block("layers.0.", H) | {"embed_tokens.weight": made.embedding()}
     for layer, read in enumerate((2 * H, H)):
         held |= {
-            f"lstm.weight_{side}_l{layer}": made.drawn(4 * H, size) for side, size in {"ih": read, "hh": H}.items()
+            f"lstm.weight_{side}_l{layer}": made.drawn(4 * H, size)
+            for side, size in {"ih": read, "hh": H}.items()
         }
-        held |= {f"lstm.bias_{side}_l{layer}": made.drawn(4 * H, seed=layer + len(side)) for side in ("ih", "hh")}
-    return {**made.LLAMA, "architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": 3, **changed}, held
+        held |= {
+            f"lstm.bias_{side}_l{layer}": made.drawn(4 * H, seed=layer + len(side))
+            for side in ("ih", "hh")
+        }
+    return {
+        **made.LLAMA,
+        "architectures": ["LlamaForCausalLM"],
+        "bias": True,
+        "k_mask": 3,
+        **changed,
+    }, held
 
 
 @torch.no_grad()
@@ -206,15 +272,22 @@ def test_every_tensor_of_falcon_is_read(tmp_path: Path) -> None:
     config, held = falcon()
     target = made.write_target(tmp_path / "target")
     told = import_head(made.write(tmp_path / "theirs", (config, held)), tmp_path / "ours", target)
-    assert "its forget gates change nothing" in told and "the LSTM has no state that it could read" in told
+    assert (
+        "its forget gates change nothing" in told
+        and "the LSTM has no state that it could read" in told
+    )
     assert "embed_tokens.weight is left out, heads here use the target's; they are equal" in told
     head: Any = load_head(tmp_path / "ours")
     assert head.settings.k == 3 and head.shape.rms_norm_eps == made.LLAMA["rms_norm_eps"]
     lstm = torch.nn.LSTM(2 * H, H, num_layers=2).eval()
-    lstm.load_state_dict({name.removeprefix("lstm."): tensor for name, tensor in held.items() if "lstm" in name})
+    lstm.load_state_dict(
+        {name.removeprefix("lstm."): tensor for name, tensor in held.items() if "lstm" in name}
+    )
     embedded, hidden = made.drawn(5, H), made.drawn(5, H, seed=1)
     theirs = lstm(torch.cat([embedded, hidden], dim=-1)[None])[0][0]
-    wrong = lstm(torch.cat([embedded, hidden], dim=-1)[:, None])[0][:, 0]  # as one text, whose state goes on
+    wrong = lstm(torch.cat([embedded, hidden], dim=-1)[:, None])[0][
+        :, 0
+    ]  # as one text, whose state goes on
     torch.testing.assert_close(head.enter(embedded, hidden), theirs, rtol=0, atol=1e-6)
     assert (wrong - theirs).abs().max() > 1e-2
     assert torch.equal(head.layers[0].mlp.up_proj.weight, held["layers.0.mlp.up_proj.weight"])
@@ -225,9 +298,18 @@ def test_every_tensor_of_falcon_is_read(tmp_path: Path) -> None:
     [
         (lambda config, held: config.pop("k_mask"), "no k_mask"),
         (lambda config, held: held.pop("lstm.weight_ih_l1"), "gates.1.weight is missing"),
-        (lambda config, held: held.pop("layers.0.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight is missing"),
-        (lambda config, held: held.update({"lstm.weight_ih_l0": made.drawn(3 * H, 2 * H)}), "expected [64, 32]"),
-        (lambda config, held: held.update({"fc.weight": made.drawn(H, 2 * H)}), "unknown tensors: fc.weight"),
+        (
+            lambda config, held: held.pop("layers.0.mlp.up_proj.weight"),
+            "layers.0.mlp.up_proj.weight is missing",
+        ),
+        (
+            lambda config, held: held.update({"lstm.weight_ih_l0": made.drawn(3 * H, 2 * H)}),
+            "expected [64, 32]",
+        ),
+        (
+            lambda config, held: held.update({"fc.weight": made.drawn(H, 2 * H)}),
+            "unknown tensors: fc.weight",
+        ),
         (lambda config, held: config.update(hidden_act="relu"), "hidden_act is 'relu'"),
         (lambda config, held: held["lstm.bias_hh_l0"].fill_(torch.inf), "not finite"),
     ],

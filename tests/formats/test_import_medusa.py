@@ -22,10 +22,17 @@ SPELLINGS = {  # of a block's linear and of an LM head; I level, J block, N bloc
     "FasterDecoding/Medusa": ("I.J.linear.PART", "I.N.weight"),
     "vLLM": ("blocks.I.layers.J.PART", "lm_heads.I.weight"),
     "ModelOpt": ("medusa_heads.I.J.linear.PART", "medusa_heads.I.N.weight"),
-    "ModelOpt, Megatron": ("medusa_heads.I.medusa_layers.J.linear.PART", "medusa_heads.I.lm_head.weight"),
+    "ModelOpt, Megatron": (
+        "medusa_heads.I.medusa_layers.J.linear.PART",
+        "medusa_heads.I.lm_head.weight",
+    ),
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "FasterDecoding/Medusa": {"medusa_num_heads": 2, "medusa_num_layers": LAYERS, "base_model_name_or_path": "a/b"},
+    "FasterDecoding/Medusa": {
+        "medusa_num_heads": 2,
+        "medusa_num_layers": LAYERS,
+        "base_model_name_or_path": "a/b",
+    },
     "vLLM": {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -49,14 +56,19 @@ def names_of(spelling: str, own: bool = True) -> Names:
         names |= {f"heads.{level}.weight": theirs} if own else {}
         for block in range(LAYERS):
             theirs = linear.replace("I", str(level)).replace("J", str(block))
-            names |= {f"blocks.{level}.{block}.{part}": theirs.replace("PART", part) for part in ("weight", "bias")}
+            names |= {
+                f"blocks.{level}.{block}.{part}": theirs.replace("PART", part)
+                for part in ("weight", "bias")
+            }
     return names
 
 
 def weights_for(names: Names) -> dict[str, Tensor]:
     """Random weights, each different, by the names of heads here."""
     sizes = {"heads": (V, H), "weight": (H, H), "bias": (H,)}
-    sized = {name: sizes["heads" if name.startswith("heads") else name.split(".")[-1]] for name in names}
+    sized = {
+        name: sizes["heads" if name.startswith("heads") else name.split(".")[-1]] for name in names
+    }
     return {name: made.drawn(*size, seed=place) for place, (name, size) in enumerate(sized.items())}
 
 
@@ -74,20 +86,36 @@ def test_every_tensor_of_every_layout_is_read(spelling: str, tmp_path: Path) -> 
     """To the bit, and kept by the head that is written."""
     weights = write(tmp_path / "theirs", spelling)
     found = inspect(tmp_path / "theirs")
-    assert found.kind == "Medusa heads" and not found.fatal and found.layout == spelling.split(",")[0], found
+    assert (
+        found.kind == "Medusa heads" and not found.fatal and found.layout == spelling.split(",")[0]
+    ), found
     told = import_head(tmp_path / "theirs", tmp_path / "ours")
     head = load_head(tmp_path / "ours")
-    assert (head.settings.levels, head.settings.layers, head.settings.lm_head) == (LEVELS, LAYERS, "own")
+    assert (head.settings.levels, head.settings.layers, head.settings.lm_head) == (
+        LEVELS,
+        LAYERS,
+        "own",
+    )
     assert head.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in head.state_dict().items())
-    assert ("says 2 heads, the file holds 3" in told) == (spelling == "FasterDecoding/Medusa")  # as published ones do
+    assert ("says 2 heads, the file holds 3" in told) == (
+        spelling == "FasterDecoding/Medusa"
+    )  # as published ones do
 
 
 def test_heads_that_borrow_the_targets_lm_head(tmp_path: Path) -> None:
     """The first version of published heads tells no vocabulary; vLLM keeps a copy of the target's LM head."""
     target = made.write_target(tmp_path / "target")
-    weights = write(tmp_path / "published", "FasterDecoding/Medusa", own=False, version="2", medusa_num_heads=LEVELS)
-    with pytest.raises(ValueError, match=r"no vocab_size in config\.json, and no tensor tells it\. Name"):
+    weights = write(
+        tmp_path / "published",
+        "FasterDecoding/Medusa",
+        own=False,
+        version="2",
+        medusa_num_heads=LEVELS,
+    )
+    with pytest.raises(
+        ValueError, match=r"no vocab_size in config\.json, and no tensor tells it\. Name"
+    ):
         read_head(tmp_path / "published")
     for folder in (tmp_path / "published", tmp_path / "vllm"):
         if folder.name == "vllm":
@@ -98,7 +126,9 @@ def test_heads_that_borrow_the_targets_lm_head(tmp_path: Path) -> None:
         assert head.settings.lm_head == "target" and head.shape.vocab_size == V
         assert all(torch.equal(tensor, weights[name]) for name, tensor in head.state_dict().items())
     assert "they are equal" in str(inspect(tmp_path / "vllm", target))
-    made.write(tmp_path / "other", (config, {**held, "lm_heads.0.weight": made.drawn(V, H, seed=99)}))
+    made.write(
+        tmp_path / "other", (config, {**held, "lm_heads.0.weight": made.drawn(V, H, seed=99)})
+    )
     with pytest.raises(ValueError, match=f"differs from the target's in {V} of {V} rows"):
         read_head(tmp_path / "other", target)
 
@@ -110,14 +140,24 @@ def test_heads_in_one_file_with_their_target(tmp_path: Path) -> None:
     base = {"model.embed_tokens.weight": made.embedding(), "model.norm.weight": made.drawn(H)}
     base["lm_head.weight"] = made.drawn(V, H)
     config = {"architectures": ["LlamaForCausalLM"], **made.LLAMA, **CONFIGS["ModelOpt"]}
-    made.write(tmp_path / "theirs", (config, base | {names[name]: tensor for name, tensor in weights.items()}))
+    made.write(
+        tmp_path / "theirs",
+        (config, base | {names[name]: tensor for name, tensor in weights.items()}),
+    )
     told = import_head(tmp_path / "theirs", tmp_path / "ours")
-    assert "model.embed_tokens.weight, model.norm.weight left out: they are the target's own" in told
+    assert (
+        "model.embed_tokens.weight, model.norm.weight left out: they are the target's own" in told
+    )
     assert "lm_head.weight is left out, heads here use the target's; not compared" in told
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_head(tmp_path / "ours").state_dict().items())
+    assert all(
+        torch.equal(tensor, weights[name])
+        for name, tensor in load_head(tmp_path / "ours").state_dict().items()
+    )
 
 
-@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "pytorch_model.bin", "medusa_lm_head.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["medusa_lm_head.pt", "pytorch_model.bin", "medusa_lm_head.safetensors"]
+)
 def test_the_files_that_heads_come_in(name: str, tmp_path: Path) -> None:
     """Pickled ones are read as weights alone."""
     weights = write(tmp_path, "FasterDecoding/Medusa")
@@ -127,7 +167,10 @@ def test_the_files_that_heads_come_in(name: str, tmp_path: Path) -> None:
     else:
         torch.save(load_file(whole), tmp_path / name)
         whole.unlink()
-    assert all(torch.equal(tensor, weights[key]) for key, tensor in read_head(tmp_path).state_dict().items())
+    assert all(
+        torch.equal(tensor, weights[key])
+        for key, tensor in read_head(tmp_path).state_dict().items()
+    )
 
 
 def test_heads_without_biases_get_zeros(tmp_path: Path) -> None:
@@ -137,7 +180,11 @@ def test_heads_without_biases_get_zeros(tmp_path: Path) -> None:
     held = {names[name]: tensor for name, tensor in weights_for(names).items()}
     told = import_head(made.write(tmp_path / "theirs", (config, held)), tmp_path / "ours")
     assert "no biases: zeros" in told
-    assert not any(tensor.any() for name, tensor in load_head(tmp_path / "ours").state_dict().items() if "bias" in name)
+    assert not any(
+        tensor.any()
+        for name, tensor in load_head(tmp_path / "ours").state_dict().items()
+        if "bias" in name
+    )
     some = {**held, "blocks.0.layers.0.bias": made.drawn(H)}
     folder = made.write(tmp_path / "some", (config, some))
     with pytest.raises(ValueError, match=r"blocks\.1\.0\.bias is missing"):
@@ -151,17 +198,32 @@ def test_heads_without_biases_get_zeros(tmp_path: Path) -> None:
         (lambda config, held: held.pop("1.0.linear.weight"), "blocks.1.0.weight is missing"),
         (lambda config, held: held.pop("2.2.weight"), "heads.2.weight is missing"),
         (lambda config, held: config.update(medusa_num_heads=5), "says 5 heads, the file holds 3"),
-        (lambda config, held: config.update(medusa_num_layers=3), "says 3 layers of each, the file holds 2"),
-        (lambda config, held: held.update({"extra.weight": made.drawn(2)}), "unknown tensors: extra.weight"),
+        (
+            lambda config, held: config.update(medusa_num_layers=3),
+            "says 3 layers of each, the file holds 2",
+        ),
+        (
+            lambda config, held: held.update({"extra.weight": made.drawn(2)}),
+            "unknown tensors: extra.weight",
+        ),
         (lambda config, held: held.update({"token_map": torch.arange(4)}), "token_map"),
-        (lambda config, held: held.update({"0.1.linear.weight": made.drawn(H, 3)}), "is [16, 3], expected [16, 16]"),
+        (
+            lambda config, held: held.update({"0.1.linear.weight": made.drawn(H, 3)}),
+            "is [16, 3], expected [16, 16]",
+        ),
         (
             lambda config, held: held.update({"0.3.weight": made.drawn(V, H, seed=50)}),
             "0.3.weight differs from 0.2.weight",
         ),
-        (lambda config, held: held.update({"0.0.linear.bias": torch.arange(H)}), "expected plain weights"),
+        (
+            lambda config, held: held.update({"0.0.linear.bias": torch.arange(H)}),
+            "expected plain weights",
+        ),
         (lambda config, held: held["0.0.linear.bias"].fill_(torch.nan), "not finite"),
-        (lambda config, held: config.update(hidden_size=8), "hidden_size is 8, the tensors have 16"),
+        (
+            lambda config, held: config.update(hidden_size=8),
+            "hidden_size is 8, the tensors have 16",
+        ),
     ],
 )
 def test_what_is_damaged_is_named(spoil: Any, words: str, tmp_path: Path) -> None:
@@ -180,7 +242,11 @@ def test_what_vllm_would_take_otherwise(tmp_path: Path) -> None:
     """Biases that it drops, and keys that it takes for counts; unknown keys are told."""
     write(tmp_path, "vLLM", medusa_fc_bias=False, num_attention_heads=4, odd_key=1)
     found = inspect(tmp_path)
-    assert found.fatal and "drops them in silence [vLLM]" in str(found) and "num_attention_heads" in str(found)
+    assert (
+        found.fatal
+        and "drops them in silence [vLLM]" in str(found)
+        and "num_attention_heads" in str(found)
+    )
     assert "unknown keys of config.json: num_attention_heads, odd_key" in str(found)
     with pytest.raises(ValueError, match=r"taps are \(2,\)"):
         read_head(tmp_path, taps=(2,))

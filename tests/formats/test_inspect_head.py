@@ -71,47 +71,129 @@ NAN = made.drawn(made.H, 3 * made.H).index_fill(0, torch.tensor([2]), float("nan
 SAME = {OUTER: list(made.TAPS), INNER: {OUTER: list(made.TAPS), "use_aux_hidden_state": True}}
 OFF = {OUTER: [3, 5, 7], INNER: {OUTER: list(made.OUTPUTS)}}
 LOW = [1, 2, made.LAYERS]
-TRAPS: dict[str, tuple[Spoil, str, str, bool]] = {  # how it comes about, what is said, an engine that it hits, fatal?
+TRAPS: dict[
+    str, tuple[Spoil, str, str, bool]
+] = {  # how it comes about, what is said, an engine that it hits, fatal?
     "model. prefix": (renamed("", "model."), "under `model.`", "vLLM", True),
     "fc missing": (tensors(fc__weight=None), "fc.weight is missing", "", True),
     "lm_head missing": (tensors(lm_head__weight=None), "lm_head.weight is missing", "", True),
     "final norm missing": (tensors(norm__weight=None), "norm.weight is missing", "", True),
-    "a norm missing": (tensors(midlayer__hidden_norm__weight=None), "layers.0.hidden_norm.weight is missing", "", True),
+    "a norm missing": (
+        tensors(midlayer__hidden_norm__weight=None),
+        "layers.0.hidden_norm.weight is missing",
+        "",
+        True,
+    ),
     "d2t absolute": (tensors(d2t=made.drafts()), "d2t holds token ids", "", True),
-    "d2t out of range": (tensors(d2t=made.vocabulary()["d2t"] + made.V), "leads to token", "", True),
+    "d2t out of range": (
+        tensors(d2t=made.vocabulary()["d2t"] + made.V),
+        "leads to token",
+        "",
+        True,
+    ),
     "d2t missing": (tensors(d2t=None), "d2t is missing", "", True),
-    "t2d of other tokens": (tensors(t2d=~made.vocabulary()["t2d"]), "t2d marks other tokens", "", True),
+    "t2d of other tokens": (
+        tensors(t2d=~made.vocabulary()["t2d"]),
+        "t2d marks other tokens",
+        "",
+        True,
+    ),
     "d2t with a full vocabulary": (whole, "d2t is there although", "vLLM", False),
-    "the same in layers.0": (both(whole, renamed("midlayer.", "layers.0.")), "d2t is there although", "vLLM", True),
+    "the same in layers.0": (
+        both(whole, renamed("midlayer.", "layers.0.")),
+        "d2t is there although",
+        "vLLM",
+        True,
+    ),
     "layers.0": (renamed("midlayer.", "layers.0."), "called layers.0", "OpenVINO", False),
     "ids the same in both places": (keys(**SAME), "layer ids disagree", "SGLang", True),
     "ids off by one": (keys(**OFF), "layer ids disagree", "vLLM", True),
-    "ids twice": (keys(**{OUTER: [2, 2, 4], INNER: {OUTER: [1, 1, 3]}}), "reads 3 layers", "", True),
-    "ids not in order": (keys(**{OUTER: [6, 2, 4], INNER: {OUTER: [5, 1, 3]}}), "not in order", "vLLM", True),
-    "ids beyond the target": (keys(**{OUTER: LOW, INNER: {OUTER: [0, 1, 8]}}), "a target of 9 layers", "", True),
+    "ids twice": (
+        keys(**{OUTER: [2, 2, 4], INNER: {OUTER: [1, 1, 3]}}),
+        "reads 3 layers",
+        "",
+        True,
+    ),
+    "ids not in order": (
+        keys(**{OUTER: [6, 2, 4], INNER: {OUTER: [5, 1, 3]}}),
+        "not in order",
+        "vLLM",
+        True,
+    ),
+    "ids beyond the target": (
+        keys(**{OUTER: LOW, INNER: {OUTER: [0, 1, 8]}}),
+        "a target of 9 layers",
+        "",
+        True,
+    ),
     "no ids": (keys(**{OUTER: None, INNER: None}), "no layer ids", "OpenVINO", False),
     "outer ids alone": (keys(**{INNER: None}), "SGLang does not read", "SGLang", False),
     "inner ids alone": (keys(**{OUTER: None}), "llama.cpp does not read", "llama.cpp", False),
-    "rope theta": (keys(rope_theta=1e5, rope_parameters=None), "rope_theta is 100000, the target's is 10000", "", True),
-    "rope scaling": (keys(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=None), "linear", "", False),
-    "rope in two ways": (keys(rope_parameters={"rope_theta": 5e5}), "rope_theta is 10000, but 500000", "", True),
-    "norm_before_residual": (keys(norm_before_residual=True), "norm_before_residual is true", "OpenVINO", False),
+    "rope theta": (
+        keys(rope_theta=1e5, rope_parameters=None),
+        "rope_theta is 100000, the target's is 10000",
+        "",
+        True,
+    ),
+    "rope scaling": (
+        keys(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=None),
+        "linear",
+        "",
+        False,
+    ),
+    "rope in two ways": (
+        keys(rope_parameters={"rope_theta": 5e5}),
+        "rope_theta is 10000, but 500000",
+        "",
+        True,
+    ),
+    "norm_before_residual": (
+        keys(norm_before_residual=True),
+        "norm_before_residual is true",
+        "OpenVINO",
+        False,
+    ),
     "norm_output": (keys(norm_output=True), "norm_output: these", "llama.cpp", False),
     "fc_norm promised": (keys(fc_norm=True), "fc_norm is True", "", True),
-    "fc.bias": (tensors(fc__bias=made.drawn(made.H)), "fc.bias in an EAGLE-3 head", "llama.cpp", True),
+    "fc.bias": (
+        tensors(fc__bias=made.drawn(made.H)),
+        "fc.bias in an EAGLE-3 head",
+        "llama.cpp",
+        True,
+    ),
     "attention_bias promised": (keys(attention_bias=True), "attention_bias is true", "vLLM", True),
     "tied": (keys(tie_word_embeddings=True), "tie_word_embeddings is true", "", True),
-    "dtype": (keys(torch_dtype="bfloat16"), "says 'bfloat16', the weights are in float32", "", False),
+    "dtype": (
+        keys(torch_dtype="bfloat16"),
+        "says 'bfloat16', the weights are in float32",
+        "",
+        False,
+    ),
     "layers of the target": (keys(num_hidden_layers=40), "num_hidden_layers is 40", "SGLang", True),
-    "architecture": (keys(architectures=["MyHead"]), "['MyHead'], which no engine knows", "", False),
-    "embedding of another": (tensors(embed_tokens__weight=made.drawn(made.V, made.H)), "another target", "", True),
+    "architecture": (
+        keys(architectures=["MyHead"]),
+        "['MyHead'], which no engine knows",
+        "",
+        False,
+    ),
+    "embedding of another": (
+        tensors(embed_tokens__weight=made.drawn(made.V, made.H)),
+        "another target",
+        "",
+        True,
+    ),
     "width of another": (keys(hidden_size=32), "the target's is 16", "", True),
     "vocabulary of another": (keys(vocab_size=made.V + 8), f"the target's is {made.V}", "", True),
     "not finite": (tensors(fc__weight=NAN), "not finite", "", True),
     "all zeros": (tensors(norm__weight=torch.zeros(made.H)), "all zeros", "", True),
     "unknown tensor": (tensors(odd__weight=torch.ones(3)), "unknown tensors: odd.weight", "", True),
     "unknown key": (keys(new_switch=True), "unknown keys of config.json: new_switch", "", False),
-    "wrong kinds": (keys(hidden_size="16", rms_norm_eps=[1]), "hidden_size is '16', expected a whole number", "", True),
+    "wrong kinds": (
+        keys(hidden_size="16", rms_norm_eps=[1]),
+        "hidden_size is '16', expected a whole number",
+        "",
+        True,
+    ),
 }
 
 
@@ -131,11 +213,19 @@ def test_every_trap_is_named_with_where_it_strikes(name: str, tmp_path: Path) ->
 
 
 FEATURES: dict[str, tuple[Spoil, str, bool]] = {
-    "input norm": (tensors(layers__0__input_layernorm__weight=torch.ones(made.H)), "input_layernorm", True),
+    "input norm": (
+        tensors(layers__0__input_layernorm__weight=torch.ones(made.H)),
+        "input_layernorm",
+        True,
+    ),
     "bias": (tensors(fc__bias=made.drawn(made.H)), "vLLM drops it", False),
     "no bias": (keys(), "SGLang keeps a random one", False),
     "bias promised": (keys(bias=True), "fc.bias is missing", True),
-    "LM head of another": (tensors(lm_head__weight=made.drawn(made.V, made.H)), "differs from the target's", True),
+    "LM head of another": (
+        tensors(lm_head__weight=made.drawn(made.V, made.H)),
+        "differs from the target's",
+        True,
+    ),
 }
 
 
@@ -172,23 +262,37 @@ def test_traps_of_speculators_and_modelopt(tmp_path: Path) -> None:
     found = inspect(made.write(tmp_path / "speculators", (config, held)))
     assert [one.engines for one in found.findings if one.fatal] == [("vLLM",)]
     yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
-    written = inspect(made.write(tmp_path / "modelopt", made.saying(made.modelopt(), rope_scaling=yarn)))
-    assert "input_layernorm too" in str(written) and "(yarn) into exports" in str(written) and not written.fatal
+    written = inspect(
+        made.write(tmp_path / "modelopt", made.saying(made.modelopt(), rope_scaling=yarn))
+    )
+    assert (
+        "input_layernorm too" in str(written)
+        and "(yarn) into exports" in str(written)
+        and not written.fatal
+    )
 
 
 @pytest.mark.quick("eagle3", "eagle3 regression", "eagle3 normed residual", "eagle3 hybrid", "hass")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_of_this_project_is_known_and_healthy(variant: str, tmp_path: Path) -> None:
     """And where it is from is compared with the target that is named."""
-    target, sibling = made.write_target(tmp_path / "target"), made.write_target(tmp_path / "sibling", rms_norm_eps=1e-3)
+    target, sibling = (
+        made.write_target(tmp_path / "target"),
+        made.write_target(tmp_path / "sibling", rms_norm_eps=1e-3),
+    )
     true = target_identity(TargetSection(path=target))
     save_head(tmp_path / "head", new_head(tmp_path, variant), "", {"target": true})
     found = inspect(tmp_path / "head")
     assert found.layout == "this project" and not found.findings, found
     assert "others" not in str(inspect(tmp_path / "head", target))
     assert "trained on a target whose config are others" in str(inspect(tmp_path / "head", sibling))
-    save_head(tmp_path / "head", new_head(tmp_path, variant), "", {"target": {**true, "weights": "0123"}})
-    assert any(one.fatal and "weights are others" in one.what for one in inspect(tmp_path / "head", target).findings)
+    save_head(
+        tmp_path / "head", new_head(tmp_path, variant), "", {"target": {**true, "weights": "0123"}}
+    )
+    assert any(
+        one.fatal and "weights are others" in one.what
+        for one in inspect(tmp_path / "head", target).findings
+    )
 
 
 @pytest.mark.parametrize("name", made.LAYOUTS)

@@ -21,13 +21,17 @@ def target(tmp_path: Path) -> TargetFiles:
     pieces = {f"t{number}": number for number in range(7)}
     added = [{"id": 0, "content": "t0", "special": True}]
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": pieces}, "added_tokens": added}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": pieces}, "added_tokens": added})
+    )
     return TargetFiles(str(tmp_path), 4, 8, 10, None, {}, False, {}, FolderTensors({}, {}))
 
 
 def find(settings: dict[str, object], target: TargetFiles | None) -> list[str]:
     """The findings for a head with these settings."""
-    head = HeadFolder(Path(), {}, FolderTensors({}, {}), Keys({}), Keys({}), Keys({}), target, settings=settings)
+    head = HeadFolder(
+        Path(), {}, FolderTensors({}, {}), Keys({}), Keys({}), Keys({}), target, settings=settings
+    )
     return [lint.describe_fault(found).what for found in lint.check_masked(head, DFLASH_HEADS)]
 
 

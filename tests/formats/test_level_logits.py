@@ -59,17 +59,29 @@ def write_target_and_inputs(folder: Path) -> None:
     tokens = torch.randint(SHAPE.vocab_size, (LENGTH,))
     with torch.no_grad():
         hidden = model.model(tokens[None]).last_hidden_state[0].contiguous()
-    save_file({"tokens": tokens, "hidden": hidden, "vocab_size": torch.tensor(SHAPE.vocab_size)}, folder / "inputs")
+    save_file(
+        {"tokens": tokens, "hidden": hidden, "vocab_size": torch.tensor(SHAPE.vocab_size)},
+        folder / "inputs",
+    )
 
 
 def run_rival(rival: str, request: HeadRequest) -> list[Tensor]:
     """[T, V] of every level, from the code of the head's authors."""
     name, source = rival.upper(), os.environ.get(f"EAGLE_{rival.upper()}_SOURCE")
-    command = [os.environ[f"EAGLE_{name}_PYTHON"], "-m", f"tests.formats.rivals.{SCRIPTS.get(rival, f'{rival}_head')}"]
+    command = [
+        os.environ[f"EAGLE_{name}_PYTHON"],
+        "-m",
+        f"tests.formats.rivals.{SCRIPTS.get(rival, f'{rival}_head')}",
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"PYTHONPATH": source} if source else {}
     done = subprocess.run(
-        [*command, json.dumps(asdict(request))], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+        [*command, json.dumps(asdict(request))],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, f"{rival} failed:\n{done.stderr[-3000:]}"
     logits = load_file(f"{request.out}.logits")
@@ -79,7 +91,10 @@ def run_rival(rival: str, request: HeadRequest) -> list[Tensor]:
 @torch.no_grad()
 def our_logits(head: Any, folder: Path) -> list[Tensor]:
     """[T, V] of every level at every slot; a slot reads the state of its place."""
-    inputs, target = load_file(folder / "inputs"), Target.load(folder / "target", dtype=torch.float32)
+    inputs, target = (
+        load_file(folder / "inputs"),
+        Target.load(folder / "target", dtype=torch.float32),
+    )
     supervised = torch.arange(LENGTH) >= 2
     text = Example(inputs["tokens"], supervised, inputs["hidden"][:, None])
     levels = head.eval().draft_levels(collate([text], head.taps), target.head, LEVELS)
@@ -89,10 +104,15 @@ def our_logits(head: Any, folder: Path) -> list[Tensor]:
 def list_differences(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
     """The largest difference of any logit in each level, at slots whose text has as many tokens behind them."""
     end = LENGTH - LEVELS - 1
-    return [float((mine[:end] - other[:end]).abs().max()) for mine, other in zip(ours, theirs, strict=True)]
+    return [
+        float((mine[:end] - other[:end]).abs().max())
+        for mine, other in zip(ours, theirs, strict=True)
+    ]
 
 
-def compare(rival: str, engine: str, switches: dict[str, bool], folder: Path) -> tuple[list[float], list[float], float]:
+def compare(
+    rival: str, engine: str, switches: dict[str, bool], folder: Path
+) -> tuple[list[float], list[float], float]:
     """Differences of a head that they made, of its export that they read, and how far logits spread."""
     write_target_and_inputs(folder)
     target = str(folder / "target")
@@ -106,8 +126,14 @@ def compare(rival: str, engine: str, switches: dict[str, bool], folder: Path) ->
         return list_differences(ours, theirs), [], float(theirs[0].std())
     loaded = Target.load(target, dtype=torch.float32)
     export(head.bind(loaded.head), loaded.config, engine, folder / "export")
-    again = HeadRequest(target, request.inputs, str(folder / "export"), LEVELS, {**switches, "load": True})
-    return list_differences(ours, theirs), list_differences(ours, run_rival(rival, again)), float(theirs[0].std())
+    again = HeadRequest(
+        target, request.inputs, str(folder / "export"), LEVELS, {**switches, "load": True}
+    )
+    return (
+        list_differences(ours, theirs),
+        list_differences(ours, run_rival(rival, again)),
+        float(theirs[0].std()),
+    )
 
 
 @pytest.mark.engine
@@ -117,7 +143,19 @@ def test_logits_are_those_of_the_code_that_published_the_method(
 ) -> None:
     """Of a head that it made, imported here; and of our export of that, which its own loader reads."""
     if f"EAGLE_{rival.upper()}_PYTHON" not in os.environ:
-        pytest.skip(f"no {rival}: set EAGLE_{rival.upper()}_PYTHON, and EAGLE_{rival.upper()}_SOURCE to its checkout")
+        pytest.skip(
+            f"no {rival}: set EAGLE_{rival.upper()}_PYTHON, and EAGLE_{rival.upper()}_SOURCE to its checkout"
+        )
     differences, again, spread = compare(rival, engine, switches, tmp_path)
-    print(json.dumps({"rival": rival, "switches": switches, "differences": differences, "again": again, "std": spread}))
+    print(
+        json.dumps(
+            {
+                "rival": rival,
+                "switches": switches,
+                "differences": differences,
+                "again": again,
+                "std": spread,
+            }
+        )
+    )
     assert max(differences + again) < BOUND < spread

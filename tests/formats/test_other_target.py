@@ -32,11 +32,24 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 OTHERS = {  # what another target has, and what a refusal says of it
-    "vocabulary": ({"vocab_size": 40}, "32 and 48 tokens, this one has 32 and 40|vocab_size is 48, the target's is 40"),
-    "width": ({"hidden_size": 64}, "32 and 48 tokens, this one has 64 and 48|hidden_size is 32, the target's is 64"),
-    "layers": ({"num_hidden_layers": 2}, "this one has 2 layers|target has no such layers|layers of 2|0 to 1"),
+    "vocabulary": (
+        {"vocab_size": 40},
+        "32 and 48 tokens, this one has 32 and 40|vocab_size is 48, the target's is 40",
+    ),
+    "width": (
+        {"hidden_size": 64},
+        "32 and 48 tokens, this one has 64 and 48|hidden_size is 32, the target's is 64",
+    ),
+    "layers": (
+        {"num_hidden_layers": 2},
+        "this one has 2 layers|target has no such layers|layers of 2|0 to 1",
+    ),
 }
-LAYERED = ("layer_ids", "target_layer", "num_nextn")  # keys by which a config tells how deep the target is
+LAYERED = (
+    "layer_ids",
+    "target_layer",
+    "num_nextn",
+)  # keys by which a config tells how deep the target is
 
 
 def write_target(folder: Path, **changed: int) -> Target:
@@ -55,7 +68,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in HEADS:
         method, settings = DRAFTERS[name], settings_of({"kind": name}, "test")
         weights = {"weights": target.tensor} if method.reads.weights else {}
-        head = method.for_target(settings, target.config, target.head, [torch.arange(40)], **weights)
+        head = method.for_target(
+            settings, target.config, target.head, [torch.arange(40)], **weights
+        )
         save_head(folder / name, head, f"target: {{path: {folder / 'target'}}}\n", {})
     for what, (changed, _) in OTHERS.items():
         write_target(folder / what, **changed)
@@ -94,7 +109,9 @@ def test_it_is_not_loaded(kind: str, work: Path, targets: dict[str, Target]) -> 
         with pytest.raises(ValueError, match=OTHERS[what][1]) as error:
             load_drafter(work / kind, targets[what])
         assert "its recipe.yaml names" in str(error.value)
-    assert generate(targets["target"], load_drafter(work / kind, targets["target"]), [1, 2, 3], max_new_tokens=2)
+    assert generate(
+        targets["target"], load_drafter(work / kind, targets["target"]), [1, 2, 3], max_new_tokens=2
+    )
 
 
 @pytest.mark.quick("blockwise", "early_exit_adapter")
@@ -104,16 +121,23 @@ def test_no_exporter_writes_it(kind: str, work: Path, targets: dict[str, Target]
     for what in misfits(kind):
         target = targets[what]
         for engine, write in EXPORTERS.items():
-            with pytest.raises(ValueError, match=f"{OTHERS[what][1]}|no layout|no model without") as error:
+            with pytest.raises(
+                ValueError, match=f"{OTHERS[what][1]}|no layout|no model without"
+            ) as error:
                 write(load_head(work / kind).bind(target.head), target.config)
             assert str(error.value).startswith(f"{engine}: ")
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_the_verbs_refuse_it(what: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verbs_refuse_it(
+    what: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With what differs, and with nothing written."""
     arguments = [str(work / "eagle3"), "--target", str(work / what)]
-    for line in (["export", *arguments, "--to", "vllm", str(tmp_path / "out")], ["doctor", *arguments]):
+    for line in (
+        ["export", *arguments, "--to", "vllm", str(tmp_path / "out")],
+        ["doctor", *arguments],
+    ):
         with pytest.raises((ValueError, SystemExit)) as error:
             main(line)
         assert re.search(OTHERS[what][1], str(error.value) + "".join(capsys.readouterr()))
@@ -124,7 +148,9 @@ def test_the_verbs_refuse_it(what: str, work: Path, tmp_path: Path, capsys: pyte
 def test_the_doctor_examines_no_other_targets_head(kind: str, work: Path) -> None:
     """Of any kind that it examines at all, before a target is loaded."""
     for what in misfits(kind):
-        with pytest.raises(ValueError, match=f"{OTHERS[what][1]}|expected a head that reads the target's features"):
+        with pytest.raises(
+            ValueError, match=f"{OTHERS[what][1]}|expected a head that reads the target's features"
+        ):
             diagnosis = examine(work / kind, str(work / what))
             raise ValueError(diagnosis.verdict)
 
@@ -141,8 +167,13 @@ def test_the_doctor_examines_no_other_targets_head(kind: str, work: Path) -> Non
 def test_no_foreign_head_is_imported_for_it(name: str, what: str, tmp_path: Path) -> None:
     """Of any layout, where its files tell."""
     config, tensors = EVERY[name]
-    changed = {what: {"vocab_size": made.V - 4, "hidden_size": made.H + 8, "num_hidden_layers": 2}[what]}
-    folder, target = made.write(tmp_path / "head", (config, tensors)), made.write_target(tmp_path / "target", **changed)
+    changed = {
+        what: {"vocab_size": made.V - 4, "hidden_size": made.H + 8, "num_hidden_layers": 2}[what]
+    }
+    folder, target = (
+        made.write(tmp_path / "head", (config, tensors)),
+        made.write_target(tmp_path / "target", **changed),
+    )
     with pytest.raises(ValueError, match="target"):
         import_head(folder, tmp_path / "out", target)
     assert inspect(folder, target).fatal

@@ -69,10 +69,18 @@ HEADS = {
         absent={"stale LM head": OWN_HEAD},
     ),
     "a P-EAGLE head": Planted(
-        block_heads.peagle, "fc.weight", "norm.weight", taps={OUTER: [2, 4, 11]}, absent={"stale LM head": OWN_HEAD}
+        block_heads.peagle,
+        "fc.weight",
+        "norm.weight",
+        taps={OUTER: [2, 4, 11]},
+        absent={"stale LM head": OWN_HEAD},
     ),
     "a DFlash head": Planted(
-        block_heads.zlab, "fc.weight", "hidden_norm.weight", "lm_head.weight", {"dflash_config": WRONG_IDS}
+        block_heads.zlab,
+        "fc.weight",
+        "hidden_norm.weight",
+        "lm_head.weight",
+        {"dflash_config": WRONG_IDS},
     ),
     "a DSpark head": Planted(
         block_heads.dspark,
@@ -110,7 +118,11 @@ HEADS = {
         hydra,
         "hydra_lm_head.0.1.weight",
         "prefix_embeding_layer.norm.weight",
-        absent={**dict.fromkeys(("theta", "scale"), FIXED), "stale LM head": OWN_HEAD, "wrong taps": LAST_STATE},
+        absent={
+            **dict.fromkeys(("theta", "scale"), FIXED),
+            "stale LM head": OWN_HEAD,
+            "wrong taps": LAST_STATE,
+        },
     ),
     "an MLP speculator": Planted(
         speculator,
@@ -177,7 +189,9 @@ def test_a_planted_fault_is_found(fault: str, network: str, tmp_path: Path) -> N
     healthy = inspect(made.write(tmp_path / "healthy", planted.head()), target)
     assert SAYS[fault] not in " ".join(finding.what for finding in healthy.findings), healthy
     if fault == "another vocabulary":
-        target = made.write_target(tmp_path / "other", num_hidden_layers=planted.layers, vocab_size=made.V - 4)
+        target = made.write_target(
+            tmp_path / "other", num_hidden_layers=planted.layers, vocab_size=made.V - 4
+        )
     found = inspect(made.write(tmp_path / "spoilt", plant(fault, planted)), target)
     assert any(SAYS[fault] in finding.what for finding in found.findings), found
     assert found.fatal or fault == "scale", found  # which some heads are trained with on purpose
@@ -188,9 +202,24 @@ def test_every_network_that_is_read_is_planted_with_faults() -> None:
     assert HEADS.keys() == NETWORKS.keys()
 
 
-SIZES = {key: value for key, value in made.LLAMA.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+SIZES = {
+    key: value
+    for key, value in made.LLAMA.items()
+    if key not in ("rope_theta", "rope_scaling", "torch_dtype")
+}
 SIZES["num_hidden_layers"] = made.LAYERS
-OWN = ["eagle1", "eagle3", "peagle", "dflash", "dspark", "mtp", "falcon", "hydra", "medusa", "mlp_speculator"]
+OWN = [
+    "eagle1",
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dspark",
+    "mtp",
+    "falcon",
+    "hydra",
+    "medusa",
+    "mlp_speculator",
+]
 
 
 @pytest.mark.quick("falcon")
@@ -201,15 +230,21 @@ def test_a_head_of_this_project_is_looked_at_too(kind: str, tmp_path: Path) -> N
     for theta in (1e4, 5e5):
         rope = {"rope_type": "default", "rope_theta": theta}
         frozen = Target(LlamaForCausalLM(LlamaConfig(**{**SIZES, "rope_parameters": rope})))
-        settings = settings_of({"kind": kind, **({"prefix": True} if kind == "hydra" else {})}, "test")
-        head = DRAFTERS[kind].for_target(settings, frozen.config, frozen.head, [torch.arange(made.V)])
+        settings = settings_of(
+            {"kind": kind, **({"prefix": True} if kind == "hydra" else {})}, "test"
+        )
+        head = DRAFTERS[kind].for_target(
+            settings, frozen.config, frozen.head, [torch.arange(made.V)]
+        )
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter)
         turns = any(".self_attn." in name for name, _ in head.named_parameters())
         save_head(tmp_path / kind, head, "", {})
         found = inspect(tmp_path / kind, target)
         assert found.layout == "this project" and found.fatal == (turns and theta != 1e4), found
-        name, parameter = next((name, each) for name, each in head.named_parameters() if name.endswith("weight"))
+        name, parameter = next(
+            (name, each) for name, each in head.named_parameters() if name.endswith("weight")
+        )
         torch.nn.init.zeros_(parameter)
         save_head(tmp_path / kind, head, "", {})
         assert f"{name} is all zeros" in str(inspect(tmp_path / kind, target))
@@ -218,6 +253,8 @@ def test_a_head_of_this_project_is_looked_at_too(kind: str, tmp_path: Path) -> N
 def test_asking_for_other_taps_tells_those_that_a_head_reads(tmp_path: Path) -> None:
     """Five or three of them, or the last state."""
     folder = made.write(tmp_path / "head", block_heads.zlab())
-    with pytest.raises(ValueError, match=r"taps are \(1, 3\), but such heads read \(2, 4, 6\): leave them out"):
+    with pytest.raises(
+        ValueError, match=r"taps are \(1, 3\), but such heads read \(2, 4, 6\): leave them out"
+    ):
         read_head(folder, taps=(1, 3))
     assert read_head(folder, taps=(2, 4, 6)).taps == (2, 4, 6)

@@ -17,7 +17,13 @@ from eagle.formats.export import export
 from tests.vision_families import VISION_FAMILIES, build
 
 HEADS: dict[str, dict[str, Any]] = {"eagle1": {"fc_bias": False}, "eagle3": {}}
-SIZES = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 @pytest.mark.quick("qwen2_5_vl-eagle3", "gemma3-eagle1", "gemma3-eagle3")
@@ -37,7 +43,9 @@ def test_a_folder_for_vllm_has_the_text_models_sizes(
     export(head.bind(target.head), target.config, "vllm", out, tmp_path / "head")
     config = json.loads((out / "config.json").read_text())
     assert {key: config[key] for key in SIZES} == SIZES
-    assert config["rope_scaling"] is None and not [key for key in config if "vision" in key or "image" in key]
+    assert config["rope_scaling"] is None and not [
+        key for key in config if "vision" in key or "image" in key
+    ]
     main(["inspect", str(out), "--target", str(tmp_path / "target")])
     assert "FATAL" not in capsys.readouterr().out
     main(["import", str(out), str(tmp_path / "again"), "--target", str(tmp_path / "target")])

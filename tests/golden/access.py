@@ -240,7 +240,9 @@ def new_head(name: str, target: Target) -> Any:
     # which tokens a head may say is counted in texts
     torch.manual_seed(0)
     texts = [torch.tensor([*range(VOCAB_SIZE), *range(0, VOCAB_SIZE, 2)])]
-    return DRAFTERS[settings["kind"]].for_target(settings_of(settings, name), target.config, target.head, texts)
+    return DRAFTERS[settings["kind"]].for_target(
+        settings_of(settings, name), target.config, target.head, texts
+    )
 
 
 def exact_head(name: str, target: Target) -> Any:
@@ -302,10 +304,14 @@ def write_target(folder: Path) -> None:
     stories = draw_stories(seed=0)
     records = [next(stories) for _ in range(TOKENIZER_STORIES)]
     tokenizer = train_tokenizer.train(records, folder / "target")
-    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ends = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
     target = make_target(len(tokenizer), num_hidden_layers=4, max_position_embeddings=2048, **ends)
     with torch.no_grad():
-        target.model.lm_head.weight *= 2  # so that some tokens are likelier than others, and there is much to learn
+        target.model.lm_head.weight *= (
+            2  # so that some tokens are likelier than others, and there is much to learn
+        )
     target.model.float().save_pretrained(folder / "target")
     lines = [json.dumps(record) + "\n" for record in records[:STORIES]]
     (folder / "train.jsonl").write_text("".join(lines))
@@ -329,7 +335,11 @@ def read_store(folder: Path) -> dict[str, dict[str, Tensor]]:
     """Return the tokens, masks and features of all texts in a store, each by the number of the text."""
     store = FeatureStore(folder)
     examples = list(enumerate(store.read(range(len(store)))))
-    features = {str(number): example.features for number, example in examples if example.features is not None}
+    features = {
+        str(number): example.features
+        for number, example in examples
+        if example.features is not None
+    }
     return {
         "tokens": {str(number): example.tokens for number, example in examples},
         "masks": {str(number): example.loss_mask for number, example in examples},
@@ -417,7 +427,8 @@ def plant_swapped_tensors(patch: pytest.MonkeyPatch, engine: str) -> None:
         layout = write(head, config)
         other = {"k_proj": "v_proj", "v_proj": "k_proj"}
         renamed = {
-            re.sub("[kv]_proj", lambda found: other[found[0]], key): layout.tensors[key] for key in layout.tensors
+            re.sub("[kv]_proj", lambda found: other[found[0]], key): layout.tensors[key]
+            for key in layout.tensors
         }
         return replace(layout, tensors=renamed)
 

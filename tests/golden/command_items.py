@@ -12,7 +12,9 @@ import eagle
 from tests.golden import access
 from tests.golden.digests import digest
 
-OPTION = re.compile(r"^ *(-[^ ].*?)(?:  +(.*))?$")  # a line that begins with an option: its spellings, its help
+OPTION = re.compile(
+    r"^ *(-[^ ].*?)(?:  +(.*))?$"
+)  # a line that begins with an option: its spellings, its help
 SPELLING = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 CHOICES = re.compile(r"\{([^}]*)\}")
 DEFAULT = re.compile(r"default: *([^;)]*)")
@@ -78,10 +80,14 @@ def describe_signature(value: Any) -> dict[str, str]:
 def recipes(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the keys of every recipe whose values are not the defaults, and a hash of those of each arm."""
     usual = flatten(access.default_recipe())
-    items: dict[str, Any] = {f"section {name}": values for name, values in access.default_recipe().items()}
+    items: dict[str, Any] = {
+        f"section {name}": values for name, values in access.default_recipe().items()
+    }
     files, comparisons = access.shipped_recipes()
     for file in files:
-        items[f"recipe {file.parent.name}/{file.stem}"] = unusual(access.resolve_recipe(file), usual, methods)
+        items[f"recipe {file.parent.name}/{file.stem}"] = unusual(
+            access.resolve_recipe(file), usual, methods
+        )
     for file in comparisons:
         arms = access.resolve_comparison(file)
         items[f"recipe compare/{file.stem}"] = {
@@ -90,7 +96,9 @@ def recipes(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return items
 
 
-def unusual(recipe: Mapping[str, Any], usual: Mapping[str, Any], methods: Mapping[str, Any]) -> dict[str, Any]:
+def unusual(
+    recipe: Mapping[str, Any], usual: Mapping[str, Any], methods: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the keys of a recipe whose values are not the defaults; a section that is left out is none of them."""
     method = methods.get(recipe["drafter"]["kind"], {})
     defaults = {**usual, **flatten({"drafter": method})}

@@ -20,7 +20,11 @@ STORES = {
     "eagle1, bfloat16": ["drafter={kind: eagle1}", "features.dtype=bfloat16"],
     "eagle1, float8": ["drafter={kind: eagle1}", "features.dtype=float8"],
     "eagle1, float6": ["drafter={kind: eagle1}", "features.dtype=float6"],
-    "eagle3": ["drafter={kind: eagle3, taps: [0, 2, -1]}", "features.dtype=float32", "data.turns=last"],
+    "eagle3": [
+        "drafter={kind: eagle3, taps: [0, 2, -1]}",
+        "features.dtype=float32",
+        "data.turns=last",
+    ],
     "dflash": ["drafter={kind: dflash}", "features.dtype=float32", "features.shard_bytes=100000"],
 }
 
@@ -121,7 +125,9 @@ def stores(folder: Path) -> dict[str, Any]:
     items: dict[str, Any] = {}
     for name, overrides in STORES.items():
         store = folder / name
-        access.extract_command(access.recipe_arguments(folder, f"features.store={store}", *overrides))
+        access.extract_command(
+            access.recipe_arguments(folder, f"features.store={store}", *overrides)
+        )
         items[f"store of {name}"] = {
             part: digest_tensors(tensors) for part, tensors in access.read_store(store).items()
         }

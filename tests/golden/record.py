@@ -72,7 +72,10 @@ def read(name: str) -> dict[str, Any]:
 
 def write(name: str, items: Mapping[str, Any]) -> None:
     """Write the items of a group, one a line."""
-    lines = [f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(items[key], ensure_ascii=False)}" for key in items]
+    lines = [
+        f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(items[key], ensure_ascii=False)}"
+        for key in items
+    ]
     record_path(name).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
@@ -83,7 +86,9 @@ def are_equal(recorded: Any, made: Any, tolerance: float) -> bool:
             are_equal(value, made[key], tolerance) for key, value in recorded.items()
         )
     if isinstance(recorded, list) and isinstance(made, list):
-        return len(recorded) == len(made) and all(map(are_equal, recorded, made, [tolerance] * len(made)))
+        return len(recorded) == len(made) and all(
+            map(are_equal, recorded, made, [tolerance] * len(made))
+        )
     if isinstance(recorded, float) and isinstance(made, float):
         return isclose(recorded, made, rel_tol=tolerance)
     return bool(recorded == made)
@@ -118,8 +123,12 @@ def compare(group: str) -> dict[str, str]:
 def main(argv: list[str]) -> None:
     """Compare the record, or write it anew."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden.record", description=__doc__)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"some of {', '.join(GROUPS)}; all by default")
-    parser.add_argument("--write", action="store_true", help="write the record instead of comparing it")
+    parser.add_argument(
+        "groups", nargs="*", metavar="GROUP", help=f"some of {', '.join(GROUPS)}; all by default"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the record instead of comparing it"
+    )
     args = parser.parse_args(argv)
     total = 0
     for name in args.groups or GROUPS:

@@ -29,10 +29,24 @@ USUAL = (
 )
 # one for each part of the loop that a method does not decide
 LOOPS = {
-    "accumulated": ("drafter={kind: eagle3, steps: 2}", "train.accumulation=2", "train.clip_by=value"),
+    "accumulated": (
+        "drafter={kind: eagle3, steps: 2}",
+        "train.accumulation=2",
+        "train.clip_by=value",
+    ),
     "mean over texts": ("drafter={kind: medusa}", "train.mean_over=texts", "train.accumulation=4"),
-    "mean over all": ("drafter={kind: dflash}", "train.mean_over=all", "train.schedule=cosine", "train.gate=read"),
-    "stem": ("drafter={kind: eagle1}", "train.schedule=wsd", "train.clip=.inf", "train.weight_decay=0.1"),
+    "mean over all": (
+        "drafter={kind: dflash}",
+        "train.mean_over=all",
+        "train.schedule=cosine",
+        "train.gate=read",
+    ),
+    "stem": (
+        "drafter={kind: eagle1}",
+        "train.schedule=wsd",
+        "train.clip=.inf",
+        "train.weight_decay=0.1",
+    ),
     "on policy": ("drafter={kind: eagle3, steps: 2}", "train.on_policy={every: 4, depth: 3}"),
     "own samples": ("drafter={kind: draft_model, samples: own}", "train.choose=last"),
     "from a store": ("drafter={kind: eagle3, steps: 2, draft_vocab: 200}", "train.decode=null"),
@@ -85,10 +99,14 @@ def resumed_of(folder: Path, name: str, whole: dict[str, Any]) -> dict[str, Any]
     """Go on with a run as one that was killed after its first checkpoint; its metrics are to be those of the whole."""
     out = folder / "resumed" / name
     shutil.copytree(folder / "runs" / name, out)
-    checkpoints = sorted((out / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    checkpoints = sorted(
+        (out / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-"))
+    )
     for checkpoint in checkpoints[1:]:
         shutil.rmtree(checkpoint)
-    return {f"{name}, killed and resumed, as the whole run": train_method(folder, name, out) == whole}
+    return {
+        f"{name}, killed and resumed, as the whole run": train_method(folder, name, out) == whole
+    }
 
 
 def train_loop(folder: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -104,13 +122,17 @@ def train_jointly(folder: Path) -> dict[str, Any]:
     """Train a target with its heads, from the heads of an earlier run."""
     out = folder / "joint"
     overrides = ("drafter={kind: medusa}", "joint={heads: 0.2}", "train.decode=null")
-    access.train_jointly_command(access.recipe_arguments(folder, *USUAL, *overrides, f"train.out={out}"))
+    access.train_jointly_command(
+        access.recipe_arguments(folder, *USUAL, *overrides, f"train.out={out}")
+    )
     return read_metrics(out)
 
 
 def train_on_two(folder: Path, out: Path) -> dict[str, Any]:
     """Train on two processes, as a launcher starts them."""
-    arguments = access.recipe_arguments(folder, *USUAL, f"drafter={{kind: {PARALLEL}}}", f"train.out={out}")
+    arguments = access.recipe_arguments(
+        folder, *USUAL, f"drafter={{kind: {PARALLEL}}}", f"train.out={out}"
+    )
     command = access.launched("ddp", str(access.ROOT / "recipes/train_eagle.py"), *arguments)
     # a script is looked for beside itself, not in this checkout
     done = access.finished(command, PYTHONPATH=str(access.ROOT))

@@ -97,7 +97,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_seen_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_planted_fault_is_seen_where_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The items that differ are those of the fault."""
     fault = FAULTS[name]
     fault.plant(monkeypatch)

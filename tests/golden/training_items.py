@@ -28,7 +28,10 @@ def training_of(name: str, target: Any) -> dict[str, Any]:
     """Return the items of one method; it learns from weights that are the same on every machine."""
     first = describe_weights(access.new_head(name, target))
     learned = learn(name, access.exact_head(name, target), target)
-    return {f"{name}, first weights": first, **{f"{name}, {part}": value for part, value in learned.items()}}
+    return {
+        f"{name}, first weights": first,
+        **{f"{name}, {part}": value for part, value in learned.items()},
+    }
 
 
 def describe_weights(head: Any) -> str:

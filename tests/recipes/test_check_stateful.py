@@ -22,7 +22,12 @@ SIZES = {
         "head_dim": 8,
         "n_groups": 1,
     },
-    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 4, "rescale_every": 2},
+    "rwkv": {
+        "hidden_size": 32,
+        "attention_hidden_size": 32,
+        "num_hidden_layers": 4,
+        "rescale_every": 2,
+    },
 }
 
 
@@ -40,7 +45,9 @@ def stateful_dir(request: pytest.FixtureRequest, tiny_target_dir: Path, tmp_path
 
 
 @pytest.mark.quick("rwkv")
-def test_every_stage_runs(stateful_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_stage_runs(
+    stateful_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And what is forecast is said."""
     check(with_data(stateful_dir, tmp_path, "data.limit=40"))
     said = capsys.readouterr().out

@@ -23,11 +23,36 @@ def write_results(path: Path) -> None:
     lines: list[dict[str, Any]] = [{"run": {"id": "1"}}]
     for temperature, seconds in ((0, 1.0), (1, 4.0)):
         for prompt in ("a", "b"):
-            common = {"set": "s", "conversation": prompt, "turn": 0, "seed": 0, "tokens": 21, "identical": True}
-            for name, spent, count in (("none", 2.0, 20), ("ngram", 9.0, 20), ("head", seconds, 10)):
-                cycle = {"nodes": 4, "depth": 2, "accepted": 1, "committed": 20 // count, "context": 9}
-                row = {**common, "run": "1", "drafter": name, "temperature": temperature, "seconds": spent}
-                lines.append({**row, "cpu_seconds": spent, "loops": False, "cycles": [cycle] * count})
+            common = {
+                "set": "s",
+                "conversation": prompt,
+                "turn": 0,
+                "seed": 0,
+                "tokens": 21,
+                "identical": True,
+            }
+            for name, spent, count in (
+                ("none", 2.0, 20),
+                ("ngram", 9.0, 20),
+                ("head", seconds, 10),
+            ):
+                cycle = {
+                    "nodes": 4,
+                    "depth": 2,
+                    "accepted": 1,
+                    "committed": 20 // count,
+                    "context": 9,
+                }
+                row = {
+                    **common,
+                    "run": "1",
+                    "drafter": name,
+                    "temperature": temperature,
+                    "seconds": spent,
+                }
+                lines.append(
+                    {**row, "cpu_seconds": spent, "loops": False, "cycles": [cycle] * count}
+                )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -38,7 +63,11 @@ def test_the_outcome_is_what_was_measured(tmp_path: Path) -> None:
     console = Console(file=StringIO(), width=200)
     console.print(demo.outcome(read_results(results)))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("│")
+    ]
     assert rows == [
         ["0", "none", "1.00 [1.00, 1.00]", "10 [10, 10]", "1.00 ×"],
         ["0", "ngram", "1.00 [1.00, 1.00]", "2 [2, 2]", "0.22 × [0.22, 0.22]"],
@@ -47,7 +76,10 @@ def test_the_outcome_is_what_was_measured(tmp_path: Path) -> None:
         ["1", "ngram", "1.00 [1.00, 1.00]", "2 [2, 2]", "0.22 × [0.22, 0.22]"],
         ["1", "head", "2.00 [2.00, 2.00]", "5 [5, 5]", "0.50 × [0.50, 0.50]"],
     ]
-    verdicts = [{"lossless": True, "identical": 5, "answers": 5}, {"lossless": True, "identical": 4, "answers": 5}]
+    verdicts = [
+        {"lossless": True, "identical": 5, "answers": 5},
+        {"lossless": True, "identical": 4, "answers": 5},
+    ]
     certificate.write_text(json.dumps({"verdicts": verdicts}))
     assert demo.verdict(read_results(results), certificate).splitlines() == [
         "With the head at T = 0: 2.00 [2.00, 2.00] times as fast",
@@ -67,7 +99,9 @@ def test_a_busy_machine_is_named(tmp_path: Path) -> None:
     results.write_text(busy)
     certificate.write_text(json.dumps({"verdicts": []}))
     first = demo.verdict(read_results(results), certificate).splitlines()[0]
-    assert first.endswith("as fast; in CPU seconds 4.00 [4.00, 4.00] times, as other work had part of this machine")
+    assert first.endswith(
+        "as fast; in CPU seconds 4.00 [4.00, 4.00] times, as other work had part of this machine"
+    )
 
 
 def test_the_report_is_made_of_what_was_measured_and_certified() -> None:
@@ -99,7 +133,9 @@ def test_conversations_are_the_same_again_and_avoid_what_is_held_out() -> None:
 
 
 @pytest.mark.slow
-def test_the_target_of_the_demo_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_target_of_the_demo_is_made_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A few steps leave a target and data; the same call again finds them."""
     report = make_target(tmp_path, steps=2, corpus="stories")
     held_out = len((tmp_path / "data/heldout.jsonl").read_text().splitlines())

@@ -14,7 +14,15 @@ from eagle.drafters.blocks import block_spans
 from eagle.drafters.parts import objectives, spans
 from recipes.footprint import INNER, EmptyRun, Footprint
 from recipes.forecast import PRECISION, empty_head, learned, sizes_of, training_bytes
-from tests.recipes.training_memory import HEADS, LENGTHS, SMALL, TARGETS, allocated_bytes, live_bytes, run_loop
+from tests.recipes.training_memory import (
+    HEADS,
+    LENGTHS,
+    SMALL,
+    TARGETS,
+    allocated_bytes,
+    live_bytes,
+    run_loop,
+)
 from tests.registry import BY_DEFAULT
 
 ROOT = Path(__file__).parents[2]
@@ -46,13 +54,17 @@ def small_head(name: str) -> Any:
         pytest.param("hydra++", "bfloat16", 1, marks=SLOW),
     ],
 )
-def test_the_forecast_is_what_the_allocator_gives_the_loop(name: str, dtype: str, accumulation: int) -> None:
+def test_the_forecast_is_what_the_allocator_gives_the_loop(
+    name: str, dtype: str, accumulation: int
+) -> None:
     """Two steps of the loop on real tensors; with accumulation, one text in each of two parts."""
     head, lengths = small_head(name), SHORT if accumulation == 1 else (128, 128)
     part = lengths[: len(lengths) // accumulation]
     forecast = training_bytes(head, SMALL, part, PRECISION[dtype], accumulation)
     for _ in range(3):  # on a busy machine the profiler once told of a tenth less; why is not known
-        real = allocated_bytes(lambda: run_loop(head, SMALL, lengths, 1.0, dtype=dtype, accumulation=accumulation))
+        real = allocated_bytes(
+            lambda: run_loop(head, SMALL, lengths, 1.0, dtype=dtype, accumulation=accumulation)
+        )
         if forecast == pytest.approx(real, rel=0.04):
             break
     assert forecast == pytest.approx(real, rel=0.04)
@@ -70,7 +82,9 @@ def test_the_forecast_is_what_the_allocator_gives_the_loop(name: str, dtype: str
 def test_the_forecast_is_what_is_left_after_each_operation(target: str, name: str) -> None:
     """At published sizes, with the share of supervised tokens that real texts have; as committed."""
     config = sizes_of(target).config
-    live = live_bytes(empty_head(settings_of(HEADS[name], "test"), config), config, LENGTHS, dtype="bfloat16")
+    live = live_bytes(
+        empty_head(settings_of(HEADS[name], "test"), config), config, LENGTHS, dtype="bfloat16"
+    )
     (row,) = (row for row in RESULTS["big"] if (row["target"], row["head"]) == (target, name))
     assert live == pytest.approx(row["measured"], rel=0.01)
     assert row["forecast"] == pytest.approx(live, rel=0.1)
@@ -80,7 +94,10 @@ def test_the_forecast_is_what_is_left_after_each_operation(target: str, name: st
 @pytest.mark.parametrize("lm_head", ["own", "target"])
 def test_heads_with_and_without_matrices_of_their_own(lm_head: str) -> None:
     """Five LM heads over 128,256 tokens, with gradients and moments, or the target's alone."""
-    config, section = sizes_of(TARGETS[0]).config, {"kind": "medusa", "levels": 5, "lm_head": lm_head}
+    config, section = (
+        sizes_of(TARGETS[0]).config,
+        {"kind": "medusa", "levels": 5, "lm_head": lm_head},
+    )
     head = empty_head(settings_of(section, "test"), config)
     matrices = 5 * 128_256 * 4_096 if lm_head == "own" else 0
     assert learned(head) == matrices + 5 * (4_096 * 4_096 + 4_096)
@@ -107,7 +124,9 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_committed_row_is_near() -> None:
     """All methods at all sizes: a tenth at published ones, and a few hundredths where the same texts were read."""
-    assert {(row["target"], row["head"]) for row in RESULTS["big"]} == {(t, h) for t in TARGETS for h in HEADS}
+    assert {(row["target"], row["head"]) for row in RESULTS["big"]} == {
+        (t, h) for t in TARGETS for h in HEADS
+    }
     assert all(abs(row["forecast"] / row["measured"] - 1) < 0.1 for row in RESULTS["big"])
     assert {row["head"] for row in RESULTS["small"]} == set(HEADS)
     assert all(abs(row["forecast"] / row["measured"] - 1) < 0.03 for row in RESULTS["small"])
@@ -119,7 +138,9 @@ def test_torch_has_what_the_forecast_takes_from_its_inner_modules() -> None:
     seen = []
 
     class Noted(dispatch):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(function.overloadpacket)
             return function(*args, **(kwargs or {}))
 
@@ -129,7 +150,10 @@ def test_torch_has_what_the_forecast_takes_from_its_inner_modules() -> None:
             assert torch.ones(2).tolist() == [1, 1]
     assert isinstance(product, fake) and product.shape == (1 << 30, 8)
     left, right = torch.ones(3, 5), torch.ones(5, 7)
-    assert torch.ops.aten.mm in seen and formulas[torch.ops.aten.mm](left, right, out_val=left @ right) == 2 * 3 * 5 * 7
+    assert (
+        torch.ops.aten.mm in seen
+        and formulas[torch.ops.aten.mm](left, right, out_val=left @ right) == 2 * 3 * 5 * 7
+    )
     assert leaves(({"a": [1, 2]}, 3)) == [1, 2, 3] and aux(lse=product).lse is product
 
 

@@ -85,7 +85,10 @@ def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[st
 
 def test_rows_of_the_page_are_what_the_command_prints() -> None:
     """One of each table; a target without states has no row in that of states."""
-    page, recipe = (ROOT / "docs/recipes.md").read_text(), Recipe.load(ROOT / "recipes/llama-3.1-8b/eagle1.yaml")
+    page, recipe = (
+        (ROOT / "docs/recipes.md").read_text(),
+        Recipe.load(ROOT / "recipes/llama-3.1-8b/eagle1.yaml"),
+    )
     other = table({"Qwen/Qwen3-0.6B": forecast(recipe, sizes_of("Qwen/Qwen3-0.6B"), 68_000)})
     name = "Qwen/Qwen3-Next-80B-A3B-Instruct"
     states = table_of_states({name: sizes_of(name).text or TextMemory(0, 0)})
@@ -104,8 +107,12 @@ def test_zero_saves_what_it_splits() -> None:
     """Beyond its bucket a rank keeps weights, or nothing, whole: 16 bytes of each weight, and a copy's 4, are split."""
     bucket = 4 * module.ZERO_BUCKET
     for ranks in (8, 64):
-        two, three = (1_000_000 * 16 + exchange_bytes(1_000_000, ranks, stage) - bucket for stage in (2, 3))
-        assert two == pytest.approx(1_000_000 * (4 + 16 / ranks)) and three == pytest.approx(1_000_000 * 20 / ranks)
+        two, three = (
+            1_000_000 * 16 + exchange_bytes(1_000_000, ranks, stage) - bucket for stage in (2, 3)
+        )
+        assert two == pytest.approx(1_000_000 * (4 + 16 / ranks)) and three == pytest.approx(
+            1_000_000 * 20 / ranks
+        )
     assert exchange_bytes(1_000_000, 8) == exchange_bytes(1_000_000, 1, 2) == 0
 
 
@@ -118,7 +125,9 @@ def test_the_published_run_needs_what_its_authors_report() -> None:
     assert run.parameters == pytest.approx(0.24e9, rel=0.02)
     # 0.236 B weights: masters, gradients, moments and bf16 copies; embedding and LM head in bf16
     assert run.memory > 0.236e9 * 18 + 2 * 32_000 * 4_096 * 2
-    assert forecast(recipe, sizes_of(recipe.target.path), 34_000).features == pytest.approx(run.features / 2)
+    assert forecast(recipe, sizes_of(recipe.target.path), 34_000).features == pytest.approx(
+        run.features / 2
+    )
 
 
 @pytest.mark.slow
@@ -126,7 +135,9 @@ def test_what_is_not_stored_lies_on_the_card_and_is_made_every_epoch() -> None:
     """Three states of a token in two bytes each, and one more where it is learned; or the target, once for all."""
     sizes = sizes_of("meta-llama/Llama-3.1-8B-Instruct")
     stored, live, shared = (
-        forecast(Recipe.load(LLAMA, ["data.max_length=256", "drafter.steps=2", *changed]), sizes, 68_000)
+        forecast(
+            Recipe.load(LLAMA, ["data.max_length=256", "drafter.steps=2", *changed]), sizes, 68_000
+        )
         for changed in (["features.store=somewhere"], [], ["features.shard_target=true"])
     )
     assert stored.token_bytes == live.token_bytes == (3 + 0.75) * 4_096 * 2
@@ -134,14 +145,21 @@ def test_what_is_not_stored_lies_on_the_card_and_is_made_every_epoch() -> None:
     # beside the target its batches, three at a time, of two texts and four states, and what it holds while it reads
     batch, reading = 2 * 256 * 4 * 4_096 * 2, reading_bytes(sizes, 2, 256)
     assert live.memory - stored.memory == live.target - 2 * sizes.frozen + 3 * batch + reading
-    layers, layer = 2 * (sizes.parameters - sizes.frozen), 2 * (sizes.parameters - sizes.frozen) // 32
-    assert live.memory - shared.memory == pytest.approx(layers * 7 / 8 - 2 * layer + 2 * batch, abs=100)
+    layers, layer = (
+        2 * (sizes.parameters - sizes.frozen),
+        2 * (sizes.parameters - sizes.frozen) // 32,
+    )
+    assert live.memory - shared.memory == pytest.approx(
+        layers * 7 / 8 - 2 * layer + 2 * batch, abs=100
+    )
     assert 2 * 256 * 14_336 * 2 * 3 < reading < 2 * 256 * 14_336 * 2 * 6
     assert live.extract_hours == pytest.approx(10 * stored.extract_hours)
     assert live.train_hours == stored.train_hours
 
 
-def stepped(section: dict[str, Any], count: int, share: float = 1.0, dtype: torch.dtype = torch.float32) -> Any:
+def stepped(
+    section: dict[str, Any], count: int, share: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Any:
     """A small head, a text of which so many slots have a future, and what it borrows."""
     torch.manual_seed(0)
     settings = settings_of(section, "test")
@@ -169,7 +187,9 @@ def test_memory_grows_with_the_steps_and_what_may_be_said() -> None:
     for kind in ("eagle3", "peagle"):  # moments, the gradient, and in bf16 a chunk's part of it
         learned = needed(kind=kind) - needed(kind=kind, train_lm_head=False)
         assert learned == pytest.approx(512 * 256 * 14, rel=0.01), kind
-    assert needed(kind="eagle3") - needed(draft_vocab=128) > 384 * (7 * 1_000 * 2 + 256 * (4 + 2 + 12 + 4))
+    assert needed(kind="eagle3") - needed(draft_vocab=128) > 384 * (
+        7 * 1_000 * 2 + 256 * (4 + 2 + 12 + 4)
+    )
 
 
 class Counted(TorchDispatchMode):
@@ -177,7 +197,9 @@ class Counted(TorchDispatchMode):
 
     total = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Computes, and counts by torch's own formulas."""
         output = function(*args, **(kwargs or {}))
         if count := flop_registry.get(function.overloadpacket):
@@ -187,7 +209,9 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.quick("section6-0.5", "section11-0.5")
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
-@pytest.mark.parametrize("section", [*HEADS.values(), NORMED, PREFIXED, *({"kind": name} for name in BY_DEFAULT)])
+@pytest.mark.parametrize(
+    "section", [*HEADS.values(), NORMED, PREFIXED, *({"kind": name} for name in BY_DEFAULT)]
+)
 def test_flops_are_what_a_step_computes(section: dict[str, Any], share: float) -> None:
     """Of a short text, whose attention hardly counts."""
     head, batch, frozen = stepped(section, 32, share)
@@ -210,14 +234,18 @@ def test_small_figures_are_written_in_full(tmp_path: Path) -> None:
     config.num_attention_heads = config.num_key_value_heads = 4
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    row = of_recipes(["recipes/tiny/eagle1.yaml", f"target.path={tmp_path}"], conversations=20).splitlines()[-1]
+    row = of_recipes(
+        ["recipes/tiny/eagle1.yaml", f"target.path={tmp_path}"], conversations=20
+    ).splitlines()[-1]
     _, _, parameters, _, tokens, *_ = row.split(" | ")
     assert "B" not in parameters + tokens and "M" not in parameters + tokens, row
 
 
 def test_a_target_in_a_folder_is_measured(tmp_path: Path) -> None:
     """What is not in the table comes from the target's own config."""
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8
+    )
     config.num_attention_heads = config.num_key_value_heads = 4
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -239,12 +267,20 @@ def test_quantised_layers_count_by_their_bits(tmp_path: Path) -> None:
     plain = found[None]
     assert [sizes.bits for sizes in found.values()] == [None, 4, None]
     layers = plain.parameters - plain.frozen
-    assert module.target_bytes(plain) == 2 * plain.parameters == module.target_bytes(found["compressed-tensors"])
+    assert (
+        module.target_bytes(plain)
+        == 2 * plain.parameters
+        == module.target_bytes(found["compressed-tensors"])
+    )
     assert module.target_bytes(found["gptq"]) == 2 * plain.frozen + layers // 2
 
 
-@pytest.mark.skipif(not CONFIGS.exists(), reason="the configs of published targets are not beside the checkout")
-@pytest.mark.parametrize("name", ["llama-3.1-8b-instruct", "qwen3-30b-a3b", "qwen3-0.6b", "gpt-oss-20b"])
+@pytest.mark.skipif(
+    not CONFIGS.exists(), reason="the configs of published targets are not beside the checkout"
+)
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b-instruct", "qwen3-30b-a3b", "qwen3-0.6b", "gpt-oss-20b"]
+)
 def test_the_table_of_sizes_is_the_configs_own(name: str) -> None:
     """Every row of docs/results/sizes.json would be made so again."""
     facts = json.loads((CONFIGS / f"{name}.json").read_text())

@@ -25,14 +25,23 @@ ONE_GPU = {
         ["train.accumulation=8", STORED, "features.dtype=float6"],
     ),
     ("Vicuna 7B", "Medusa", "stored"): ("vicuna-7b/medusa", ["train.accumulation=32"]),
-    ("Qwen3 8B", "EAGLE-1", "live"): ("qwen3-8b/eagle1", ["train.accumulation=32", "features.store=null"]),
+    ("Qwen3 8B", "EAGLE-1", "live"): (
+        "qwen3-8b/eagle1",
+        ["train.accumulation=32", "features.store=null"],
+    ),
     ("Qwen3 8B", "EAGLE-3", "live"): ("qwen3-8b/eagle3", ["train.accumulation=16"]),
-    ("Gemma 2B", "EAGLE-3", "live"): ("qwen3-8b/eagle3", ["train.accumulation=16", "target.path=google/gemma-2b-it"]),
+    ("Gemma 2B", "EAGLE-3", "live"): (
+        "qwen3-8b/eagle3",
+        ["train.accumulation=16", "target.path=google/gemma-2b-it"],
+    ),
     ("Gemma 3 1B", "EAGLE-3", "live"): (
         "qwen3-8b/eagle3",
         ["train.accumulation=16", "target.path=google/gemma-3-1b-it"],
     ),
-    ("Qwen3 0.6B", "EAGLE-3", "live"): ("qwen3-8b/eagle3", ["train.accumulation=16", "target.path=Qwen/Qwen3-0.6B"]),
+    ("Qwen3 0.6B", "EAGLE-3", "live"): (
+        "qwen3-8b/eagle3",
+        ["train.accumulation=16", "target.path=Qwen/Qwen3-0.6B"],
+    ),
 }
 
 

@@ -26,7 +26,9 @@ from recipes.forecast import empty_head, parameters, read_sizes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
-    path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name not in ("accelerate", "compare")
+    path
+    for path in (ROOT / "recipes").rglob("*.yaml")
+    if path.parent.name not in ("accelerate", "compare")
 )
 TINY = ROOT / "recipes/tiny/eagle1.yaml"
 
@@ -52,7 +54,9 @@ def test_overrides_are_laid_over_and_numbers_read_as_numbers() -> None:
     assert (recipe.train.lr, recipe.data.limit, recipe.eval.temperatures) == (3e-5, 7, (0.5,))
 
 
-def test_a_recipe_without_eval_and_features_measures_on_held_out_conversations(tmp_path: Path) -> None:
+def test_a_recipe_without_eval_and_features_measures_on_held_out_conversations(
+    tmp_path: Path,
+) -> None:
     """Neither is needed to train; a recipe that also holds nothing out is told what to set once it is measured."""
     short = tmp_path / "short.yaml"
     values = {"target": {"path": "t"}, "data": {"train": "a.jsonl", "heldout": "b.jsonl"}}
@@ -81,9 +85,15 @@ def files_of(name: str, *overrides: str) -> dict[str, str | None]:
 def test_files_of_a_model_of_ones_own_lie_in_a_folder_of_its_name() -> None:
     """Data, features and heads, but for what is given; a copy of the recipe's own target is no other model."""
     written = files_of("hass")
-    assert all(file is not None and file.startswith("runs/llama-3.1-8b/") for file in written.values())
+    assert all(
+        file is not None and file.startswith("runs/llama-3.1-8b/") for file in written.values()
+    )
     moved = {key: str(file).replace("llama-3.1-8b", "model") for key, file in written.items()}
-    assert files_of("hass", "target.path=my/model") == files_of("hass", "target.path=/disk/my/model/") == moved
+    assert (
+        files_of("hass", "target.path=my/model")
+        == files_of("hass", "target.path=/disk/my/model/")
+        == moved
+    )
     assert files_of("hass", "target.adapter=my/adapter")["out"] == "runs/adapter/hass"
     given = files_of("hass", "target.path=my/model", "train.out=runs/llama-3.1-8b/mine")
     assert given == {**moved, "out": "runs/llama-3.1-8b/mine"}
@@ -124,7 +134,11 @@ def test_the_drafter_section_is_checked_by_its_method() -> None:
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_method_has_a_row_among_the_papers_and_a_recipe(kind: str) -> None:
     """The row names its file, and recipes that are there; a method with weights has a tiny one."""
-    rows = [line for line in (ROOT / "docs/papers.md").read_text().splitlines() if line.startswith(f"| `{kind}` |")]
+    rows = [
+        line
+        for line in (ROOT / "docs/papers.md").read_text().splitlines()
+        if line.startswith(f"| `{kind}` |")
+    ]
     assert len(rows) == 1 and (ROOT / rows[0].split("|")[3].strip(" `")).is_file()
     for pattern in re.findall(r"`(recipes/[^`]+)`", rows[0]):
         assert list(ROOT.glob(pattern)), pattern
@@ -135,8 +149,17 @@ def test_every_method_has_a_row_among_the_papers_and_a_recipe(kind: str) -> None
 SIZES = json.loads((ROOT / "docs/results/sizes.json").read_text())
 LARGE = [path for path in RECIPES if path.parent.name != "tiny"]
 FAMILY = {
-    **{"qwen3-8b": "qwen3", "qwen3-30b-a3b": "qwen3_moe", "gpt-oss-20b": "gpt_oss", "mimo-7b": "qwen2"},
-    **{"qwen3-next-80b": "qwen3_next", "qwen3.5-9b": "qwen3_5_text", "nemotron-3-nano": "nemotron_h"},
+    **{
+        "qwen3-8b": "qwen3",
+        "qwen3-30b-a3b": "qwen3_moe",
+        "gpt-oss-20b": "gpt_oss",
+        "mimo-7b": "qwen2",
+    },
+    **{
+        "qwen3-next-80b": "qwen3_next",
+        "qwen3.5-9b": "qwen3_5_text",
+        "nemotron-3-nano": "nemotron_h",
+    },
     **{"gemma-3n": "gemma3n_text", "llama-4-scout": "llama4_text"},
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -166,14 +189,24 @@ def learned(settings: Any, target: str) -> int:
 def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
     """The same from the sizes: what fuses, attention, MLP, norms and an LM head of its own."""
     width, head = sizes["hidden_size"], sizes["head_dim"]
-    if settings.kind == "mlp_speculator":  # of each stage an embedding, an LM head, a projection, and a norm's two rows
+    if (
+        settings.kind == "mlp_speculator"
+    ):  # of each stage an embedding, an LM head, a projection, and a norm's two rows
         inner, rest = settings.inner_dim, settings.inner_dim * (settings.levels - 1)
         return settings.levels * (2 * sizes["vocab_size"] + 2) * inner + inner * (width + rest)
     queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
     if settings.kind == "medusa":
-        return settings.levels * (settings.layers * (width * width + width) + width * sizes["vocab_size"])
-    if settings.kind == "hydra":  # two matrices side by side, further gates, an LM head; a Llama layer in front
-        levels, further, mlp = settings.levels, settings.layers - 1, 3 * width * sizes["intermediate_size"]
+        return settings.levels * (
+            settings.layers * (width * width + width) + width * sizes["vocab_size"]
+        )
+    if (
+        settings.kind == "hydra"
+    ):  # two matrices side by side, further gates, an LM head; a Llama layer in front
+        levels, further, mlp = (
+            settings.levels,
+            settings.layers - 1,
+            3 * width * sizes["intermediate_size"],
+        )
         first = sum(2 * width * (level + 2) * width + 2 * width for level in range(levels))
         gates = first + levels * (further * (width + 1) * width + sizes["vocab_size"] * (width + 1))
         return gates + settings.prefix * (2 * width * (queries + keys) + mlp + 3 * width)
@@ -188,12 +221,24 @@ def by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         attention, norms = (queries + 2 * keys) * width, 2 * width + 2 * head
         body = 5 * width * width + settings.blocks * (attention + block + norms) + 2 * width
         # two matrices of a bias, and what rates a state and a token
-        return body if settings.kind == "dflash" else body + (2 * sizes["vocab_size"] + 1) * settings.rank + width + 1
+        return (
+            body
+            if settings.kind == "dflash"
+            else body + (2 * sizes["vocab_size"] + 1) * settings.rank + width + 1
+        )
     if settings.kind not in ("eagle3", "peagle"):
-        return 2 * width * width + settings.fc_bias * width + width * (queries + 2 * keys) + block + width
+        return (
+            2 * width * width
+            + settings.fc_bias * width
+            + width * (queries + 2 * keys)
+            + block
+            + width
+        )
     norms = 4 + 3 * settings.fc_norm
     fused = 3 * width * width + 2 * width * (queries + 2 * keys) + block + norms * width
-    if settings.kind == "peagle":  # further blocks, all tokens, and what a mask reads of three states
+    if (
+        settings.kind == "peagle"
+    ):  # further blocks, all tokens, and what a mask reads of three states
         further = width * (queries + 2 * keys) + block + 2 * width
         return fused + (settings.blocks - 1) * further + (sizes["vocab_size"] + 3) * width
     return fused + 32_000 * width
@@ -210,7 +255,9 @@ def test_vicuna_trains_and_drafts_as_its_authors_did() -> None:
         assert plan.lr(step) == pytest.approx(
             3e-5 * rate(8 * step), abs=3.1e-5 / 250
         )  # ours is one step ahead while it rises
-    (budget,) = (section.budget for name, section in recipe.eval.drafters.items() if name == "eagle1")
+    (budget,) = (
+        section.budget for name, section in recipe.eval.drafters.items() if name == "eagle1"
+    )
     assert budget is not None and budget.paths == PUBLISHED_TREE
 
 
@@ -222,11 +269,15 @@ def test_hydra_trains_as_its_authors_did() -> None:
     for step in (0, 50, 100, 5000, len(plan) - 1):
         share = max(step - 100, 0) / (len(plan) - 100)
         rate = step / 100 if step < 100 else 0.33 + 0.67 * 0.5 * (1 + math.cos(math.pi * share))
-        assert plan.lr(step) == pytest.approx(5e-4 * rate, abs=5.1e-4 / 100)  # ours is one step ahead while it rises
+        assert plan.lr(step) == pytest.approx(
+            5e-4 * rate, abs=5.1e-4 / 100
+        )  # ours is one step ahead while it rises
     budget = recipe.eval.drafters["hydra"].budget
     assert budget is not None and budget.paths is not None
     paths = set(budget.paths)
-    assert len(paths) == len(budget.paths) == 63 and all(path[:-1] in {(), *paths} for path in paths)
+    assert len(paths) == len(budget.paths) == 63 and all(
+        path[:-1] in {(), *paths} for path in paths
+    )
 
 
 @pytest.mark.parametrize("path", LARGE, ids=named)
@@ -288,8 +339,13 @@ def test_recipes_that_share_features_agree_on_what_makes_them() -> None:
 
 def sixteenth(sizes: dict[str, Any], family: str) -> Target:
     """A target with every size divided by 16: the width of a head of attention, not how many there are."""
-    small = {key: sizes[key] // 16 for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
-    small["hidden_size"] += -small["hidden_size"] % sizes["num_attention_heads"]  # a head's config must divide it
+    small = {
+        key: sizes[key] // 16
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    }
+    small["hidden_size"] += (
+        -small["hidden_size"] % sizes["num_attention_heads"]
+    )  # a head's config must divide it
     config = AutoConfig.for_model(
         family,
         **{key: sizes[key] for key in ("num_attention_heads", "num_key_value_heads")},
@@ -315,11 +371,18 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     recipe, settings = Recipe.load(path), settings_in(path)
     target = sixteenth(SIZES[recipe.target.path], FAMILY.get(path.parent.name, "llama"))
     small = {
-        name: getattr(settings, name, None) for name in ("intermediate_size", "draft_vocab", "inner_dim", "mask_token")
+        name: getattr(settings, name, None)
+        for name in ("intermediate_size", "draft_vocab", "inner_dim", "mask_token")
     }
-    settings = settings.model_copy(update={name: size // 16 for name, size in small.items() if size})
+    settings = settings.model_copy(
+        update={name: size // 16 for name, size in small.items() if size}
+    )
     texts = [torch.randint(target.config.vocab_size, (length,)) for length in (40, 24)]
-    head = DRAFTERS[settings.kind].for_target(settings, target.config, target.head, supervised=texts).train()
+    head = (
+        DRAFTERS[settings.kind]
+        .for_target(settings, target.config, target.head, supervised=texts)
+        .train()
+    )
     assert head.shape.rope_parameters == getattr(target.config, "rope_parameters", PLAIN_ROPE)
     taps = taps_of(settings, target.config)
     read = [target.features(tokens[None], taps)[0] for tokens in texts]
@@ -332,7 +395,10 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
     )
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     optimizer = torch.optim.AdamW(
-        head.parameters(), lr=recipe.train.lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay
+        head.parameters(),
+        lr=recipe.train.lr,
+        betas=recipe.train.betas,
+        weight_decay=recipe.train.weight_decay,
     )
     losses = []
     for _ in range(3):  # a confidence head overshoots in its first
@@ -342,4 +408,6 @@ def test_a_recipe_takes_a_step_at_a_sixteenth_of_its_size(path: Path) -> None:
         loss.backward()
         optimizer.step()
     assert losses[-1] < losses[0]
-    assert not [name for name, tensor in head.named_parameters() if torch.equal(tensor, before[name])]
+    assert not [
+        name for name, tensor in head.named_parameters() if torch.equal(tensor, before[name])
+    ]

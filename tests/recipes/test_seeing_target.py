@@ -51,10 +51,16 @@ def test_records_name_images_that_are_there(seeing_dir: Path) -> None:
         assert [turn["from"] for turn in turns] == ["human", "gpt"] * (len(turns) // 2)
         assert turns[0]["value"].startswith("<image>\n") == ("image" in record)
         assert "<image>" not in turns[0]["value"][8:] + "".join(turn["value"] for turn in turns[1:])
-    assert sorted(path.name for path in seeing_dir.iterdir()) == ["data", "target", "target_report.json"]
+    assert sorted(path.name for path in seeing_dir.iterdir()) == [
+        "data",
+        "target",
+        "target_report.json",
+    ]
 
 
-def test_a_second_call_finds_the_target(seeing_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_call_finds_the_target(
+    seeing_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the same settings nothing is made again."""
     report = json.loads((seeing_dir / "target_report.json").read_text())
     assert make_seeing_target(seeing_dir, STEPS, IMAGES) == report
@@ -69,7 +75,13 @@ def test_it_is_a_target_that_sees(seeing_dir: Path, target: Target) -> None:
     assert prompt.media["pixel_values"].shape == (1, 3, PATCH * SIDE, PATCH * SIDE)  # type: ignore[attr-defined]
     assert list(prompt).count(target.model.config.image_token_id) == SIDE**2
     plain, drafted = (
-        generate(target, load_drafter(name, target), prompt, sampling=Sampling(temperature=0), max_new_tokens=12)
+        generate(
+            target,
+            load_drafter(name, target),
+            prompt,
+            sampling=Sampling(temperature=0),
+            max_new_tokens=12,
+        )
         for name in ("none", "ngram")
     )
     assert plain.tokens == drafted.tokens
@@ -81,7 +93,9 @@ def test_the_template_prints_texts_and_parts(target: Target) -> None:
     """A text as it is; of a list of parts each image as its mark."""
     parts = [{"type": "image"}, {"type": "text", "text": "\nHi"}]
     for content in ("<image>\nHi", parts):
-        text = target.tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        text = target.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False
+        )
         assert text == "<|user|>\n<image>\nHi<|end|>\n"
     assert target.tokenizer.chat_template == TEMPLATE
 
@@ -91,8 +105,12 @@ def test_data_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     files = []
     for name, seed in (("once", 0), ("again", 0), ("other", 1)):
         heldout = draw_split("heldout", 20, seed)
-        train = draw_split("train", 40, seed, frozenset(chat.scene for chat in heldout if chat.scene))
-        write_data(tmp_path / name, {"train": train, "heldout": heldout}, [chat.turns for chat in train])
+        train = draw_split(
+            "train", 40, seed, frozenset(chat.scene for chat in heldout if chat.scene)
+        )
+        write_data(
+            tmp_path / name, {"train": train, "heldout": heldout}, [chat.turns for chat in train]
+        )
         files.append(
             {
                 str(path.relative_to(tmp_path / name)): path.read_bytes()
@@ -129,9 +147,16 @@ def test_answers_and_their_ends_are_learned_and_nothing_else() -> None:
     chat = Chat([("What is it?", "A red circle."), ("Where?", "On the left.")], None)
     words = train_words(text for turn in chat.turns for text in turn)
     tokens, labels = encode_chat(chat, Random(0), words)
-    assert words.decode([label for label in labels if label != IGNORED]) == "A red circle.<|end|>On the left.<|end|>"
+    assert (
+        words.decode([label for label in labels if label != IGNORED])
+        == "A red circle.<|end|>On the left.<|end|>"
+    )
     roles = ("user", "assistant")
-    messages = [{"role": role, "content": text} for turn in chat.turns for role, text in zip(roles, turn, strict=True)]
+    messages = [
+        {"role": role, "content": text}
+        for turn in chat.turns
+        for role, text in zip(roles, turn, strict=True)
+    ]
     assert tokens == words.apply_chat_template(messages, return_dict=False)
 
 

@@ -18,7 +18,12 @@ from tests.recipes.test_recipes import SIZES
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 ATTENTION = {"num_key_value_heads": 2, "head_dim": 8}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MAMBA2 = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
 # by hand: fp32 states of heads x key x value, convolutions of 4 in bf16 over queries, keys and values; keys and values
@@ -28,7 +33,11 @@ MODELS: dict[str, tuple[dict[str, Any], TextMemory | None]] = {
     "qwen3_5_text": (DELTA | ATTENTION, TextMemory(3 * STATES, KEYS_AND_VALUES)),
     "qwen3_next": (DELTA | ATTENTION | EXPERTS, TextMemory(3 * STATES, KEYS_AND_VALUES)),
     "nemotron_h": (
-        {**MAMBA2, **ATTENTION, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+        {
+            **MAMBA2,
+            **ATTENTION,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        },
         TextMemory(2 * (4 * 4 * 16 * 8 + 2 * 4 * (4 * 16 + 2 * 2 * 8)), KEYS_AND_VALUES),
     ),
     "llama": (ATTENTION, None),
@@ -55,9 +64,18 @@ def test_a_real_text_takes_what_is_forecast(family: str) -> None:
     """States once, keys and values by the token, in a model's cache after nine tokens; a text here holds as much."""
     model = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16).eval()
     cache = model(torch.arange(9)[None], use_cache=True).past_key_values
-    parts = [part for layer in cache.layers for value in vars(layer).values() for part in tensors_of(value)]
+    parts = [
+        part
+        for layer in cache.layers
+        for value in vars(layer).values()
+        for part in tensors_of(value)
+    ]
     text = MODELS[family][1]
-    assert text and sum(part.nbytes for part in parts if part.is_floating_point()) == text.states + 9 * text.token
+    assert (
+        text
+        and sum(part.nbytes for part in parts if part.is_floating_point())
+        == text.states + 9 * text.token
+    )
     state = TargetState(Target(model), ())
     state.begin([1, 2, 3], Choose(Sampling()))
     assert state.cache.states is not None and state.cache.states.state_bytes(0) == text.states
@@ -72,7 +90,9 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def test_a_fault_in_what_is_counted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the convolutions' states are left out, or what a layer shares is counted twice, the sum is another."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of("qwen3_5_text"), dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(
+            config_of("qwen3_5_text"), dtype=torch.bfloat16
+        ).eval()
     find = module.find_tensors
     half = lambda value, seen: (part for part in find(value, seen) if part.dtype == torch.float32)  # noqa: E731
     twice = lambda value, seen: (part for part in find(value, seen) for _ in range(2))  # noqa: E731

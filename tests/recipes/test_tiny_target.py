@@ -18,8 +18,21 @@ import torch
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from recipes.tiny.corpora import C_MODULES, call_answer, docstring_conversations, extract_prose, parse_source
-from recipes.tiny.make_target import MODELS, make_once, make_target, new_model, pack_conversations, read_report
+from recipes.tiny.corpora import (
+    C_MODULES,
+    call_answer,
+    docstring_conversations,
+    extract_prose,
+    parse_source,
+)
+from recipes.tiny.make_target import (
+    MODELS,
+    make_once,
+    make_target,
+    new_model,
+    pack_conversations,
+    read_report,
+)
 from recipes.tiny.train_target import SAVE_EVERY, train
 from recipes.tiny.train_tokenizer import END, SPECIAL
 
@@ -68,16 +81,24 @@ def pieces(tiny_target_dir: Path) -> SentencePieceProcessor:
 
 def records(folder: Path, split: str) -> list[dict[str, Any]]:
     """The lines of a data file."""
-    return [json.loads(line) for line in (folder / "data" / f"{split}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "data" / f"{split}.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
 def texts(tiny_target_dir: Path) -> list[str]:
-    return ODD + [turn["value"] for record in records(tiny_target_dir, "heldout") for turn in record["conversations"]]
+    return ODD + [
+        turn["value"]
+        for record in records(tiny_target_dir, "heldout")
+        for turn in record["conversations"]
+    ]
 
 
 def test_decoding_gives_back_what_was_encoded(tokenizer: Any, texts: list[str]) -> None:
-    assert [tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts] == texts
+    assert [
+        tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts
+    ] == texts
 
 
 def test_sentencepiece_and_transformers_agree_on_every_id(
@@ -88,12 +109,19 @@ def test_sentencepiece_and_transformers_agree_on_every_id(
     assert pieces.get_piece_size() == len(tokenizer)
 
 
-def test_special_tokens_are_control_symbols_of_the_same_id(tokenizer: Any, pieces: SentencePieceProcessor) -> None:
+def test_special_tokens_are_control_symbols_of_the_same_id(
+    tokenizer: Any, pieces: SentencePieceProcessor
+) -> None:
     for token in ["<s>", "</s>", "<pad>", *SPECIAL]:
         assert pieces.piece_to_id(token) == tokenizer.convert_tokens_to_ids(token)
         assert pieces.is_control(pieces.piece_to_id(token))
-        assert tokenizer(token, add_special_tokens=False)["input_ids"] == [pieces.piece_to_id(token)]
-    assert tokenizer.decode(tokenizer("<|user|>hi<|end|>")["input_ids"], skip_special_tokens=True) == "hi"
+        assert tokenizer(token, add_special_tokens=False)["input_ids"] == [
+            pieces.piece_to_id(token)
+        ]
+    assert (
+        tokenizer.decode(tokenizer("<|user|>hi<|end|>")["input_ids"], skip_special_tokens=True)
+        == "hi"
+    )
 
 
 def test_offsets_point_into_the_text(tokenizer: Any) -> None:
@@ -106,7 +134,9 @@ def test_the_template_marks_every_turn(tokenizer: Any) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi?"}]
     asked = "<s><|system|>\nBe brief.<|end|>\n<|user|>\nHi?<|end|>\n<|assistant|>\n"
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == asked
-    answered = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "Yes."}], tokenize=False)
+    answered = tokenizer.apply_chat_template(
+        [*chat, {"role": "assistant", "content": "Yes."}], tokenize=False
+    )
     assert answered == asked + "Yes.<|end|>\n"
 
 
@@ -115,22 +145,36 @@ def test_the_folder_says_what_engines_ask(tiny_target_dir: Path, tokenizer: Any)
     stops = GenerationConfig.from_pretrained(tiny_target_dir / "target").eos_token_id
     assert config.architectures == ["LlamaForCausalLM"]
     assert config.vocab_size == len(tokenizer) >= 2048 <= config.max_position_embeddings
-    assert config.num_hidden_layers >= 10 and config.head_dim % 32 == 0 and not config.tie_word_embeddings
+    assert (
+        config.num_hidden_layers >= 10
+        and config.head_dim % 32 == 0
+        and not config.tie_word_embeddings
+    )
     assert stops == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
 
 
 def test_the_splits_share_no_module_and_no_address(tiny_target_dir: Path) -> None:
     train, heldout = (records(tiny_target_dir, split) for split in ("train", "heldout"))
-    assert heldout and not {record["module"] for record in train} & {record["module"] for record in heldout}
+    assert heldout and not {record["module"] for record in train} & {
+        record["module"] for record in heldout
+    }
     assert not re.search(r"\bat 0x[0-9a-fA-F]", json.dumps(train + heldout))
 
 
 def test_parsing_keeps_what_is_public() -> None:
     box, opened = parse_source("shop._boxes", SOURCE.encode())
-    assert (box.name, box.kind, opened.name, opened.kind) == ("shop.Box", "class", "shop.Box.open", "method")
+    assert (box.name, box.kind, opened.name, opened.kind) == (
+        "shop.Box",
+        "class",
+        "shop.Box.open",
+        "method",
+    )
     assert extract_prose(box.docstring) == "Keep a value for `shop.Reader` to find."
     assert extract_prose(opened.docstring) == "Open the `box` and look at what is inside."
-    assert call_answer(box) == "```python\nBox(value, *, lid=None)\n```\nIt takes 2 arguments: `value` and `lid`."
+    assert (
+        call_answer(box)
+        == "```python\nBox(value, *, lid=None)\n```\nIt takes 2 arguments: `value` and `lid`."
+    )
     assert "open(slowly=False, *keys)" in str(call_answer(opened))
 
 
@@ -140,10 +184,14 @@ def test_harvesting_imports_only_modules_written_in_c() -> None:
     assert set(sys.modules) - loaded <= set(C_MODULES)
 
 
-def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     report = json.loads((tiny_target_dir / "target_report.json").read_text())
     settings = report["settings"]
-    again = make_target(tiny_target_dir, settings["steps"], settings["seed"], settings["max_conversations"])
+    again = make_target(
+        tiny_target_dir, settings["steps"], settings["seed"], settings["max_conversations"]
+    )
     assert again == report
     assert read_report(tiny_target_dir, {**settings, "seed": settings["seed"] + 1}) is None
     (tmp_path / "target").mkdir()
@@ -153,7 +201,9 @@ def test_a_finished_target_is_kept_and_an_unfinished_one_is_not(tiny_target_dir:
 def test_half_of_a_hybrid_is_linear_attention(tokenizer: Any) -> None:
     """Every second layer; it has as many parameters as the Llama, to a twentieth, and generates text by itself."""
     llama, hybrid = (new_model(tokenizer, model).eval() for model in ("llama", "hybrid"))
-    cache = hybrid.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, return_dict_in_generate=True).past_key_values
+    cache = hybrid.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=4, return_dict_in_generate=True
+    ).past_key_values
     assert [hasattr(layer, "recurrent_states") for layer in cache.layers] == 5 * [True, False]
     assert hybrid.num_parameters() == pytest.approx(llama.num_parameters(), rel=0.05)
     assert hybrid.generation_config.to_dict() == llama.generation_config.to_dict()
@@ -179,7 +229,12 @@ def test_the_same_seed_gives_the_same_weights(
 
 def test_a_training_that_was_stopped_goes_on(tmp_path: Path) -> None:
     """Stopped at any step and begun again, the weights are those of a run that was not stopped."""
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = LlamaConfig(vocab_size=40, **sizes)
     rows = torch.randint(40, (10, 12), generator=torch.Generator().manual_seed(0))
     steps = 2 * SAVE_EVERY + 3
@@ -225,7 +280,11 @@ def test_the_state_of_a_stopped_build_is_kept_for_its_settings_alone(tmp_path: P
     make_once(tmp_path, {"steps": 1}, partial(build, stop=False))
     assert [was_there for _, was_there in seen] == [False, True, False, True]
     assert seen[0][0] == seen[1][0] == seen[3][0] != seen[2][0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "target", "target_report.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "data",
+        "target",
+        "target_report.json",
+    ]
 
 
 @pytest.mark.slow
@@ -235,16 +294,33 @@ def test_weights_and_data_depend_on_no_hash_seed_and_no_directory(tmp_path: Path
     for seed in "12":
         (tmp_path / seed).mkdir()
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", call], cwd=tmp_path / seed, env=environment, check=True)
-    for file in ("target/model.safetensors", "target/tokenizer.model", "data/train.jsonl", "data/heldout.jsonl"):
-        assert (tmp_path / "1/made" / file).read_bytes() == (tmp_path / "2/made" / file).read_bytes()
+        subprocess.run(
+            [sys.executable, "-c", call], cwd=tmp_path / seed, env=environment, check=True
+        )
+    for file in (
+        "target/model.safetensors",
+        "target/tokenizer.model",
+        "data/train.jsonl",
+        "data/heldout.jsonl",
+    ):
+        assert (tmp_path / "1/made" / file).read_bytes() == (
+            tmp_path / "2/made" / file
+        ).read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_full_target_is_a_language_model(tmp_path: Path) -> None:
     report = make_target(tmp_path)
-    print(json.dumps({name: value for name, value in report.items() if name not in ("settings", "docstrings")}))
+    print(
+        json.dumps(
+            {
+                name: value
+                for name, value in report.items()
+                if name not in ("settings", "docstrings")
+            }
+        )
+    )
     train, heldout = (records(tmp_path, split) for split in ("train", "heldout"))
     assert not {record["module"] for record in train} & {record["module"] for record in heldout}
     assert not re.search(r"\bat 0x[0-9a-fA-F]", json.dumps(train + heldout))

@@ -13,12 +13,18 @@ from tests.unrolled_heads import SHAPE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("section", [{"kind": "eagle1"}, {"kind": "eagle3", "steps": 2}], ids=["eagle1", "eagle3"])
+@pytest.mark.parametrize(
+    "section", [{"kind": "eagle1"}, {"kind": "eagle3", "steps": 2}], ids=["eagle1", "eagle3"]
+)
 def test_a_window_makes_attention_linear(section: dict[str, Any]) -> None:
     """Flops of a token stop growing with the text; without a window they go on."""
     windows = (None, {"sinks": 1, "recent": 32})
-    whole, windowed = (empty_head(settings_of({**section, "window": window}, "test"), SHAPE) for window in windows)
-    grown = [token_flops(head, SHAPE, 1024) / token_flops(head, SHAPE, 256) for head in (whole, windowed)]
+    whole, windowed = (
+        empty_head(settings_of({**section, "window": window}, "test"), SHAPE) for window in windows
+    )
+    grown = [
+        token_flops(head, SHAPE, 1024) / token_flops(head, SHAPE, 256) for head in (whole, windowed)
+    ]
     assert grown[1] < 1.05 < grown[0]
     held = [training_bytes(head, SHAPE, [512], torch.float32, 1) for head in (whole, windowed)]
     assert held[0] == held[1]

@@ -42,7 +42,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "EAGLE-3.1": {"kind": "eagle3", "draft_vocab": 32_000, "fc_norm": True, "norm_output": True},
     "draft model": {"kind": "draft_model", "hidden_size": 1024},
 }
-TARGETS = ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B-Instruct")
+TARGETS = (
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "Qwen/Qwen3-30B-A3B",
+    "meta-llama/Llama-3.1-70B-Instruct",
+)
 LENGTHS = (2_048, 2_048)
 SMALL = LlamaConfig(
     vocab_size=8_000,
@@ -63,7 +67,10 @@ class Texts:
     def __init__(self, run: EmptyRun, lengths: Sequence[int], supervised: float) -> None:
         batch = run.batch(lengths, supervised)
         self.taps, parts = batch.taps, (batch.tokens, batch.loss_mask, batch.features)
-        self.examples = [Example(*texts) for texts in zip(*(part.split(batch.lengths) for part in parts), strict=True)]
+        self.examples = [
+            Example(*texts)
+            for texts in zip(*(part.split(batch.lengths) for part in parts), strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -78,10 +85,14 @@ class Texts:
         return [self.examples[index] for index in indices]
 
 
-def run_loop(head: Any, config: Any, lengths: Sequence[int], supervised: float, **train: Any) -> None:
+def run_loop(
+    head: Any, config: Any, lengths: Sequence[int], supervised: float, **train: Any
+) -> None:
     """Two steps of the loop itself, each of these texts."""
     section = {"out": "nowhere", "batch_size": len(lengths), "epochs": 2, "validation": 0, **train}
-    recipe = Recipe.load(STAGES / "recipes/tiny/eagle1.yaml").model_copy(update={"train": TrainSection(**section)})
+    recipe = Recipe.load(STAGES / "recipes/tiny/eagle1.yaml").model_copy(
+        update={"train": TrainSection(**section)}
+    )
     precision = "bf16" if recipe.train.dtype == "bfloat16" else "no"
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
@@ -93,12 +104,22 @@ def run_loop(head: Any, config: Any, lengths: Sequence[int], supervised: float, 
     empty = EmptyRun(head, config, PRECISION[recipe.train.dtype])
     empty.head.to = lambda *_, **__: empty.head  # type: ignore[method-assign]  # without numbers it cannot move
     try:
-        run = _Run(accelerator, recipe, empty.head, empty.frozen, Texts(empty, lengths, supervised), None, "")
+        run = _Run(
+            accelerator,
+            recipe,
+            empty.head,
+            empty.frozen,
+            Texts(empty, lengths, supervised),
+            None,
+            "",
+        )
         batches: Any = run.dealer.batches(0)
         for number in range(2):
             run._advance(number, batches)
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)  # another run in this process may differ
+        AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # another run in this process may differ
 
 
 class Watched(TorchDispatchMode):
@@ -110,7 +131,9 @@ class Watched(TorchDispatchMode):
         super().__init__()
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Computes, and looks which storages are left."""
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, output)):
@@ -122,7 +145,9 @@ class Watched(TorchDispatchMode):
         return output
 
 
-def live_bytes(head: Any, config: Any, lengths: Sequence[int], supervised: float = SUPERVISED, **train: Any) -> int:
+def live_bytes(
+    head: Any, config: Any, lengths: Sequence[int], supervised: float = SUPERVISED, **train: Any
+) -> int:
     """The most that two steps of the loop hold on tensors without numbers."""
     with Footprint().on_accelerator(), Watched() as watched:
         run_loop(head, config, lengths, supervised, **train)
@@ -133,7 +158,9 @@ def allocated_bytes(run: Callable[[], None]) -> int:
     """The most that the CPU's allocator had given at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced, large_chunks():
         run()
-    events = [event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -175,7 +202,11 @@ def table(results: Any) -> str:
         rows.setdefault(row["head"], []).append(f"{row['measured'] / GB:.2f} GB {above(row)}")
     for row in results["small"]:
         rows[row["head"]].append(f"{1e3 * row['measured'] / GB:.0f} MB {above(row)}")
-    header = ["head", *(name.split("/")[1] for name in names), *(f"width 512, {dtype}" for dtype in small)]
+    header = [
+        "head",
+        *(name.split("/")[1] for name in names),
+        *(f"width 512, {dtype}" for dtype in small),
+    ]
     return markdown(header, [[head, *cells] for head, cells in rows.items()], results["machine"])
 
 
@@ -186,7 +217,9 @@ def above(row: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/results/memory.json"))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

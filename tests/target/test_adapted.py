@@ -25,7 +25,9 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 30, 31]]  # which begin alike
 def save_adapter(model: Any, folder: Path, seed: int = 0, **settings: Any) -> Path:
     """An adapter of random weights, which changes what the model says."""
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **settings)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **settings
+    )
     peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(folder)
     return folder
 
@@ -49,7 +51,9 @@ def adapted(mixing_target: Target, folders: dict[str, Path]) -> dict[str, Target
 @pytest.fixture(scope="module")
 def switched(mixing_target: Target, folders: dict[str, Path]) -> Any:
     """The truth: peft's own model, which switches between both."""
-    model = peft.PeftModel.from_pretrained(copy.deepcopy(mixing_target.model), folders["lora"], adapter_name="lora")
+    model = peft.PeftModel.from_pretrained(
+        copy.deepcopy(mixing_target.model), folders["lora"], adapter_name="lora"
+    )
     model.load_adapter(folders["dora"], adapter_name="dora")
     return model.eval()
 
@@ -65,7 +69,9 @@ def head_of(target: Target, seed: int) -> Any:
 def answer(model: Any, prompt: list[int]) -> list[int]:
     """The greedy answer of a model by its own `generate`."""
     tokens = torch.tensor([prompt])
-    said = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS)
+    said = model.generate(
+        input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS
+    )
     return said[0, len(prompt) :].tolist()
 
 
@@ -79,14 +85,26 @@ def test_drafted_answers_are_pefts_own_in_alternation(
     for name in ("lora", "dora", "lora", "dora"):
         switched.set_adapter(name)
         for prompt in PROMPTS:
-            trace = generate(adapted[name], heads[name], prompt, budget=BUDGET, max_new_tokens=NEW_TOKENS, stop=[])
+            trace = generate(
+                adapted[name],
+                heads[name],
+                prompt,
+                budget=BUDGET,
+                max_new_tokens=NEW_TOKENS,
+                stop=[],
+            )
             assert trace.tokens == answer(switched, prompt)
             said[name, len(prompt)] = trace.tokens
     with switched.disable_adapter():
         for prompt in PROMPTS:
-            plain = generate(mixing_target, head_of(mixing_target, 0), prompt, max_new_tokens=NEW_TOKENS, stop=[])
+            plain = generate(
+                mixing_target, head_of(mixing_target, 0), prompt, max_new_tokens=NEW_TOKENS, stop=[]
+            )
             assert plain.tokens == answer(switched, prompt)
-            assert len({tuple(plain.tokens), *(tuple(said[name, len(prompt)]) for name in adapted)}) == 3
+            assert (
+                len({tuple(plain.tokens), *(tuple(said[name, len(prompt)]) for name in adapted)})
+                == 3
+            )
 
 
 @pytest.mark.slow
@@ -96,7 +114,9 @@ def test_texts_side_by_side_are_drawn_as_by_the_merged_model(
     """At T = 1 and several texts, with the noise of each text."""
     for name, target in adapted.items():
         switched.set_adapter(name)
-        merged = Target(copy.deepcopy(switched).merge_and_unload(adapter_names=[name]), mixing_target.tokenizer)
+        merged = Target(
+            copy.deepcopy(switched).merge_and_unload(adapter_names=[name]), mixing_target.tokenizer
+        )
         options: Any = {"sampling": Sampling(1.0), "max_new_tokens": NEW_TOKENS, "stop": []}
         rows = [
             [trace.tokens for trace in generate(each, head_of(each, 3), PROMPTS, **options)]
@@ -106,16 +126,25 @@ def test_texts_side_by_side_are_drawn_as_by_the_merged_model(
 
 
 def test_features_are_those_of_the_merged_model(
-    mixing_target_dir: Path, mixing_target: Target, adapted: dict[str, Target], folders: dict[str, Path]
+    mixing_target_dir: Path,
+    mixing_target: Target,
+    adapted: dict[str, Target],
+    folders: dict[str, Path],
 ) -> None:
     """Up to rounding in fp64, and others than the base's, which shares its weights."""
     tokens, taps = torch.arange(20, 60)[None], (0, 1, -1)
     for name, target in adapted.items():
         merged = Target.load(mixing_target_dir, dtype=torch.float64, adapter=str(folders[name]))
-        torch.testing.assert_close(target.features(tokens, taps), merged.features(tokens, taps), rtol=1e-9, atol=1e-9)
-        assert not torch.allclose(target.features(tokens, taps), mixing_target.features(tokens, taps), atol=1e-2)
+        torch.testing.assert_close(
+            target.features(tokens, taps), merged.features(tokens, taps), rtol=1e-9, atol=1e-9
+        )
+        assert not torch.allclose(
+            target.features(tokens, taps), mixing_target.features(tokens, taps), atol=1e-2
+        )
         assert target.head.weight is mixing_target.head.weight
-        assert f"with the adapter {folders[name]}" in repr(target) and "adapter" not in repr(mixing_target)
+        assert f"with the adapter {folders[name]}" in repr(target) and "adapter" not in repr(
+            mixing_target
+        )
         assert f"with the adapter {folders[name]}" in target.describe()
         assert copy.copy(target).adapter == str(folders[name])
 
@@ -149,7 +178,9 @@ def test_a_state_is_read_on_with_its_own_adapter(
     cut: list[int] = []
     original = TreeCache.cut
     monkeypatch.setattr(
-        TreeCache, "cut", lambda cache, slot, length: cut.append(length) or original(cache, slot, length)
+        TreeCache,
+        "cut",
+        lambda cache, slot, length: cut.append(length) or original(cache, slot, length),
     )
     base = Target(copy.deepcopy(mixing_target.model))
     targets, none = [base.with_adapter(folder) for folder in folders.values()], DRAFTERS["none"]()
@@ -173,15 +204,21 @@ def test_packed_weights_are_laid_out_for_adapters(
     folder = save_adapter(mixing_target.model, tmp_path / "dora", use_dora=True)
     tokens = torch.arange(20, 40)[None]
     expected = plain.with_adapter(folder).features(tokens, (1, -1))
-    torch.testing.assert_close(base.with_adapter(folder).features(tokens, (1, -1)), expected, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(base.features(tokens, (1, -1)), plain.features(tokens, (1, -1)), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        base.with_adapter(folder).features(tokens, (1, -1)), expected, rtol=1e-3, atol=1e-3
+    )
+    torch.testing.assert_close(
+        base.features(tokens, (1, -1)), plain.features(tokens, (1, -1)), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_adapters_that_cannot_be_read_are_refused(
     mixing_target: Target, folders: dict[str, Path], tmp_path: Path, mixing_target_dir: Path
 ) -> None:
     """No folder, a base of other sizes, weights that are missing; prompts; what heads borrow."""
-    with pytest.raises(ValueError, match=r"no adapter for this llama at .*gone.* expected a folder that peft's"):
+    with pytest.raises(
+        ValueError, match=r"no adapter for this llama at .*gone.* expected a folder that peft's"
+    ):
         mixing_target.with_adapter(tmp_path / "gone")
     config = json.loads((folders["lora"] / "adapter_config.json").read_text())
     weights = load_file(folders["lora"] / "adapter_model.safetensors")
@@ -192,18 +229,28 @@ def test_adapters_that_cannot_be_read_are_refused(
         other = tmp_path / name.split()[0]
         other.mkdir()
         (other / "adapter_config.json").write_text(json.dumps(config))
-        save_file({key: part.contiguous() for key, part in changed.items()}, other / "adapter_model.safetensors")
+        save_file(
+            {key: part.contiguous() for key, part in changed.items()},
+            other / "adapter_model.safetensors",
+        )
         with pytest.raises(ValueError, match="no adapter for this llama"):
             mixing_target.with_adapter(other)
         with pytest.raises(ValueError, match="no adapter for this llama"):
             Target.load(mixing_target_dir, dtype="float32", adapter=str(other))
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    peft.get_peft_model(copy.deepcopy(mixing_target.model), prompts).save_pretrained(tmp_path / "prompts")
-    with pytest.raises(ValueError, match=r"adds to the prompt .*got PROMPT_TUNING, expected one that changes linear"):
+    peft.get_peft_model(copy.deepcopy(mixing_target.model), prompts).save_pretrained(
+        tmp_path / "prompts"
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"adds to the prompt .*got PROMPT_TUNING, expected one that changes linear",
+    ):
         mixing_target.with_adapter(tmp_path / "prompts")
     config = peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
     peft.get_peft_model(copy.deepcopy(mixing_target.model), config).save_pretrained(tmp_path / "lm")
-    with pytest.raises(ValueError, match=r"changes the embedding or the LM head.*; merge it, as Target\.load"):
+    with pytest.raises(
+        ValueError, match=r"changes the embedding or the LM head.*; merge it, as Target\.load"
+    ):
         mixing_target.with_adapter(tmp_path / "lm")
     said = generate(mixing_target, DRAFTERS["none"](), PROMPTS[0], max_new_tokens=8, stop=[]).tokens
     assert said == answer(mixing_target.model, PROMPTS[0])[:8]  # the base is as it was

@@ -23,7 +23,10 @@ from tests.target.test_means import CHANGED, DRAFTERS, assert_own, own
 
 # one of each mechanism: offsets, mixers and offsets, a table without a row for each text, the whole model, its steps
 TYPES = ["llama4_text", "inkling_text", "mpt", "roformer", "doge"]
-EVERY = [pytest.param(name, marks=() if name in ("llama4_text", "roformer") else pytest.mark.slow) for name in TYPES]
+EVERY = [
+    pytest.param(name, marks=() if name in ("llama4_text", "roformer") else pytest.mark.slow)
+    for name in TYPES
+]
 
 
 @contextmanager
@@ -60,10 +63,17 @@ def test_public_functions_serve_batches(model_type: str) -> None:
     prompts = [random_tokens(length, seed=length) for length in (9, 1, 17)]
     expected = [answer_naively(bench.logits(), prompt, 6, Sampling()) for prompt in prompts]
     for kind in ("none", "ngram"):
-        traces = generate(bench.target, DRAFTERS[kind](bench.target, []), prompts, max_new_tokens=6, stop=[])
+        traces = generate(
+            bench.target, DRAFTERS[kind](bench.target, []), prompts, max_new_tokens=6, stop=[]
+        )
         assert [trace.tokens for trace in traces] == expected
     beams, scores = search_naively(bench.logits, prompts[0], 3, 4)
-    options: dict[str, Any] = {"beams": 3, "max_new_tokens": 4, "stop": [], "num_return_sequences": 3}
+    options: dict[str, Any] = {
+        "beams": 3,
+        "max_new_tokens": 4,
+        "stop": [],
+        "num_return_sequences": 3,
+    }
     found = beam_search(bench.target, DRAFTERS["ngram"](bench.target, []), prompts[0], **options)
     assert found.near_ties or found.tokens == beams
     assert torch.tensor(found.scores).allclose(torch.tensor(scores), atol=1e-4)
@@ -71,17 +81,25 @@ def test_public_functions_serve_batches(model_type: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
-def test_answers_are_measured_in_batches(model_type: str, recipe: Recipe, tmp_path: Path, base: Any) -> None:
+def test_answers_are_measured_in_batches(
+    model_type: str, recipe: Recipe, tmp_path: Path, base: Any
+) -> None:
     """Each answer of a batch is the one of its text alone."""
     model = build_small(model_type, **{**CHANGED.get(model_type, {}), "vocab_size": len(base)})
     model.save_pretrained(tmp_path / "target")
     base.save_pretrained(tmp_path / "target")
-    asked = {"prompts": {"few": ask(tmp_path, 4)}, "max_new_tokens": 6, "temperatures": [0], "batch_size": [1, 3]}
+    asked = {
+        "prompts": {"few": ask(tmp_path, 4)},
+        "max_new_tokens": 6,
+        "temperatures": [0],
+        "batch_size": [1, 3],
+    }
     values = {**recipe.model_dump(), "eval": asked | {"drafters": {"ngram": {"head": "ngram"}}}}
     values["target"] = {**values["target"], "path": str(tmp_path / "target"), "dtype": "float32"}
     values["train"] = {**values["train"], "out": str(tmp_path / "run")}
     rows, _ = lines_of(measure(Recipe.parse(values, "alone"), "alone.yaml"))
     answers = {
-        size: {key_of(row): row["digest"] for row in rows if row.get("batch_size", 1) == size} for size in (1, 3)
+        size: {key_of(row): row["digest"] for row in rows if row.get("batch_size", 1) == size}
+        for size in (1, 3)
     }
     assert answers[1] == answers[3] and len(answers[1]) == 10  # five turns by two drafters

@@ -63,6 +63,9 @@ def test_first_calls_of_several_threads_make_one_target() -> None:
     expected = model.generate(prompt, **options).tolist()
     with frequent_switches(), ThreadPoolExecutor(6) as threads:
         drafted = generate_with("ngram")
-        calls = [threads.submit(model.generate, prompt, custom_generate=drafted, **options) for _ in range(6)]
+        calls = [
+            threads.submit(model.generate, prompt, custom_generate=drafted, **options)
+            for _ in range(6)
+        ]
         answers = [call.result().tolist() for call in calls]
     assert answers == [expected] * 6

@@ -28,14 +28,22 @@ def test_what_comes_back_says_what_the_model_says(
     """Tied, untied, with a bias, with scales and soft caps: the model's own logits, and the input of its layer 0."""
     monkeypatch.setitem(FAMILIES, "phi", ("phi", {}))  # whose LM head has a bias
     target = Target(build(name, dtype))
-    assert save_borrowed(tmp_path, target.head, target.config).keys() == {"head.safetensors", "config.json"}
+    assert save_borrowed(tmp_path, target.head, target.config).keys() == {
+        "head.safetensors",
+        "config.json",
+    }
     lent = load_borrowed(tmp_path)
     answer = target.model(input_ids=TEXT[None], use_cache=False, output_hidden_states=True)
     hidden = target.features(TEXT[None], (-1,))[0, :, 0]
     assert equal(lent.head.logits(hidden), answer.logits[0])
-    assert equal(lent.head.embed(TEXT), answer.hidden_states[0][0]) or name in ("gpt2", "opt")  # learned positions
+    assert equal(lent.head.embed(TEXT), answer.hidden_states[0][0]) or name in (
+        "gpt2",
+        "opt",
+    )  # learned positions
     assert type(lent.head.embedding) is nn.Embedding and type(lent.head.output) is nn.Linear
-    assert not any(weight.requires_grad for weight in [*lent.head.embedding.parameters(), lent.head.weight])
+    assert not any(
+        weight.requires_grad for weight in [*lent.head.embedding.parameters(), lent.head.weight]
+    )
     assert lent.config.to_dict() == {**target.config.to_dict(), "_name_or_path": str(tmp_path)}
     with safe_open(tmp_path / "head.safetensors", "pt") as file:
         expected = {"embedding", *(() if target.config.tie_word_embeddings else ("output",))}
@@ -63,7 +71,9 @@ def test_what_is_more_than_matrices_is_not_kept(tmp_path: Path) -> None:
     def kept(part: str, module: nn.Module, **config: Any) -> dict[str, str]:
         parts = {"embedding": target.head.embedding, "output": target.head.output, part: module}
         head = type(target.head)(**parts)
-        return save_borrowed(tmp_path, head, target.config if not config else type("Config", (), config)())
+        return save_borrowed(
+            tmp_path, head, target.config if not config else type("Config", (), config)()
+        )
 
     own = target.head.embedding.weight
     assert kept("embedding", target.head.embedding)
@@ -81,14 +91,23 @@ def test_what_is_more_than_matrices_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["head.safetensors", "config.json"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?")])
-def test_a_store_looks_at_every_byte(damage: Callable[[Path], None], file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?")]
+)
+def test_a_store_looks_at_every_byte(
+    damage: Callable[[Path], None], file: str, tmp_path: Path
+) -> None:
     """When they are asked for, and only then; a store that has none says so."""
     target, text = Target(build("llama")), Example(TEXT, TEXT > 0)
     made = {"target": {}, "taps": [-1], "dtype": "float32"}
     assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32).borrowed_folder() is None
     files = save_borrowed(tmp_path, target.head, target.config)
-    assert FeatureStore.create(tmp_path, [text], made, [[[0]]], width=32, borrowed=files).borrowed_folder() == tmp_path
+    assert (
+        FeatureStore.create(
+            tmp_path, [text], made, [[[0]]], width=32, borrowed=files
+        ).borrowed_folder()
+        == tmp_path
+    )
     damage(tmp_path / file)
     store = FeatureStore(tmp_path, partial=True)
     with pytest.raises(Damaged, match=f"{file} is missing or damaged: .*--repair"):

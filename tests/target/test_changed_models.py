@@ -23,7 +23,9 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "lora": lambda: peft.LoraConfig(r=4, **LINEAR),
     "rslora": lambda: peft.LoraConfig(r=4, use_rslora=True, **LINEAR),
     "dora": lambda: peft.LoraConfig(r=4, use_dora=True, **LINEAR),
-    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"]),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"]
+    ),
     "loha": lambda: peft.LoHaConfig(r=4, alpha=4, **LINEAR),
     "lokr": lambda: peft.LoKrConfig(r=4, alpha=4, **LINEAR),
     "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, **LINEAR),
@@ -45,7 +47,9 @@ def draw_adapter(model: Any, name: str, seed: int) -> None:
 def check(target: Target, model: Any) -> list[int]:
     """Return the answer, which with drafts is the model's own."""
     expected = own_answer(model, PROMPT, 8)
-    got = generate(target, NgramDrafter(), PROMPT, budget=Budget(5, 5, 1), max_new_tokens=8, stop=[]).tokens
+    got = generate(
+        target, NgramDrafter(), PROMPT, budget=Budget(5, 5, 1), max_new_tokens=8, stop=[]
+    ).tokens
     assert got == expected
     return expected
 
@@ -54,7 +58,9 @@ def check(target: Target, model: Any) -> list[int]:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("first", ["adapter first", "call first"])
-def test_adapters_that_change_between_calls_are_followed(first: str, kind: str, family: str) -> None:
+def test_adapters_that_change_between_calls_are_followed(
+    first: str, kind: str, family: str
+) -> None:
     """Put on, switched, disabled, scaled and merged: each time as the model itself answers."""
     model: Any = build(family)
     target = Target(model)

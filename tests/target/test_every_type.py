@@ -30,19 +30,26 @@ def table() -> str:
     for model_type, found in KNOWN["types"].items():
         name = found.get("means", "").replace("; one text at a time", "")
         if found["outcome"] != "right":
-            reason = next((text for pattern, text in GROUPS.items() if re.search(pattern, found["why"])), found["why"])
+            reason = next(
+                (text for pattern, text in GROUPS.items() if re.search(pattern, found["why"])),
+                found["why"],
+            )
             name = (
                 "not tried: transformers builds no small one"
                 if found["outcome"] == "not built"
                 else f"refused: {reason}"
             )
         worst[name] = max(worst.get(name, 0.0), found.get("worst", 0.0))
-        rows.setdefault(name, []).append(model_type + (" (1)" if "one text" in found.get("means", "") else ""))
+        rows.setdefault(name, []).append(
+            model_type + (" (1)" if "one text" in found.get("means", "") else "")
+        )
     lines = [
         f"| {name} | {len(types)} | {worst[name]:.0e} | {'all others' if name == 'mask' else ', '.join(types)} |"
         if worst[name]
         else f"| {name} | {len(types)} | | {', '.join(types)} |"
-        for name, types in sorted(rows.items(), key=lambda row: (row[0] != "mask", not worst[row[0]], -len(row[1])))
+        for name, types in sorted(
+            rows.items(), key=lambda row: (row[0] != "mask", not worst[row[0]], -len(row[1]))
+        )
     ]
     return "\n".join(["| trees are read by | types | worst | which |", "|---|---|---|---|", *lines])
 
@@ -61,7 +68,9 @@ def test_answers_are_right_or_refused_in_words(model_type: str) -> None:
 def test_nearly_every_type_is_served_and_the_page_says_how() -> None:
     """The page's table is that of the result file."""
     types = KNOWN["types"]
-    if KNOWN["run"]["transformers"] == transformers.__version__:  # each release has types of its own
+    if (
+        KNOWN["run"]["transformers"] == transformers.__version__
+    ):  # each release has types of its own
         assert set(types) == set(TYPES)
     outcomes = [found["outcome"] for found in types.values()]
     assert outcomes.count("right") >= SERVED

@@ -57,7 +57,9 @@ WARPERS = {  # in the order in which transformers applies them
     "min_p": MinPLogitsWarper,
 }
 SETTINGS: list[dict[str, Any]] = [{"repetition_penalty": 1.3}] + [
-    {"repetition_penalty": 1.3, "temperature": temperature} if how is None else {"temperature": temperature, **how}
+    {"repetition_penalty": 1.3, "temperature": temperature}
+    if how is None
+    else {"temperature": temperature, **how}
     for temperature in (0.5, 1.0)
     for how in ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, None)
 ]
@@ -96,14 +98,24 @@ class Family:
         warp = LogitsProcessorList([WARPERS[name](value) for name, value in setting.items()])
         noise = gumbel if "temperature" in setting else None
         if (key := str(setting)) not in self.answers:
-            self.answers[key] = [own_answer(self.model, prompt, COUNT, warp, noise) for prompt in PROMPTS]
+            self.answers[key] = [
+                own_answer(self.model, prompt, COUNT, warp, noise) for prompt in PROMPTS
+            ]
         return self.answers[key]
 
     def drafted(self, drafter: str, setting: dict[str, Any]) -> list[Trace]:
         """What the target says to one prompt right after the other, with drafts."""
-        drafters = [DRAFTERS[drafter](*pair) for pair in zip(PROMPTS, self.own(setting), strict=True)]
-        options: dict[str, Any] = {"sampling": Sampling(**setting), "max_new_tokens": COUNT, "stop": []}
-        return [generate(self.target, *pair, **options) for pair in zip(drafters, PROMPTS, strict=True)]
+        drafters = [
+            DRAFTERS[drafter](*pair) for pair in zip(PROMPTS, self.own(setting), strict=True)
+        ]
+        options: dict[str, Any] = {
+            "sampling": Sampling(**setting),
+            "max_new_tokens": COUNT,
+            "stop": [],
+        }
+        return [
+            generate(self.target, *pair, **options) for pair in zip(drafters, PROMPTS, strict=True)
+        ]
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> Family:
@@ -129,7 +141,11 @@ def greedy_cases() -> list[Any]:
     cases = []
     for (i, name), drafter in product(enumerate(FAMILIES), DRAFTERS):
         slow = drafter == "ngram" and i % 5 > 0
-        cases.append(pytest.param(name, drafter, marks=pytest.mark.slow if slow else (), id=f"{name}-{drafter}"))
+        cases.append(
+            pytest.param(
+                name, drafter, marks=pytest.mark.slow if slow else (), id=f"{name}-{drafter}"
+            )
+        )
     return cases
 
 
@@ -148,7 +164,9 @@ def grid() -> list[Any]:
     meets every second family, and every drafter.
     """
     cases = []
-    for (i, name), (j, setting), (k, drafter) in product(enumerate(FAMILIES), enumerate(SETTINGS), enumerate(DRAFTERS)):
+    for (i, name), (j, setting), (k, drafter) in product(
+        enumerate(FAMILIES), enumerate(SETTINGS), enumerate(DRAFTERS)
+    ):
         fast = j == (2 * i + k) % len(SETTINGS) and k == i % 2 and drafter != "ngram"
         marks = [] if fast else [pytest.mark.slow]
         is_chosen = k == (i + j) % len(DRAFTERS) and (i + j) % 2 == 0
@@ -228,7 +246,9 @@ def test_other_means_than_masks_leave_taps_and_answers_as_they_are(name: str) ->
     served, taps = make(name), (0, 1, NUM_LAYERS - 1, -1)
     text = torch.tensor([PROMPTS[0], PROMPTS[1][: len(PROMPTS[0])]])
     with torch.no_grad():
-        states = served.model(input_ids=text, use_cache=False, output_hidden_states=True).hidden_states
+        states = served.model(
+            input_ids=text, use_cache=False, output_hidden_states=True
+        ).hidden_states
         if name == "mamba":  # its hidden states leave out the first layer's input
             states = (served.model.get_input_embeddings()(text), *states)
     expected = torch.stack([states[tap] for tap in taps], dim=2)
@@ -241,10 +261,14 @@ def test_other_means_than_masks_leave_taps_and_answers_as_they_are(name: str) ->
 def test_a_model_that_keeps_nothing_is_refused_but_tapped() -> None:
     """Without a cache every cycle would read the whole text."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("openai-gpt", vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    config = AutoConfig.for_model(
+        "openai-gpt", vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64
+    )
     target = Target(AutoModelForCausalLM.from_config(config))
     assert target.features(torch.tensor(PROMPTS[:1]), (0, -1)).shape == (1, len(FIRST), 2, 32)
-    with pytest.raises(ValueError, match=r"cannot read a tree: it keeps nothing between its forwards\. Taps"):
+    with pytest.raises(
+        ValueError, match=r"cannot read a tree: it keeps nothing between its forwards\. Taps"
+    ):
         generate(target, NgramDrafter(), PROMPTS[0], max_new_tokens=8)
 
 
@@ -252,7 +276,9 @@ def test_attention_without_tree_masks_is_refused() -> None:
     """Kernels that know causal masks alone would be wrong without a word."""
     flash = make("llama").target
     flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match=r"attends by flash_attention_2, .* load it with 'sdpa' or 'eager'"):
+    with pytest.raises(
+        ValueError, match=r"attends by flash_attention_2, .* load it with 'sdpa' or 'eager'"
+    ):
         flash.open().begin(PROMPTS[0], Choose(Sampling()))
 
 
@@ -260,7 +286,9 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     """Equal up to 1e-4 of the expected norm, tap by tap (the last dimension but one)."""
     assert got.shape == expected.shape
     for tap in range(got.shape[-2]):
-        difference = (got[..., tap, :] - expected[..., tap, :]).norm() / expected[..., tap, :].norm()
+        difference = (got[..., tap, :] - expected[..., tap, :]).norm() / expected[
+            ..., tap, :
+        ].norm()
         assert difference < 1e-4, f"tap number {tap} is {difference:.1e} away"
 
 
@@ -280,7 +308,8 @@ def test_every_tap_that_is_none_is_refused() -> None:
     """Tap L could mean two things; what lies outside means nothing."""
     for tap in (NUM_LAYERS, -2):
         with pytest.raises(
-            ValueError, match=rf"taps \[{tap}\] are no layer inputs.*expected 0..{NUM_LAYERS - 1}, or -1"
+            ValueError,
+            match=rf"taps \[{tap}\] are no layer inputs.*expected 0..{NUM_LAYERS - 1}, or -1",
         ):
             family("llama").target.features(torch.tensor(PROMPTS[:1]), (0, tap))
 
@@ -297,7 +326,11 @@ def nodes_as_positions(target: Target, patch: pytest.MonkeyPatch) -> None:
 
 def siblings_seen(target: Target, patch: pytest.MonkeyPatch) -> None:
     """Every node sees all nodes before it."""
-    patch.setattr(DraftTree, "ancestors", lambda tree: torch.ones(len(tree), len(tree), dtype=torch.bool).tril())
+    patch.setattr(
+        DraftTree,
+        "ancestors",
+        lambda tree: torch.ones(len(tree), len(tree), dtype=torch.bool).tril(),
+    )
 
 
 def rejected_nodes_kept(target: Target, patch: pytest.MonkeyPatch) -> None:
@@ -312,7 +345,9 @@ def rejected_nodes_kept(target: Target, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.quick("rejected_nodes_kept-mistral-sliding")
 @pytest.mark.parametrize("name", ["mistral-sliding", "gemma3"])
-@pytest.mark.parametrize("fault", [ignored_window, nodes_as_positions, siblings_seen, rejected_nodes_kept])
+@pytest.mark.parametrize(
+    "fault", [ignored_window, nodes_as_positions, siblings_seen, rejected_nodes_kept]
+)
 def test_a_planted_fault_is_seen(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above fails where the decoder is broken on purpose."""
     broken = make(name)

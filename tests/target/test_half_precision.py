@@ -25,7 +25,17 @@ from tests.target.test_means_faults import replay_one_short
 
 # one of each means, and no layers that choose experts or columns: rounding may make them choose others
 TYPES = [
-    *["gemma3_text", "bloom", "llama4_text", "roberta", "moshi", "qwen3_5_text", "mamba2", "lfm3", "mamba"],
+    *[
+        "gemma3_text",
+        "bloom",
+        "llama4_text",
+        "roberta",
+        "moshi",
+        "qwen3_5_text",
+        "mamba2",
+        "lfm3",
+        "mamba",
+    ],
     *["nemotron_h", "gpt_neo", "roformer", "rwkv", "xlstm"],
 ]
 COUNT, PROMPTS = 32, [random_tokens(3 + 5 * number, seed=number) for number in range(6)]
@@ -57,21 +67,31 @@ def compare(model: Any, target: Target) -> tuple[Counter[str], float]:
     total, worst = Counter[str](), 0.0
     for drafter in (Forgiving(requests), RandomTrees([*range(VOCAB)])):
         for batch_size in (1, 3):
-            traces = generate(target, drafter, PROMPTS, max_new_tokens=COUNT, stop=[], batch_size=batch_size)
+            traces = generate(
+                target, drafter, PROMPTS, max_new_tokens=COUNT, stop=[], batch_size=batch_size
+            )
             for trace, (answer, rows) in zip(traces, own, strict=True):
                 pairs = enumerate(zip(trace.tokens, answer, strict=True))
-                place = next((step for step, (token, expected) in pairs if token != expected), COUNT)
+                place = next(
+                    (step for step, (token, expected) in pairs if token != expected), COUNT
+                )
                 total += Counter(texts=1, parted=place < COUNT, equal=place)
                 if place < COUNT:
                     logits = rows[place].float()
                     gap = float(logits[answer[place]] - logits[trace.tokens[place]])
-                    worst = max(worst, gap / (torch.finfo(model.dtype).eps * float(logits.abs().max())))
+                    worst = max(
+                        worst, gap / (torch.finfo(model.dtype).eps * float(logits.abs().max()))
+                    )
     return total, worst
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=[pytest.mark.long] * (number % 3 > 0)) for number, name in enumerate(TYPES)]
+    "model_type",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (number % 3 > 0))
+        for number, name in enumerate(TYPES)
+    ],
 )
 def test_answers_part_at_near_ties_alone(model_type: str) -> None:
     """Known and random trees, alone and three texts at a time."""
@@ -80,7 +100,9 @@ def test_answers_part_at_near_ties_alone(model_type: str) -> None:
     total, worst = compare(model, target)
     print(f"{model_type}, {target.describe()}: {dict(total)}, gaps up to {worst:.2f} roundings")
     assert worst <= ROUNDINGS
-    assert model_type != "llama4_text" or "offsets" in target.describe()  # rounding must not hide that it counts
+    assert (
+        model_type != "llama4_text" or "offsets" in target.describe()
+    )  # rounding must not hide that it counts
 
 
 @pytest.mark.slow

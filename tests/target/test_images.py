@@ -29,7 +29,10 @@ from tests.vision_families import IMAGE, VISION_FAMILIES, ask, build
 
 COUNT = 24
 TREE = Budget(12, 4, 3)
-HEADS: dict[str, dict[str, Any]] = {"eagle1": {"kind": "eagle1"}, "eagle3": {"kind": "eagle3", "taps": [0, 1, 3]}}
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle1": {"kind": "eagle1"},
+    "eagle3": {"kind": "eagle3", "taps": [0, 1, 3]},
+}
 
 
 @cache
@@ -44,9 +47,16 @@ def own(name: str, images: int, seed: int, *, drawn: bool) -> tuple[dict[str, An
     """A prompt, and what the untouched model says to it by its own `generate`."""
     model = family(name)[0]
     asked = ask(name, model, images, seed)
-    noise = LogitsProcessorList([lambda text, scores: scores + gumbel(text.shape[1])] if drawn else [])
+    noise = LogitsProcessorList(
+        [lambda text, scores: scores + gumbel(text.shape[1])] if drawn else []
+    )
     text = model.generate(
-        **asked, max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0, logits_processor=noise
+        **asked,
+        max_new_tokens=COUNT,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        logits_processor=noise,
     )
     return asked, text[0, asked["input_ids"].shape[1] :].tolist()
 
@@ -57,11 +67,15 @@ def drafter_of(kind: str, target: Target, asked: dict[str, Any], answer: list[in
     if kind in HEADS:
         torch.manual_seed(1)
         settings = settings_of(HEADS[kind], "test")
-        return DRAFTERS[kind].for_target(settings, target.config, target.head).bind(target.head).eval()
+        return (
+            DRAFTERS[kind].for_target(settings, target.config, target.head).bind(target.head).eval()
+        )
     if kind == "draft_model":
         model = build_text("llama")
         return DraftModel(DraftModelSettings(), model.config, model).bind(target.head)
-    return {"random": RandomTrees(answer), "planted": PlantedTrees(text), "ngram": NgramDrafter()}[kind]
+    return {"random": RandomTrees(answer), "planted": PlantedTrees(text), "ngram": NgramDrafter()}[
+        kind
+    ]
 
 
 def greedy_cases() -> list[Any]:
@@ -70,7 +84,11 @@ def greedy_cases() -> list[Any]:
     for name in VISION_FAMILIES:
         for kind in ("random", "planted", "ngram", "eagle1", "eagle3", "draft_model"):
             is_fast = kind in ("planted", "eagle1") or name in ("llava", "gemma3", "qwen2_5_vl")
-            cases.append(pytest.param(name, kind, marks=[] if is_fast else [pytest.mark.slow, pytest.mark.long]))
+            cases.append(
+                pytest.param(
+                    name, kind, marks=[] if is_fast else [pytest.mark.slow, pytest.mark.long]
+                )
+            )
     return cases
 
 
@@ -82,7 +100,12 @@ def test_greedy_answers_are_the_untouched_models(name: str, kind: str) -> None:
     for images in (0, 1, 3):
         asked, answer = own(name, images, images, drawn=False)
         trace = generate(
-            target, drafter_of(kind, target, asked, answer), asked, max_new_tokens=COUNT, budget=TREE, stop=[]
+            target,
+            drafter_of(kind, target, asked, answer),
+            asked,
+            max_new_tokens=COUNT,
+            budget=TREE,
+            stop=[],
         )
         assert trace.tokens == answer
         assert kind != "planted" or trace.acceptance_length > 2.5
@@ -100,7 +123,11 @@ def test_drawn_answers_are_the_untouched_models(name: str, monkeypatch: pytest.M
         asked, answer = own(name, images, images, drawn=True)
         for kind in ("random", "planted", "eagle1"):
             drafter = drafter_of(kind, target, asked, answer)
-            options: dict[str, Any] = {"sampling": Sampling(temperature=1.0), "max_new_tokens": COUNT, "stop": []}
+            options: dict[str, Any] = {
+                "sampling": Sampling(temperature=1.0),
+                "max_new_tokens": COUNT,
+                "stop": [],
+            }
             assert generate(target, drafter, asked, budget=TREE, **options).tokens == answer
 
 
@@ -109,11 +136,16 @@ def test_drawn_answers_are_the_untouched_models(name: str, monkeypatch: pytest.M
 def test_texts_side_by_side(name: str) -> None:
     """With none to three images, in more prompts than there are rows; the same tokens stand for other images."""
     _, target = family(name)
-    pairs = [own(name, images, seed, drawn=False) for images, seed in ((1, 1), (0, 0), (3, 3), (1, 7), (2, 2), (3, 7))]
+    pairs = [
+        own(name, images, seed, drawn=False)
+        for images, seed in ((1, 1), (0, 0), (3, 3), (1, 7), (2, 2), (3, 7))
+    ]
     prompts, answers = [asked for asked, _ in pairs], [answer for _, answer in pairs]
     for kind in ("random", "eagle1"):
         drafter = drafter_of(kind, target, *pairs[0])
-        traces = generate(target, drafter, prompts, batch_size=3, max_new_tokens=COUNT, budget=TREE, stop=[])
+        traces = generate(
+            target, drafter, prompts, batch_size=3, max_new_tokens=COUNT, budget=TREE, stop=[]
+        )
         assert [trace.tokens for trace in traces] == answers
 
 
@@ -128,7 +160,10 @@ def test_features_are_the_untouched_models(name: str) -> None:
 
     layers = decoder_layers(model.model, 4)
     hooked = {0: layers[0], 1: layers[1], 3: layers[3], -1: model.lm_head}
-    handles = [part.register_forward_pre_hook(partial(keep, tap), with_kwargs=True) for tap, part in hooked.items()]
+    handles = [
+        part.register_forward_pre_hook(partial(keep, tap), with_kwargs=True)
+        for tap, part in hooked.items()
+    ]
     with torch.no_grad():
         model(**asked, use_cache=False)
     for handle in handles:
@@ -155,7 +190,9 @@ def one_image_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eagle.target.state.media_of", lambda _: {})
 
 
-@pytest.mark.parametrize(("name", "fault"), [("qwen2_5_vl", wrong_positions), ("gemma3", blind), ("llava", blind)])
+@pytest.mark.parametrize(
+    ("name", "fault"), [("qwen2_5_vl", wrong_positions), ("gemma3", blind), ("llava", blind)]
+)
 def test_a_fault_is_seen(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks above can fail."""
     _, target = family(name)
@@ -169,7 +206,10 @@ def test_the_same_tokens_are_read_again_for_another_image(monkeypatch: pytest.Mo
     """Nothing of one image is kept for the next; a fault in that is seen."""
     _, target = family("llava")
     pairs = [own("llava", 1, seed, drawn=False) for seed in (1, 7)]
-    assert torch.equal(pairs[0][0]["input_ids"], pairs[1][0]["input_ids"]) and pairs[0][1] != pairs[1][1]
+    assert (
+        torch.equal(pairs[0][0]["input_ids"], pairs[1][0]["input_ids"])
+        and pairs[0][1] != pairs[1][1]
+    )
     for asked, answer in (*pairs, pairs[0]):
         trace = generate(target, RandomTrees(answer), asked, max_new_tokens=COUNT, stop=[])
         assert trace.tokens == answer
@@ -182,10 +222,14 @@ def test_the_same_tokens_are_read_again_for_another_image(monkeypatch: pytest.Mo
 def test_what_cannot_be_meant_is_refused() -> None:
     """Images for a model that is blind, and several prompts in one output."""
     asked = ask("llava", family("llava")[0], 1, 1)
-    with pytest.raises(ValueError, match=r"llama takes no pixel_values: pass what its own processor gives"):
+    with pytest.raises(
+        ValueError, match=r"llama takes no pixel_values: pass what its own processor gives"
+    ):
         generate(Target(build_text("llama")), NgramDrafter(), asked, max_new_tokens=4)
     two = {name: torch.cat([value, value]) for name, value in asked.items()}
-    with pytest.raises(ValueError, match="2 prompts with images are one output of the processor, expected a list"):
+    with pytest.raises(
+        ValueError, match="2 prompts with images are one output of the processor, expected a list"
+    ):
         prompt_rows(two)
 
 
@@ -208,7 +252,9 @@ def test_heads_draft_from_what_they_learn_from(name: str, kind: str) -> None:
         drafts, count = cycle.tree.tokens.tolist()[1:], cycle.context + 1
         tokens = torch.tensor([*[*asked, *trace.tokens][:count], *drafts])
         assert int(tokens[count - 1]) == int(cycle.tree.tokens[0])
-        if IMAGE in tokens[len(asked) :]:  # a random model says it, too; a whole text cannot be read with it
+        if (
+            IMAGE in tokens[len(asked) :]
+        ):  # a random model says it, too; a whole text cannot be read with it
             continue
         media = {
             name: pad(value, (0, len(tokens) - len(asked))) if "type_ids" in name else value
@@ -220,7 +266,9 @@ def test_heads_draft_from_what_they_learn_from(name: str, kind: str) -> None:
     assert len(blind) > 2 and not all(blind)
 
 
-def predict_chain(head: Any, target: Target, tokens: torch.Tensor, count: int, media: Any) -> list[int]:
+def predict_chain(
+    head: Any, target: Target, tokens: torch.Tensor, count: int, media: Any
+) -> list[int]:
     """What a head predicts for the tokens [T] from `count` on, by its training forward."""
     mask = torch.zeros(len(tokens), dtype=torch.bool)
     mask[[count, -1]] = True

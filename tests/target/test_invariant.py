@@ -76,11 +76,16 @@ def attend_naively(
     return output
 
 
-def draw(count: int, length: int, heads: int = 6, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def draw(
+    count: int, length: int, heads: int = 6, kv_heads: int = 2
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [2, H, N, 8], keys [2, K, S, 8] and values [2, K, S, 5] in bf16."""
     torch.manual_seed(count * 1000 + length)
     query = torch.randn(2, heads, count, 8).bfloat16()
-    key, value = torch.randn(2, kv_heads, length, 8).bfloat16(), torch.randn(2, kv_heads, length, 5).bfloat16()
+    key, value = (
+        torch.randn(2, kv_heads, length, 8).bfloat16(),
+        torch.randn(2, kv_heads, length, 5).bfloat16(),
+    )
     return query, key, value
 
 
@@ -88,12 +93,20 @@ def draw_mask(count: int, length: int, heads: int = 1) -> Tensor:
     """[2, heads, N, S], an additive mask in bf16 that hides a third of the keys, never all."""
     hidden = torch.rand(2, heads, count, length) < 1 / 3
     hidden[..., 0] = False
-    return torch.zeros(2, heads, count, length).bfloat16().masked_fill_(hidden, torch.finfo(torch.bfloat16).min)
+    return (
+        torch.zeros(2, heads, count, length)
+        .bfloat16()
+        .masked_fill_(hidden, torch.finfo(torch.bfloat16).min)
+    )
 
 
 @pytest.mark.parametrize("scores_held", [2**22, 40], ids=["at once", "in pieces"])
-@pytest.mark.parametrize("option", ["mask", "by head", "as rows", "bool", "softcap", "sinks", "causal", "step", "none"])
-def test_attention_is_softmax_of_scores(option: str, scores_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "option", ["mask", "by head", "as rows", "bool", "softcap", "sinks", "causal", "step", "none"]
+)
+def test_attention_is_softmax_of_scores(
+    option: str, scores_held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a loop over queries says, with whatever masks and options layers pass."""
     monkeypatch.setattr(invariant, "MAX_SCORES", scores_held)
     count, length = {"causal": (9, 9), "step": (1, 9)}.get(option, (4, 11))
@@ -116,7 +129,9 @@ def test_attention_is_softmax_of_scores(option: str, scores_held: int, monkeypat
         options = {"s_aux": torch.randn(6).bfloat16()}
     got, _ = invariant_attention(nn.Identity(), query, key, value, given, **options)
     sinks = options.get("s_aux")
-    expected = attend_naively(query, key, value, mask.expand(2, 6, -1, -1), softcap=options.get("softcap"), sinks=sinks)
+    expected = attend_naively(
+        query, key, value, mask.expand(2, 6, -1, -1), softcap=options.get("softcap"), sinks=sinks
+    )
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, expected.to(torch.bfloat16))
 
@@ -162,7 +177,9 @@ def target_of(targets: dict[Any, Target], name: str, dtype: str) -> Target:
 @pytest.mark.quick("llama-fp16", "gemma2-bf16")
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", families(*FAMILIES))
-def test_bits_do_not_depend_on_what_is_read_together(name: str, dtype: str, targets: dict[Any, Target]) -> None:
+def test_bits_do_not_depend_on_what_is_read_together(
+    name: str, dtype: str, targets: dict[Any, Target]
+) -> None:
     """Steps, chunks of a prompt, a tree and a batch give the same bits after 40 and after 200 tokens, or it is said."""
     target = target_of(targets, name, dtype)
     said = target.variance()
@@ -203,13 +220,21 @@ def test_drafted_output_is_plain_decodings(name: str, targets: dict[Any, Target]
             generate(target, load_drafter("none", target), prompt, sampling=rule, **options).tokens
             for prompt, rule in zip(PROMPTS, sampling, strict=True)
         ]
-        requests = [Request(prompt, {}, COUNT, row, plain[row]) for row, prompt in enumerate(PROMPTS)]
+        requests = [
+            Request(prompt, {}, COUNT, row, plain[row]) for row, prompt in enumerate(PROMPTS)
+        ]
         drafters: list[Any] = [Forgiving(requests), RandomTrees([*range(90)])]
         drafters += [load_drafter("ngram", target)]
         for drafter in drafters:
             for batch_size in (1, 2):
-                traces = generate(target, drafter, PROMPTS, sampling=sampling, batch_size=batch_size, **options)
-                assert [trace.tokens for trace in traces] == plain, (drafter, temperature, batch_size)
+                traces = generate(
+                    target, drafter, PROMPTS, sampling=sampling, batch_size=batch_size, **options
+                )
+                assert [trace.tokens for trace in traces] == plain, (
+                    drafter,
+                    temperature,
+                    batch_size,
+                )
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
@@ -254,7 +279,9 @@ def padded_keys(target: Target) -> None:
     """The fault of keys that are padded by the batch: their number chooses the order of the sums."""
     from transformers import AttentionInterface
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+    ) -> Any:
         parts = max(1, key.shape[2] // 16)
         scores = invariant_attention(module, query, key, value, mask, **options)[0]
         return (scores.float() * (1 + 2**-7 * (parts % 2))).to(scores.dtype), None
@@ -294,15 +321,22 @@ def test_answers_do_not_depend_on_the_budget(targets: dict[Any, Target]) -> None
     drafter, options = load_drafter("suffix", target), {"max_new_tokens": COUNT, "stop": []}
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, seed=8)
-        plain = generate(target, load_drafter("none", target), PROMPTS[0], sampling=sampling, **options)
+        plain = generate(
+            target, load_drafter("none", target), PROMPTS[0], sampling=sampling, **options
+        )
         generate(target, drafter, PROMPTS[0], sampling=sampling, **options)  # which it remembers
         chains = [Budget(nodes=length, top_k=1) for length in (3, 7)]
         for budget in [*chains, Budget(nodes=8), Budget(nodes=25), Budget(nodes=60)]:
-            trace = generate(target, drafter, PROMPTS[0], sampling=sampling, budget=budget, **options)
+            trace = generate(
+                target, drafter, PROMPTS[0], sampling=sampling, budget=budget, **options
+            )
             assert trace.tokens == plain.tokens, (temperature, budget)
 
 
-SELDOM = [pytest.param(kind, marks=pytest.mark.long) for kind in ("hass", "dspark", "hydra", "mtp", "peagle")]
+SELDOM = [
+    pytest.param(kind, marks=pytest.mark.long)
+    for kind in ("hass", "dspark", "hydra", "mtp", "peagle")
+]
 
 
 @pytest.mark.slow
@@ -318,10 +352,27 @@ def test_heads_write_what_plain_decoding_writes(kind: str, targets: dict[Any, Ta
     for temperature in (0.0, 1.0):
         sampling = [Sampling(temperature, seed=3, request=row) for row in range(len(prompts))]
         plain = [
-            generate(target, load_drafter("none", target), prompt, sampling=rule, max_new_tokens=length, stop=[]).tokens
+            generate(
+                target,
+                load_drafter("none", target),
+                prompt,
+                sampling=rule,
+                max_new_tokens=length,
+                stop=[],
+            ).tokens
             for prompt, rule, length in zip(prompts, sampling, lengths, strict=True)
         ]
-        for budget in (Budget(nodes=3, top_k=1), Budget(nodes=7, top_k=1), Budget(nodes=8), Budget(nodes=25)):
-            options: dict[str, Any] = {"max_new_tokens": lengths, "stop": [], "budget": budget, "batch_size": 2}
+        for budget in (
+            Budget(nodes=3, top_k=1),
+            Budget(nodes=7, top_k=1),
+            Budget(nodes=8),
+            Budget(nodes=25),
+        ):
+            options: dict[str, Any] = {
+                "max_new_tokens": lengths,
+                "stop": [],
+                "budget": budget,
+                "batch_size": 2,
+            }
             traces = generate(target, head, prompts, sampling=sampling, **options)
             assert [trace.tokens for trace in traces] == plain, (temperature, budget)

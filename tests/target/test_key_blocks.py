@@ -25,7 +25,9 @@ LENGTH = 2 * BLOCK + LAG + 40  # keys before a query that reads two blocks
 TREE = torch.tensor([-1, 0, 0, 1, 2, 4, 4, 6])  # parents
 
 
-def draw(count: int, length: int, heads: int = 6, kv_heads: int = 2, sequences: int = 1) -> tuple[Tensor, ...]:
+def draw(
+    count: int, length: int, heads: int = 6, kv_heads: int = 2, sequences: int = 1
+) -> tuple[Tensor, ...]:
     """Queries [B, H, N, D], keys and values [B, K, S, D] in bf16."""
     torch.manual_seed(count * 1000 + length)
     query = torch.randn(sequences, heads, count, WIDTH).bfloat16()
@@ -38,7 +40,9 @@ def additive(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape).bfloat16().masked_fill_(~seen, torch.finfo(torch.bfloat16).min)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, starts: list[int], **options: Any) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, starts: list[int], **options: Any
+) -> Tensor:
     """[B, N, H, D] of a chain after `starts` cached keys."""
     count = query.shape[2]
     positions = torch.tensor(starts)[:, None] + torch.arange(count)
@@ -47,7 +51,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, starts: list
         return invariant_attention(nn.Identity(), query, key, value, mask, **options)[0]
 
 
-def expect(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
+def expect(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """[B, N, H, D] in fp64, with every key and value head repeated; `seen` is [B, N, S]."""
     groups = query.shape[1] // key.shape[1]
     key, value = (held.double().repeat_interleave(groups, dim=1) for held in (key, value))
@@ -64,7 +70,9 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
     return bool((got.double() - expected).abs().max() < 2**-7 * expected.abs().max())
 
 
-@pytest.mark.parametrize("option", ["chain", "as rows", "sign", "bool", "window", "hole", "sinks", "ragged"])
+@pytest.mark.parametrize(
+    "option", ["chain", "as rows", "sign", "bool", "window", "hole", "sinks", "ragged"]
+)
 def test_attention_is_softmax_of_scores(option: str) -> None:
     """As products of whole matrices in fp64 say, with whatever masks layers pass."""
     count, starts = 6, [LENGTH, BLOCK + LAG - 2] if option == "ragged" else [LENGTH]
@@ -112,14 +120,18 @@ def test_a_tree_reads_the_bits_of_steps() -> None:
     for node in range(len(TREE)):
         path = [*range(start), *(start + ancestors[node].nonzero()[:, 0]).tolist()]
         sign = torch.zeros(1, 1, 1, 1).bfloat16()
-        step = attend(query[:, :, node : node + 1], key[:, :, path], value[:, :, path], sign, [len(path) - 1])
+        step = attend(
+            query[:, :, node : node + 1], key[:, :, path], value[:, :, path], sign, [len(path) - 1]
+        )
         assert torch.equal(step[0, 0], tree[0, node]), node
 
 
 def test_a_kernel_that_counts_rows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: one that rounds otherwise for many rows than for a few."""
 
-    def by_rows(*args: Any, read: Any = blocks.read_blocks, **options: Any) -> tuple[Tensor, Tensor]:
+    def by_rows(
+        *args: Any, read: Any = blocks.read_blocks, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         outputs, logs = read(*args, **options)
         return (outputs * (1 + 2**-7) if args[0].shape[1] > 40 else outputs), logs
 

@@ -16,8 +16,14 @@ from tests.tree_rounds import worst_difference
 
 FAR = 64  # farther than the check's own prompt reaches here
 MODELS: dict[str, dict[str, Any]] = {
-    "llama4_text": {**COUNTING["llama4_text"], "floor_scale": FAR, "attention_chunk_size": FAR},  # 8,192 in real ones
-    "moshi": {"sliding_window": FAR},  # 3,000; its cache applies it, and its forward over a text does not
+    "llama4_text": {
+        **COUNTING["llama4_text"],
+        "floor_scale": FAR,
+        "attention_chunk_size": FAR,
+    },  # 8,192 in real ones
+    "moshi": {
+        "sliding_window": FAR
+    },  # 3,000; its cache applies it, and its forward over a text does not
     "gemma3_text": {"sliding_window": FAR},
 }
 
@@ -46,13 +52,18 @@ def test_texts_beyond_a_far_limit_are_read_right(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "moshi"])
-def test_a_far_limit_that_is_not_tried_is_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_far_limit_that_is_not_tried_is_seen(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without it, a mask alone seems to do, and texts beyond the limit are read wrong."""
     monkeypatch.setattr(read_modes, "NEAR", 10**9)
     model = build_small(model_type, **MODELS[model_type])
     reader = checked_reader(model)
     assert reader.mode.describe() == "mask"
-    assert max(worst_difference(model, reader, (length,)) for length in (FAR - 4, FAR + 20)) > 100 * EXACT
+    assert (
+        max(worst_difference(model, reader, (length,)) for length in (FAR - 4, FAR + 20))
+        > 100 * EXACT
+    )
 
 
 @pytest.mark.slow

@@ -44,10 +44,22 @@ UNKNOWN = {"fc.weight": torch.ones(2, 2), "d2t": torch.ones(3)}
             MISSING,
             r"no whole llama model: missing weights .*up_proj.weight\. Missing weights .* `eagle import`",
         ),
-        (UNKNOWN, r"no whole llama model: unknown weights d2t, fc.weight\. Missing weights .* `eagle import`"),
-        ({**MISSING, **UNKNOWN}, r"missing weights model.layers.1.mlp.up_proj.weight; unknown weights d2t, fc.weight"),
-        ({f"x{i}": torch.ones(1) for i in range(6)}, r"unknown weights x0, x1, x2, x3 and 2 more\."),
-        ({"model.norm.weight": torch.ones(7)}, r"holds weights of other sizes than its config.json says"),
+        (
+            UNKNOWN,
+            r"no whole llama model: unknown weights d2t, fc.weight\. Missing weights .* `eagle import`",
+        ),
+        (
+            {**MISSING, **UNKNOWN},
+            r"missing weights model.layers.1.mlp.up_proj.weight; unknown weights d2t, fc.weight",
+        ),
+        (
+            {f"x{i}": torch.ones(1) for i in range(6)},
+            r"unknown weights x0, x1, x2, x3 and 2 more\.",
+        ),
+        (
+            {"model.norm.weight": torch.ones(7)},
+            r"holds weights of other sizes than its config.json says",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(folder: Path, tensors: Any, message: str) -> None:
@@ -65,9 +77,16 @@ def test_weights_that_do_not_fit_are_refused(folder: Path, tensors: Any, message
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "mtp.layers.0.norm.weight"]
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+        "mtp.layers.0.norm.weight",
+    ],
 )
-def test_what_a_model_computes_or_never_runs_may_lie_beside_its_weights(folder: Path, name: str) -> None:
+def test_what_a_model_computes_or_never_runs_may_lie_beside_its_weights(
+    folder: Path, name: str
+) -> None:
     """Older releases saved such tensors."""
     change(folder, **{name: torch.ones(4)})
     prompt = random_tokens(9, seed=1)

@@ -68,7 +68,12 @@ def test_each_layer_type_gets_its_mask(indexed: Any) -> None:
                         expected = own < 4 and bool(seen[node, own])
                         place = start + depths[own] if own < 4 else column
                     expected = expected and sees(kind, start + depths[node], place, 3, 4)
-                    assert bool(masks[kind][row, 0, node, column] == 0) == expected, (kind, row, node, column)
+                    assert bool(masks[kind][row, 0, node, column] == 0) == expected, (
+                        kind,
+                        row,
+                        node,
+                        column,
+                    )
 
 
 def test_the_check_crosses_what_bounds_attention() -> None:
@@ -79,7 +84,8 @@ def test_the_check_crosses_what_bounds_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "pieces"), [((21,), 1), pytest.param((21,), 3, marks=pytest.mark.slow), ((21, 15, 30), 1)]
+    ("lengths", "pieces"),
+    [((21,), 1), pytest.param((21,), 3, marks=pytest.mark.slow), ((21, 15, 30), 1)],
 )
 def test_indexed_attention_reads_trees(indexed: Any, lengths: Sequence[int], pieces: int) -> None:
     """Whole prompts or pieces of one, alone and beside texts of other lengths."""
@@ -98,13 +104,17 @@ def test_every_indexed_type_reads_trees(model_type: str, lengths: Sequence[int])
     assert worst_difference(model, reader, lengths) < EXACT
 
 
-def test_an_index_key_left_in_its_place_is_seen(indexed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_key_left_in_its_place_is_seen(
+    indexed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Kept nodes' index keys move along with their keys and values, or later states are others."""
     copy_columns = TreeCache._move
 
     def skip_index(self: TreeCache, *moves: Any) -> None:
         buffers = self.buffers
-        self.buffers = [rows for layer in self.layers for rows in (layer.key_rows, layer.value_rows)]
+        self.buffers = [
+            rows for layer in self.layers for rows in (layer.key_rows, layer.value_rows)
+        ]
         copy_columns(self, *moves)
         self.buffers = buffers
 
@@ -118,7 +128,10 @@ def test_positions_of_rejected_drafts_do_not_stay() -> None:
     model, prompt = build("qwen4_exp_text"), random_tokens(9, seed=1)
     answer = own_answer(model, prompt, 24)
     trees = RandomTrees(answer)
-    assert generate(Target(copy.deepcopy(model)), trees, prompt, max_new_tokens=24, stop=[]).tokens == answer
+    assert (
+        generate(Target(copy.deepcopy(model)), trees, prompt, max_new_tokens=24, stop=[]).tokens
+        == answer
+    )
 
 
 def test_a_copied_text_brings_its_index_keys(indexed: Any) -> None:
@@ -138,8 +151,13 @@ def test_a_copied_text_brings_its_index_keys(indexed: Any) -> None:
         cache.aim([0, 1])
         first, second = reader(torch.full((2, 1), 7), torch.full((2, 1), 21), None, cache)
         third = reader(torch.full((1, 1), 7), torch.full((1, 1), 21), None, other)[0]
-    assert (first - second).norm() < EXACT * first.norm() and (first - third).norm() < EXACT * first.norm()
+    assert (first - second).norm() < EXACT * first.norm() and (
+        first - third
+    ).norm() < EXACT * first.norm()
     index_keys = [layer.indexer_rows for layer in cache.layers]
     assert all(isinstance(rows, Rows) and rows in cache.buffers for rows in index_keys)
-    plain = sum(rows.buffer.shape[1] * rows.buffer.shape[3] * 4 for rows in cache.buffers[: 2 * len(index_keys)])
+    plain = sum(
+        rows.buffer.shape[1] * rows.buffer.shape[3] * 4
+        for rows in cache.buffers[: 2 * len(index_keys)]
+    )
     assert cache.column_bytes == plain + sum(rows.buffer.shape[3] * 4 for rows in index_keys)

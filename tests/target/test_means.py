@@ -39,9 +39,19 @@ STEPS = ["nemotron_h", "zamba2", "xlstm"]  # whose own steps differ from their f
 ROWS = ["gpt_neo", "deepseek_v4"]
 WHOLE = ["rwkv"]
 TYPES = [*MASKS, *TABLED, *OFFSET, *PATHS, *LEVELS, *STEPS, *ROWS, *WHOLE]
-SOME = ["bloom", "llama4_text", "qwen3_5_text", "jamba", "nemotron_h", "gpt_neo"]  # one of each mechanism
+SOME = [
+    "bloom",
+    "llama4_text",
+    "qwen3_5_text",
+    "jamba",
+    "nemotron_h",
+    "gpt_neo",
+]  # one of each mechanism
 # all of them take a quarter of an hour
-EVERY = [pytest.param(model_type, marks=() if model_type in SOME else pytest.mark.long) for model_type in TYPES]
+EVERY = [
+    pytest.param(model_type, marks=() if model_type in SOME else pytest.mark.long)
+    for model_type in TYPES
+]
 CHANGED: dict[str, dict[str, Any]] = {
     **COUNTING,
     "bloom": {"n_layer": 4},
@@ -49,7 +59,16 @@ CHANGED: dict[str, dict[str, Any]] = {
 }
 TEMPERATURES = [0.0, 0.7, 1.0]
 # whose layers cannot be run one by one: they start from more than one state, or are read with the whole model
-NO_VIEW = ["gemma3n_text", "bloom", "recurrent_gemma", "zamba2", "xlstm", "gpt_neo", "deepseek_v4", "rwkv"]
+NO_VIEW = [
+    "gemma3n_text",
+    "bloom",
+    "recurrent_gemma",
+    "zamba2",
+    "xlstm",
+    "gpt_neo",
+    "deepseek_v4",
+    "rwkv",
+]
 VIEWED = [model_type for model_type in TYPES if model_type not in NO_VIEW]
 
 
@@ -66,7 +85,9 @@ class Own(Bench):
         """The truth: uncached forwards, or where the model's own steps differ from them, these."""
         return (cached_steps if self.target.reader.follows_steps else whole_texts)(self.model)
 
-    def draw(self, count: int, seed: int, longest: int = 30, least: int = 3, most: int = 12) -> list[Request]:
+    def draw(
+        self, count: int, seed: int, longest: int = 30, least: int = 3, most: int = 12
+    ) -> list[Request]:
         """Requests with their answers; some begin like the one before, as the next turn of a chat does."""
         dice, requests = random.Random(seed), list[Request]()
         for number in range(count):
@@ -103,7 +124,9 @@ DRAFTERS: dict[str, Callable[[Target, list[Request]], Any]] = {
 }
 
 
-def assert_own(bench: Own, kind: str, requests: list[Request], batch_size: int, dice: Any = None) -> Counter[str]:
+def assert_own(
+    bench: Own, kind: str, requests: list[Request], batch_size: int, dice: Any = None
+) -> Counter[str]:
     """All rows of a batch answer as they must; how much was compared."""
     traces = bench.run(DRAFTERS[kind](bench.target, requests), requests, batch_size, dice)
     assert [trace.tokens for trace in traces] == [request.answer for request in requests], kind
@@ -117,16 +140,21 @@ def assert_own(bench: Own, kind: str, requests: list[Request], batch_size: int, 
 
 
 @pytest.mark.quick("bloom")
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", pytest.param("jamba", marks=pytest.mark.slow), "bloom"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_5_text", pytest.param("jamba", marks=pytest.mark.slow), "bloom"]
+)
 def test_a_ragged_batch_is_lossless(model_type: str) -> None:
     """By paths, by levels and with tables: rows come and go, and trees are kept."""
-    counts = assert_own(own(model_type), "trees", own(model_type).draw(4, seed=1, most=8), 3, random.Random(0))
+    counts = assert_own(
+        own(model_type), "trees", own(model_type).draw(4, seed=1, most=8), 3, random.Random(0)
+    )
     assert counts["shared"] and counts["accepted"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=() if name in SOME[1:4:2] else pytest.mark.long) for name in TYPES]
+    "model_type",
+    [pytest.param(name, marks=() if name in SOME[1:4:2] else pytest.mark.long) for name in TYPES],
 )
 def test_every_drafter_is_lossless(model_type: str) -> None:
     """Ragged batches of 1 to 6 texts, at once and coming in at random, at T = 0, 0.7 and 1."""
@@ -206,7 +234,9 @@ def test_shared_prefixes_are_lossless(model_type: str, monkeypatch: pytest.Monke
         right, reused = answer_in_turn(bench, kind, requests)
         assert right, kind
         assert reused > 0 or bench.target.reader.follows_steps
-        total += Counter(texts=len(requests), tokens=sum(request.limit for request in requests), reused=reused)
+        total += Counter(
+            texts=len(requests), tokens=sum(request.limit for request in requests), reused=reused
+        )
     print(f"{model_type}: {dict(total)}")
 
 
@@ -215,11 +245,17 @@ def test_shared_prefixes_are_lossless(model_type: str, monkeypatch: pytest.Monke
 def test_beams_are_lossless(model_type: str) -> None:
     """The answers and scores of a search that reads every beam from its prompt on."""
     bench, total = own(model_type), Counter[str]()
-    for seed, kind in enumerate(["none", "ngram", "random", "eagle1", "eagle3", "draft_model", "hybrid"]):
+    for seed, kind in enumerate(
+        ["none", "ngram", "random", "eagle1", "eagle3", "draft_model", "hybrid"]
+    ):
         prompt, beams, count = random_tokens(3 + 2 * seed, seed=seed), 1 + (seed + 2) % 4, 5
         expected, scores = search_naively(bench.logits, prompt, beams, count)
         drafter = DRAFTERS[kind](bench.target, [])
-        options: dict[str, Any] = {"max_new_tokens": count, "stop": [], "num_return_sequences": beams}
+        options: dict[str, Any] = {
+            "max_new_tokens": count,
+            "stop": [],
+            "num_return_sequences": beams,
+        }
         found = beam_search(bench.target, drafter, prompt, beams=beams, **options)
         assert found.near_ties or found.tokens == expected, kind
         assert torch.tensor(found.scores).allclose(torch.tensor(scores), atol=1e-4)
@@ -232,10 +268,15 @@ def test_beams_are_lossless(model_type: str) -> None:
 def test_layers_run_one_by_one(model_type: str) -> None:
     """What the first layers of a view leave is the untouched model's, also where siblings' positions are counted."""
     bench, tokens = own(model_type), torch.tensor(random_tokens(9, seed=1))
-    view, layers, states = bench.target.view(), decoder_layers(base_of(bench.model), LAYERS), list[torch.Tensor]()
+    view, layers, states = (
+        bench.target.view(),
+        decoder_layers(base_of(bench.model), LAYERS),
+        list[torch.Tensor](),
+    )
     for layer in layers:
         layer.register_forward_pre_hook(
-            lambda _, args, kwargs: states.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            lambda _, args, kwargs: states.append(args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
         )
     try:
         whole_texts(bench.model)(tokens.tolist())
@@ -269,13 +310,21 @@ def test_what_a_hybrid_cannot_serve_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keep a state.*expected attention in all layers"):
         load_drafter("sparse_kv", target)
     settings = settings_of({"kind": "spire"}, "test")
-    with pytest.raises(ValueError, match=r"qwen3_5_text has .*which no Llama block has|has no Llama blocks"):
-        DRAFTERS_BY_KIND["spire"].for_target(settings, target.config, target.head, weights=target.tensor)
+    with pytest.raises(
+        ValueError, match=r"qwen3_5_text has .*which no Llama block has|has no Llama blocks"
+    ):
+        DRAFTERS_BY_KIND["spire"].for_target(
+            settings, target.config, target.head, weights=target.tensor
+        )
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "mamba2", "rwkv", "gemma3n_text"])
 def test_heads_have_sizes_that_their_target_does_not_name(model_type: str) -> None:
     """Heads of attention, an MLP and positions for targets without any; one width where each layer has its own."""
     shape: Any = head_shape(AutoConfig.for_model(model_type))
-    assert shape.num_attention_heads * shape.head_dim == AutoConfig.for_model(model_type).hidden_size
-    assert shape.intermediate_size >= 2 * shape.hidden_size and shape.max_position_embeddings >= 1024
+    assert (
+        shape.num_attention_heads * shape.head_dim == AutoConfig.for_model(model_type).hidden_size
+    )
+    assert (
+        shape.intermediate_size >= 2 * shape.hidden_size and shape.max_position_embeddings >= 1024
+    )

@@ -35,7 +35,9 @@ def sibling_state(patch: pytest.MonkeyPatch) -> None:
         for parents in found:
             right = list(parents)
             for node, parent in enumerate(right):
-                siblings = [other for other in range(parent) if parent > 0 and right[other] == right[parent]]
+                siblings = [
+                    other for other in range(parent) if parent > 0 and right[other] == right[parent]
+                ]
                 parents[node] = siblings[0] if siblings else parent
         return found
 
@@ -58,7 +60,9 @@ def padding_enters(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Reading, *args: Any) -> Any:
         plan = self.plan
-        self.plan = Plan([list(range(-1, plan.new - 1)) for _ in plan.parents], plan.shape[1], plan.new)
+        self.plan = Plan(
+            [list(range(-1, plan.new - 1)) for _ in plan.parents], plan.shape[1], plan.new
+        )
         try:
             return read(self, *args)
         finally:
@@ -71,7 +75,9 @@ def snapshot_late(patch: pytest.MonkeyPatch) -> None:
     """What is held behind a prompt has read one more token."""
     keep = TextStates.keep
 
-    def wrong(self: TextStates, paths: Mapping[int, Sequence[int]], lengths: Mapping[int, int]) -> None:
+    def wrong(
+        self: TextStates, paths: Mapping[int, Sequence[int]], lengths: Mapping[int, int]
+    ) -> None:
         late = {}
         for slot, path in paths.items():
             held = self.slots[slot]
@@ -116,7 +122,9 @@ def answers_are_right(bench: Own, kind: str, requests: list[Request], batch_size
 
 @pytest.mark.parametrize("model_type", [*BY_PATHS, *BY_LEVELS])
 @pytest.mark.parametrize("fault", [sibling_state, replay_one_short, padding_enters])
-def test_a_fault_of_reading_is_seen(fault: Fault, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_reading_is_seen(
+    fault: Fault, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """States of trees and of ragged prompts."""
     bench = own(model_type)
     requests = bench.draw(6, seed=2, least=10, most=14)
@@ -137,7 +145,9 @@ def test_a_late_snapshot_is_seen(model_type: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("model_type", [*BY_PATHS, *BY_LEVELS])
-def test_states_that_stay_when_rows_leave_are_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_stay_when_rows_leave_are_seen(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts of one length, so that no state is missed by its length; the first row ends first."""
     bench, requests = own(model_type), []
     for number, limit in enumerate([2, 9, 9]):
@@ -151,7 +161,11 @@ def test_states_that_stay_when_rows_leave_are_seen(model_type: str, monkeypatch:
 
 def fork_is_right(bench: Own) -> bool:
     """Whether a row, and its copy that goes on otherwise, give the untouched model's logits."""
-    state, prompt, parts = TargetState(bench.target), random_tokens(9, seed=1), {0: [5, 6], 1: [7, 8, 9]}
+    state, prompt, parts = (
+        TargetState(bench.target),
+        random_tokens(9, seed=1),
+        {0: [5, 6], 1: [7, 8, 9]},
+    )
     state.begin(prompt, Choose(Sampling()), room=20)
     state.extend({0: [11, 12]})
     state.fork(0, 1)
@@ -161,7 +175,9 @@ def fork_is_right(bench: Own) -> bool:
 
 
 @pytest.mark.parametrize("model_type", [*BY_PATHS, *BY_LEVELS])
-def test_a_copied_row_has_states_of_its_own(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_row_has_states_of_its_own(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both rows go on from the state behind their text."""
     assert fork_is_right(own(model_type))
     not_forked(monkeypatch)

@@ -14,12 +14,24 @@ from transformers import AutoModelForCausalLM
 from eagle import Budget, Target, generate
 from eagle.drafters.recurrent.eagle3 import Eagle3, Eagle3Settings
 from eagle.target.loading import add_adapter
-from eagle.target.weights.packed import PackedHead, PackedLinear, count_packed, has_kernels, pack_head, pack_model
+from eagle.target.weights.packed import (
+    PackedHead,
+    PackedLinear,
+    count_packed,
+    has_kernels,
+    pack_head,
+    pack_model,
+)
 from tests.families import FAMILIES, PlantedTrees, build, own_answer, own_choices, random_tokens
 
-pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="this torch packs no weights here")
+pytestmark = pytest.mark.skipif(
+    not has_kernels(torch.float32), reason="this torch packs no weights here"
+)
 PROMPT = random_tokens(12, seed=3)
-STAYS_PLAIN = {"gpt2": 1, "falcon": 1}  # linears of classes of their own; their LM heads are stock ones
+STAYS_PLAIN = {
+    "gpt2": 1,
+    "falcon": 1,
+}  # linears of classes of their own; their LM heads are stock ones
 READS_WEIGHTS = ("mamba", "jamba")  # by themselves, past the forward of their linears
 
 
@@ -39,7 +51,9 @@ def test_drafted_answers_are_those_of_the_untouched_model(name: str) -> None:
     assert count_packed(packed) == STAYS_PLAIN.get(name, linears)
     target, answer = Target(packed), own_answer(model, PROMPT, 12)
     for taps in ((), (1, -1)):
-        trace = generate(target, PlantedTrees([*PROMPT, *answer], taps=taps), PROMPT, max_new_tokens=12)
+        trace = generate(
+            target, PlantedTrees([*PROMPT, *answer], taps=taps), PROMPT, max_new_tokens=12
+        )
         assert trace.tokens == answer
     assert trace.acceptance_length > 1
     assert f"{count_packed(packed)} linears are packed" in target.describe()
@@ -62,7 +76,9 @@ def test_products_are_those_of_plain_weights(rows: int, bias: bool, dtype: torch
 
 def test_the_weights_are_held_once_but_for_the_lm_head() -> None:
     _, packed = packed_pair("llama")
-    layouts = {name: weight.is_mkldnn for name, weight in packed.named_parameters() if weight.dim() > 1}
+    layouts = {
+        name: weight.is_mkldnn for name, weight in packed.named_parameters() if weight.dim() > 1
+    }
     assert [name for name, is_packed in layouts.items() if not is_packed] == [
         "model.embed_tokens.weight",
         "lm_head.weight",
@@ -74,7 +90,11 @@ def test_state_dict_tensors_copies_and_files_hold_plain_weights(name: str, tmp_p
     model, packed = packed_pair(name)
     target = Target(packed)
     packed.save_pretrained(tmp_path)
-    others = [packed.state_dict(), copy.deepcopy(packed).state_dict(), pickle.loads(pickle.dumps(packed)).state_dict()]
+    others = [
+        packed.state_dict(),
+        copy.deepcopy(packed).state_dict(),
+        pickle.loads(pickle.dumps(packed)).state_dict(),
+    ]
     others += [AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()]
     for key, weight in model.state_dict().items():
         assert all(torch.equal(state[key], weight) for state in others)
@@ -92,7 +112,9 @@ def test_changed_weights_are_read(part: str, way: str) -> None:
     first = generate(target, PlantedTrees(PROMPT), PROMPT, max_new_tokens=12).tokens
     assert first == own_answer(model, PROMPT, 12)
     with torch.no_grad():
-        model.get_submodule(part).weight.copy_(torch.randn(model.get_submodule(part).weight.shape) * 0.3)
+        model.get_submodule(part).weight.copy_(
+            torch.randn(model.get_submodule(part).weight.shape) * 0.3
+        )
     changed, linear = model.get_submodule(part).weight, packed.get_submodule(part)
     if way == "replace":
         linear.weight = nn.Parameter(changed.detach().clone(), requires_grad=False)
@@ -107,7 +129,10 @@ def test_changed_weights_are_read(part: str, way: str) -> None:
         return
     answer = own_answer(model, PROMPT, 12)
     assert answer != first
-    assert generate(target, PlantedTrees([*PROMPT, *answer]), PROMPT, max_new_tokens=12).tokens == answer
+    assert (
+        generate(target, PlantedTrees([*PROMPT, *answer]), PROMPT, max_new_tokens=12).tokens
+        == answer
+    )
 
 
 def test_a_text_is_kept_while_the_weights_stay() -> None:
@@ -116,7 +141,9 @@ def test_a_text_is_kept_while_the_weights_stay() -> None:
     generate(target, PlantedTrees(PROMPT), PROMPT, max_new_tokens=4)
     assert target.spare is not None
     assert target.spare.mark == target.weight_mark.read()
-    packed.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(64, 32), requires_grad=False)
+    packed.model.layers[0].mlp.up_proj.weight = nn.Parameter(
+        torch.zeros(64, 32), requires_grad=False
+    )
     assert target.spare.mark != target.weight_mark.read()
 
 
@@ -177,7 +204,9 @@ def test_a_head_packs_its_own_lm_head_where_the_targets_is() -> None:
     pack_head(heads[1].lm_head, smallest=0)
     for _ in range(2):
         traces = [
-            generate(target, head, PROMPT, budget=Budget(nodes=6, depth=3, top_k=3), max_new_tokens=12)
+            generate(
+                target, head, PROMPT, budget=Budget(nodes=6, depth=3, top_k=3), max_new_tokens=12
+            )
             for head, target in zip(heads, (Target(model), Target(packed)), strict=True)
         ]
         assert traces[0].tokens == traces[1].tokens == own_answer(model, PROMPT, 12)

@@ -18,7 +18,12 @@ SHIFTED = ["data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl", "xmod"]
 TABLED = {"bloom": {}, "mpt": {}, "falcon": {"alibi": True}}
 COUNTING = {
     # the scale of attention grows with every other token here
-    "llama4_text": {"floor_scale": 2, "attn_scale": 0.5, "no_rope_layers": [1, 0, 1, 0], "first_k_dense_replace": 4},
+    "llama4_text": {
+        "floor_scale": 2,
+        "attn_scale": 0.5,
+        "no_rope_layers": [1, 0, 1, 0],
+        "first_k_dense_replace": 4,
+    },
     "inkling_text": {},
 }
 
@@ -31,7 +36,12 @@ def checked_reader(model: Any) -> TreeReader:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["bloom", pytest.param("mpt", marks=pytest.mark.slow), pytest.param("falcon", marks=pytest.mark.slow)]
+    "model_type",
+    [
+        "bloom",
+        pytest.param("mpt", marks=pytest.mark.slow),
+        pytest.param("falcon", marks=pytest.mark.slow),
+    ],
 )
 def test_a_table_is_indexed_by_position(model_type: str) -> None:
     """Siblings get one entry of the stock table; the model itself keeps its own."""
@@ -46,7 +56,9 @@ def test_a_table_is_indexed_by_position(model_type: str) -> None:
     assert torch.equal(read_plainly(reader.original, text), before)
 
 
-@pytest.mark.parametrize("model_type", ["llama4_text", pytest.param("inkling_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type", ["llama4_text", pytest.param("inkling_text", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("pieces", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_counting_model_gets_the_distance_to_its_count(model_type: str, pieces: int) -> None:
     """Its check tells that masks alone are not enough, and that texts are read one by one."""
@@ -66,7 +78,9 @@ def test_a_column_in_place_of_a_position_is_seen(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(positions, "place_columns", in_order)
     assert worst_difference(bloom, readers[0]) > 100 * EXACT
-    monkeypatch.setattr(positions.TokenPositions, "query_offsets", property(lambda places: places.starts[0]))
+    monkeypatch.setattr(
+        positions.TokenPositions, "query_offsets", property(lambda places: places.starts[0])
+    )
     assert worst_difference(llama, readers[1]) > 100 * EXACT
 
 
@@ -78,7 +92,9 @@ def test_a_chunk_that_is_not_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert worst_difference(llama, reader) > 100 * EXACT
 
 
-@pytest.mark.parametrize("model_type", ["roberta", *(pytest.param(t, marks=pytest.mark.slow) for t in SHIFTED)])
+@pytest.mark.parametrize(
+    "model_type", ["roberta", *(pytest.param(t, marks=pytest.mark.slow) for t in SHIFTED)]
+)
 def test_a_text_begins_at_the_models_own_first_position(model_type: str) -> None:
     """These begin behind their padding index when they count by themselves, and not when they are given 0."""
     model = build_small(model_type)

@@ -18,7 +18,15 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from eagle import Target
 from eagle.target.borrowed import load_borrowed, save_borrowed
 from eagle.target.loading import check_loadable, load_model
-from eagle.target.weights.quantised import GUIDE, METHODS, place, warnings_of, weight_bits, why_not_here, why_rows_mix
+from eagle.target.weights.quantised import (
+    GUIDE,
+    METHODS,
+    place,
+    warnings_of,
+    weight_bits,
+    why_not_here,
+    why_rows_mix,
+)
 from tests.families import build, own_answer, random_tokens
 from tests.quantised import answers, learn, write_fp8
 
@@ -32,14 +40,35 @@ def config_only(folder: Path, quantization: dict[str, Any]) -> Path:
 
 
 REFUSED = [
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, r"quantised by 'modelopt', which transformers does not read"),
-    ({"quant_method": "eetq"}, r"by eetq, whose kernels run on cuda alone: got the device cpu\. Load it on one of"),
-    ({"quant_method": "fbgemm_fp8"}, r"by fbgemm_fp8, whose kernels run on cuda and xpu alone: got the device cpu"),
-    ({"quant_method": "quanto", "weights": "int8"}, r"by quanto, of which transformers reads no checkpoints"),
-    ({"quant_method": "aqlm"}, r"by aqlm, which needs aqlm: got a Python without aqlm\. `pip install aqlm`, or take"),
-    ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, r"without auto-round\. `pip install auto-round`"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        r"quantised by 'modelopt', which transformers does not read",
+    ),
+    (
+        {"quant_method": "eetq"},
+        r"by eetq, whose kernels run on cuda alone: got the device cpu\. Load it on one of",
+    ),
+    (
+        {"quant_method": "fbgemm_fp8"},
+        r"by fbgemm_fp8, whose kernels run on cuda and xpu alone: got the device cpu",
+    ),
+    (
+        {"quant_method": "quanto", "weights": "int8"},
+        r"by quanto, of which transformers reads no checkpoints",
+    ),
+    (
+        {"quant_method": "aqlm"},
+        r"by aqlm, which needs aqlm: got a Python without aqlm\. `pip install aqlm`, or take",
+    ),
+    (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 128},
+        r"without auto-round\. `pip install auto-round`",
+    ),
     ({"quant_method": "sinq"}, r"by sinq, which needs sinq: got a Python without sinq"),
-    ({"quant_method": "awq", "bits": 4, "group_size": 128}, r"without gptqmodel\. `pip install gptqmodel`, or take"),
+    (
+        {"quant_method": "awq", "bits": 4, "group_size": 128},
+        r"without gptqmodel\. `pip install gptqmodel`, or take",
+    ),
 ]
 
 
@@ -59,7 +88,8 @@ def test_transformers_own_reason_is_passed_on() -> None:
     """What its quantizer finds wrong with a config, in its words."""
     reason = why_not_here({"quant_method": "mxfp8", "weight_block_size": [0]}, "cpu")
     assert re.search(
-        r"is quantised by mxfp8 and cannot be loaded here: .*\. Mend that, or take the plain weights", reason
+        r"is quantised by mxfp8 and cannot be loaded here: .*\. Mend that, or take the plain weights",
+        reason,
     )
 
 
@@ -68,9 +98,18 @@ def test_the_table_names_what_transformers_asks_for() -> None:
     assert set(METHODS) <= set(AUTO_QUANTIZER_MAPPING)
     for method, needs in METHODS.items():
         quantizer = AUTO_QUANTIZER_MAPPING[method]
-        source = inspect.getsource(quantizer.validate_environment) + inspect.getsource(quantizer.__init__)
+        source = inspect.getsource(quantizer.validate_environment) + inspect.getsource(
+            quantizer.__init__
+        )
         named = re.findall(r"pip install (?:-U |--upgrade )?['\"]?([A-Za-z_][\w-]*)", source)
-        assert set(named) <= {*needs.packages, "accelerate", "torch", "kernels", "triton", "fouroversix"}, method
+        assert set(named) <= {
+            *needs.packages,
+            "accelerate",
+            "torch",
+            "kernels",
+            "triton",
+            "fouroversix",
+        }, method
 
 
 def test_every_method_has_a_row_in_the_docs() -> None:
@@ -84,7 +123,9 @@ def test_every_method_has_a_row_in_the_docs() -> None:
 def test_unpacked_weights_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On stderr, with their size; and a plain target says nothing."""
     target = Target.load(write_fp8(tmp_path / "fp8"), dtype="float32", device="cpu")
-    assert re.search(r"is quantised by fp8, .* unpacked to float32 and take 4 B each", capsys.readouterr().err)
+    assert re.search(
+        r"is quantised by fp8, .* unpacked to float32 and take 4 B each", capsys.readouterr().err
+    )
     head, losses = learn(target)
     drafted, alone = answers(target, head)
     assert losses[-1] < losses[0]
@@ -99,8 +140,12 @@ def test_rows_that_round_together_are_told_of() -> None:
     eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     assert "llm_int8_threshold 6.0" in why_rows_mix(eight)
     assert not why_rows_mix({**eight, "llm_int8_threshold": 0.0})
-    assert not why_rows_mix({"quant_method": "bitsandbytes", "load_in_4bit": True}) and not why_rows_mix(None)
-    assert warnings_of({"quant_method": "compressed-tensors"}, "cpu", torch.bfloat16)[0].endswith("take 2 B each")
+    assert not why_rows_mix(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    ) and not why_rows_mix(None)
+    assert warnings_of({"quant_method": "compressed-tensors"}, "cpu", torch.bfloat16)[0].endswith(
+        "take 2 B each"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,12 +156,30 @@ def test_rows_that_round_together_are_told_of() -> None:
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4),
         ({"quant_method": "awq", "w_bits": 3}, 3),
-        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, 8),
-        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}}, 8),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}},
+            },
+            8,
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}},
+            },
+            8,
+        ),
         ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 2}}}, 2),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
         ({"quant_method": "mxfp4"}, 4),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}, None),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 4}}},
+            },
+            None,
+        ),
         ({"quant_method": "quark"}, None),
     ],
     ids=str,
@@ -138,8 +201,12 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: Any) -> None:
         super().__init__()
         self.in_features = linear.in_features
-        self.scales = nn.Parameter(linear.weight.abs().amax(1, keepdim=True) / 127, requires_grad=False)
-        self.qweight = nn.Parameter((linear.weight / self.scales).round().to(torch.int8), requires_grad=False)
+        self.scales = nn.Parameter(
+            linear.weight.abs().amax(1, keepdim=True) / 127, requires_grad=False
+        )
+        self.qweight = nn.Parameter(
+            (linear.weight / self.scales).round().to(torch.int8), requires_grad=False
+        )
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +220,9 @@ class Int8Embedding(nn.Module):
     def __init__(self, embedding: Any) -> None:
         super().__init__()
         self.scale = embedding.weight.abs().max().item() / 127
-        self.weight = nn.Parameter((embedding.weight / self.scale).round().to(torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(
+            (embedding.weight / self.scale).round().to(torch.int8), requires_grad=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Rows, unpacked."""
@@ -171,7 +240,9 @@ def quantise(model: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "granite", "gpt_neox"])
-def test_heads_borrow_plain_copies(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_borrow_plain_copies(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Once, in the model's precision, and that is said; the model itself is decoded as it is."""
     model = build(name)
     if name == "gpt_neox":
@@ -201,7 +272,10 @@ def test_heads_borrow_plain_copies(name: str, tmp_path: Path, capsys: pytest.Cap
 def test_decoding_uses_the_models_own_head() -> None:
     """And all that learns, is cast or is copied uses the plain copy."""
     target = Target(quantise(build("llama")))
-    own, states = target.model.lm_head, torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    own, states = (
+        target.model.lm_head,
+        torch.randn(3, 32, generator=torch.Generator().manual_seed(0)),
+    )
     with torch.no_grad():
         own.qweight.neg_()  # tells the two apart
         assert torch.equal(target.head.logits(states), own(states))
@@ -273,7 +347,9 @@ class ByRows(nn.Linear):
 
 @pytest.mark.quick("dtype1-True")
 @pytest.mark.parametrize(("dtype", "plain"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_products_that_depend_on_rows_are_read_by_steps_in_float32(dtype: torch.dtype, plain: bool) -> None:
+def test_products_that_depend_on_rows_are_read_by_steps_in_float32(
+    dtype: torch.dtype, plain: bool
+) -> None:
     """As the guide says of 4 bits on such a CPU: drafts change no token there, and bf16 is read like a plain target."""
     model = build("llama")
     for layer in model.model.layers.modules():

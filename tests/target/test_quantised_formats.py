@@ -13,7 +13,15 @@ from eagle import Target
 from eagle.target.borrowed import load_borrowed, save_borrowed
 from eagle.target.weights.packed import can_pack
 from tests.families import own_answer, random_tokens
-from tests.quantised import FORMATS, ROUNDS_INPUTS, answers, learn, write_bitsandbytes, write_plain, write_torchao
+from tests.quantised import (
+    FORMATS,
+    ROUNDS_INPUTS,
+    answers,
+    learn,
+    write_bitsandbytes,
+    write_plain,
+    write_torchao,
+)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -46,12 +54,18 @@ def test_a_store_keeps_the_plain_copy(name: str, tmp_path: Path) -> None:
     assert (got - expected).norm() < 1e-2 * expected.norm()
 
 
-def test_outliers_that_rows_decide_together_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outliers_that_rows_decide_together_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Features are read, with a warning; decoding is refused with what to change."""
-    target = Target.load(write_bitsandbytes(tmp_path, load_in_8bit=True), dtype="float32", device="cpu")
+    target = Target.load(
+        write_bitsandbytes(tmp_path, load_in_8bit=True), dtype="float32", device="cpu"
+    )
     assert "llm_int8_threshold 6.0" in capsys.readouterr().err
     assert target.features(torch.arange(4)[None], (1, -1)).isfinite().all()
-    with pytest.raises(ValueError, match=r"cannot read a tree: it is quantised .* Set llm_int8_threshold to 0.0"):
+    with pytest.raises(
+        ValueError, match=r"cannot read a tree: it is quantised .* Set llm_int8_threshold to 0.0"
+    ):
         target.describe()
 
 
@@ -65,7 +79,9 @@ def test_quantised_linears_are_not_packed(tmp_path: Path) -> None:
 def test_a_head_that_copies_layers_gets_plain_ones(tmp_path: Path) -> None:
     """By the names of weights, whose numbers are packed two to a byte."""
     target = Target.load(
-        write_bitsandbytes(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4"), dtype="float32", device="cpu"
+        write_bitsandbytes(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        dtype="float32",
+        device="cpu",
     )
     name = "model.layers.1.mlp.up_proj.weight"
     matrix = target.tensor(name)
@@ -96,7 +112,9 @@ def test_an_adapter_reads_over_a_quantised_base(name: str, tmp_path: Path) -> No
     adapted = base.with_adapter(tmp_path / "adapter").model(input_ids=tokens).logits
     assert torch.equal(base.model(input_ids=tokens).logits, before)
     fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()(input_ids=tokens).logits
+    expected = (
+        peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()(input_ids=tokens).logits
+    )
     assert (adapted - expected).norm() < 1e-3 * expected.norm() < (adapted - before).norm()
 
 
@@ -110,7 +128,8 @@ def test_an_adapter_is_merged_into_what_was_unpacked(name: str, tmp_path: Path) 
     merged = Target.load(folder, dtype="float32", device="cpu", adapter=str(tmp_path / "adapter"))
     tokens = torch.tensor([random_tokens(9, seed=5)])
     over, into, plain = (
-        target.features(tokens, (-1,)) for target in (base.with_adapter(tmp_path / "adapter"), merged, base)
+        target.features(tokens, (-1,))
+        for target in (base.with_adapter(tmp_path / "adapter"), merged, base)
     )
     torch.testing.assert_close(into, over, atol=1e-4, rtol=1e-4)
     assert (plain - into).norm() > 0.1 * plain.norm()

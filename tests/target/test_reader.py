@@ -16,7 +16,15 @@ from eagle.core.verify import Choose
 from eagle.drafters.none import NoDrafter
 from eagle.target.structure import cache_name_of
 from eagle.target.trees.read_modes import Probe
-from tests.families import COMMON, FAMILIES, PlantedTrees, RandomTrees, build, own_answer, random_tokens
+from tests.families import (
+    COMMON,
+    FAMILIES,
+    PlantedTrees,
+    RandomTrees,
+    build,
+    own_answer,
+    random_tokens,
+)
 from tests.own_answers import answer_naively, cached_steps
 
 GPT_NEO = {
@@ -27,7 +35,9 @@ GPT_NEO = {
 }
 
 
-def build_small(model_type: str, overrides: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+def build_small(
+    model_type: str, overrides: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Any:
     """A tiny random model of a type, of weights as large as its own initialisation makes them."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**COMMON, **overrides})
@@ -40,7 +50,9 @@ class Renamed(LlamaModel):
     def forward(self, input_ids: Any = None, cache: Any = None, **others: Any) -> Any:
         """The same by another name."""
         name = cache_name_of(LlamaModel.__new__(LlamaModel))
-        cache = others.get(name) if cache is None else cache  # by its old name from the untouched part around it
+        cache = (
+            others.get(name) if cache is None else cache
+        )  # by its old name from the untouched part around it
         output = super().forward(input_ids=input_ids, **{**others, name: cache})
         output.cache = getattr(output, name)
         return output
@@ -61,10 +73,18 @@ def test_a_cache_may_have_another_name() -> None:
 def test_windows_that_count_rows_need_more_than_a_mask(window: int, dtype: torch.dtype) -> None:
     """GPT-Neo's local layers mask by places in the cache, of which siblings take one each."""
     target = Target(build_small("gpt_neo", {**GPT_NEO, "window_size": window}, dtype))
-    assert re.search("by the order of rows|unlike the texts along its paths", Probe(target.reader).find_misreading())
+    assert re.search(
+        "by the order of rows|unlike the texts along its paths",
+        Probe(target.reader).find_misreading(),
+    )
     target.reader.check()
     assert target.reader.mode.describe() != "mask"
-    assert target.features(torch.ones(1, 9, dtype=torch.long), (0, -1)).shape == (1, 9, 2, COMMON["hidden_size"])
+    assert target.features(torch.ones(1, 9, dtype=torch.long), (0, -1)).shape == (
+        1,
+        9,
+        2,
+        COMMON["hidden_size"],
+    )
 
 
 def test_layers_that_count_rows_in_an_untold_window_are_the_refused_ones() -> None:
@@ -73,7 +93,10 @@ def test_layers_that_count_rows_in_an_untold_window_are_the_refused_ones() -> No
     prompt = random_tokens(20, seed=1)
     answer = own_answer(model, prompt, 24)
     drafter = PlantedTrees(prompt + answer)
-    assert generate(Target(copy.deepcopy(model)), drafter, prompt, max_new_tokens=24, stop=[]).tokens == answer
+    assert (
+        generate(Target(copy.deepcopy(model)), drafter, prompt, max_new_tokens=24, stop=[]).tokens
+        == answer
+    )
 
 
 @pytest.mark.quick("random-dtype1")
@@ -102,7 +125,9 @@ def test_layers_that_rewrite_masks_get_whole_ones(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3", "gpt_oss", "deepseek_v3", "gpt2"])
 @pytest.mark.parametrize("drawn", [True, False])
-def test_models_that_read_trees_pass_in_every_precision(name: str, dtype: torch.dtype, drawn: bool) -> None:
+def test_models_that_read_trees_pass_in_every_precision(
+    name: str, dtype: torch.dtype, drawn: bool
+) -> None:
     """Neither rounding nor experts that swap places nor weights that do nearly nothing are taken for a fault."""
     model = build(name, dtype) if drawn else build_small(*FAMILIES[name], dtype)
     target = Target(model)
@@ -177,7 +202,10 @@ def test_the_check_runs_once_and_leaves_no_text() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Target("runs/tiny/target"), r"got the path 'runs/tiny/target': use Target.load\('runs/tiny/target'\)"),
+        (
+            lambda: Target("runs/tiny/target"),
+            r"got the path 'runs/tiny/target': use Target.load\('runs/tiny/target'\)",
+        ),
         (lambda: Target(Path("here")), r"got the path 'here': use Target.load\('here'\)"),
         (
             lambda: Target(torch.nn.Linear(2, 2)),
@@ -188,8 +216,14 @@ def test_the_check_runs_once_and_leaves_no_text() -> None:
             lambda: Target(build("llama").base_model),
             r"LlamaModel has no LM head: .* expected one of AutoModel",
         ),
-        (lambda: Target.load("x", dtype="float3"), r"dtype is 'float3', expected 'auto', 'float32', 'bfloat16'"),
-        (lambda: Target.load("x", dtype="int8"), r"dtype is 'int8', expected 'auto', 'float32', 'bfloat16'"),
+        (
+            lambda: Target.load("x", dtype="float3"),
+            r"dtype is 'float3', expected 'auto', 'float32', 'bfloat16'",
+        ),
+        (
+            lambda: Target.load("x", dtype="int8"),
+            r"dtype is 'int8', expected 'auto', 'float32', 'bfloat16'",
+        ),
         (lambda: Target.load("x", dtype=3), r"dtype is 3, expected 'auto', 'float32', 'bfloat16'"),
     ],
 )

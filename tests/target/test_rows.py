@@ -46,7 +46,9 @@ def counting_rows(target: Target) -> Iterator[list[int]]:
     handle.remove()
 
 
-def build_rope(parameters: dict[str, Any], patch: pytest.MonkeyPatch, **sizes: Any) -> PreTrainedModel:
+def build_rope(
+    parameters: dict[str, Any], patch: pytest.MonkeyPatch, **sizes: Any
+) -> PreTrainedModel:
     """A llama with these rotary embeddings."""
     patch.setitem(FAMILIES, "rope", ("llama", {"rope_parameters": parameters, **sizes}))
     return build("rope")
@@ -55,7 +57,10 @@ def build_rope(parameters: dict[str, Any], patch: pytest.MonkeyPatch, **sizes: A
 def answer_all(model: PreTrainedModel, lengths: list[int], count: int) -> list[Request]:
     """Prompts of these lengths, with the untouched model's own answers."""
     prompts = [random_tokens(length, seed=length) for length in lengths]
-    return [Request(prompt, {}, count, row, own_answer(model, prompt, count)) for row, prompt in enumerate(prompts)]
+    return [
+        Request(prompt, {}, count, row, own_answer(model, prompt, count))
+        for row, prompt in enumerate(prompts)
+    ]
 
 
 def assert_right(target: Target, requests: list[Request], **options: Any) -> None:
@@ -103,7 +108,9 @@ class FirstRowsRope(LlamaRotaryEmbedding):
         return super().forward(x, position_ids[:1])
 
 
-def test_a_model_that_misreads_a_batch_reads_its_rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_misreads_a_batch_reads_its_rows_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Found out when a second row is admitted; what one text is never pays for."""
     model = build("llama")
     model.model.rotary_emb.__class__ = FirstRowsRope
@@ -133,12 +140,16 @@ def test_every_family_reads_rows_together(name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_see_a_neighbours_length_are_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_see_a_neighbours_length_are_seen(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted: masks of the first row for all."""
     target = Target(build("llama", dtype))
     masks = type(target.masks)
     call = masks.__call__
-    monkeypatch.setattr(masks, "__call__", lambda self, starts, *rest: call(self, [starts[0]] * len(starts), *rest))
+    monkeypatch.setattr(
+        masks, "__call__", lambda self, starts, *rest: call(self, [starts[0]] * len(starts), *rest)
+    )
     state = target.open()
     for row in range(2):
         state.admit(row, [1, 2 + row])
@@ -157,10 +168,14 @@ def test_a_cache_never_holds_more_than_it_may(most: int) -> None:
     for seed in range(3):
         order = random.Random(seed).sample(requests, len(requests))
         traces = [Trace([]) for _ in requests]
-        decoding = Decoding(bench.target, KnowsAnswers(requests, taps=(0,)), batch_size=6, max_tokens_in_cache=most)
+        decoding = Decoding(
+            bench.target, KnowsAnswers(requests, taps=(0,)), batch_size=6, max_tokens_in_cache=most
+        )
         for request in order:
             number = request.number
-            decoding.add(number, request.prompt, request.sampling, request.limit, traces[number], stop=[])
+            decoding.add(
+                number, request.prompt, request.sampling, request.limit, traces[number], stop=[]
+            )
         while not decoding.is_done:
             decoding.step()
             assert allocated(decoding) <= most
@@ -173,7 +188,10 @@ def test_a_cache_gives_back_what_long_rows_held() -> None:
     """When they have left, what stays is at most twice what the rows at hand need."""
     bench = Bench("llama")
     long, short = random_tokens(200, seed=1), [random_tokens(5, seed=seed) for seed in range(3)]
-    decoding, traces = Decoding(bench.target, NoDrafter(), batch_size=4), [Trace([]) for _ in range(4)]
+    decoding, traces = (
+        Decoding(bench.target, NoDrafter(), batch_size=4),
+        [Trace([]) for _ in range(4)],
+    )
     decoding.add(0, long, Sampling(), 4, traces[0], stop=[])
     for number, prompt in enumerate(short, start=1):
         decoding.add(number, prompt, Sampling(), 30, traces[number], stop=[])
@@ -190,10 +208,14 @@ def test_a_cache_gives_back_what_long_rows_held() -> None:
 def test_a_prompt_that_never_fits_is_refused_before_the_first_token() -> None:
     """The call raises at once; prompts that were asked before or after it are answered as ever."""
     bench, begun = Bench("llama"), []
-    bench.target.reader.model.get_input_embeddings().register_forward_pre_hook(lambda *_: begun.append(1))
+    bench.target.reader.model.get_input_embeddings().register_forward_pre_hook(
+        lambda *_: begun.append(1)
+    )
     prompts = [random_tokens(5, seed=1), random_tokens(90, seed=2), random_tokens(7, seed=3)]
     options: dict[str, Any] = {"max_new_tokens": 8, "stop": [], "max_tokens_in_cache": 100}
-    with pytest.raises(ValueError, match="take up to 109 tokens, the cache may hold 100: raise max_tokens_in_cache"):
+    with pytest.raises(
+        ValueError, match="take up to 109 tokens, the cache may hold 100: raise max_tokens_in_cache"
+    ):
         generate(bench.target, NoDrafter(), prompts, **options)
     assert not begun
     traces = [Trace([]) for _ in prompts]
@@ -217,7 +239,10 @@ def test_a_state_that_a_batch_leaves_is_clean() -> None:
     bench, prompts = Bench("llama"), [random_tokens(9, seed=seed) for seed in range(4)]
     expected = [own_answer(bench.model, prompt, 12) for prompt in prompts]
     for stop_after in (None, 1, 3):
-        decoding, traces = Decoding(bench.target, NgramDrafter(), batch_size=3), [Trace([]) for _ in prompts]
+        decoding, traces = (
+            Decoding(bench.target, NgramDrafter(), batch_size=3),
+            [Trace([]) for _ in prompts],
+        )
         for number, prompt in enumerate(prompts):
             decoding.add(number, prompt, Sampling(), 12, traces[number], stop=[])
         steps = 0
@@ -227,7 +252,10 @@ def test_a_state_that_a_batch_leaves_is_clean() -> None:
         decoding.close()
         assert decoding.state.rows == [] and not decoding.rows
         for prompt, answer in zip(prompts, expected, strict=True):
-            assert generate(bench.target, NgramDrafter(), prompt, max_new_tokens=12, stop=[]).tokens == answer
+            assert (
+                generate(bench.target, NgramDrafter(), prompt, max_new_tokens=12, stop=[]).tokens
+                == answer
+            )
 
 
 @pytest.mark.slow

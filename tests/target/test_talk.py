@@ -46,7 +46,10 @@ def test_images_are_shown(folder: Path, pictures: list[Path]) -> None:
 
     Special tokens are those that the template prints, as without images and as servers do it.
     """
-    target, data = Target.load(folder, dtype="float32"), base64.b64encode(pictures[1].read_bytes()).decode()
+    target, data = (
+        Target.load(folder, dtype="float32"),
+        base64.b64encode(pictures[1].read_bytes()).decode(),
+    )
     url = f"data:image/png;base64,{data}"
     forms: list[dict[str, Any]] = [
         {"type": "image", "image": str(pictures[1])},
@@ -66,9 +69,14 @@ def test_images_are_shown(folder: Path, pictures: list[Path]) -> None:
         prompts.append(target.chat(turns))
     for prompt in prompts:
         assert isinstance(prompt, PromptTokens) and prompt == prompts[0]
-        assert all(torch.equal(prompt.media[name], value) for name, value in prompts[0].media.items())
+        assert all(
+            torch.equal(prompt.media[name], value) for name, value in prompts[0].media.items()
+        )
     assert prompts[0].media["pixel_values"].shape == (2, 3, 16, 16)
-    stock, processor = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), target.processor
+    stock, processor = (
+        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32),
+        target.processor,
+    )
     printed = processor.apply_chat_template(
         [{**turn, "content": [forms[0] if part is forms[-1] else part for part in turn["content"]]}
          if isinstance(turn["content"], list) else {**turn, "content": [{"type": "text", "text": turn["content"]}]}
@@ -78,16 +86,23 @@ def test_images_are_shown(folder: Path, pictures: list[Path]) -> None:
     shown = [Image.open(path) for path in pictures]
     asked = processor(text=printed, images=shown, return_tensors="pt", add_special_tokens=False)
     assert asked["input_ids"][0].tolist() == prompts[0]
-    said = stock.generate(**asked, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    said = stock.generate(
+        **asked, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     trace = generate(target, NgramDrafter(), prompts[0], max_new_tokens=12, stop=[])
     assert trace.tokens == said[0, len(prompts[0]) :].tolist()
 
 
-def test_what_cannot_be_shown_is_refused(folder: Path, pictures: list[Path], tiny_target: Target) -> None:
+def test_what_cannot_be_shown_is_refused(
+    folder: Path, pictures: list[Path], tiny_target: Target
+) -> None:
     """In words: nothing is downloaded, and a model that is blind says so."""
     target = Target.load(folder, dtype="float32")
     wrong = {
-        "nothing is downloaded: save it": {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}},
+        "nothing is downloaded: save it": {
+            "type": "image_url",
+            "image_url": {"url": "https://example.com/a.png"},
+        },
         "no image at /no/such.png: expected a file": {"type": "image", "image": "/no/such.png"},
         "an image without a path": {"type": "image"},
     }
@@ -95,7 +110,9 @@ def test_what_cannot_be_shown_is_refused(folder: Path, pictures: list[Path], tin
         with pytest.raises(ValueError, match=said):
             target.chat([{"role": "user", "content": [part]}])
     shown = [{"role": "user", "content": [{"type": "image", "image": str(pictures[0])}]}]
-    with pytest.raises(ValueError, match=r"nothing prepares them for this llama: expected a model that sees"):
+    with pytest.raises(
+        ValueError, match=r"nothing prepares them for this llama: expected a model that sees"
+    ):
         tiny_target.chat(shown)
 
 
@@ -104,12 +121,17 @@ def test_a_plain_question_is_text(folder: Path) -> None:
     target = Target.load(folder, dtype="float32")
     asked = [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}]
     prompt = target.chat(asked)
-    assert not isinstance(prompt, PromptTokens) and target.tokenizer.decode(prompt) == "<|user|>Who?<|assistant|>"
+    assert (
+        not isinstance(prompt, PromptTokens)
+        and target.tokenizer.decode(prompt) == "<|user|>Who?<|assistant|>"
+    )
 
 
 def test_which_class_loads_a_model(folder: Path, tmp_path: Path) -> None:
     """The one for text where there is one, unless images are asked for."""
-    assert choose_loader(folder) is choose_loader(folder, images=True) is AutoModelForImageTextToText
+    assert (
+        choose_loader(folder) is choose_loader(folder, images=True) is AutoModelForImageTextToText
+    )
     build_text("llama").save_pretrained(tmp_path)
     assert choose_loader(tmp_path) is AutoModelForCausalLM
     with pytest.raises(ValueError, match="is a llama, which sees none: leave images out"):

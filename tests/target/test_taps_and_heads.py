@@ -30,7 +30,16 @@ from eagle.target.taps import Layout
 from tests.every_type import TYPES, build
 from tests.families import own_answer
 
-FEW = ["bert", "blenderbot", "deepseek_v4", "gemma3n_text", "llama4_text", "opt", "qwen4_exp_text", "xlnet"]
+FEW = [
+    "bert",
+    "blenderbot",
+    "deepseek_v4",
+    "gemma3n_text",
+    "llama4_text",
+    "opt",
+    "qwen4_exp_text",
+    "xlnet",
+]
 SHAPES = [(2, 9), (4, 4)]  # of texts and tokens; four is also the number of streams
 SKIPPED = {"mllama": {3}}  # layers that only images run
 LEFT = {"cpmant": "no states", "prophetnet": "no function of its base's output alone"}
@@ -52,9 +61,15 @@ def hooked(model: Any, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
     inputs: dict[nn.Module, Tensor] = {}
 
     def record(module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs[module] = next(part for part in (*args, kwargs.get("hidden_states")) if isinstance(part, Tensor))
+        inputs[module] = next(
+            part for part in (*args, kwargs.get("hidden_states")) if isinstance(part, Tensor)
+        )
 
-    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1]
+    lists = [
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) > 1
+    ]
     lists = [(name, part) for name, part in lists if "vision" not in name and "audio" not in name]
     depth = min(name.count(".") for name, _ in lists)
     stacks = [part for name, part in lists if name.count(".") == depth]
@@ -72,8 +87,14 @@ def one_state(states: Tensor, tokens: Tensor, width: int) -> Tensor:
     texts, count = tokens.shape
     if states.shape[:-1] == (texts, count) and states.shape[-1] > width:
         return sum(states.split(width, dim=-1)) / (states.shape[-1] // width)  # type: ignore[return-value]
-    if states.dim() == 4:  # tokens of one text differ, streams of one token do not if they have just been copied
-        streams = states.unbind(0) if states.shape[1:3] == (texts, count) and states.shape[0] == 4 else states.unbind(2)
+    if (
+        states.dim() == 4
+    ):  # tokens of one text differ, streams of one token do not if they have just been copied
+        streams = (
+            states.unbind(0)
+            if states.shape[1:3] == (texts, count) and states.shape[0] == 4
+            else states.unbind(2)
+        )
         return sum(streams) / len(streams)  # type: ignore[return-value]
     return states if states.shape[:2] == (texts, count) else states.transpose(0, 1)
 
@@ -91,11 +112,17 @@ def check_type(model_type: str) -> None:
         assert close(target.head.logits(last.flatten(0, 1)), logits.flatten(0, 1))
         if taps:
             features = target.features(tokens, taps).unbind(2)
-            assert len(features) == len(inputs) == len(target.layers) - len(SKIPPED.get(model_type, ()))
+            assert (
+                len(features)
+                == len(inputs)
+                == len(target.layers) - len(SKIPPED.get(model_type, ()))
+            )
             for got, states in zip(features, inputs, strict=True):
                 width = target.config.hidden_size
                 by_axis = [one_state(states, tokens, width)]
-                if shape[0] == shape[1] and states.dim() == 4:  # here hooks cannot tell the axes: either may be right
+                if (
+                    shape[0] == shape[1] and states.dim() == 4
+                ):  # here hooks cannot tell the axes: either may be right
                     by_axis = [states.mean(0), states.mean(2)]
                 elif shape[0] == shape[1] and model_type == "xlnet":
                     by_axis = [states.transpose(0, 1)]
@@ -139,12 +166,16 @@ def test_four_texts_of_four_tokens_keep_their_streams_apart() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["[S, B, T, D]", "[B, T, S, D]"])
-def test_a_wrong_axis_and_a_single_stream_are_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_axis_and_a_single_stream_are_seen(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted faults: the comparison of this file fails on them."""
     target = target_of("gemma3n_text")
     layouts = target.reader.layouts
     if wrong == "[S, B, T, D]":
-        monkeypatch.setattr(Layout, "read", lambda self, states: states[0] if states.dim() == 4 else states)
+        monkeypatch.setattr(
+            Layout, "read", lambda self, states: states[0] if states.dim() == 4 else states
+        )
     else:
         monkeypatch.setattr(target.reader, "layouts", {tap: Layout(wrong, 32) for tap in layouts})
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
@@ -171,11 +202,15 @@ def test_the_structure_of_models_that_name_it_wrongly() -> None:
     headless = build("llama")
     headless.set_input_embeddings(nn.Embedding(96, 32))
     headless.get_input_embeddings = lambda: nn.Embedding(2, 2)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="LlamaForCausalLM keeps no base model apart from its LM head"):
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM keeps no base model apart from its LM head"
+    ):
         base_of(headless)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3n_text", pytest.param("longcat_flash", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type", ["gemma3n_text", pytest.param("longcat_flash", marks=pytest.mark.slow)]
+)
 @torch.inference_mode()
 def test_taps_at_tree_nodes_are_those_of_plain_texts(model_type: str) -> None:
     """What a drafter reads while decoding is what extraction gives for the same text."""
@@ -188,14 +223,20 @@ def test_taps_at_tree_nodes_are_those_of_plain_texts(model_type: str) -> None:
     output = state.read({0: tree})[0]
     for path in paths:
         text = torch.tensor([[*prompt, update.root, *path]])
-        assert close(output.features[find_nodes(tree, path)], target.features(text, taps)[0, len(prompt) :])
+        assert close(
+            output.features[find_nodes(tree, path)], target.features(text, taps)[0, len(prompt) :]
+        )
 
 
 def find_nodes(tree: DraftTree, path: list[int]) -> list[int]:
     """The nodes of a path of tokens after the root."""
     nodes, parents, tokens = [0], tree.parents.tolist(), tree.tokens.tolist()
     for token in path:
-        nodes.append(next(i for i, parent in enumerate(parents) if parent == nodes[-1] and tokens[i] == token))
+        nodes.append(
+            next(
+                i for i, parent in enumerate(parents) if parent == nodes[-1] and tokens[i] == token
+            )
+        )
     return nodes
 
 
@@ -210,9 +251,14 @@ def test_gradients_go_through_the_models_forward(model_type: str, biased: bool) 
     stock, width = target.head, target.config.hidden_size
     assert isinstance(stock, StockHead)
     drawn = torch.Generator().manual_seed(1)
-    student, teacher = (torch.randn(6, width, generator=drawn, dtype=torch.float64) for _ in range(2))
+    student, teacher = (
+        torch.randn(6, width, generator=drawn, dtype=torch.float64) for _ in range(2)
+    )
     weights = torch.rand(1, 6, generator=drawn, dtype=torch.float64)
-    code, matrix = torch.randn(6, 3, generator=drawn).double(), torch.randn(96, 3, generator=drawn).double()
+    code, matrix = (
+        torch.randn(6, 3, generator=drawn).double(),
+        torch.randn(96, 3, generator=drawn).double(),
+    )
     states = [torch.cat([student, code], -1) if biased else student, student, code]
     given = states[0].clone().requires_grad_()
     head: Any = BiasedHead(stock, matrix) if biased else stock
@@ -237,10 +283,18 @@ def test_a_head_learns_and_drafts_where_states_are_transformed(kind: str) -> Non
     taps = taps_of(settings, target.config)
     example = Example(tokens[0], torch.arange(20) > 5, target.features(tokens, taps)[0])
     head(collate([example], taps), target.head)["total"].backward()
-    assert all(bool(weight.grad.norm() > 0) for weight in head.parameters() if weight.requires_grad and weight.ndim > 1)
+    assert all(
+        bool(weight.grad.norm() > 0)
+        for weight in head.parameters()
+        if weight.requires_grad and weight.ndim > 1
+    )
     prompt = tokens[0].tolist()
     expected = own_answer(target.model, prompt, 8)
-    options: dict[str, Any] = {"sampling": Sampling(temperature=0.0), "max_new_tokens": 8, "stop": []}
+    options: dict[str, Any] = {
+        "sampling": Sampling(temperature=0.0),
+        "max_new_tokens": 8,
+        "stop": [],
+    }
     assert generate(target, head.bind(target.head), prompt, **options).tokens == expected
 
 
@@ -254,26 +308,42 @@ def test_a_subset_another_precision_and_a_copy_of_such_a_head() -> None:
     assert target.head.narrow(some).weight.shape == (3, 32)
     assert target.head.logits(hidden, out=room) is room and torch.equal(room, logits)
     assert close(target.head.cast(torch.float64).logits(hidden).float(), logits)
-    assert target.head.logits(hidden).dtype == torch.float32 and copy.deepcopy(target.head) is target.head
+    assert (
+        target.head.logits(hidden).dtype == torch.float32
+        and copy.deepcopy(target.head) is target.head
+    )
 
 
-def test_what_no_plain_matrix_says_is_not_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_no_plain_matrix_says_is_not_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A store keeps no copy of such a head, and says what training needs; widths that no head joins are refused."""
     target = target_of("bert")
-    assert save_borrowed(tmp_path, target.head, target.config) == {} and not list(tmp_path.iterdir())
-    assert "transforms states: training on this store loads the whole target" in capsys.readouterr().out
+    assert save_borrowed(tmp_path, target.head, target.config) == {} and not list(
+        tmp_path.iterdir()
+    )
+    assert (
+        "transforms states: training on this store loads the whole target"
+        in capsys.readouterr().out
+    )
     opt = target_of("opt")
     assert (opt.width_of((0, 2)), opt.width_of((-1,))) == (32, 16)
-    with pytest.raises(ValueError, match=r"opt hands on states of different widths, \{2: 32, -1: 16\} by tap"):
+    with pytest.raises(
+        ValueError, match=r"opt hands on states of different widths, \{2: 32, -1: 16\} by tap"
+    ):
         opt.features(tokens_of(1, 5), (2, -1))
     with pytest.raises(ValueError, match="embeds tokens in width 16 and its layers have width 32"):
         opt.head.embed(torch.tensor([5]))
-    with pytest.raises(ValueError, match=r"taps \[3\] of mllama_text_model are inputs of layers that"):
+    with pytest.raises(
+        ValueError, match=r"taps \[3\] of mllama_text_model are inputs of layers that"
+    ):
         target_of("mllama").check_taps((3, -1))
 
 
 @pytest.mark.parametrize("model_type", ["longcat_flash", "hrm_text", "mllama"])
-def test_default_taps_outside_a_target_are_told_before_it_reads(model_type: str, tmp_path: Path) -> None:
+def test_default_taps_outside_a_target_are_told_before_it_reads(
+    model_type: str, tmp_path: Path
+) -> None:
     """By `load_drafter` and when training opens its target: the configs of these types count other layers."""
     target = target_of(model_type)
     settings = settings_of({"kind": "eagle3", "draft_vocab": None}, "test")

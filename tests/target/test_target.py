@@ -17,11 +17,22 @@ from eagle.core.verify import Choose
 from eagle.decoding.loop import Decoding
 from eagle.drafters.none import NoDrafter
 from eagle.target.state import TargetState
-from tests.families import COMMON, FAMILIES, VOCAB_SIZE, PlantedTrees, build, own_answer, own_logits, random_tokens
+from tests.families import (
+    COMMON,
+    FAMILIES,
+    VOCAB_SIZE,
+    PlantedTrees,
+    build,
+    own_answer,
+    own_logits,
+    random_tokens,
+)
 
 GREEDY = Choose(Sampling())
 PROMPT = random_tokens(20, seed=3)
-TREE = DraftTree(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([-1, 0, 0, 2, 2]))  # 5 -> 6, 7; 7 -> 8, 9
+TREE = DraftTree(
+    torch.tensor([5, 6, 7, 8, 9]), torch.tensor([-1, 0, 0, 2, 2])
+)  # 5 -> 6, 7; 7 -> 8, 9
 
 
 def counted(name: str) -> Target:
@@ -180,7 +191,9 @@ def test_weights_without_versions_are_read_anew() -> None:
         model = build("llama")
     target = Target(model)
     for _ in range(2):
-        assert generate(target, NoDrafter(), PROMPT, max_new_tokens=6, stop=[]).tokens == own_answer(model, PROMPT, 6)
+        assert generate(
+            target, NoDrafter(), PROMPT, max_new_tokens=6, stop=[]
+        ).tokens == own_answer(model, PROMPT, 6)
         with torch.inference_mode():
             model.base_model.layers[0].mlp.up_proj.weight.neg_()
 
@@ -197,7 +210,9 @@ def test_prompts_are_read_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert counts == [6, 6, 6, 2]
     assert [update.root] == own_answer(chunked.model, PROMPT, 1)
     assert close(update.features, chunked.features(torch.tensor([PROMPT]), (0, 2, -1))[0])
-    assert close(read_one(state, TREE).logits[3:4], own_logits(chunked.model, [*PROMPT, 5, 7, 8])[-1:])
+    assert close(
+        read_one(state, TREE).logits[3:4], own_logits(chunked.model, [*PROMPT, 5, 7, 8])[-1:]
+    )
 
 
 def test_reading_again_does_not_see_the_tree_before(target: Target) -> None:
@@ -220,8 +235,13 @@ def test_keep_leaves_the_path_alone(target: Target, path: list[int]) -> None:
     output = read_one(state, TREE)
     state.keep({0: path})
     text = PROMPT + TREE.tokens[path].tolist()
-    assert close(output.features_at(path), target.features(torch.tensor([text]), (0, -1))[0, len(PROMPT) :])
-    assert close(read_one(state, DraftTree.chain([50, 51])).logits, own_logits(target.model, [*text, 50, 51])[-2:])
+    assert close(
+        output.features_at(path), target.features(torch.tensor([text]), (0, -1))[0, len(PROMPT) :]
+    )
+    assert close(
+        read_one(state, DraftTree.chain([50, 51])).logits,
+        own_logits(target.model, [*text, 50, 51])[-2:],
+    )
 
 
 def test_the_cache_grows_beyond_its_room(target: Target) -> None:
@@ -233,8 +253,12 @@ def test_the_cache_grows_beyond_its_room(target: Target) -> None:
         read_one(state, TREE)
         state.keep({0: (path := [[0], [0, 2, 4], [0, 1]][step % 3])})
         text += TREE.tokens[path].tolist()
-    assert all(now.shape[2] > then.shape[2] for now, then in zip(buffers(state), before, strict=True))
-    assert close(read_one(state, DraftTree.chain([50])).logits, own_logits(target.model, [*text, 50])[-1:])
+    assert all(
+        now.shape[2] > then.shape[2] for now, then in zip(buffers(state), before, strict=True)
+    )
+    assert close(
+        read_one(state, DraftTree.chain([50])).logits, own_logits(target.model, [*text, 50])[-1:]
+    )
     with counting(target) as counts:
         kept = state.begin([*text, 50], GREEDY).features
     assert counts == [1]
@@ -251,7 +275,9 @@ def test_the_cache_stays_where_it_is_while_room_suffices(target: Target) -> None
         decoding.step()
         seen.append(buffers(decoding.state))
     assert trace.tokens == answer
-    assert len(seen) > 10 and all(now is then for step in seen for now, then in zip(step, seen[0], strict=True))
+    assert len(seen) > 10 and all(
+        now is then for step in seen for now, then in zip(step, seen[0], strict=True)
+    )
 
 
 LONGROPE = {
@@ -264,18 +290,29 @@ LONGROPE = {
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_longrope_is_read_with_one_set_of_frequencies(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longrope_is_read_with_one_set_of_frequencies(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Texts longer than the border are read whole with the long factors; no cache mixes both."""
     monkeypatch.setitem(
-        FAMILIES, "longrope", (family, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40})
+        FAMILIES,
+        "longrope",
+        (family, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}),
     )
     monkeypatch.setattr("eagle.target.state.PREFILL_CHUNK", 6)
     target = Target(build("longrope"))
     long = PROMPT + random_tokens(30, seed=4)
     for prompt in (long, PROMPT, long, long[:45], long[:15]):
         answer = own_answer(target.model, prompt, 16)
-        assert generate(target, PlantedTrees(prompt + answer), prompt, max_new_tokens=16, stop=[]).tokens == answer
-    with pytest.raises(ValueError, match=r"texts of more than 40 tokens .* cannot grow from 40 tokens to 41: keep"):
+        assert (
+            generate(
+                target, PlantedTrees(prompt + answer), prompt, max_new_tokens=16, stop=[]
+            ).tokens
+            == answer
+        )
+    with pytest.raises(
+        ValueError, match=r"texts of more than 40 tokens .* cannot grow from 40 tokens to 41: keep"
+    ):
         generate(target, NoDrafter(), long[:30], max_new_tokens=20, stop=[])
     assert generate(target, NoDrafter(), long[:30], max_new_tokens=11, stop=[]).finish == "length"
 
@@ -287,11 +324,17 @@ def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> N
     target = Target(build("longrope"))
     prompts = [random_tokens(30, seed=seed) for seed in range(20)]
     answers = [own_answer(target.model, prompt, 11) for prompt in prompts]
-    ends = [(*pair, pair[1][-1]) for pair in zip(prompts, answers, strict=True) if pair[1][-1] not in pair[1][:-1]]
+    ends = [
+        (*pair, pair[1][-1])
+        for pair in zip(prompts, answers, strict=True)
+        if pair[1][-1] not in pair[1][:-1]
+    ]
     for prompt, answer, last in ends[:3]:
         options: dict[str, Any] = {"max_new_tokens": 40, "stop": [last]}
         drafter = PlantedTrees(prompt + answer + [1] * 8, right=8)
-        plain, drafted = (generate(target, which, prompt, **options) for which in (NoDrafter(), drafter))
+        plain, drafted = (
+            generate(target, which, prompt, **options) for which in (NoDrafter(), drafter)
+        )
         assert drafted.tokens == plain.tokens == answer and drafted.finish == plain.finish == "stop"
         assert drafted.acceptance_length > 2
 
@@ -299,7 +342,10 @@ def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda target: target.open().begin([], GREEDY), "prompt is empty: expected at least one token id"),
+        (
+            lambda target: target.open().begin([], GREEDY),
+            "prompt is empty: expected at least one token id",
+        ),
         (
             lambda target: target.open().begin([1] * 257, GREEDY),
             r"has 257 tokens, this model has 256 positions: shorten it",
@@ -308,7 +354,10 @@ def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> N
             lambda target: target.open().begin([1, 96, -1], GREEDY),
             r"\[96, -1\] are outside the vocabulary: expected 0..95",
         ),
-        (lambda target: target.chat("hello"), "no chat template: pass token ids, or load a tokenizer that has one"),
+        (
+            lambda target: target.chat("hello"),
+            "no chat template: pass token ids, or load a tokenizer that has one",
+        ),
         (
             lambda target: generate(target, NoDrafter(), [1] * 200, max_new_tokens=57),
             "200 prompt tokens and 57 new ones exceed the model's 256 positions: lower max_new_tokens to 56",
@@ -317,7 +366,10 @@ def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> N
             lambda target: generate(target, NoDrafter(), [1], max_new_tokens=0),
             "max_new_tokens is 0, expected 1 or more",
         ),
-        (lambda target: generate(target, NoDrafter(), "hello"), r"prompt is text, expected token ids: use target.chat"),
+        (
+            lambda target: generate(target, NoDrafter(), "hello"),
+            r"prompt is text, expected token ids: use target.chat",
+        ),
         (
             lambda target: generate(target, NoDrafter(), torch.ones(2, 2, 3)),
             r"one prompt at a time: got a tensor of shape \(2, 2, 3\), expected \[T\] or \[1, T\]",
@@ -328,7 +380,9 @@ def test_drafts_end_where_longrope_changes(monkeypatch: pytest.MonkeyPatch) -> N
         ),
     ],
 )
-def test_what_cannot_be_answered_is_refused(target: Target, call: Callable[[Target], Any], message: str) -> None:
+def test_what_cannot_be_answered_is_refused(
+    target: Target, call: Callable[[Target], Any], message: str
+) -> None:
     """Errors name what was got, what is expected and what to do."""
     with pytest.raises(ValueError, match=message):
         call(target)
@@ -336,20 +390,30 @@ def test_what_cannot_be_answered_is_refused(target: Target, call: Callable[[Targ
 
 def test_a_place_without_a_model_is_refused(tmp_path: Path) -> None:
     """An empty folder, and a path where there is nothing."""
-    with pytest.raises(ValueError, match=r"is no model: got a folder without config.json, expected one of save_pretr"):
+    with pytest.raises(
+        ValueError,
+        match=r"is no model: got a folder without config.json, expected one of save_pretr",
+    ):
         Target.load(tmp_path)
-    with pytest.raises(ValueError, match=r"no model at .*nothing: expected a folder of save_pretrained, or a hub id"):
+    with pytest.raises(
+        ValueError,
+        match=r"no model at .*nothing: expected a folder of save_pretrained, or a hub id",
+    ):
         Target.load(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(("asked", "got"), [("float32", [torch.float32]), ("auto", [torch.float32, torch.bfloat16])])
+@pytest.mark.parametrize(
+    ("asked", "got"), [("float32", [torch.float32]), ("auto", [torch.float32, torch.bfloat16])]
+)
 def test_load_reads_a_saved_folder(tmp_path: Path, asked: str, got: list[torch.dtype]) -> None:
     """What save_pretrained wrote answers as before; "auto" takes one of two dtypes on a CPU."""
     model = build("llama")
     model.save_pretrained(tmp_path)
     loaded = Target.load(tmp_path, dtype=asked, device="cpu")
     assert loaded.model.dtype in got and loaded.tokenizer is None
-    answer = generate(loaded, NoDrafter(), torch.tensor([PROMPT]), max_new_tokens=20, stop=[]).tokens
+    answer = generate(
+        loaded, NoDrafter(), torch.tensor([PROMPT]), max_new_tokens=20, stop=[]
+    ).tokens
     assert answer == own_answer(model, PROMPT, 20) or asked == "auto"
 
 
@@ -369,10 +433,18 @@ def test_default_sampling_is_what_generate_does(target: Target) -> None:
     assert target.default_sampling(seed=3) == Sampling(seed=3)
     config.do_sample = True
     assert target.default_sampling() == Sampling(temperature=1.0, top_k=50)
-    asked = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
+    asked = {
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+    }
     config.update(**asked)
     assert target.default_sampling() == Sampling(**asked)
     assert target.default_sampling(temperature=0.5) == Sampling(**{**asked, "temperature": 0.5})
     config.no_repeat_ngram_size = 3
-    with pytest.raises(ValueError, match=r"NoRepeatNGramLogitsProcessor.*cannot be verified.*remove them"):
+    with pytest.raises(
+        ValueError, match=r"NoRepeatNGramLogitsProcessor.*cannot be verified.*remove them"
+    ):
         target.default_sampling()

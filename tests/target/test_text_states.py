@@ -88,7 +88,9 @@ def test_a_longer_text_than_is_held_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(text_states.TextStates, "cut", late_cut)
     generate(target, NoDrafter(), PROMPT, max_new_tokens=8, stop=[])
     prompt = PROMPT[:17] + random_tokens(6, seed=6)
-    assert generate(target, NoDrafter(), prompt, max_new_tokens=8, stop=[]).tokens != own_answer(model, prompt, 8)
+    assert generate(target, NoDrafter(), prompt, max_new_tokens=8, stop=[]).tokens != own_answer(
+        model, prompt, 8
+    )
 
 
 def late_cut(self: text_states.TextStates, slot: int, length: int) -> None:

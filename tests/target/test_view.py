@@ -13,7 +13,12 @@ from eagle import Target
 from eagle.core.verify import Choose, Sampling
 from tests.families import build, random_tokens
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LAYERS, COUNT = 4, 9
 
 
@@ -21,7 +26,11 @@ LAYERS, COUNT = 4, 9
 def model() -> LlamaForCausalLM:
     """A tiny llama in fp64."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=LAYERS, **SIZES)).double().eval()
+    return (
+        LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=LAYERS, **SIZES))
+        .double()
+        .eval()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +76,9 @@ def test_a_mask_hides_rows_of_the_cache(model: LlamaForCausalLM, target: Target)
     row = view.run_layers(view.embed(tokens[3:]), [3], 0, 1, cache, mask)
     kept, places = tokens[[0, 2, 3]], torch.tensor([[0, 2, 3]])
     with torch.no_grad():
-        expected = model(input_ids=kept[None], position_ids=places, output_hidden_states=True).hidden_states[1][0, -1:]
+        expected = model(
+            input_ids=kept[None], position_ids=places, output_hidden_states=True
+        ).hidden_states[1][0, -1:]
     torch.testing.assert_close(row, expected, rtol=0, atol=1e-13)
 
 
@@ -80,7 +91,9 @@ def test_a_text_goes_on_while_the_view_is_used(target: Target) -> None:
     view = target.view()
     view.run_layers(view.embed(torch.tensor([7, 8])), [0, 1], 0, LAYERS, view.new_cache())
     assert state.text(0) == text == [1, 2, 3]
-    assert all(torch.equal(held.buffer, row) for held, row in zip(state.cache.buffers, rows, strict=True))
+    assert all(
+        torch.equal(held.buffer, row) for held, row in zip(state.cache.buffers, rows, strict=True)
+    )
     assert torch.equal(target.features(torch.tensor([[1, 2, 3]]), (2, -1)), expected)
 
 
@@ -100,10 +113,14 @@ def test_other_families_are_viewed_or_refused(name: str) -> None:
     torch.testing.assert_close(view.logits(hidden), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_and_tensors_that_are_not_there_are_refused(target: Target, model: LlamaForCausalLM) -> None:
+def test_layers_and_tensors_that_are_not_there_are_refused(
+    target: Target, model: LlamaForCausalLM
+) -> None:
     """With what there is; a tensor that is there is the model's."""
     with pytest.raises(ValueError, match=r"layers 3\.\.5 are none of this target"):
-        target.view().run_layers(torch.zeros(1, 16, dtype=torch.double), [0], 3, 5, target.view().new_cache())
+        target.view().run_layers(
+            torch.zeros(1, 16, dtype=torch.double), [0], 3, 5, target.view().new_cache()
+        )
     with pytest.raises(ValueError, match="llama has no tensor lm_tail"):
         target.tensor("lm_tail")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -111,7 +128,10 @@ def test_layers_and_tensors_that_are_not_there_are_refused(target: Target, model
 
 
 TEXTS = {4: [1, 2, 3, 4, 5], 9: [6, 7, 8]}  # rows of two lengths
-BELOW = [[10, 11, 12, 13], [14, 15, 16, 17]]  # of each a root, two children, and one below the second of these
+BELOW = [
+    [10, 11, 12, 13],
+    [14, 15, 16, 17],
+]  # of each a root, two children, and one below the second of these
 DEPTHS, PATHS = [0, 1, 1, 2], [[0], [0, 1], [0, 2], [0, 2, 3]]
 
 
@@ -131,7 +151,9 @@ def test_drafts_behind_the_targets_texts_are_the_untouched_models(
     rows = list(TEXTS)
     levels = [
         texts.ahead(rows, tokens[:, :1], DEPTHS[:1], seen[None, :1, :1], layers),
-        texts.ahead(rows, tokens[:, 1:3], DEPTHS[:3], seen[None, 1:3, :3].expand(2, -1, -1), layers),
+        texts.ahead(
+            rows, tokens[:, 1:3], DEPTHS[:3], seen[None, 1:3, :3].expand(2, -1, -1), layers
+        ),
         texts.ahead(rows, tokens[:, 3:], DEPTHS, seen[None, 3:].expand(2, -1, -1), layers),
     ]
     states = torch.cat(levels, 1)
@@ -152,6 +174,8 @@ def test_drafts_behind_the_targets_texts_are_the_untouched_models(
         torch.testing.assert_close(keys, cached.keys[0, :, : len(text)], rtol=0, atol=1e-13)
         torch.testing.assert_close(values, cached.values[0, :, : len(text)], rtol=0, atol=1e-13)
     lengths = [len(TEXTS[row]) for row in state.rows]
-    for held, kept in zip(state.cache.buffers, before, strict=True):  # what is committed stays what it was
+    for held, kept in zip(
+        state.cache.buffers, before, strict=True
+    ):  # what is committed stays what it was
         for slot, length in enumerate(lengths):
             assert torch.equal(held.buffer[slot, :, :length], kept[slot, :, :length])

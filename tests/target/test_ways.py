@@ -18,10 +18,25 @@ from eagle.target.trees.tree_plan import Paths, Plan
 from tests.every_type import build
 from tests.families import random_tokens
 from tests.own_answers import search_naively
-from tests.target.test_means import DRAFTERS, PATHS, answer_in_turn, assert_own, continue_prompts, own
-from tests.target.test_means_faults import Fault, answers_are_right, replay_one_short, sibling_state, snapshot_late
+from tests.target.test_means import (
+    DRAFTERS,
+    PATHS,
+    answer_in_turn,
+    assert_own,
+    continue_prompts,
+    own,
+)
+from tests.target.test_means_faults import (
+    Fault,
+    answers_are_right,
+    replay_one_short,
+    sibling_state,
+    snapshot_late,
+)
 
-EVERY = [pytest.param(name, marks=() if name == "qwen3_5_text" else pytest.mark.slow) for name in PATHS]
+EVERY = [
+    pytest.param(name, marks=() if name == "qwen3_5_text" else pytest.mark.slow) for name in PATHS
+]
 
 
 @pytest.fixture
@@ -42,7 +57,9 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[bool, bool]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", EVERY)
-def test_answers_do_not_depend_on_the_way(model_type: str, ways: Counter[tuple[bool, bool]]) -> None:
+def test_answers_do_not_depend_on_the_way(
+    model_type: str, ways: Counter[tuple[bool, bool]]
+) -> None:
     """Ragged batches whose trees and growing drafts are read by either way in turn, at T = 0 and above."""
     bench, dice = own(model_type), random.Random(1)
     assert "paths or levels by cost" in bench.target.describe()
@@ -52,11 +69,18 @@ def test_answers_do_not_depend_on_the_way(model_type: str, ways: Counter[tuple[b
 
 
 @pytest.mark.parametrize("model_type", EVERY)
-def test_beams_and_prefixes_do_not_depend_on_the_way(model_type: str, ways: Counter[tuple[bool, bool]]) -> None:
+def test_beams_and_prefixes_do_not_depend_on_the_way(
+    model_type: str, ways: Counter[tuple[bool, bool]]
+) -> None:
     """A search goes on from its forest by either way; a prompt, from states that either way left."""
     bench, prompt = own(model_type), random_tokens(7, seed=2)
     expected, scores = search_naively(bench.logits, prompt, 3, 7)
-    options: dict[str, Any] = {"max_new_tokens": 7, "stop": [], "num_return_sequences": 3, "beams": 3}
+    options: dict[str, Any] = {
+        "max_new_tokens": 7,
+        "stop": [],
+        "num_return_sequences": 3,
+        "beams": 3,
+    }
     for kind in ("none", "random", "none"):
         found = beam_search(bench.target, DRAFTERS[kind](bench.target, []), prompt, **options)
         assert found.near_ties or found.tokens == expected
@@ -84,7 +108,9 @@ def other_inputs(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Reading, plan: Plan, *, levels: bool) -> Reading:
         other = extend(self, plan, levels=levels)
         if self.levels and not levels:
-            first = self.plan.paths([(text, [0] * self.plan.shape[1]) for text in range(self.plan.shape[0])])
+            first = self.plan.paths(
+                [(text, [0] * self.plan.shape[1]) for text in range(self.plan.shape[0])]
+            )
             other.inputs = {mixer: first.gather(inputs) for mixer, inputs in other.inputs.items()}
         return other
 
@@ -112,7 +138,12 @@ def test_wrong_inputs_of_paths_behind_levels_are_seen(monkeypatch: pytest.Monkey
 
     def is_right() -> bool:
         found = beam_search(
-            bench.target, DRAFTERS["none"](bench.target, []), prompt, beams=3, max_new_tokens=6, stop=[]
+            bench.target,
+            DRAFTERS["none"](bench.target, []),
+            prompt,
+            beams=3,
+            max_new_tokens=6,
+            stop=[],
         )
         return torch.tensor(found.scores).allclose(scores, atol=1e-4)
 
@@ -126,7 +157,11 @@ def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     found = own("qwen3_5_text").target.reader.mixers
     monkeypatch.setattr(found, "state_bytes", found.weight_bytes // 32)  # as in Qwen3-Next
     monkeypatch.setattr(found, "most_bytes", 100 * found.state_bytes)  # those of three such bushes
-    chain, bush, flat = [-1, 0, 1, 2, 3], [-1, *[0] * 9, *range(1, 10), *range(10, 19)], [-1, -1, -1]
+    chain, bush, flat = (
+        [-1, 0, 1, 2, 3],
+        [-1, *[0] * 9, *range(1, 10), *range(10, 19)],
+        [-1, -1, -1],
+    )
 
     def takes_levels(*trees: list[int]) -> bool:
         width = max(map(len, trees))
@@ -144,8 +179,12 @@ def test_levels_are_offered_only_where_they_are_right(monkeypatch: pytest.Monkey
     assert Target(build("qwen3_5_text")).describe() == "mask + mixers over paths"
 
 
-@pytest.mark.parametrize("model_type", ["jamba", pytest.param("recurrent_gemma", marks=pytest.mark.slow)])
-def test_levels_read_on_behind_a_long_prefix(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "model_type", ["jamba", pytest.param("recurrent_gemma", marks=pytest.mark.slow)]
+)
+def test_levels_read_on_behind_a_long_prefix(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Token by token, once that is cheaper than to read the whole prompt again; states of a longer text are seen."""
     bench = own(model_type)
     requests = continue_prompts(bench, seed=3)

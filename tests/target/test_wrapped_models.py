@@ -58,15 +58,24 @@ def head_of(target: Target, kind: str) -> Any:
     """A head of fresh weights."""
     torch.manual_seed(0)
     frequent = [torch.arange(48)] if kind == "eagle3" else []
-    head = DRAFTERS[kind].for_target(settings_of({"kind": kind}, "test"), target.config, target.head, frequent)
+    head = DRAFTERS[kind].for_target(
+        settings_of({"kind": kind}, "test"), target.config, target.head, frequent
+    )
     return head.bind(target.head).eval()
 
 
-def check_answers(model: Any, expected: list[int], kinds: tuple[str, ...] = ("eagle1", "eagle3")) -> Target:
+def check_answers(
+    model: Any, expected: list[int], kinds: tuple[str, ...] = ("eagle1", "eagle3")
+) -> Target:
     """A target over the model, which answers as expected with each kind of head."""
     target = Target(model)
     for kind in kinds:
-        assert generate(target, head_of(target, kind), PROMPT, max_new_tokens=NEW_TOKENS, stop=[]).tokens == expected
+        assert (
+            generate(
+                target, head_of(target, kind), PROMPT, max_new_tokens=NEW_TOKENS, stop=[]
+            ).tokens
+            == expected
+        )
     return target
 
 
@@ -89,14 +98,18 @@ def test_offloaded_weights_are_read(where: str, tmp_path: Path) -> None:
     """By a copy where heads borrow them."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-    phi = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", **sizes, intermediate_size=64))
+    phi = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("phi", **sizes, intermediate_size=64)
+    )
     model: Any = draw_weights(phi).eval() if where.endswith("bias") else build("llama")
     expected = stock_answer(model)
     if where == "everything":
         accelerate.cpu_offload(model, torch.device("cpu"))
     else:
         places = {"model": "cpu", "lm_head": "disk"}
-        accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+        accelerate.dispatch_model(
+            model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+        )
     target = check_answers(model, expected)
     assert not target.head.weight.is_meta and target.device.type == "cpu"
 
@@ -115,7 +128,9 @@ def test_a_peft_model_is_unwrapped(kind: str, wrapper: str) -> None:
     plain = build("llama")
     before = stock_answer(plain)
     torch.manual_seed(0)
-    adapted = peft.get_peft_model(plain, getattr(peft, kind)(task_type="CAUSAL_LM", **settings)).eval()
+    adapted = peft.get_peft_model(
+        plain, getattr(peft, kind)(task_type="CAUSAL_LM", **settings)
+    ).eval()
     for name, weight in adapted.named_parameters():
         if "adaption" in name:  # a gate of 0 lets nothing pass
             weight.data.normal_()
@@ -156,7 +171,11 @@ def test_layers_of_several_shapes_lend_a_head_the_commonest(kind: str) -> None:
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_falcon_h1_multiplies_its_logits(factor: float) -> None:
     """By a number that its forward asks the base for."""
-    sizes = {**shrunk(AutoConfig.for_model("falcon_h1")), **SPECIAL["falcon_h1"], "lm_head_multiplier": factor}
+    sizes = {
+        **shrunk(AutoConfig.for_model("falcon_h1")),
+        **SPECIAL["falcon_h1"],
+        "lm_head_multiplier": factor,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon_h1", **sizes))
     target = check_answers(draw_weights(model).eval(), stock_answer(model), ("eagle1",))
     assert target.head.logit_scale == factor and target.head.is_linear
@@ -176,11 +195,15 @@ def test_a_forward_under_autocast_is_refused() -> None:
 def test_accelerates_mixed_precision_is_refused() -> None:
     """It hands out fp32, of products in bf16."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
-    forget_precision = accelerate.state.AcceleratorState._reset_state  # it holds for every accelerator of a process
+    forget_precision = (
+        accelerate.state.AcceleratorState._reset_state
+    )  # it holds for every accelerator of a process
     forget_precision(reset_partial_state=True)
     try:
         prepare = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model
-        with pytest.raises(ValueError, match="put in the place of its class's, as by accelerate's mixed precision"):
+        with pytest.raises(
+            ValueError, match="put in the place of its class's, as by accelerate's mixed precision"
+        ):
             Target(prepare(build("llama"), evaluation_mode=True))
     finally:
         forget_precision(reset_partial_state=True)

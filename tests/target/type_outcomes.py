@@ -25,7 +25,9 @@ from tests.target.test_families import HandedIn
 
 COUNT = 14
 DICE = random.Random(3)
-PROMPTS = [DICE.choices(range(4, 90), k=count) for count in (9, 30)]  # windows of 8 are crossed while answering
+PROMPTS = [
+    DICE.choices(range(4, 90), k=count) for count in (9, 30)
+]  # windows of 8 are crossed while answering
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "every_type.json"
 
 
@@ -58,7 +60,11 @@ class Bushes(RandomTrees):
         self.read += len(update.tokens)
         right = self.text[self.read + 1 :][: min(3, budget.depth)]
         wrong = [[*right[:step], (token + 1) % 90, token] for step, token in enumerate(right)]
-        paths = [right, *wrong, *([*right[:step], (token + 2) % 90] for step, token in enumerate(right))]
+        paths = [
+            right,
+            *wrong,
+            *([*right[:step], (token + 2) % 90] for step, token in enumerate(right)),
+        ]
         self.dice.shuffle(paths)
         return DraftTree.from_paths(update.root, paths)
 
@@ -83,7 +89,11 @@ def compare(model: PreTrainedModel, target: Target) -> str:
             answers = [stepped_answer(model, prompt, noise) for prompt in PROMPTS]
         else:
             answers = [own_answer(model, prompt, COUNT, None, noise) for prompt in PROMPTS]
-        options: dict[str, Any] = {"sampling": Sampling(temperature=temperature), "max_new_tokens": COUNT, "stop": []}
+        options: dict[str, Any] = {
+            "sampling": Sampling(temperature=temperature),
+            "max_new_tokens": COUNT,
+            "stop": [],
+        }
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             for drafter in (Bushes(prompt + answer), RandomTrees(answer)):
                 tokens = generate(target, drafter, prompt, **options).tokens
@@ -98,7 +108,9 @@ def compare(model: PreTrainedModel, target: Target) -> str:
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
     """Return copies of a model's weights and buffers, and of its config's values."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in tensors} | {"config": model.config.to_dict()}
+    return {name: tensor.detach().clone() for name, tensor in tensors} | {
+        "config": model.config.to_dict()
+    }
 
 
 def find_change(model: PreTrainedModel, before: dict[str, Any]) -> str | None:
@@ -107,7 +119,11 @@ def find_change(model: PreTrainedModel, before: dict[str, Any]) -> str | None:
     if now.keys() != before.keys():
         return f"tensors {sorted(now.keys() ^ before.keys())[:3]}"
     for name, value in now.items():
-        is_same = torch.equal(value, before[name]) if isinstance(value, torch.Tensor) else value == before[name]
+        is_same = (
+            torch.equal(value, before[name])
+            if isinstance(value, torch.Tensor)
+            else value == before[name]
+        )
         if not is_same:
             return name
     return None
@@ -123,7 +139,10 @@ def outcome(model_type: str) -> dict[str, Any]:
         model = build(model_type)
         own_answer(model, PROMPTS[0], 1)
     except Exception as error:  # of transformers alone
-        return {"outcome": "not built", "why": f"{type(error).__name__}: {str(error)[:120]}".replace("\n", " ")}
+        return {
+            "outcome": "not built",
+            "why": f"{type(error).__name__}: {str(error)[:120]}".replace("\n", " "),
+        }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eagle.core.verify.Noise", Noise)
         copied = copy.deepcopy(model)
@@ -156,9 +175,14 @@ def main() -> None:
     """Try every type and write the result file."""
     from bench.machine import made_on  # measures the machine
 
-    types = {model_type: outcome(model_type) for model_type in progress(TYPES, "types", len(TYPES), unit="types")}
+    types = {
+        model_type: outcome(model_type)
+        for model_type in progress(TYPES, "types", len(TYPES), unit="types")
+    }
     command = "python -m tests.target.type_outcomes"
-    RESULTS.write_text(json.dumps({"run": made_on(command=command), "types": types}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"run": made_on(command=command), "types": types}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,12 @@ from eagle.training.train import Plan
 from recipes import train_eagle
 from recipes.held_out import HeldOut, open_decoding, prompt_of
 
-EVERY = ("train.validation=0.2", "train.checkpoint_every=1", "train.validate_every=1", "train.keep=20")
+EVERY = (
+    "train.validation=0.2",
+    "train.checkpoint_every=1",
+    "train.validate_every=1",
+    "train.keep=20",
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +74,40 @@ def test_decoded_figures_are_those_of_each_prompt_alone(
     command: list[str], tmp_path: Path, tiny_target_dir: Path
 ) -> None:
     """The metrics' figures, against the saved head decoding the same prompts one by one; prompts end before answers."""
-    out = run(command, tmp_path / "run", "train.validation=0.5", "train.decode=3", "eval.temperatures=[1.0]")
+    out = run(
+        command,
+        tmp_path / "run",
+        "train.validation=0.5",
+        "train.decode=3",
+        "eval.temperatures=[1.0]",
+    )
     target = Target.load(tiny_target_dir / "target", dtype="float32")
     recipe = train_eagle.Recipe.load(command[0], [*command[1:], "train.validation=0.5"])
-    _, features = train_eagle.open_features(recipe, train_eagle.settings_of(recipe.drafter.model_dump(), ""), list)
-    plan = Plan([int(features.mask(index)[2:].sum()) for index in range(len(features))], recipe.train)
+    _, features = train_eagle.open_features(
+        recipe, train_eagle.settings_of(recipe.drafter.model_dump(), ""), list
+    )
+    plan = Plan(
+        [int(features.mask(index)[2:].sum()) for index in range(len(features))], recipe.train
+    )
     assert len(plan.validation) == 12
     examples = features.read(plan.validation[::4])
     prompts = [prompt_of(target, example) for example in examples]
     for example, prompt in zip(examples, prompts, strict=True):
         assert not example.loss_mask[: len(prompt)].any() and example.loss_mask[len(prompt)]
-    head, last = load_drafter(out / "last", target), [row for row in rows(out) if "validation" in row][-1]["validation"]
-    options: dict[str, Any] = {"budget": Budget.fixed(PUBLISHED_TREE), "max_new_tokens": recipe.eval.max_new_tokens}
+    head, last = (
+        load_drafter(out / "last", target),
+        [row for row in rows(out) if "validation" in row][-1]["validation"],
+    )
+    options: dict[str, Any] = {
+        "budget": Budget.fixed(PUBLISHED_TREE),
+        "max_new_tokens": recipe.eval.max_new_tokens,
+    }
     for temperature, at in ((0.0, ""), (1.0, "_at_1")):
         cycles = []
         for number, prompt in enumerate(prompts):
-            trace = generate(target, head, prompt, sampling=Sampling(temperature, request=number), **options)
+            trace = generate(
+                target, head, prompt, sampling=Sampling(temperature, request=number), **options
+            )
             cycles += trace.cycles
         tau = sum(cycle.committed for cycle in cycles) / len(cycles)
         assert last[f"decoded_tree_tau{at}"] == pytest.approx(tau)
@@ -98,15 +121,22 @@ def test_prompts_need_conversations_that_are_held_out(command: list[str], tmp_pa
 
 @pytest.mark.slow
 def test_the_head_that_accepts_most_is_kept(
-    command: list[str], script: Callable[..., Scripted], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    script: Callable[..., Scripted],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Not the one that was predicted to; a later one as good does not replace it, and the log compares the two."""
     script(1, 3, 2, 3)
     out = run(command, tmp_path / "run", *EVERY, "train.max_steps=4")
     assert step_of(out, "head") == 2 and step_of(out, "last") == 4
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert lines[1].startswith("step 2: τ 3.33 on 3 held-out prompts, the best so far; decoding took ")
-    assert lines[2].startswith("step 3: τ 2.33 on 3 held-out prompts, 1.00 (1.00 to 1.00) below that of step 2")
+    assert lines[1].startswith(
+        "step 2: τ 3.33 on 3 held-out prompts, the best so far; decoding took "
+    )
+    assert lines[2].startswith(
+        "step 3: τ 2.33 on 3 held-out prompts, 1.00 (1.00 to 1.00) below that of step 2"
+    )
     assert "% of the time" in lines[2]
     script(1, 3, 2, 3)
     last = run(command, tmp_path / "last", *EVERY, "train.max_steps=4", "train.choose=last")
@@ -114,7 +144,10 @@ def test_the_head_that_accepts_most_is_kept(
 
 
 def test_a_warm_start_prints_its_gain(
-    command: list[str], script: Callable[..., Scripted], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    script: Callable[..., Scripted],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The head of `train.init` is decoded before the first step, once, and compared with the one that is kept."""
     script(2)
@@ -124,9 +157,17 @@ def test_a_warm_start_prints_its_gain(
     script(1, 2, 3)
     whole = run(command, tmp_path / "whole", *asked)
     lines = capsys.readouterr().out.splitlines()
-    before, gain = "before training: τ 1.33 on 3 held-out prompts, by the head of train.init", "1.33 -> 3.33 (+2.00, "
-    assert lines.index(before) < next(number for number, line in enumerate(lines) if line.startswith("step 1: τ 2.33"))
-    assert sum(line.startswith(f"from the head of train.init to step 2: τ {gain}") for line in lines) == 1
+    before, gain = (
+        "before training: τ 1.33 on 3 held-out prompts, by the head of train.init",
+        "1.33 -> 3.33 (+2.00, ",
+    )
+    assert lines.index(before) < next(
+        number for number, line in enumerate(lines) if line.startswith("step 1: τ 2.33")
+    )
+    assert (
+        sum(line.startswith(f"from the head of train.init to step 2: τ {gain}") for line in lines)
+        == 1
+    )
     script(3)
     (whole / "checkpoints/step-2/complete.json").unlink()
     run(command, whole, *asked)
@@ -134,11 +175,17 @@ def test_a_warm_start_prints_its_gain(
     assert before not in lines and any(gain in line for line in lines)
     script(3, 2, 2)
     run(command, tmp_path / "worse", *asked)
-    assert "τ 3.33 -> 2.33 (-1.00, -1.00 to -1.00), no sure gain: keep the old head" in capsys.readouterr().out
+    assert (
+        "τ 3.33 -> 2.33 (-1.00, -1.00 to -1.00), no sure gain: keep the old head"
+        in capsys.readouterr().out
+    )
 
 
 def test_patience_ends_a_run(
-    command: list[str], script: Callable[..., Scripted], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    script: Callable[..., Scripted],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """After two validations in a row without a better head; the same command then has nothing to do."""
     asked = ("train.max_steps=8", "train.patience=2")
@@ -152,7 +199,9 @@ def test_patience_ends_a_run(
 
 
 @pytest.mark.slow
-def test_the_choice_outlives_a_stop(command: list[str], script: Callable[..., Scripted], tmp_path: Path) -> None:
+def test_the_choice_outlives_a_stop(
+    command: list[str], script: Callable[..., Scripted], tmp_path: Path
+) -> None:
     """A run that goes on after step 3 counts on from there: the best stays, and patience ends at the same step."""
     asked = (*EVERY, "train.max_steps=8", "train.patience=3")
     script(1, 4, 2, 3, 2)
@@ -163,7 +212,9 @@ def test_the_choice_outlives_a_stop(command: list[str], script: Callable[..., Sc
     script(3, 2)
     run(command, half, *asked)
     assert equal(half, whole) and step_of(half, "last") == 5 and equal(half, whole, "head")
-    kept = [json.loads((out / "checkpoints/step-5/complete.json").read_text()) for out in (half, whole)]
+    kept = [
+        json.loads((out / "checkpoints/step-5/complete.json").read_text()) for out in (half, whole)
+    ]
     assert kept[0]["state"]["best"] == kept[1]["state"]["best"]
 
 
@@ -172,7 +223,10 @@ def test_what_is_decoded_and_what_is_predicted_are_not_compared() -> None:
     choice = Choice()
     assert choice.add(1, {}, {"tree/tau": 5.0})
     assert not choice.add(2, {}, {"tree/tau": 4.0})
-    assert choice.add(3, {"tree_tau": [[20, 10]]}, {"tree/tau": 4.0, "cross_entropy": 1.5}) and choice.score == 2
+    assert (
+        choice.add(3, {"tree_tau": [[20, 10]]}, {"tree/tau": 4.0, "cross_entropy": 1.5})
+        and choice.score == 2
+    )
     assert not choice.add(4, {"tree_tau": [[20, 10]]}, {"tree/tau": 9.0}) and choice.stale == 1
     assert Choice.parse(json.loads(json.dumps(asdict(choice)))) == choice
 
@@ -183,15 +237,26 @@ def test_decoding_is_on_where_the_target_is_loaded(
 ) -> None:
     """Features that are computed in training need the target; stored ones do not, and the log says what is missed."""
     asked = ["features.store=null"] if store == "null" else []
-    out = run(command, tmp_path / "run", *asked, "train.validation=0.2", "train.max_steps=2", "eval.max_new_tokens=8")
+    out = run(
+        command,
+        tmp_path / "run",
+        *asked,
+        "train.validation=0.2",
+        "train.max_steps=2",
+        "eval.max_new_tokens=8",
+    )
     figures = [row["validation"] for row in rows(out) if "validation" in row][-1]
     printed = capsys.readouterr().out
     assert ("decoded_tree_tau" in figures) == (store == "null")
     assert ("held-out prompts are not decoded" in printed) == (store == "kept")
 
 
-def test_nothing_is_decoded_where_nothing_is_held_out(command: list[str], tiny_target: Target) -> None:
+def test_nothing_is_decoded_where_nothing_is_held_out(
+    command: list[str], tiny_target: Target
+) -> None:
     """Nor where it is turned off."""
     for override in ("train.validation=0", "train.decode=0"):
-        recipe = train_eagle.Recipe.load(command[0], [*command[1:], "train.validation=0.2", override])
+        recipe = train_eagle.Recipe.load(
+            command[0], [*command[1:], "train.validation=0.2", override]
+        )
         assert open_decoding(recipe, tiny_target) is None

@@ -18,7 +18,12 @@ from eagle.drafters.parts import text_blocks
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from tests.unrolled_heads import ONE, SHAPE, SPANS, TAPS, frozen_head, moved, new_head, texts_of
 
-TEXTS = [SPANS, ONE, {41: [(3, 40)]}, {12: [(2, 12)], 25: [(9, 24)]}]  # other lengths and numbers of texts in each step
+TEXTS = [
+    SPANS,
+    ONE,
+    {41: [(3, 40)]},
+    {12: [(2, 12)], 25: [(9, 24)]},
+]  # other lengths and numbers of texts in each step
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +52,17 @@ def train(head: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     for texts in TEXTS:
         loss = head(collate(texts_of(texts, dtype), TAPS), frozen)["total"]
         loss.backward()
-        gradients.append(torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None]))
+        gradients.append(
+            torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])
+        )
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return torch.stack(losses), gradients[0], torch.cat([weight.detach().flatten() for weight in weights])
+    return (
+        torch.stack(losses),
+        gradients[0],
+        torch.cat([weight.detach().flatten() for weight in weights]),
+    )
 
 
 @pytest.mark.slow
@@ -74,14 +85,20 @@ def test_compiled_steps_are_the_eager_ones(name: str, dtype: torch.dtype, tmp_pa
     assert (losses - expected_losses).norm() <= 1e-6 * expected_losses.norm()
     assert (gradients - expected_gradients).norm() <= 1e-6 * expected_gradients.norm()
     assert dtype == torch.float32 or (weights - expected_weights).abs().max() < 1e-9
-    assert graphs <= 6 and not counters["graph_break"]  # three parts, with and without what autograd needs
+    assert (
+        graphs <= 6 and not counters["graph_break"]
+    )  # three parts, with and without what autograd needs
 
 
 @pytest.mark.slow
-def test_a_fault_in_what_is_compiled_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_what_is_compiled_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A compiled part that computes something else."""
     part = text_blocks.add_rows
-    monkeypatch.setattr(text_blocks, "add_rows", lambda block, seen, residual: part(block, seen, residual) * 1.001)
+    monkeypatch.setattr(
+        text_blocks, "add_rows", lambda block, seen, residual: part(block, seen, residual) * 1.001
+    )
     compiled = head_of("eagle1", tmp_path, torch.float64)
     eager = copy.deepcopy(compiled)
     compiled.compile_parts()
@@ -92,5 +109,7 @@ def test_a_fault_in_what_is_compiled_is_seen(tmp_path: Path, monkeypatch: pytest
 
 def test_a_head_without_such_parts_is_refused() -> None:
     """A draft model's layers are stock ones."""
-    with pytest.raises(ValueError, match=r"DraftModel has no parts to compile: leave train\.compile out"):
+    with pytest.raises(
+        ValueError, match=r"DraftModel has no parts to compile: leave train\.compile out"
+    ):
         DraftModel.compile_parts(object.__new__(DraftModel))

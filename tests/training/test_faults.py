@@ -59,12 +59,19 @@ def succeeds(work: Callable[[], object]) -> bool:
 def test_thirty_kills_cost_nothing(command: list[str], tmp_path: Path) -> None:
     """At any moment, some inside the writing of a checkpoint: the weights and metrics of a run that nobody touched."""
     chance = random.Random(4)
-    asked = ("train.epochs=40", "train.checkpoint_every=2", "train.validate_every=50", "train.validation=0.1")
+    asked = (
+        "train.epochs=40",
+        "train.checkpoint_every=2",
+        "train.validate_every=50",
+        "train.validation=0.1",
+    )
     assert succeeds(lambda: run(command, tmp_path / "whole", *asked))
     out, inside, steps = tmp_path / "run", 0, [0]
 
     def newest() -> int:
-        return max((int(path.name[5:]) for path in (out / "checkpoints").glob("step-*[0-9]")), default=0)
+        return max(
+            (int(path.name[5:]) for path in (out / "checkpoints").glob("step-*[0-9]")), default=0
+        )
 
     for kill in range(30):
         before, wanted = time.time(), kill * 240 // 32  # from the first checkpoint to the last ones
@@ -76,7 +83,9 @@ def test_thirty_kills_cost_nothing(command: list[str], tmp_path: Path) -> None:
                 time.sleep(0.0005)
 
         until(lambda: (out / "metrics.jsonl").exists())
-        until(lambda before=before: (out / "metrics.jsonl").stat().st_mtime > before)  # this life has begun its steps
+        until(
+            lambda before=before: (out / "metrics.jsonl").stat().st_mtime > before
+        )  # this life has begun its steps
         until(lambda wanted=wanted: newest() >= max(wanted, 2))
         time.sleep(chance.random() * 0.05)
         if kill % 3 == 0:
@@ -148,15 +157,28 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     output = capfd.readouterr().out
     assert output.count("no checkpoint at step") == 6 and "make room on the disk" in output
     assert equal(tmp_path / "run", whole) and not list((tmp_path / "run/checkpoints").iterdir())
-    assert [line["step"] for line in rows(tmp_path / "run") if "checkpoint_failed" in line] == [1, 3, 5, 7, 9, 11]
+    assert [line["step"] for line in rows(tmp_path / "run") if "checkpoint_failed" in line] == [
+        1,
+        3,
+        5,
+        7,
+        9,
+        11,
+    ]
 
 
 def test_a_checkpoint_is_not_begun_without_room_for_it(
-    whole: Path, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    whole: Path,
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first shows how large they are; those that would not fit are left out, and the head is the same."""
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("eagle.training.resume.shutil.disk_usage", lambda folder: usage._replace(free=1000))
+    monkeypatch.setattr(
+        "eagle.training.resume.shutil.disk_usage", lambda folder: usage._replace(free=1000)
+    )
     run(command, tmp_path / "run", *EVERY)
     output = capsys.readouterr().out
     assert output.count("has room for 1,000 bytes, and a checkpoint takes") == 5
@@ -177,7 +199,9 @@ def test_a_disk_too_full_for_the_head_is_said(
 
     assert not succeeds(train_limited)
     output = "".join(capfd.readouterr())
-    assert "the disk refused the head of step 4" in output and "give the same command again" in output
+    assert (
+        "the disk refused the head of step 4" in output and "give the same command again" in output
+    )
     run(command, tmp_path / "run", *EVERY)
     assert equal(tmp_path / "run", whole)
 
@@ -185,7 +209,11 @@ def test_a_disk_too_full_for_the_head_is_said(
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_with_nan_is_left_out_and_named(
-    accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    accumulation: int,
+    command: list[str],
+    tiny_target: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Counted in the metrics and in the head's papers; the weights are those of a run without that update."""
     steps = orders()
@@ -198,13 +226,19 @@ def test_a_step_with_nan_is_left_out_and_named(
     output = capsys.readouterr().out
     assert "skipped steps [2]: their gradients are not finite; conversations [" in output
     (row,) = [line for line in rows(out) if "skipped" in line]
-    assert row["skipped"] == [2] and place in row["conversations"] and set(row["conversations"]) <= set(steps[2])
+    assert (
+        row["skipped"] == [2]
+        and place in row["conversations"]
+        and set(row["conversations"]) <= set(steps[2])
+    )
     assert accumulation == 1 or len(row["conversations"]) < 4
     assert json.loads((out / "last/provenance.json").read_text())["skipped_steps"] == 1
     clean = [*command, "train.max_steps=6"]
     assert same(weights(out), naive(clean, tiny_target, steps[:6], left_out=2))
     assert apart(weights(out), naive(clean, tiny_target, steps[:6])) > 1e-3
-    again = run([*bad, "train.checkpoint_every=1"], tmp_path / "again")  # the count survives a resume
+    again = run(
+        [*bad, "train.checkpoint_every=1"], tmp_path / "again"
+    )  # the count survives a resume
     (again / "checkpoints/step-12/complete.json").unlink()
     run([*bad, "train.checkpoint_every=1"], again)
     assert [line["skipped"] for line in rows(again) if "skipped" in line] == [[2], [other]]
@@ -225,14 +259,20 @@ def test_another_store_is_refused(whole: Path, command: list[str], tmp_path: Pat
     texts.write_text("".join(data.read_text().splitlines(keepends=True)[1:40]))
     changed = [*command, f"data.train={texts}", f"features.store={tmp_path / 'store'}"]
     extract(list(changed))
-    with pytest.raises(ValueError, match=r"holds a run with features\.data\.source = .* another train\.out"):
+    with pytest.raises(
+        ValueError, match=r"holds a run with features\.data\.source = .* another train\.out"
+    ):
         run(changed, out, *EVERY)
-    with pytest.raises(ValueError, match=r"features .* are not those that this run needs: .*data\.source"):
+    with pytest.raises(
+        ValueError, match=r"features .* are not those that this run needs: .*data\.source"
+    ):
         run([*command, f"features.store={tmp_path / 'store'}"], out, *EVERY)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["closed", pytest.param("silent", marks=pytest.mark.long), "no key"])
+@pytest.mark.parametrize(
+    "server", ["closed", pytest.param("silent", marks=pytest.mark.long), "no key"]
+)
 def test_wandb_out_of_reach_costs_seconds(
     server: str, whole: Path, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,7 +287,10 @@ def test_wandb_out_of_reach_costs_seconds(
         def train_with_wandb() -> None:
             for name in [name for name in os.environ if name.startswith("WANDB_")]:
                 del os.environ[name]
-            os.environ |= env | {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path / "config")}
+            os.environ |= env | {
+                "HOME": str(tmp_path),
+                "WANDB_CONFIG_DIR": str(tmp_path / "config"),
+            }
             run(command, tmp_path / "run", *EVERY, "train.wandb=test")
 
         assert succeeds(train_with_wandb)

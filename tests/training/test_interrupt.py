@@ -88,14 +88,22 @@ def test_ctrl_c_that_is_swallowed_comes_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [None, "ddp"])
-def test_ctrl_c_in_training_says_where_it_goes_on(config: str | None, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_ctrl_c_in_training_says_where_it_goes_on(
+    config: str | None, tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """One sentence, of however many processes; the same command goes on from that step."""
-    asked = [*prepared(tiny_target_dir, tmp_path), f"train.out={tmp_path / 'run'}", "train.checkpoint_every=1"]
+    asked = [
+        *prepared(tiny_target_dir, tmp_path),
+        f"train.out={tmp_path / 'run'}",
+        "train.checkpoint_every=1",
+    ]
     script = [str(ROOT / "recipes/train_eagle.py"), *asked, "train.epochs=200"]
     command = launched(config, *script) if config else [sys.executable, *script]
     log = tmp_path / "log"
     with log.open("w") as file:
-        started = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
+        started = subprocess.Popen(
+            command, stdout=file, stderr=file, cwd=ROOT, start_new_session=True
+        )
     try:
         until = time.monotonic() + 200
         while not list((tmp_path / "run/checkpoints").glob("step-1?")):
@@ -107,7 +115,11 @@ def test_ctrl_c_in_training_says_where_it_goes_on(config: str | None, tiny_targe
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
             started.wait()
-    newest = max(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*") if path.suffix != ".part")
+    newest = max(
+        int(path.name[5:])
+        for path in (tmp_path / "run/checkpoints").glob("step-*")
+        if path.suffix != ".part"
+    )
     output = log.read_text()
     assert output.count(f"stopped; the same command goes on from step {newest}\n") == 1, output
     if config is None:

@@ -32,7 +32,9 @@ MASKS = [[0] * 4 + [1] * 6, [0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 0, 1]]  # the seco
 def examples() -> list[Example]:
     """Two texts of different lengths."""
     texts = [torch.tensor(random_tokens(len(mask), seed=seed)) for seed, mask in enumerate(MASKS)]
-    return [Example(text, torch.tensor(mask).bool()) for text, mask in zip(texts, MASKS, strict=True)]
+    return [
+        Example(text, torch.tensor(mask).bool()) for text, mask in zip(texts, MASKS, strict=True)
+    ]
 
 
 def new_joint(loss: str, *, moved: bool = True, dropout: float = 0.0, **fields: Any) -> Joint:
@@ -46,7 +48,9 @@ def new_joint(loss: str, *, moved: bool = True, dropout: float = 0.0, **fields: 
         for name, part in made.named_parameters():
             if part.requires_grad:
                 part.data += (
-                    0.3 * torch.randn_like(part) * (1 if "lora_B" in name else part.std() if part.ndim > 1 else 1)
+                    0.3
+                    * torch.randn_like(part)
+                    * (1 if "lora_B" in name else part.std() if part.ndim > 1 else 1)
                 )
     return made
 
@@ -87,9 +91,15 @@ def largest_difference(made: Joint) -> float:
     """Between loss and gradients as they are computed and as they are defined, relative to each tensor."""
     losses, weight = made(examples(), 0.3), 0.3
     target, heads = naive_losses(made)
-    pairs = [(losses["total"], target + weight * heads), (losses["target"], target), (losses["heads"], heads)]
+    pairs = [
+        (losses["total"], target + weight * heads),
+        (losses["target"], target),
+        (losses["heads"], heads),
+    ]
     ours, theirs = gradients(made, losses["total"]), gradients(made, target + weight * heads)
-    assert all(part.abs().max() > 0 for part in theirs.values()) and any("lora_A" in name for name in theirs)
+    assert all(part.abs().max() > 0 for part in theirs.values()) and any(
+        "lora_A" in name for name in theirs
+    )
     pairs += [(ours[name], theirs[name]) for name in ours]
     return max(float(((one - other).norm() / other.norm()).item()) for one, other in pairs)
 
@@ -105,13 +115,18 @@ PLACES = {"whole": [[0, 1]], "parts": [[0], [1]], "with one twice": [[1], [0], [
 
 def dealt(made: Joint, parts: list[list[int]]) -> dict[str, Tensor]:
     """Losses and gradients of a step in parts, as the loop weighs them; what is read twice counts once."""
-    plan = Plan([int(example.loss_mask[2:].sum()) for example in examples()], TrainSection(out="none", validation=0))
+    plan = Plan(
+        [int(example.loss_mask[2:].sum()) for example in examples()],
+        TrainSection(out="none", validation=0),
+    )
     divisors = made.head.divisors([example.loss_mask for example in examples()], [5, 6])
     sums: dict[str, Tensor] = {}
     for texts, share in zip(parts, plan.weights(0, parts), strict=True):
         torch.manual_seed(0)
         losses = made(
-            [examples()[text] for text in texts], 0.3, StepPart(tuple(5 + text for text in texts), divisors, share)
+            [examples()[text] for text in texts],
+            0.3,
+            StepPart(tuple(5 + text for text in texts), divisors, share),
         )
         found = {**losses, **gradients(made, losses["total"])}
         sums = {name: sums.get(name, 0) + value.detach() for name, value in found.items()}
@@ -148,11 +163,17 @@ def reverse(objective: Any) -> Callable[..., Any]:
     ("place", "name", "fault"),
     [
         (joint, "distillation_loss", reverse(objectives.Objective("reverse_kl"))),
-        (DRAFTERS["medusa"], "level_weights", property(lambda head: [0.8**level for level in range(LEVELS)])),
+        (
+            DRAFTERS["medusa"],
+            "level_weights",
+            property(lambda head: [0.8**level for level in range(LEVELS)]),
+        ),
     ],
     ids=["the KL's direction swapped", "the first level weighs 1"],
 )
-def test_a_planted_fault_is_seen(place: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_seen(
+    place: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison can fail."""
     made = new_joint("kl")
     monkeypatch.setattr(place, name, fault)
@@ -215,14 +236,18 @@ def test_matrices_of_heads_have_a_rate_of_their_own() -> None:
     slow, fast = made.groups(1e-3)
     assert (slow["lr"], fast["lr"]) == (1e-3, 4e-3)
     names = {id(part): name for name, part in made.named_parameters()}
-    assert all("lora" in names[id(part)] or names[id(part)].endswith(".bias") for part in slow["params"])
+    assert all(
+        "lora" in names[id(part)] or names[id(part)].endswith(".bias") for part in slow["params"]
+    )
     assert len(fast["params"]) == 2 * LEVELS
 
 
 def test_heads_that_read_other_layers_are_refused() -> None:
     """Their features would be those of the target that was."""
     target = Target(build("llama"))
-    head = DRAFTERS["eagle3"].for_target(settings_of({"kind": "eagle3"}, "test"), target.config, target.head)
+    head = DRAFTERS["eagle3"].for_target(
+        settings_of({"kind": "eagle3"}, "test"), target.config, target.head
+    )
     assert isinstance(head, TrainableDrafter)
     with pytest.raises(ValueError, match="expected -1 alone"):
         Joint(target.model, head, target.head, JointSection())

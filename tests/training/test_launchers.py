@@ -13,7 +13,16 @@ from trained import RECIPE, ROOT, apart, finished, launched, rows, weights
 
 pytestmark = pytest.mark.slow
 DRIVER = str(ROOT / "tests/each_head.py")
-HALVED = ("eagle1", "hass", "draft_model", "own", "medusa", "dflash", "pace", "eagle3")  # trained in bf16, too
+HALVED = (
+    "eagle1",
+    "hass",
+    "draft_model",
+    "own",
+    "medusa",
+    "dflash",
+    "pace",
+    "eagle3",
+)  # trained in bf16, too
 HEADS = {"float32": tuple(each_head.HEADS), "bfloat16": HALVED}
 LR = 1e-3
 PATIENCE = 900  # seconds, on a machine that others use too
@@ -23,7 +32,9 @@ LOSSES = {"float32": 1e-5, "bfloat16": 2e-3}
 WEIGHTS = {"float32": 1e-6, "bfloat16": LR / 10}
 
 
-def command(tiny: Path, out: Path, dtype: str, names: tuple[str, ...], *kill: str, parts: int = 2) -> list[str]:
+def command(
+    tiny: Path, out: Path, dtype: str, names: tuple[str, ...], *kill: str, parts: int = 2
+) -> list[str]:
     """Five steps of each head on features that are computed meanwhile, each step in so many parts a process."""
     overrides = {
         "target.path": tiny / "target",
@@ -40,7 +51,14 @@ def command(tiny: Path, out: Path, dtype: str, names: tuple[str, ...], *kill: st
         "train.checkpoint_every": 2,
         "train.accumulation": parts,
     }
-    return [DRIVER, str(out), ",".join(names), *kill, RECIPE, *(f"{key}={value}" for key, value in overrides.items())]
+    return [
+        DRIVER,
+        str(out),
+        ",".join(names),
+        *kill,
+        RECIPE,
+        *(f"{key}={value}" for key, value in overrides.items()),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +90,15 @@ def test_every_head_learns_the_same_under_every_launcher(
         assert done.returncode == 0, done.stdout
         assert not [line for line in done.stdout.splitlines() if "Warning" in line]
     else:
-        done = finished(launched(config, *command(tiny_target_dir, tmp_path, dtype, names, "kill")), seconds=PATIENCE)
+        done = finished(
+            launched(config, *command(tiny_target_dir, tmp_path, dtype, names, "kill")),
+            seconds=PATIENCE,
+        )
         assert done.returncode != 0 and not (tmp_path / "eagle3/last").exists(), done.stdout
-        done = finished(launched(config, *command(tiny_target_dir, tmp_path, dtype, names[-1:])), seconds=PATIENCE)
+        done = finished(
+            launched(config, *command(tiny_target_dir, tmp_path, dtype, names[-1:])),
+            seconds=PATIENCE,
+        )
         assert done.returncode == 0 and "going on after step" in done.stdout, done.stdout
     for name in names:
         compare(tmp_path / name, plain[dtype] / name, dtype)
@@ -103,5 +127,11 @@ def loss_of(row: dict[str, Any]) -> float:
 
 def test_own_samples_are_refused_under_zero3(tiny_target_dir: Path, tmp_path: Path) -> None:
     """Where each process would wait for the others' weights, for as many tokens as it says itself."""
-    done = finished(launched("zero3", *command(tiny_target_dir, tmp_path, "float32", ("own",))), seconds=PATIENCE)
-    assert done.returncode != 0 and "error: drafter.samples is own, which needs all weights" in done.stdout
+    done = finished(
+        launched("zero3", *command(tiny_target_dir, tmp_path, "float32", ("own",))),
+        seconds=PATIENCE,
+    )
+    assert (
+        done.returncode != 0
+        and "error: drafter.samples is own, which needs all weights" in done.stdout
+    )

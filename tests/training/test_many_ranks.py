@@ -49,7 +49,9 @@ class Exchanges(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Counts, and computes."""
         if DTensor in types:
             return NotImplemented  # what it does with its local tensor is seen then
@@ -72,7 +74,9 @@ def as_rank(rank: int, count: int) -> None:
 def made_head(kind: str = "eagle1") -> Any:
     """A small head, the same on each process."""
     torch.manual_seed(0)
-    return DRAFTERS[kind].for_target(settings_of({"kind": kind}, "test"), CONFIG, made_target_head(), ())
+    return DRAFTERS[kind].for_target(
+        settings_of({"kind": kind}, "test"), CONFIG, made_target_head(), ()
+    )
 
 
 def in_child(work: Callable[[], Any], folder: Path) -> Any:
@@ -97,14 +101,19 @@ def parts_of_head(count: int) -> dict[str, list[torch.Tensor]]:
 @pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_each_weight_of_a_sharded_head_is_on_one_process(count: int, tmp_path: Path) -> None:
     """In order, the parts are the head; none is larger than its share, rounded up to rows."""
-    parts, whole = in_child(partial(parts_of_head, count), tmp_path), dict(made_head().named_parameters())
+    parts, whole = (
+        in_child(partial(parts_of_head, count), tmp_path),
+        dict(made_head().named_parameters()),
+    )
     assert parts.keys() == whole.keys()
     for name, each in parts.items():
         assert len(each) == count and torch.equal(torch.cat(each), whole[name])
         assert max(len(part) for part in each) == -(-len(whole[name]) // count)
 
 
-def exchanges_of(launcher: str, count: int, accumulation: int = 1) -> tuple[Counter[str], Counter[str], int]:
+def exchanges_of(
+    launcher: str, count: int, accumulation: int = 1
+) -> tuple[Counter[str], Counter[str], int]:
     """Of one step of the last process: its exchanges, their bytes, and those of the head."""
     as_rank(count - 1, count)
     head, frozen, features = made_head(), made_target_head(), MadeFeatures((-1,))
@@ -130,7 +139,11 @@ def exchanges_of(launcher: str, count: int, accumulation: int = 1) -> tuple[Coun
         exchanges.bytes.clear()
         with exchanges:
             for part in range(accumulation):
-                with model.no_sync() if launcher == "ddp" and part + 1 < accumulation else nullcontext():
+                with (
+                    model.no_sync()
+                    if launcher == "ddp" and part + 1 < accumulation
+                    else nullcontext()
+                ):
                     model(collate(features.read([part]), (-1,)), frozen)["total"].backward()
             gather(nn.utils.clip_grad_norm_(list(head.parameters()), 0.5))
             head.zero_grad()
@@ -143,10 +156,14 @@ def test_exchanges_of_a_step(count: int, tmp_path: Path) -> None:
     """DDP sums the gradients once; a sharded head is gathered and its gradients scattered once, and its norm summed."""
     counts, moved, total = in_child(partial(exchanges_of, "ddp", count), tmp_path)
     assert counts == {"all-reduce": 1} and moved == {"all-reduce": total}
-    assert in_child(partial(exchanges_of, "ddp", count, accumulation=3), tmp_path)[0] == {"all-reduce": 1}
+    assert in_child(partial(exchanges_of, "ddp", count, accumulation=3), tmp_path)[0] == {
+        "all-reduce": 1
+    }
     counts, moved, total = in_child(partial(exchanges_of, "sharded", count), tmp_path)
     assert counts == {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 1}
-    assert moved["all-gather"] == moved["reduce-scatter"] >= total and moved["all-reduce"] == 4 * 10  # norms
+    assert (
+        moved["all-gather"] == moved["reduce-scatter"] >= total and moved["all-reduce"] == 4 * 10
+    )  # norms
     counts, _, _ = in_child(partial(exchanges_of, "sharded", count, accumulation=3), tmp_path)
     assert counts == {"all-gather": 3, "reduce-scatter": 3, "all-reduce": 1}
 
@@ -166,11 +183,15 @@ def test_exchanges_of_the_loop(shard: str, tmp_path: Path) -> None:
             seen.append(exchanges.counts)
 
         _Run._advance = watched  # type: ignore[method-assign]
-        train_made(tmp_path / "run", {"kind": "eagle1"}, "train.max_steps=6", f"train.shard_head={shard}")
+        train_made(
+            tmp_path / "run", {"kind": "eagle1"}, "train.max_steps=6", f"train.shard_head={shard}"
+        )
         torch.save(seen, tmp_path / f"seen-{rank}.pt")
 
     on_ranks(2, work, tmp_path / "prints")
-    expected = {"all-reduce": 1} | ({"all-gather": 1, "reduce-scatter": 1} if shard == "true" else {})
+    expected = {"all-reduce": 1} | (
+        {"all-gather": 1, "reduce-scatter": 1} if shard == "true" else {}
+    )
     for rank in (0, 1):
         assert (
             torch.load(tmp_path / f"seen-{rank}.pt", weights_only=False)[2:] == [expected] * 4
@@ -233,7 +254,10 @@ def test_a_target_spread_over_many(count: int, tmp_path: Path) -> None:
     held, counts, outside = in_child(partial(parts_of_target, count), tmp_path)
     assert counts == {"all-gather": CONFIG.num_hidden_layers}
     weights = LlamaForCausalLM(CONFIG).named_parameters()
-    assert sum(held) == sum(weight.numel() for name, weight in weights if ".layers." in name) + count * outside
+    assert (
+        sum(held)
+        == sum(weight.numel() for name, weight in weights if ".layers." in name) + count * outside
+    )
     assert max(held) - min(held) <= 0.1 * max(held)
 
 

@@ -32,7 +32,9 @@ def test_a_chain_of_four_is_nearly_always_right_on_what_was_learned(tiny_target:
     """Trained on the target's own greedy answers, it keeps at least 4.75 of 5 tokens per step on their prompts."""
     prompts, examples = [tiny_target.chat(text) for text in ASKED], []
     for prompt in prompts:
-        answer = generate(tiny_target, NoDrafter(), prompt, max_new_tokens=NEW_TOKENS, stop=[]).tokens
+        answer = generate(
+            tiny_target, NoDrafter(), prompt, max_new_tokens=NEW_TOKENS, stop=[]
+        ).tokens
         text = torch.tensor(prompt + answer)
         examples.append(Example(text, torch.arange(len(text)) >= len(prompt)))
     live = LiveFeatures(tiny_target, examples, {"taps": [-1], "dtype": "float32"})
@@ -50,7 +52,11 @@ def test_a_chain_of_four_is_nearly_always_right_on_what_was_learned(tiny_target:
 
     head.bind(tiny_target.head)
     options = {"budget": Budget(4, 4, 1), "max_new_tokens": NEW_TOKENS, "stop": []}
-    cycles = [cycle for prompt in prompts for cycle in generate(tiny_target, head, prompt, **options).cycles]
+    cycles = [
+        cycle
+        for prompt in prompts
+        for cycle in generate(tiny_target, head, prompt, **options).cycles
+    ]
     acceptance_length = sum(cycle.committed for cycle in cycles) / len(cycles)
     print(f"chain of 4: {acceptance_length:.3f} tokens per step")
     assert acceptance_length >= 4.75

@@ -24,7 +24,9 @@ def test_examples_are_split_once(validation: float) -> None:
     """Held-out, learned from and unusable ones are everything, and nothing is two of them."""
     made = plan(validation=validation)
     usable = [place for place, slots in enumerate(SLOTS) if slots]
-    assert sorted(made.training + made.validation) == usable and not set(made.training) & set(made.validation)
+    assert sorted(made.training + made.validation) == usable and not set(made.training) & set(
+        made.validation
+    )
     assert made.unusable == len(SLOTS) - len(usable) > 0
     assert len(made.validation) == math.ceil(validation * len(usable))
 
@@ -36,9 +38,14 @@ def test_an_epoch_reads_every_example_once_in_an_order_of_its_own() -> None:
     read = {number: again.step(number) for number in reversed(range(len(again)))}
     epochs = [[place for number in range(start, start + len(made) // 3) for place in made.step(number)]
               for start in range(0, len(made), len(made) // 3)]  # fmt: skip
-    assert all(sorted(epoch) == made.training for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
+    assert (
+        all(sorted(epoch) == made.training for epoch in epochs)
+        and epochs[0] != epochs[1] != epochs[2]
+    )
     assert all(made.step(number) == read[number] for number in range(len(made)))
-    orders = [plan(seed=seed, validation=0).epoch(number) for seed in range(4) for number in range(4)]
+    orders = [
+        plan(seed=seed, validation=0).epoch(number) for seed in range(4) for number in range(4)
+    ]
     assert len({tuple(order) for order in orders}) == 16
     assert len(plan(epochs=3, max_steps=7)) == 7 and len(plan(max_steps=10**6)) == len(plan())
 
@@ -75,7 +82,9 @@ def test_parts_of_many_processes(count: int, batch_size: int) -> None:
             min(naive, key=lambda part: sum(slots[i] for i in part)).append(place)
         assert [part for part in naive if part] == parts[: min(len(step), count)]
         shares, whole = made.weights(number, parts), sum(slots[place] for place in step)
-        owned = [place for part, share in zip(parts, shares, strict=True) if share for place in part]
+        owned = [
+            place for part, share in zip(parts, shares, strict=True) if share for place in part
+        ]
         assert sorted(owned) == sorted(step) and math.isclose(sum(shares), 1.0)
         assert max(shares) * whole <= whole / count + max(slots[place] for place in step)
         if batch_size == 512:  # eight conversations a process
@@ -116,13 +125,17 @@ def test_learning_rates(schedule: Any, warmup: float, steps: int, final: float) 
 
 def test_wsd_is_constant_and_falls_at_the_end() -> None:
     """Longer runs have the steps before the fall in common: a linear warm-up and one rate."""
-    longer, shorter = (plan(epochs=50, max_steps=steps, schedule="wsd", warmup=4, lr=1.0) for steps in (40, 20))
+    longer, shorter = (
+        plan(epochs=50, max_steps=steps, schedule="wsd", warmup=4, lr=1.0) for steps in (40, 20)
+    )
     assert (longer.stem_steps, shorter.stem_steps) == (32, 16)
     assert [shorter.lr(number) for number in range(16)] == [0.25, 0.5, 0.75, *[1.0] * 13]
     assert all(longer.lr(number) == shorter.lr(number) for number in range(17))
     assert all(longer.step(number) == shorter.step(number) for number in range(20))
     assert [shorter.lr(number) for number in range(16, 20)] == [1.0, 0.75, 0.5, 0.25]
-    ended = plan(epochs=50, max_steps=20, schedule="wsd", warmup=0, lr=1.0, final_lr=0.5, decay_share=0.5)
+    ended = plan(
+        epochs=50, max_steps=20, schedule="wsd", warmup=0, lr=1.0, final_lr=0.5, decay_share=0.5
+    )
     assert [ended.lr(number) for number in (0, 10, 15, 19)] == [1.0, 1.0, 0.75, 0.55]
 
 
@@ -131,4 +144,6 @@ def test_learned_tokens_are_those_of_every_step_so_far(batch_size: int) -> None:
     """Within an epoch, at its end and behind it; the last step of an epoch may be short."""
     made = plan(epochs=3, batch_size=batch_size)
     for steps in range(len(made) + 1):
-        assert made.learned(steps) == sum(SLOTS[place] for number in range(steps) for place in made.step(number))
+        assert made.learned(steps) == sum(
+            SLOTS[place] for number in range(steps) for place in made.step(number)
+        )

@@ -35,9 +35,18 @@ def curves(tmp_path: Path) -> Path:
             10,
             r"^10 supervised tokens are few: some was measured on .* 20 to 160 tokens, .*: train longer$",
         ),
-        (20, r"^20 .* 20 weights: .* 49% of the .* 8 times as many, .* brought \+0\.17 accepted tokens: train longer$"),
-        (40, r"had 74% of the .* with 4 times as many, .* brought \+0\.14 accepted tokens: train longer$"),
-        (80, r"had 98% of the .* with 2 times as many, .* brought \+0\.02 accepted tokens: more tokens bring little$"),
+        (
+            20,
+            r"^20 .* 20 weights: .* 49% of the .* 8 times as many, .* brought \+0\.17 accepted tokens: train longer$",
+        ),
+        (
+            40,
+            r"had 74% of the .* with 4 times as many, .* brought \+0\.14 accepted tokens: train longer$",
+        ),
+        (
+            80,
+            r"had 98% of the .* with 2 times as many, .* brought \+0\.02 accepted tokens: more tokens bring little$",
+        ),
         (160, "as many as some was measured with .*, or more: 160, counted for"),
         (999, "as many as some was measured with .*, or more: 160, counted for"),
     ],

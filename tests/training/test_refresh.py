@@ -28,14 +28,21 @@ PROMPTS = [[5, 17, 8], [40, 2, 9, 33, 61], [7, 7]]
 def model() -> Any:
     """A random model whose text depends on all that it has read."""
     torch.manual_seed(4)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=99, initializer_range=0.25, **sizes)).eval()
 
 
 def new_head(target: Target, kind: str = "eagle1") -> Any:
     """A head that nobody has trained."""
     torch.manual_seed(fixture_seed())
-    return DRAFTERS[kind].for_target(settings_of({"kind": kind}, "test"), target.config, target.head)
+    return DRAFTERS[kind].for_target(
+        settings_of({"kind": kind}, "test"), target.config, target.head
+    )
 
 
 def change(model: Any, seed: int) -> None:
@@ -52,7 +59,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     seen = list[Batch]()
     real = module.DraftsLoss.__call__
 
-    def look(self: Any, head: Any, inputs: tuple[Batch, Any], losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    def look(
+        self: Any, head: Any, inputs: tuple[Batch, Any], losses: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         seen.append(inputs[0])
         return real(self, head, inputs, losses)
 
@@ -84,7 +93,9 @@ def test_a_step_is_what_it_says(kind: str, model: Any, monkeypatch: pytest.Monke
         assert torch.allclose(weight[told], expected[told], atol=2e-5)
 
 
-def test_the_target_speaks_with_its_new_weights(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_speaks_with_its_new_weights(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After every change, which its own gradients survive; a planted fault, words of the old weights, would be seen."""
     target, seen = trained_target(model), watched(monkeypatch)
     refresh = Refresh(new_head(target), lr=1e-3)
@@ -100,7 +111,9 @@ def test_the_target_speaks_with_its_new_weights(model: Any, monkeypatch: pytest.
     assert all(weight.requires_grad for weight in model.parameters()) and len(seen) == 3
     old = [example.tokens.tolist() for example in written.written.values()]
     change(model, 7)
-    assert old != [example.tokens.tolist() for example in refresh_write(refresh, target).written.values()]
+    assert old != [
+        example.tokens.tolist() for example in refresh_write(refresh, target).written.values()
+    ]
 
 
 def refresh_write(refresh: Refresh, target: Target) -> OwnDrafts:
@@ -115,7 +128,9 @@ def test_a_continuation_comes_to_the_same_bits(model: Any) -> None:
     whole = Refresh(new_head(target), lr=1e-3)
     for number in range(4):
         if number == 2:
-            kept = copy.deepcopy((whole.head.state_dict(), whole.optimizer.state_dict(), whole.steps))
+            kept = copy.deepcopy(
+                (whole.head.state_dict(), whole.optimizer.state_dict(), whole.steps)
+            )
         whole.step(target, PROMPTS, max_new_tokens=8)
     again = Refresh(new_head(target), lr=1e-3)
     again.head.load_state_dict(kept[0])

@@ -42,7 +42,9 @@ def both_losses(method: str) -> tuple[Tensor, Tensor, Any, Any]:
     embedding, output = nn.Embedding(37, 16), nn.Linear(16, 37, bias=False)
     frozen = TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
     settings = HEADS[method] | ({"dropout": 0.0} if "dropout" in HEADS[method] else {})
-    ours = DRAFTERS[method].for_target(settings_of({"kind": method, **settings}, "test"), SHAPE, frozen)
+    ours = DRAFTERS[method].for_target(
+        settings_of({"kind": method, **settings}, "test"), SHAPE, frozen
+    )
     for weight in ours.parameters():
         weight.data += 0.1 * torch.randn_like(weight)
     plain = PLAIN[method](SHAPE, settings)
@@ -70,16 +72,22 @@ def compare(method: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(released_levels, name, sums_by_level(getattr(released_levels, name)))
     one, other, plain, ours = both_losses(method)
     if method == "blockwise":
-        one = one * HEADS[method]["levels"]  # the expectation is the sum over levels, as in its siblings
+        one = (
+            one * HEADS[method]["levels"]
+        )  # the expectation is the sum over levels, as in its siblings
     torch.testing.assert_close(one, other)
     one.backward()
     other.backward()
     found = dict(ours.named_parameters())
     for name, weight in plain.named_parameters():
-        torch.testing.assert_close(found[name].grad, weight.grad, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name].grad, weight.grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-METHODS = [name for name in HEADS if name != "falcon"]  # whose blocks begin where a text's seed says
+METHODS = [
+    name for name in HEADS if name != "falcon"
+]  # whose blocks begin where a text's seed says
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -89,11 +97,15 @@ def test_both_steps_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_level_that_names_another_token_is_seen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_that_names_another_token_is_seen(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Labels shifted by one more."""
     for name in ("token_loss", "probs_loss"):
         honest = getattr(released_levels, name)
-        monkeypatch.setattr(released_levels, name, lambda *args, honest=honest: honest(*args[:-1], args[-1] + 1))
+        monkeypatch.setattr(
+            released_levels, name, lambda *args, honest=honest: honest(*args[:-1], args[-1] + 1)
+        )
     with pytest.raises(AssertionError):
         compare(method, monkeypatch)
 
@@ -103,4 +115,6 @@ def test_both_train_the_same_tensors() -> None:
     for method, settings in HEADS.items():
         ours = DRAFTERS[method].for_target(settings_of({"kind": method, **settings}, "test"), SHAPE)
         sizes = {name: weight.shape for name, weight in ours.named_parameters()}
-        assert sizes == {name: weight.shape for name, weight in PLAIN[method](SHAPE, settings).named_parameters()}
+        assert sizes == {
+            name: weight.shape for name, weight in PLAIN[method](SHAPE, settings).named_parameters()
+        }

@@ -23,7 +23,9 @@ def shorter(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.slow
-def test_a_longer_run_goes_on_before_the_fall(shorter: Path, command: list[str], tmp_path: Path) -> None:
+def test_a_longer_run_goes_on_before_the_fall(
+    shorter: Path, command: list[str], tmp_path: Path
+) -> None:
     """Bit by bit, over two stems, with and without a stop; what it wrote is what the whole run wrote from there on."""
     whole = run(command, tmp_path / "whole", "train.max_steps=20")
     second = run(command, tmp_path / "second", "train.max_steps=15", f"train.stem={shorter}")
@@ -32,7 +34,9 @@ def test_a_longer_run_goes_on_before_the_fall(shorter: Path, command: list[str],
     assert sorted(path.name for path in (third / "stem").iterdir()) == ["step-16"]
     assert apart(weights(shorter), weights(second)) > 1e-4
     (third / "checkpoints/step-20").rename(tmp_path / "away")
-    assert equal(run(command, third, "train.max_steps=20", f"train.stem={tmp_path / 'gone'}"), whole)
+    assert equal(
+        run(command, third, "train.max_steps=20", f"train.stem={tmp_path / 'gone'}"), whole
+    )
 
 
 @pytest.mark.slow
@@ -45,7 +49,9 @@ def test_the_fall_is_no_part_of_a_stem(shorter: Path, command: list[str], tmp_pa
     assert apart(weights(whole), weights(wrong)) > 1e-5
 
 
-def test_a_loss_that_follows_the_progress_has_no_stem(shorter: Path, command: list[str], tmp_path: Path) -> None:
+def test_a_loss_that_follows_the_progress_has_no_stem(
+    shorter: Path, command: list[str], tmp_path: Path
+) -> None:
     """Its steps are others in a longer run."""
     falcon = [str(ROOT / "recipes/tiny/falcon.yaml"), *command[1:], "drafter.glance_from=0.5"]
     with pytest.raises(ValueError, match="follows the progress of a run"):
@@ -57,7 +63,10 @@ def test_a_loss_that_follows_the_progress_has_no_stem(shorter: Path, command: li
     [
         (["train.schedule=constant"], "expected wsd and a number of steps"),
         (["train.warmup=0.05"], "expected wsd and a number of steps"),
-        (["train.max_steps=9"], "holds 8 steps before its rate fell, expected .* at most the 7 steps"),
+        (
+            ["train.max_steps=9"],
+            "holds 8 steps before its rate fell, expected .* at most the 7 steps",
+        ),
         (["train.lr=2e-3"], r"holds a run with train\.lr = 0\.001, this one has 0\.002"),
         (["train.stem=nowhere"], "nowhere holds no step before its rate fell"),
     ],

@@ -28,7 +28,12 @@ from eval.compare import main as compare
 from eval.measure import log_measurement
 from recipes.train_medusa2 import main as train_jointly
 
-EVERY = ("train.checkpoint_every=4", "train.validate_every=2", "train.validation=0.1", "train.epochs=2")
+EVERY = (
+    "train.checkpoint_every=4",
+    "train.validate_every=2",
+    "train.validation=0.1",
+    "train.epochs=2",
+)
 BLOCK, FULL, FIRST, LAST = 32768, 1, 2, 4  # of LevelDB's logs
 BOTH = "train.log_with=wandb,tensorboard"
 
@@ -84,7 +89,10 @@ def in_wandb(out: Path) -> list[dict[str, Any]]:
     found = []
     for record in wandb_records(out):
         if record.HasField("history"):
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             found.append({"_step": record.history.step.num, **items})
     return found
 
@@ -113,7 +121,9 @@ def expected(out: Path) -> dict[tuple[int, str], float]:
 def check_both(out: Path) -> None:
     """Every number of metrics.jsonl stands in both trackers, once, and nothing else does."""
     wanted = expected(out)
-    assert len({step for step, _ in wanted}) > 2 and {name.partition("/")[0] for _, name in wanted} == {
+    assert len({step for step, _ in wanted}) > 2 and {
+        name.partition("/")[0] for _, name in wanted
+    } == {
         "train",
         "validation",
     }
@@ -122,9 +132,15 @@ def check_both(out: Path) -> None:
         for name, value in row.items():
             if not name.startswith("_"):
                 logged[row["_step"], name] += 1
-                assert "per_second" in name or "memory" in name or value == wanted[row["_step"], name], (row, name)
+                assert (
+                    "per_second" in name or "memory" in name or value == wanted[row["_step"], name]
+                ), (row, name)
     assert logged == dict.fromkeys(wanted, 1)
-    scalars = {(step, name): value for name, line in in_tensorboard(out).items() for step, value in line.items()}
+    scalars = {
+        (step, name): value
+        for name, line in in_tensorboard(out).items()
+        for step, value in line.items()
+    }
     assert scalars.keys() == wanted.keys()
     for key, value in wanted.items():
         assert math.isclose(scalars[key], value, rel_tol=1e-6), key
@@ -151,7 +167,9 @@ def test_every_row_is_in_both_trackers(whole: Path, command: list[str], tmp_path
 
 
 @pytest.fixture
-def gone_on(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+def gone_on(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Path]:
     """Trains a run that ends two steps behind a checkpoint, with rows of those steps, and goes on from there."""
 
     def go_on() -> Path:
@@ -181,17 +199,24 @@ def test_a_run_that_goes_on_is_one_run(gone_on: Callable[[], Path], whole: Path)
     started = [record.run for record in wandb_records(out) if record.HasField("run")]
     ids = {record.run_id for record in started}
     assert len(list(out.glob("wandb/offline-run-*"))) == 2 and len(ids) == 1
-    assert json.loads((out / "trackers.json").read_text()) == {"wandb": ids.pop(), "tensorboard": ""}
+    assert json.loads((out / "trackers.json").read_text()) == {
+        "wandb": ids.pop(),
+        "tensorboard": "",
+    }
     assert len(list(out.glob("tensorboard/*/hparams.yml"))) == 1
 
 
 @pytest.mark.slow
-def test_rows_that_are_told_twice_are_seen(gone_on: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_told_twice_are_seen(
+    gone_on: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tests above can fail: wandb is told again what it knows, TensorBoard of a later step."""
     kind, make = module._kind, Trackers._make
     with monkeypatch.context() as planted:
         planted.setattr(module, "_kind", lambda row: object())
-        planted.setattr(Trackers, "_make", lambda self, name, project, before: make(self, name, project, None))
+        planted.setattr(
+            Trackers, "_make", lambda self, name, project, before: make(self, name, project, None)
+        )
         out = gone_on()
     assert module._kind is kind
     with pytest.raises(AssertionError):
@@ -225,7 +250,11 @@ def test_what_is_measured_joins_the_run(command: list[str], tmp_path: Path) -> N
     assert page.name.endswith("-report") and results.name.endswith("-results")
     assert [entry.path for entry in page.manifest.contents] == ["report.html"]
     last = {name: value for row in in_wandb(out)[-3:] for name, value in row.items()}
-    taus = {name: value for name, value in last.items() if name.startswith("measured/") and name.endswith("/tau")}
+    taus = {
+        name: value
+        for name, value in last.items()
+        if name.startswith("measured/") and name.endswith("/tau")
+    }
     assert taus and all(value >= 1 for value in taus.values())
     events = EventAccumulator(str(out / "tensorboard")).Reload()
     (text,) = events.Tensors("report/text_summary")
@@ -233,7 +262,11 @@ def test_what_is_measured_joins_the_run(command: list[str], tmp_path: Path) -> N
 
 
 def test_a_tracker_that_fails_ends_no_run(
-    command: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The rows are in metrics.jsonl; at the start it is refused, while nothing is lost."""
 
@@ -245,17 +278,31 @@ def test_a_tracker_that_fails_ends_no_run(
         out = run(command, tmp_path / "run", *EVERY, "train.log_with=[tensorboard]")
     assert equal(out, whole) and rows(out) == rows(whole)
     said = capsys.readouterr().out
-    assert said.count(f"tensorboard takes nothing more: the server went away. All of it is in {out}") == 1
+    assert (
+        said.count(f"tensorboard takes nothing more: the server went away. All of it is in {out}")
+        == 1
+    )
     monkeypatch.setattr(TensorBoardTracker, "start", fail)
-    with pytest.raises(ValueError, match=r"log_with: tensorboard begins no run: the server went away\. Mend that, or"):
+    with pytest.raises(
+        ValueError,
+        match=r"log_with: tensorboard begins no run: the server went away\. Mend that, or",
+    ):
         run(command, tmp_path / "other", *EVERY, "train.log_with=[tensorboard]")
 
 
-def test_an_old_wandb_is_refused(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_wandb_is_refused(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a sentence: before 0.27 the end of a run has no limit, and would wait for a lost network."""
-    fields = {name: field for name, field in wandb.Settings.model_fields.items() if name != "finish_timeout"}
+    fields = {
+        name: field
+        for name, field in wandb.Settings.model_fields.items()
+        if name != "finish_timeout"
+    }
     monkeypatch.setattr(wandb, "Settings", SimpleNamespace(model_fields=fields))
-    with pytest.raises(ValueError, match=r"wandb is [\d.]+, expected 0\.27 or newer: `pip install -U wandb`"):
+    with pytest.raises(
+        ValueError, match=r"wandb is [\d.]+, expected 0\.27 or newer: `pip install -U wandb`"
+    ):
         run(command, tmp_path / "run", *EVERY, "train.log_with=[wandb]")
 
 
@@ -277,10 +324,13 @@ def settings(*overrides: str) -> TrainSection:
 def test_trackers_that_are_not_there_are_refused(command: list[str], tmp_path: Path) -> None:
     """By name, with what to install; by the check of a recipe, too."""
     with pytest.raises(
-        ValueError, match=r"names 'tensorbord'; did you mean tensorboard\?: expected some of wandb, tens"
+        ValueError,
+        match=r"names 'tensorbord'; did you mean tensorboard\?: expected some of wandb, tens",
     ):
         check_trackers(settings("train.log_with=[tensorbord]"))
-    with pytest.raises(ValueError, match=r"names comet_ml, which is not installed here: `pip install comet_ml`"):
+    with pytest.raises(
+        ValueError, match=r"names comet_ml, which is not installed here: `pip install comet_ml`"
+    ):
         check_trackers(settings("train.log_with=[comet]"))
     for more in ((), ("--check",)):
         with pytest.raises(ValueError, match="names dvclive, which is not installed"):
@@ -290,9 +340,15 @@ def test_trackers_that_are_not_there_are_refused(command: list[str], tmp_path: P
 
 def test_names_are_as_users_write_them() -> None:
     """Lists, commas, comet; the older key is wandb with its own project."""
-    assert settings("train.log_with=wandb, Comet").trackers == {"wandb": "eagle", "comet_ml": "eagle"}
+    assert settings("train.log_with=wandb, Comet").trackers == {
+        "wandb": "eagle",
+        "comet_ml": "eagle",
+    }
     assert settings("train.log_with=[mlflow]", "train.project=a").trackers == {"mlflow": "a"}
-    assert settings("train.wandb=b", "train.log_with=tensorboard").trackers == {"tensorboard": "eagle", "wandb": "b"}
+    assert settings("train.wandb=b", "train.log_with=tensorboard").trackers == {
+        "tensorboard": "eagle",
+        "wandb": "b",
+    }
     assert settings("train.log_with=null").trackers == settings().trackers == {}
     with pytest.raises(ValueError, match=r"train\.log_with"):
         settings("train.log_with=3")
@@ -300,7 +356,10 @@ def test_names_are_as_users_write_them() -> None:
 
 def test_runs_are_named_by_their_folders() -> None:
     """As they lie below `runs`; arms of a comparison by the arm."""
-    assert name_run(Path("runs/tiny/eagle1")) == "tiny/eagle1" and name_run(Path("runs/mine")) == "mine"
+    assert (
+        name_run(Path("runs/tiny/eagle1")) == "tiny/eagle1"
+        and name_run(Path("runs/mine")) == "mine"
+    )
     assert name_run(Path("runs/compare/tiny/runs/wide-0-12345678")) == "wide-0-12345678"
 
 
@@ -315,7 +374,9 @@ def test_values_are_flat() -> None:
 def test_two_processes_log_once(command: list[str], tmp_path: Path) -> None:
     """The first alone, each number as metrics.jsonl has it."""
     script = str(ROOT / "recipes/train_eagle.py")
-    done = finished(launched("ddp", script, *command, *EVERY, BOTH, f"train.out={tmp_path / 'run'}"))
+    done = finished(
+        launched("ddp", script, *command, *EVERY, BOTH, f"train.out={tmp_path / 'run'}")
+    )
     assert done.returncode == 0, done.stdout
     check_both(tmp_path / "run")
     assert len(list(tmp_path.glob("run/wandb/offline-run-*"))) == 1
@@ -327,7 +388,16 @@ def test_every_arm_of_a_comparison_is_a_run(tiny_target_dir: Path, tmp_path: Pat
     """Named by the arm; what is compared is a run beside them, with the table."""
     values = small_comparison(tiny_target_dir, tmp_path)
     values["recipe"]["train"]["log_with"] = ["wandb", "tensorboard"]
-    compare([written(values, tmp_path, seeds=[0], arms={"wide one": {"tokens": 150}, "more": {"tokens": 200}})])
+    compare(
+        [
+            written(
+                values,
+                tmp_path,
+                seeds=[0],
+                arms={"wide one": {"tokens": 150}, "more": {"tokens": 200}},
+            )
+        ]
+    )
     runs = {}
     for out in (*(tmp_path / "out/runs").iterdir(), tmp_path / "out"):
         (started,) = (record.run for record in wandb_records(out) if record.HasField("run"))
@@ -335,16 +405,31 @@ def test_every_arm_of_a_comparison_is_a_run(tiny_target_dir: Path, tmp_path: Pat
     assert {name for name in runs if name} == {"wide-one-0", "more-0"}
     for name in ("wide-one-0", "more-0"):
         assert in_tensorboard(runs[name])["train/total"]
-    names = [record.artifact.name for record in wandb_records(tmp_path / "out") if record.HasField("artifact")]
+    names = [
+        record.artifact.name
+        for record in wandb_records(tmp_path / "out")
+        if record.HasField("artifact")
+    ]
     assert [name.partition("-")[2] for name in names] == ["comparison", "comparison"]
 
 
 @pytest.mark.slow
-def test_a_target_that_trains_with_its_heads_is_tracked(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_target_that_trains_with_its_heads_is_tracked(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """By the same key."""
     recipe = str(ROOT / "recipes/tiny/medusa2.yaml")
-    where = [f"target.path={tiny_target_dir / 'target'}", f"data.train={tiny_target_dir / 'data/train.jsonl'}"]
-    few = ["data.limit=24", "data.max_length=96", "train.max_steps=3", "train.validate_every=1", BOTH]
+    where = [
+        f"target.path={tiny_target_dir / 'target'}",
+        f"data.train={tiny_target_dir / 'data/train.jsonl'}",
+    ]
+    few = [
+        "data.limit=24",
+        "data.max_length=96",
+        "train.max_steps=3",
+        "train.validate_every=1",
+        BOTH,
+    ]
     exact = [
         "target.dtype=float32",
         "train.dtype=float32",

@@ -30,20 +30,33 @@ def command(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve steps without an interruption; validated and saved twice."""
-    return run(command, tmp_path_factory.mktemp("whole") / "run", "train.validation=0.2", "train.checkpoint_every=3")
+    return run(
+        command,
+        tmp_path_factory.mktemp("whole") / "run",
+        "train.validation=0.2",
+        "train.checkpoint_every=3",
+    )
 
 
-def naive(command: list[str], target: Target, steps: list[list[int]], left_out: int = -1) -> dict[str, torch.Tensor]:
+def naive(
+    command: list[str], target: Target, steps: list[list[int]], left_out: int = -1
+) -> dict[str, torch.Tensor]:
     """The loop as a textbook writes it: one batch a step, autograd's own clipping, an AdamW that is not fused."""
     recipe = Recipe.load(command[0], command[1:])
     store, asked = FeatureStore(str(recipe.features.store)), recipe.train
     settings = settings_of(recipe.drafter.model_dump(), "test")
     torch.manual_seed(asked.seed)
     head = DRAFTERS[settings.kind].for_target(settings, target.config).train()
-    optimizer = torch.optim.AdamW(head.parameters(), asked.lr, asked.betas, weight_decay=0.0, foreach=False)
+    optimizer = torch.optim.AdamW(
+        head.parameters(), asked.lr, asked.betas, weight_decay=0.0, foreach=False
+    )
     for number, places in enumerate(steps):
         warm = 0.05 * len(steps)
-        rate = (number + 1) / warm if number + 1 < warm else min((len(steps) - number) / (len(steps) - warm), 1)
+        rate = (
+            (number + 1) / warm
+            if number + 1 < warm
+            else min((len(steps) - number) / (len(steps) - warm), 1)
+        )
         optimizer.param_groups[0]["lr"] = asked.lr * rate
         seeds = [number // 6 * 1_000_000_007 + place for place in places]
         optimizer.zero_grad()
@@ -56,7 +69,9 @@ def naive(command: list[str], target: Target, steps: list[list[int]], left_out: 
             tokens = sum(len(example.tokens) for example in store.read(places))
             share = float(batch.loss_mask.sum()) / tokens if asked.mean_over == "all" else 1.0
             (head(batch, target.head)["total"] * share).backward()
-        norm = math.sqrt(sum(float(weight.grad.double().pow(2).sum()) for weight in head.parameters()))
+        norm = math.sqrt(
+            sum(float(weight.grad.double().pow(2).sum()) for weight in head.parameters())
+        )
         for weight in head.parameters():
             weight.grad *= min(1.0, asked.clip / norm)
         if number != left_out:
@@ -66,19 +81,26 @@ def naive(command: list[str], target: Target, steps: list[list[int]], left_out: 
 
 def orders(seed: int = 0) -> list[list[int]]:
     """Two epochs of 24 conversations in steps of four, drawn as the plan draws them."""
-    drawn = [torch.randperm(24, generator=torch.Generator().manual_seed(seed * 1_000_003 + 1 + e)) for e in (0, 1)]
+    drawn = [
+        torch.randperm(24, generator=torch.Generator().manual_seed(seed * 1_000_003 + 1 + e))
+        for e in (0, 1)
+    ]
     return torch.stack(drawn).reshape(12, 4).tolist()
 
 
 def same(trained: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """But for rounding, by which AdamW moves a weight with gradients of about its epsilon: here a tenth of a step."""
-    distances = torch.cat([(trained[name] - weight).abs().flatten() for name, weight in expected.items()])
+    distances = torch.cat(
+        [(trained[name] - weight).abs().flatten() for name, weight in expected.items()]
+    )
     return bool(distances.mean() < 1e-8 and distances.max() < 1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
-def test_the_loop_is_the_naive_one(accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path) -> None:
+def test_the_loop_is_the_naive_one(
+    accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
+) -> None:
     """Parts of a step add up to it, a part that repeats an example too; in another order the weights differ."""
     trained = weights(run(command, tmp_path / "run", f"train.accumulation={accumulation}"))
     assert same(trained, naive(command, tiny_target, orders()))
@@ -86,7 +108,9 @@ def test_the_loop_is_the_naive_one(accumulation: int, command: list[str], tiny_t
 
 
 @pytest.mark.quick("all-1")
-@pytest.mark.parametrize(("mean_over", "accumulation"), [("all", 1), ("all", 3), ("texts", 4), ("texts", 6)])
+@pytest.mark.parametrize(
+    ("mean_over", "accumulation"), [("all", 1), ("all", 3), ("texts", 4), ("texts", 6)]
+)
 def test_losses_are_divided_as_asked(
     mean_over: str, accumulation: int, command: list[str], tiny_target: Target, tmp_path: Path
 ) -> None:
@@ -95,14 +119,25 @@ def test_losses_are_divided_as_asked(
     trained = weights(run(command, tmp_path / "run", *asked))
     assert same(trained, naive([*command, *asked], tiny_target, orders()))
     assert apart(trained, naive(command, tiny_target, orders())) > 1e-4
-    with pytest.raises(ValueError, match=r"4 texts of a step lie in 1 parts: give train\.accumulation=4"):
+    with pytest.raises(
+        ValueError, match=r"4 texts of a step lie in 1 parts: give train\.accumulation=4"
+    ):
         run(command, tmp_path / "other", "train.mean_over=texts")
 
 
 def test_clipping_by_value_and_bare_means(command: list[str], tmp_path: Path) -> None:
     """As published: other weights, and each is a run."""
-    runs = [(), ("train.clip_by=value",), ("train.gate=read",), ("train.schedule=cosine",), ("train.weight_decay=1",)]
-    left = [weights(run(command, tmp_path / str(i), "train.max_steps=4", *extra)) for i, extra in enumerate(runs)]
+    runs = [
+        (),
+        ("train.clip_by=value",),
+        ("train.gate=read",),
+        ("train.schedule=cosine",),
+        ("train.weight_decay=1",),
+    ]
+    left = [
+        weights(run(command, tmp_path / str(i), "train.max_steps=4", *extra))
+        for i, extra in enumerate(runs)
+    ]
     assert all(apart(left[0], other) > 1e-6 for other in left[1:])
 
 
@@ -137,7 +172,12 @@ def test_what_follows_the_runs_progress_goes_on_where_it_was(
         return forward(self, batch, frozen)
 
     monkeypatch.setattr(DRAFTERS["falcon"], "forward", kept)
-    asked = ["drafter={kind: falcon}", "train.max_steps=4", "train.checkpoint_every=2", "train.keep=9"]
+    asked = [
+        "drafter={kind: falcon}",
+        "train.max_steps=4",
+        "train.checkpoint_every=2",
+        "train.keep=9",
+    ]
     whole = run(command, tmp_path / "whole", *asked)
     shutil.copytree(whole, tmp_path / "half")
     (tmp_path / "half/checkpoints/step-4/complete.json").unlink()
@@ -150,20 +190,38 @@ def test_metrics_tell_every_loss_and_validation(whole: Path) -> None:
     """The steps rise, the loss falls, validations stand between them."""
     lines = rows(whole)
     losses = [line["total"] for line in lines if "total" in line]
-    assert [line["step"] for line in lines if "total" in line] == [2, 4, 5, 8, 9] and losses[-1] < losses[0]
+    assert [line["step"] for line in lines if "total" in line] == [2, 4, 5, 8, 9] and losses[
+        -1
+    ] < losses[0]
     validations = [line["validation"] for line in lines if "validation" in line]
-    assert len(validations) == 2 and validations[0].keys() == validations[1].keys() and validations[1]["tree/tau"] >= 1
+    assert (
+        len(validations) == 2
+        and validations[0].keys() == validations[1].keys()
+        and validations[1]["tree/tau"] >= 1
+    )
     assert all(1 <= line["chain/tau"] <= 5 for line in validations)
 
 
 def test_the_best_and_the_last_are_kept(whole: Path) -> None:
     """The best is that of the highest score; each says the recipe and what made it."""
-    scores = {line["step"] + 1: line["validation"]["tree/tau"] for line in rows(whole) if "validation" in line}
-    made = {name: json.loads((whole / name / "provenance.json").read_text()) for name in ("head", "last")}
-    assert made["last"]["step"] == max(scores) and scores[made["head"]["step"]] == max(scores.values())
+    scores = {
+        line["step"] + 1: line["validation"]["tree/tau"]
+        for line in rows(whole)
+        if "validation" in line
+    }
+    made = {
+        name: json.loads((whole / name / "provenance.json").read_text())
+        for name in ("head", "last")
+    }
+    assert made["last"]["step"] == max(scores) and scores[made["head"]["step"]] == max(
+        scores.values()
+    )
     assert made["last"]["skipped_steps"] == 0 and made["last"]["validation"]
     assert Recipe.load(whole / "last/recipe.yaml").train.dtype == "float32"
-    assert {path.name for path in (whole / "checkpoints").iterdir()} == {"step-9", "step-10"}  # train.keep
+    assert {path.name for path in (whole / "checkpoints").iterdir()} == {
+        "step-9",
+        "step-10",
+    }  # train.keep
 
 
 def test_the_best_score_outlives_a_stop(whole: Path, command: list[str], tmp_path: Path) -> None:
@@ -184,14 +242,30 @@ def test_the_best_score_outlives_a_stop(whole: Path, command: list[str], tmp_pat
 
 def test_validation_has_one_gate(whole: Path, command: list[str], tmp_path: Path) -> None:
     """Whatever slots a run learns from, the same weights are judged alike."""
-    asked = [f"train.init={whole / 'last'}", "train.lr=1e-30", "train.max_steps=1", "train.validation=0.2"]
-    lines = [rows(run(command, tmp_path / gate, *asked, f"train.gate={gate}")) for gate in ("predicted", "read")]
+    asked = [
+        f"train.init={whole / 'last'}",
+        "train.lr=1e-30",
+        "train.max_steps=1",
+        "train.validation=0.2",
+    ]
+    lines = [
+        rows(run(command, tmp_path / gate, *asked, f"train.gate={gate}"))
+        for gate in ("predicted", "read")
+    ]
     assert lines[0][-1]["validation"] == lines[1][-1]["validation"] and lines[0][0] != lines[1][0]
 
 
-def test_a_warm_start_begins_where_it_was_given(whole: Path, command: list[str], tmp_path: Path) -> None:
+def test_a_warm_start_begins_where_it_was_given(
+    whole: Path, command: list[str], tmp_path: Path
+) -> None:
     """With a rate of nothing, the head that comes out is the one that went in."""
-    out = run(command, tmp_path / "run", f"train.init={whole / 'last'}", "train.lr=1e-30", "train.max_steps=2")
+    out = run(
+        command,
+        tmp_path / "run",
+        f"train.init={whole / 'last'}",
+        "train.lr=1e-30",
+        "train.max_steps=2",
+    )
     assert apart(weights(out), weights(whole)) == 0
 
 
@@ -224,10 +298,15 @@ def test_a_head_that_does_not_fit_is_refused(
         ("train.seed=1", "train.seed"),
         ("drafter.noise=0.2", "drafter.noise"),
         ("train.max_steps=11", "train.max_steps"),
-        ("train.clip=0.2 drafter.noise=0.2", r"drafter\.noise = None, this one has 0\.2; train\.clip"),
+        (
+            "train.clip=0.2 drafter.noise=0.2",
+            r"drafter\.noise = None, this one has 0\.2; train\.clip",
+        ),
     ],
 )
-def test_another_run_is_not_continued(override: str, named: str, whole: Path, command: list[str]) -> None:
+def test_another_run_is_not_continued(
+    override: str, named: str, whole: Path, command: list[str]
+) -> None:
     """A folder belongs to the run that began in it; a place of its own is always free."""
     with pytest.raises(ValueError, match=rf"holds a run with {named}.*another train\.out"):
         run(command, whole, "train.validation=0.2", "train.checkpoint_every=3", *override.split())
@@ -238,6 +317,12 @@ def test_a_folder_may_move_and_watching_may_change(
 ) -> None:
     """Where a run lies, and how often it is looked at, are no part of it."""
     shutil.copytree(whole, tmp_path / "moved")
-    run(command, tmp_path / "moved", "train.validation=0.2", "train.checkpoint_every=5", "train.keep=1")
+    run(
+        command,
+        tmp_path / "moved",
+        "train.validation=0.2",
+        "train.checkpoint_every=5",
+        "train.keep=1",
+    )
     assert "complete" in capsys.readouterr().out
     assert load_head(tmp_path / "moved/head").settings.kind == "eagle1"

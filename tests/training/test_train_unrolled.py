@@ -53,7 +53,9 @@ def test_parts_of_a_step_add_up(command: list[str], alone: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     "config", ["ddp", *(pytest.param(zero, marks=pytest.mark.long) for zero in ("zero2", "zero3"))]
 )
-def test_two_processes_are_one_on_the_same_steps(config: str, command: list[str], alone: Path, tmp_path: Path) -> None:
+def test_two_processes_are_one_on_the_same_steps(
+    config: str, command: list[str], alone: Path, tmp_path: Path
+) -> None:
     """Losses, validation and weights agree."""
     done = finished(launched(config, SCRIPT, *command, f"train.out={tmp_path / 'run'}", *EVERY))
     assert done.returncode == 0, done.stdout

@@ -34,7 +34,14 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 FURTHER: dict[str, dict[str, Any]] = {
     **{name: {"kind": name} for name in BY_DEFAULT},
-    "paced": {"kind": "dflash", "blocks": 1, "slots": 4, "anchors": 6, "loss": "tokens", "d_pace": True},
+    "paced": {
+        "kind": "dflash",
+        "blocks": 1,
+        "slots": 4,
+        "anchors": 6,
+        "loss": "tokens",
+        "d_pace": True,
+    },
     "prefixed": {"kind": "hydra", "layers": 2, "prefix": True, "regression": 0.1},
     "drawn": {"kind": "blockwise", "drawn": True, "loss": "tokens"},
     "tied": {"kind": "mlp_speculator", "tie_weights": True, "scale_input": True},
@@ -66,7 +73,11 @@ def plant(fault: str) -> None:
 
         def spoilt(features: MadeFeatures, index: int) -> Example:
             example = draw(features, index)
-            return replace(example, features=example.features * float("nan")) if index == bad else example
+            return (
+                replace(example, features=example.features * float("nan"))
+                if index == bad
+                else example
+            )
 
         MadeFeatures._draw = spoilt  # type: ignore[method-assign]
     if fault == "moments":  # of one process go to another
@@ -74,7 +85,9 @@ def plant(fault: str) -> None:
         swapped = sharding._split_moments
 
         def swap(optimizer: torch.optim.Optimizer) -> None:
-            sharding._split_like = lambda whole, weight: split(whole.roll(len(whole) // 2, 0), weight)
+            sharding._split_like = lambda whole, weight: split(
+                whole.roll(len(whole) // 2, 0), weight
+            )
             swapped(optimizer)
             sharding._split_like = split
 
@@ -86,7 +99,10 @@ def reads_of(out: Path, ranks: int) -> list[list[int]]:
     held_out = set(made_plan().validation)
     reads = [torch.load(out / f"rank-{rank}.pt")[1] for rank in range(ranks)]
     learned = [[places for places in rank if not held_out & {*places}] for rank in reads]
-    return [sorted({place for places in step for place in places}) for step in zip(*learned, strict=True)]
+    return [
+        sorted({place for places in step for place in places})
+        for step in zip(*learned, strict=True)
+    ]
 
 
 def made_plan() -> Plan:
@@ -121,7 +137,9 @@ def check_same(out: Path, other: Path, ranks: int, tolerance: float = TOLERANCE)
     assert apart(weights(out), weights(other)) < tolerance
     for row, expected in zip(rows(out), rows(other), strict=True):
         assert row.get("total", 0) == pytest.approx(expected.get("total", 0), rel=1e-5)
-        assert row.get("gradient_norm", 0) == pytest.approx(expected.get("gradient_norm", 0), rel=1e-4)
+        assert row.get("gradient_norm", 0) == pytest.approx(
+            expected.get("gradient_norm", 0), rel=1e-4
+        )
         assert row.get("validation", {}) == pytest.approx(expected.get("validation", {}), rel=1e-4)
     for rank in range(ranks):
         assert apart(torch.load(out / f"rank-{rank}.pt")[0], weights(out)) == 0
@@ -131,7 +149,11 @@ def check_same(out: Path, other: Path, ranks: int, tolerance: float = TOLERANCE)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
     ("ranks", "shard"),
-    [(2, "true"), pytest.param(4, "true", marks=pytest.mark.slow), pytest.param(4, "false", marks=pytest.mark.slow)],
+    [
+        (2, "true"),
+        pytest.param(4, "true", marks=pytest.mark.slow),
+        pytest.param(4, "false", marks=pytest.mark.slow),
+    ],
 )
 def test_any_number_of_processes_is_one(
     ranks: int, shard: str, name: str, alone: dict[str, Path], tmp_path: Path
@@ -148,7 +170,11 @@ def test_any_number_of_processes_is_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "paced")) for name in ("eagle1", *FURTHER)]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "paced"))
+        for name in ("eagle1", *FURTHER)
+    ],
 )
 def test_means_of_texts_are_the_same_on_any_number_of_processes(name: str, tmp_path: Path) -> None:
     """Also of heads that divide by something of their own; two texts in a part would not be."""
@@ -179,18 +205,25 @@ def test_any_number_of_processes_goes_on(
     said = run_ranks(others, out, name, f"train.shard_head={sharded_then}")
     assert f"going on after step {KEPT} of {STEPS}" in said[0]
     check_same(out, alone[name], others)
-    assert reads_of(out, others) == [sorted(made_plan().step(number)) for number in range(KEPT, STEPS)]
+    assert reads_of(out, others) == [
+        sorted(made_plan().step(number)) for number in range(KEPT, STEPS)
+    ]
     assert (out / f"checkpoints/step-{STEPS}" / WHOLE).is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in ("hydra", "falcon", "paced"))) for name in FURTHER],
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in ("hydra", "falcon", "paced")))
+        for name in FURTHER
+    ],
 )
 def test_further_heads_learn_the_same(name: str, alone: dict[str, Path], tmp_path: Path) -> None:
     """On two processes with the head whole; those go on as four that share it."""
-    few = 10 * TOLERANCE  # a weight whose gradient is almost nothing is moved by the sums' rounding, as Adam scales it
+    few = (
+        10 * TOLERANCE
+    )  # a weight whose gradient is almost nothing is moved by the sums' rounding, as Adam scales it
     run_ranks(2, tmp_path / "whole", name)
     check_same(tmp_path / "whole", alone[name], 2, few)
     out = continued(tmp_path / "whole", tmp_path / "run")
@@ -226,10 +259,17 @@ def test_a_sharded_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_sharded_head_is_clipped_by_value_and_trained_in_bf16(tmp_path: Path) -> None:
     """Each as without sharding; in parts, too."""
-    for number, asked in enumerate((["train.clip_by=value", "train.clip=1e-3"], ["train.dtype=bfloat16"])):
+    for number, asked in enumerate(
+        (["train.clip_by=value", "train.clip=1e-3"], ["train.dtype=bfloat16"])
+    ):
         for name, shard in (("whole", "false"), ("sharded", "true")):
             run_ranks(
-                2, tmp_path / f"{name}{number}", "eagle1", *asked, "train.accumulation=2", f"train.shard_head={shard}"
+                2,
+                tmp_path / f"{name}{number}",
+                "eagle1",
+                *asked,
+                "train.accumulation=2",
+                f"train.shard_head={shard}",
             )
         check_same(tmp_path / f"sharded{number}", tmp_path / f"whole{number}", 2)
 

@@ -19,13 +19,20 @@ from eagle.formats.checkpoint import load_head, save_head
 from eagle.transformers import write_custom_generate
 from eagle.transformers.held_targets import held_by
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "trust_remote_code": True}
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 24,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "trust_remote_code": True,
+}
 
 
 @pytest.fixture
 def folder(repeating_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An untrained head with the file beside it; transformers copies such files to a folder of the test."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     head = Eagle1.for_target(Eagle1.Settings(), repeating_target.config, repeating_target.head)
     save_head(tmp_path / "first/head", head, "", {})
     write_custom_generate(tmp_path / "first/head")
@@ -45,18 +52,29 @@ def prompt(repeating_target: Target) -> torch.Tensor:
 
 
 def test_a_folder_decodes_with_its_head(
-    folder: Path, model: Any, prompt: torch.Tensor, repeating_target: Target, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    model: Any,
+    prompt: torch.Tensor,
+    repeating_target: Target,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The stock tokens, stop strings and streamers; the head is loaded once, and anew where it was written anew."""
     stock = model.generate(prompt, **OPTIONS)
     named = {"custom_generate": str(folder), **OPTIONS}
     assert torch.equal(model.generate(prompt, **named), stock)
-    assert torch.equal(model.generate(inputs=prompt, attention_mask=torch.ones_like(prompt), **named), stock)
+    assert torch.equal(
+        model.generate(inputs=prompt, attention_mask=torch.ones_like(prompt), **named), stock
+    )
     (served,) = held_by(model).callables.values()
     drafter = held_by(model).drafters[served]
-    assert isinstance(drafter, Eagle1) and len(eagle.transformers.last_traces(model)[0].tokens) == 24
+    assert (
+        isinstance(drafter, Eagle1) and len(eagle.transformers.last_traces(model)[0].tokens) == 24
+    )
     tokenizer = repeating_target.tokenizer
-    strings = {"stop_strings": tokenizer.decode(stock[0, prompt.shape[1] :])[9:14], "tokenizer": tokenizer}
+    strings = {
+        "stop_strings": tokenizer.decode(stock[0, prompt.shape[1] :])[9:14],
+        "tokenizer": tokenizer,
+    }
     printed = []
     for more in (OPTIONS, named):
         tokens = model.generate(prompt, **more, **strings, streamer=TextStreamer(tokenizer))
@@ -72,7 +90,9 @@ def test_a_folder_decodes_with_its_head(
     assert served not in held_by(model).callables.values() and served.seed == 4
 
 
-def test_two_heads_of_one_name_and_a_folder_that_moves(folder: Path, model: Any, prompt: torch.Tensor) -> None:
+def test_two_heads_of_one_name_and_a_folder_that_moves(
+    folder: Path, model: Any, prompt: torch.Tensor
+) -> None:
     """transformers copies the file and forgets where it lay, and both files are the same."""
     other = folder.parent.parent / "second/head"
     shutil.copytree(folder, other)
@@ -86,10 +106,14 @@ def test_two_heads_of_one_name_and_a_folder_that_moves(folder: Path, model: Any,
         eagle.transformers.generate_from_folder(model, prompt)
 
 
-def test_the_code_of_a_folder_runs_only_where_it_is_trusted(folder: Path, model: Any, prompt: torch.Tensor) -> None:
+def test_the_code_of_a_folder_runs_only_where_it_is_trusted(
+    folder: Path, model: Any, prompt: torch.Tensor
+) -> None:
     """transformers asks for it."""
     with pytest.raises(ValueError, match="trust_remote_code"):
-        model.generate(prompt, custom_generate=str(folder), **{**OPTIONS, "trust_remote_code": False})
+        model.generate(
+            prompt, custom_generate=str(folder), **{**OPTIONS, "trust_remote_code": False}
+        )
 
 
 def test_what_is_missing_is_said(

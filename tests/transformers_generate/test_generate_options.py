@@ -89,10 +89,15 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
     "bad_words_ids": {"bad_words_ids": [[token] for token in range(30)] + [[40, 41]]},
-    "sequence_bias": {"sequence_bias": {(token,): 9.0 for token in range(5)} | {(1, 2): 30.0, (2, 1): 30.0}},
+    "sequence_bias": {
+        "sequence_bias": {(token,): 9.0 for token in range(5)} | {(1, 2): 30.0, (2, 1): 30.0}
+    },
     "forced_bos_token_id": {"forced_bos_token_id": 7},
     "forced_eos_token_id": {"forced_eos_token_id": 7},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 1.9), "eos_token_id": 3},
+    "exponential_decay_length_penalty": {
+        "exponential_decay_length_penalty": (2, 1.9),
+        "eos_token_id": 3,
+    },
     "suppress_tokens": {"suppress_tokens": list(range(50))},
     "begin_suppress_tokens": {"begin_suppress_tokens": list(range(90))},
     "renormalize_logits": {"renormalize_logits": True, "remove_invalid_values": True},
@@ -121,13 +126,17 @@ def test_a_processor_of_ones_own_is_served_where_it_is_said_to_be_stateless() ->
     given = {"logits_processor": LogitsProcessorList(mine)}
     ours, with_drafter = generate_knowing(model, stock, BATCH, **given, stateless=[Bans])
     assert torch.equal(ours, stock) and with_drafter.acceptance_length > 3
-    with pytest.raises(ValueError, match=r"the logits processors Bans cannot be served .* stateless=.Bans"):
+    with pytest.raises(
+        ValueError, match=r"the logits processors Bans cannot be served .* stateless=.Bans"
+    ):
         generate_knowing(model, stock, BATCH, **given)
 
     def allowed(row: int, text: Tensor) -> list[int]:
         return [(int(text[-1]) * 5 + row + number) % VOCAB_SIZE for number in range(20)]
 
-    with_drafter = eagle.transformers.generate_with("ngram", stateless=[PrefixConstrainedLogitsProcessor])
+    with_drafter = eagle.transformers.generate_with(
+        "ngram", stateless=[PrefixConstrainedLogitsProcessor]
+    )
     for more in ({}, {"num_beams": 3}):
         options = {**asked(), "prefix_allowed_tokens_fn": allowed, **more}
         stock = stock_generate(model, BATCH, **options)
@@ -141,12 +150,24 @@ def test_criteria_of_ones_own_see_every_step_of_all_rows(inputs: dict[str, Any],
     model = model_of("llama")
     free = stock_generate(model, inputs)
     ends, records = [int(row[-8 + 2 * number]) for number, row in enumerate(free)], []
-    options: dict[str, Any] = {"eos_token_id": int(free[0, -10]) if end else None, "max_new_tokens": 14}
+    options: dict[str, Any] = {
+        "eos_token_id": int(free[0, -10]) if end else None,
+        "max_new_tokens": 14,
+    }
     options |= {"return_dict_in_generate": True, "output_scores": True}
-    for ask in (stock_generate, lambda *args, **kwargs: generate_knowing(model, free, inputs, **kwargs)[0]):
+    for ask in (
+        stock_generate,
+        lambda *args, **kwargs: generate_knowing(model, free, inputs, **kwargs)[0],
+    ):
         record, streamer = Record(ends), Record([])
         given = {"stopping_criteria": StoppingCriteriaList([record]), "streamer": streamer}
-        records.append((ask(model, inputs, **options, **given).sequences.tolist(), record.calls, streamer.calls))
+        records.append(
+            (
+                ask(model, inputs, **options, **given).sequences.tolist(),
+                record.calls,
+                streamer.calls,
+            )
+        )
     assert records[0] == records[1]
     assert records[0][2][0] == inputs["input_ids"].tolist() and records[0][2][-1] == "end"
 
@@ -167,7 +188,9 @@ def test_lengths_and_times() -> None:
 @pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("more", [{}, {"no_repeat_ngram_size": 2}])
-def test_scores_and_logits_are_the_stock_ones(inputs: dict[str, Any], drawn: bool, more: dict[str, Any]) -> None:
+def test_scores_and_logits_are_the_stock_ones(
+    inputs: dict[str, Any], drawn: bool, more: dict[str, Any]
+) -> None:
     """At every place of an answer, up to rounding; and zeros where a row has ended."""
     model = model_of("qwen3")
     free = stock_generate(model, inputs, [] if drawn else None)
@@ -187,8 +210,12 @@ def test_scores_and_logits_are_the_stock_ones(inputs: dict[str, Any], drawn: boo
             scores = AddNoise(paddings_of(inputs))(stock.sequences[:, : 9 + step], scores)
         assert torch.allclose(scores[runs], stock.scores[step][runs], atol=1e-4)
     if inputs is ONE and not drawn:
-        of_ours = model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
-        of_stock = model.compute_transition_scores(stock.sequences, stock.scores, normalize_logits=True)
+        of_ours = model.compute_transition_scores(
+            ours.sequences, ours.scores, normalize_logits=True
+        )
+        of_stock = model.compute_transition_scores(
+            stock.sequences, stock.scores, normalize_logits=True
+        )
         assert torch.allclose(of_ours, of_stock, atol=1e-4)
 
 
@@ -205,7 +232,9 @@ def test_the_seed_is_torchs_own_where_none_is_given() -> None:
     model, with_drafter = model_of("llama"), eagle.transformers.generate_with("ngram")
     options = {**asked(), "do_sample": True, "top_k": 0}
     torch.manual_seed(3)
-    first, second = (model.generate(**ONE, **options, custom_generate=with_drafter) for _ in range(2))
+    first, second = (
+        model.generate(**ONE, **options, custom_generate=with_drafter) for _ in range(2)
+    )
     torch.manual_seed(3)
     again = model.generate(**ONE, **options, custom_generate=with_drafter)
     assert torch.equal(first, again) and not torch.equal(first, second)
@@ -214,7 +243,10 @@ def test_the_seed_is_torchs_own_where_none_is_given() -> None:
 def test_right_padding_is_answered_as_no_padding() -> None:
     """Where stock goes on from the padding, and warns; the rows come back as they were given."""
     model, prompts = model_of("llama"), [random_tokens(length, length) for length in (4, 9)]
-    inputs = [{"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt))} for prompt in prompts]
+    inputs = [
+        {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt))}
+        for prompt in prompts
+    ]
     alone = [stock_generate(model, one)[0, one["input_ids"].shape[1] :] for one in inputs]
     rows = torch.tensor([[*prompts[0], *[PAD] * 5], prompts[1]])
     mask = torch.tensor([[1] * 4 + [0] * 5, [1] * 9])
@@ -234,14 +266,22 @@ def test_stop_strings(repeating_target: Target) -> None:
     for more in ({}, {"num_beams": 3}):
         stock = model.generate(prompt, **options, **more, stop_strings=strings, tokenizer=tokenizer)
         criterion = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
-        ours = model.generate(prompt, **options, **more, stopping_criteria=criterion, custom_generate=with_drafter)
+        ours = model.generate(
+            prompt, **options, **more, stopping_criteria=criterion, custom_generate=with_drafter
+        )
         assert torch.equal(ours, stock)
-        assert more or stock.shape[1] < prompt.shape[1] + 40  # the best beam may be one that says neither
-        ours = with_drafter.generate(model, prompt, **options, **more, stop_strings=strings, tokenizer=tokenizer)
+        assert (
+            more or stock.shape[1] < prompt.shape[1] + 40
+        )  # the best beam may be one that says neither
+        ours = with_drafter.generate(
+            model, prompt, **options, **more, stop_strings=strings, tokenizer=tokenizer
+        )
         assert torch.equal(ours, stock)
     config = GenerationConfig(**options, stop_strings=strings)
     stock = model.generate(prompt, generation_config=config, tokenizer=tokenizer)
-    assert torch.equal(with_drafter.generate(model, prompt, generation_config=config, tokenizer=tokenizer), stock)
+    assert torch.equal(
+        with_drafter.generate(model, prompt, generation_config=config, tokenizer=tokenizer), stock
+    )
     assert config.stop_strings == strings
     with pytest.raises(ValueError, match="without their tokenizer"):
         with_drafter.generate(model, prompt, **options, stop_strings=strings)
@@ -253,7 +293,9 @@ def test_stop_strings(repeating_target: Target) -> None:
     assert model.generation_config.stop_strings == strings
 
 
-def test_streamers_and_the_pipeline(repeating_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streamers_and_the_pipeline(
+    repeating_target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both of transformers' streamers get what stock gives them; the pipeline's text is its own."""
     model, tokenizer = copy.deepcopy(repeating_target.model), repeating_target.tokenizer
     inputs = {"input_ids": torch.tensor([repeating_target.chat("What do you know about otters?")])}
@@ -263,7 +305,9 @@ def test_streamers_and_the_pipeline(repeating_target: Target, capsys: pytest.Cap
         model.generate(**inputs, **options, **more, streamer=TextStreamer(tokenizer))
         printed.append(capsys.readouterr().out)
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        Thread(target=model.generate, kwargs={**inputs, **options, **more, "streamer": streamer}).start()
+        Thread(
+            target=model.generate, kwargs={**inputs, **options, **more, "streamer": streamer}
+        ).start()
         pieces.append(list(streamer))
     assert printed[0] == printed[1] and len(printed[0]) > 40
     assert pieces[0] == pieces[1] and len(pieces[0]) > 3
@@ -271,8 +315,12 @@ def test_streamers_and_the_pipeline(repeating_target: Target, capsys: pytest.Cap
     write = pipeline("text-generation", model=model, tokenizer=tokenizer)
     messages = [{"role": "user", "content": "What do you know about otters?"}]
     stock = write(messages, max_new_tokens=24, do_sample=False)
-    assert write(messages, max_new_tokens=24, do_sample=False, custom_generate=with_drafter) == stock
-    served = pipeline("text-generation", model=model, tokenizer=tokenizer, custom_generate=with_drafter)
+    assert (
+        write(messages, max_new_tokens=24, do_sample=False, custom_generate=with_drafter) == stock
+    )
+    served = pipeline(
+        "text-generation", model=model, tokenizer=tokenizer, custom_generate=with_drafter
+    )
     assert served(messages, max_new_tokens=24, do_sample=False) == stock
 
 
@@ -283,13 +331,23 @@ def test_the_model_is_left_as_it_was() -> None:
     model.train()
     model.lm_head.eval()
     model.model.embed_tokens.weight.requires_grad_(False)
-    before = ([weight.requires_grad for weight in model.parameters()], [module.training for module in model.modules()])
+    before = (
+        [weight.requires_grad for weight in model.parameters()],
+        [module.training for module in model.modules()],
+    )
     config, names = model.config.to_dict(), {*vars(model)}
     stock = stock_generate(model, ONE)
     with_drafter = eagle.transformers.generate_with("ngram", budget=Budget(8, 4))
     assert torch.equal(model.generate(**ONE, **asked(), custom_generate=with_drafter), stock)
-    after = ([weight.requires_grad for weight in model.parameters()], [module.training for module in model.modules()])
-    assert before == after and model.config.to_dict() == config and {*vars(model)} - names == {"_eagle_held"}
+    after = (
+        [weight.requires_grad for weight in model.parameters()],
+        [module.training for module in model.modules()],
+    )
+    assert (
+        before == after
+        and model.config.to_dict() == config
+        and {*vars(model)} - names == {"_eagle_held"}
+    )
     held = vars(model)["_eagle_held"]
     target, drafter = held.target, held.drafters[with_drafter]
     assert eagle.transformers.last_traces(model) is with_drafter.traces
@@ -328,7 +386,10 @@ def test_a_drafter_may_be_made_beforehand_and_bound_later(repeating_target: Targ
 
 def test_the_package_is_there_after_import_eagle() -> None:
     """And not among the names of a star import, where it would hide another package."""
-    assert eagle.__getattr__("transformers") is eagle.transformers and "transformers" not in eagle.__all__
+    assert (
+        eagle.__getattr__("transformers") is eagle.transformers
+        and "transformers" not in eagle.__all__
+    )
 
 
 def forget_streamer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +409,9 @@ def read_further(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows have the first one's noise."""
-    monkeypatch.setattr("eagle.transformers.with_drafter.sampling_of", partial(of_first_row, sampling_of))
+    monkeypatch.setattr(
+        "eagle.transformers.with_drafter.sampling_of", partial(of_first_row, sampling_of)
+    )
 
 
 def of_first_row(sampling: Any, *args: Any, **kwargs: Any) -> Any:
@@ -360,11 +423,18 @@ def of_first_row(sampling: Any, *args: Any, **kwargs: Any) -> Any:
     ("plant", "check"),
     [
         (forget_streamer, partial(test_criteria_of_ones_own_see_every_step_of_all_rows, ONE, None)),
-        (read_further, partial(test_scores_and_logits_are_the_stock_ones, ONE, False, {"no_repeat_ngram_size": 2})),
+        (
+            read_further,
+            partial(
+                test_scores_and_logits_are_the_stock_ones, ONE, False, {"no_repeat_ngram_size": 2}
+            ),
+        ),
         (keep_one_seed, test_several_answers_to_a_prompt_each_have_their_own_noise),
     ],
 )
-def test_a_fault_of_an_option_is_seen(plant: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_an_option_is_seen(
+    plant: Any, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparisons can fail."""
     plant(monkeypatch)
     with pytest.raises(AssertionError):

@@ -33,7 +33,10 @@ from tests.stock_generate import (
 
 ONE = {"input_ids": torch.tensor([random_tokens(9, 1)])}
 BATCH = left_padded((4, 9, 7))
-MOSTLY_SLOW = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama")]
+MOSTLY_SLOW = [
+    "llama",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama"),
+]
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
 WARPERS = [
     TemperatureLogitsWarper(0.7),
@@ -58,7 +61,9 @@ def test_greedy_tokens_are_the_stock_ones(family: str, inputs: dict[str, Any]) -
         assert options or with_drafter.acceptance_length > 3
 
 
-def penalise_behind_padding(penalty: float, paddings: torch.Tensor | None) -> RepetitionPenaltyLogitsProcessor:
+def penalise_behind_padding(
+    penalty: float, paddings: torch.Tensor | None
+) -> RepetitionPenaltyLogitsProcessor:
     """The penalty as `generate` makes it of its options; transformers 5.20 penalises padding, too."""
     try:
         return RepetitionPenaltyLogitsProcessor(penalty, paddings)
@@ -68,13 +73,17 @@ def penalise_behind_padding(penalty: float, paddings: torch.Tensor | None) -> Re
 
 @pytest.mark.parametrize("family", MOSTLY_SLOW)
 @pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
-def test_sampled_tokens_are_the_stock_ones_with_the_same_noise(family: str, inputs: dict[str, Any]) -> None:
+def test_sampled_tokens_are_the_stock_ones_with_the_same_noise(
+    family: str, inputs: dict[str, Any]
+) -> None:
     """By the warpers that are read as a sampling, and by others, that are called at every node."""
     model = model_of(family)
     stock = stock_generate(model, inputs, WARPERS)
     ours, with_drafter = generate_knowing(model, stock, inputs, **SAMPLED)
     assert torch.equal(ours, stock) and with_drafter.acceptance_length > 3
-    assert not torch.equal(ours, generate_knowing(model, stock, inputs, **SAMPLED, seed=SEED + 1)[0])
+    assert not torch.equal(
+        ours, generate_knowing(model, stock, inputs, **SAMPLED, seed=SEED + 1)[0]
+    )
     more = [penalise_behind_padding(1.2, torch.tensor([5, 0, 2]) if inputs is BATCH else None)]
     more += [NoRepeatNGramLogitsProcessor(2), *WARPERS, TypicalLogitsWarper(0.9)]
     stock = stock_generate(model, inputs, more)
@@ -94,19 +103,40 @@ def test_beams_are_the_stock_ones(family: str, inputs: dict[str, Any]) -> None:
     for options in (
         {"num_beams": 3},
         {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": end, "length_penalty": 0.3},
-        {"num_beams": 3, "eos_token_id": [end, 3], "early_stopping": True, "no_repeat_ngram_size": 2, "min_length": 14},
-        {"num_beams": 2, "repetition_penalty": 1.3, "pad_token_id": 95, "return_dict_in_generate": True},
+        {
+            "num_beams": 3,
+            "eos_token_id": [end, 3],
+            "early_stopping": True,
+            "no_repeat_ngram_size": 2,
+            "min_length": 14,
+        },
+        {
+            "num_beams": 2,
+            "repetition_penalty": 1.3,
+            "pad_token_id": 95,
+            "return_dict_in_generate": True,
+        },
     ):
         stock = stock_generate(model, inputs, **options)
-        asked = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
+        asked = {
+            "max_new_tokens": 16,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+            **options,
+        }
         ours = model.generate(**inputs, **asked, custom_generate=with_drafter)
-        assert torch.equal(getattr(ours, "sequences", ours), getattr(stock, "sequences", stock)), options
+        assert torch.equal(getattr(ours, "sequences", ours), getattr(stock, "sequences", stock)), (
+            options
+        )
 
 
 def forget_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors see texts without their padding."""
     made = NodeProcessors.__init__
-    monkeypatch.setattr(NodeProcessors, "__init__", lambda self, given, _, device: made(self, given, [], device))
+    monkeypatch.setattr(
+        NodeProcessors, "__init__", lambda self, given, _, device: made(self, given, [], device)
+    )
 
 
 def forget_processors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +152,11 @@ def forget_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def shift_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors are called with the root's text at every node."""
     called = NodeProcessors.__call__
-    monkeypatch.setattr(NodeProcessors, "__call__", lambda self, output, nodes: called(self, output, [0] * len(nodes)))
+    monkeypatch.setattr(
+        NodeProcessors,
+        "__call__",
+        lambda self, output, nodes: called(self, output, [0] * len(nodes)),
+    )
 
 
 def forget_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +173,18 @@ def forget_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "options"),
     [
-        (forget_padding, {"min_length": 12}),  # which counts padding: the first text may end after three tokens
+        (
+            forget_padding,
+            {"min_length": 12},
+        ),  # which counts padding: the first text may end after three tokens
         (forget_processors, {"no_repeat_ngram_size": 1}),
         (shift_nodes, {"no_repeat_ngram_size": 1}),
         (forget_ends, {}),
     ],
 )
-def test_a_fault_is_seen(plant: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_seen(
+    plant: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The comparison itself can fail."""
     model = model_of("llama")
     options = {**options, "eos_token_id": int(stock_generate(model, BATCH)[0, 13])}

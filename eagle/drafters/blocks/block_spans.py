@@ -212,7 +212,9 @@ class _Plain(torch.autograd.Function):
         for rows, columns, hidden in _pieces(ctx.spans, query):
             key_seen, value_seen = read_columns(columns, key, value)
             query_rows = _flat(query, rows)
-            probs = attention_probs(query_rows, key_seen, _flat(scores, rows), hidden)[..., : key_seen.shape[1]]
+            probs = attention_probs(query_rows, key_seen, _flat(scores, rows), hidden)[
+                ..., : key_seen.shape[1]
+            ]
             query_rows = group_by_key(query_rows, key)
             grad_rows = group_by_key(_flat(grad_out, rows), key)
             add_product(grad_value, columns, grad_rows, probs)

@@ -88,7 +88,9 @@ def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetH
     wide = torch.promote_types(states.dtype, torch.float32)
     # some rows at a time, as logits are as wide as the vocabulary
     probs = []
-    for chunk, chunk_tokens in zip(states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True):
+    for chunk, chunk_tokens in zip(
+        states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True
+    ):
         chunk_probs = frozen.logits(chunk).softmax(-1, dtype=wide)
         probs.append(chunk_probs.gather(1, chunk_tokens[:, None])[:, 0])
     accepted = (0.5 + 0.5 * torch.cat(probs).view(tokens.shape)) * reached

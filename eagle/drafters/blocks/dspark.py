@@ -95,7 +95,9 @@ class RecurrentBias(MarkovBias):
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return codes and memory."""
-        gate, new, code = self.joint_proj(torch.cat([memory, token, state], dim=-1)).chunk(3, dim=-1)
+        gate, new, code = self.joint_proj(torch.cat([memory, token, state], dim=-1)).chunk(
+            3, dim=-1
+        )
         gate = gate.sigmoid()
         return code.tanh(), gate * memory + (1 - gate) * new.tanh()
 
@@ -137,7 +139,10 @@ class GruBias:
         reset, keep, new = F.linear(embedded, input_weight).chunk(3, dim=-1)
         reset_memory, keep_memory, new_memory = F.linear(memory, memory_weight).chunk(3, dim=-1)
         keep = (keep + keep_memory).sigmoid()
-        memory = keep * memory + (1 - keep) * (new + (reset + reset_memory).sigmoid() * new_memory).tanh()
+        memory = (
+            keep * memory
+            + (1 - keep) * (new + (reset + reset_memory).sigmoid() * new_memory).tanh()
+        )
         if level < self.unbiased:
             return memory.new_zeros(*memory.shape[:-1], self.matrix.shape[1]), memory
         return self.projections[:-1](torch.cat([state, memory], dim=-1)), memory
@@ -155,7 +160,9 @@ class PathLevels(FollowsRows):
         self.tokens = self.roots  # [B, R], of the last level
         # a head without biases remembers nothing
         memory_size = 0 if head.bias is None else head.bias.memory_size
-        self.memory = states.new_zeros(len(states), 1, memory_size)  # [B, R, M], of the paths up to these
+        self.memory = states.new_zeros(
+            len(states), 1, memory_size
+        )  # [B, R, M], of the paths up to these
         self.first = self._read_tokens(0)[:, 0]  # [B, V]
         self.first_memory = self.memory
 
@@ -191,7 +198,9 @@ class PathLevels(FollowsRows):
             return logits
         # all nodes of a level share the slot's state and differ by their token and path
         state = pick_rows(self.states[:, level], self.rows).expand(-1, self.tokens.shape[1], -1)
-        code, self.memory = bias.read_token(depth, state, self.tokens, self.memory, frozen=self.head.frozen[0])
+        code, self.memory = bias.read_token(
+            depth, state, self.tokens, self.memory, frozen=self.head.frozen[0]
+        )
         return logits + (code @ bias.matrix.T).to(logits.dtype)
 
 
@@ -199,10 +208,16 @@ class DSparkSettings(InjectedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["dspark"] = "dspark"
-    slots: int = Field(7, ge=2, le=MOST_LEVELS)  # tokens read at once: the last accepted token, then mask tokens
-    sample_from_anchor: bool = True  # each slot predicts the next token; else the token at its own place
+    slots: int = Field(
+        7, ge=2, le=MOST_LEVELS
+    )  # tokens read at once: the last accepted token, then mask tokens
+    sample_from_anchor: bool = (
+        True  # each slot predicts the next token; else the token at its own place
+    )
     decay: float | None = Field(4.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
-    markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = "vanilla"  # what makes biases from the token before
+    markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = (
+        "vanilla"  # what makes biases from the token before
+    )
     rank: int = Field(256, ge=1)  # of that network's matrix
     gru_size: int = Field(1024, ge=1)  # of the GRU of "domino"
     unbiased: int = Field(1, ge=0)  # levels that "domino" leaves as they are
@@ -308,7 +323,9 @@ class DSpark(InjectedHead):
         anchors, states = self.read_anchors(batch, frozen)
         hidden = self.read_levels(batch, anchors, states, frozen)
         weights = anchors.reached * self.level_shares(batch)
-        total, overlaps = self.compare(batch, anchors, hidden, weights, heads=(self.lm_head(frozen), frozen))
+        total, overlaps = self.compare(
+            batch, anchors, hidden, weights, heads=(self.lm_head(frozen), frozen)
+        )
         if self.prefix_gru is not None:
             # Domino learns the states first, then what the prefix corrects
             unbiased, _ = self.compare(batch, anchors, states, weights, heads=(frozen, frozen))
@@ -319,7 +336,9 @@ class DSpark(InjectedHead):
             roots = anchors.tokens_at(batch, -1)[:, None]
             previous = torch.cat([roots, anchors.tokens_of(batch)[:, :-1]], dim=1)
             rated = self.rate(states, previous).to(overlaps.dtype)
-            losses["confidence"] = F.binary_cross_entropy_with_logits(rated, overlaps, weights, reduction="sum")
+            losses["confidence"] = F.binary_cross_entropy_with_logits(
+                rated, overlaps, weights, reduction="sum"
+            )
             losses["total"] = total + losses["confidence"]
         return losses
 

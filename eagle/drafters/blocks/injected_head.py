@@ -64,18 +64,32 @@ ANCHORS_AT_ONCE = 256  # anchors whose blocks are read at a time where no gradie
 class InjectedSettings(Section):
     """Settings of such a head in a recipe."""
 
-    taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default five, evenly spread
+    taps: tuple[int, ...] | None = (
+        None  # layers whose inputs it reads; by default five, evenly spread
+    )
     blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
-    slots: int = Field(16, ge=2, le=MOST_LEVELS)  # tokens read at once: the last accepted token, then mask tokens
-    sample_from_anchor: bool = False  # each slot predicts the next token; else the token at its own place
+    slots: int = Field(
+        16, ge=2, le=MOST_LEVELS
+    )  # tokens read at once: the last accepted token, then mask tokens
+    sample_from_anchor: bool = (
+        False  # each slot predicts the next token; else the token at its own place
+    )
     causal: bool = False  # a slot sees only earlier slots of its block
     qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does
-    mask_token: int | None = None  # the token that mask slots read; by default the last of the vocabulary
-    intermediate_size: int | None = None  # of the MLPs; by default the target's, but for mixtures of experts
-    linears: Linears = "uniform"  # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    mask_token: int | None = (
+        None  # the token that mask slots read; by default the last of the vocabulary
+    )
+    intermediate_size: int | None = (
+        None  # of the MLPs; by default the target's, but for mixtures of experts
+    )
+    linears: Linears = (
+        "uniform"  # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    )
     anchors: int = Field(512, ge=1)  # places of a text from which blocks are trained
     decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
-    divisor: Divisor = "weights"  # of the loss: the sum of the weights, or "reached": how many places have one
+    divisor: Divisor = (
+        "weights"  # of the loss: the sum of the weights, or "reached": how many places have one
+    )
 
 
 class InjectedHead(CompiledParts, TrainableDrafter):
@@ -87,7 +101,9 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     teacher_taps = (-1,)
     reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
     sharpness = 1.0
-    open_levels: type[Any] = SlotLevels  # what makes logits of the states of a block, level by level
+    open_levels: type[Any] = (
+        SlotLevels  # what makes logits of the states of a block, level by level
+    )
     Settings: type[Any]
 
     def __init__(self, settings: InjectedSettings, shape: HeadShape) -> None:
@@ -128,8 +144,12 @@ class InjectedHead(CompiledParts, TrainableDrafter):
                 f"drafter.mask_token is {mask}, expected one of the target's tokens 0 to {last}: best one that no text "
                 "has, as those that fill up a vocabulary"
             )
-        sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
-        shape = head_shape(target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes)
+        sizes = (
+            {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        )
+        shape = head_shape(
+            target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes
+        )
         # a checkpoint states what the recipe left to the target
         derived = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
         head = cls(settings.model_copy(update=derived), shape)
@@ -172,7 +192,9 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
     def embed_slots(self, roots: Tensor, frozen: TargetHead) -> Tensor:
         """Return [.., B, H], the inputs of the slots of blocks: a root [..], then mask tokens."""
-        tokens = torch.full((*roots.shape, self.settings.slots), self.settings.mask_token, device=roots.device)
+        tokens = torch.full(
+            (*roots.shape, self.settings.slots), self.settings.mask_token, device=roots.device
+        )
         tokens[..., 0] = roots
         return frozen.embed(tokens).to(self.dtype)
 
@@ -275,7 +297,9 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
     def _tables_of(self, batch: Batch, like: Tensor) -> Callable[[Tensor], Pair]:
         """Return a function that gives rotary tables at positions of sequences and blocks."""
-        return position_tables(self.rotary, like, max(batch.lengths, default=0) + self.settings.slots)
+        return position_tables(
+            self.rotary, like, max(batch.lengths, default=0) + self.settings.slots
+        )
 
     # -- validation ---------------------------------------------------------------------------------------------------
 
@@ -307,7 +331,11 @@ class InjectedHead(CompiledParts, TrainableDrafter):
             end = done + len(spans.rows)
             chunks.append(self.read_blocks(batch, frozen, context, spans, roots[done:end]))
             done = end
-        states = torch.cat(chunks) if chunks else self.fc.weight.new_empty(0, self.levels, self.shape.hidden_size)
+        states = (
+            torch.cat(chunks)
+            if chunks
+            else self.fc.weight.new_empty(0, self.levels, self.shape.hidden_size)
+        )
         level_states = self.read_levels(batch, anchors, states, frozen)
         head = self.lm_head(frozen)
         return [(state, head.logits) for state in level_states.unbind(1)[:levels]]

@@ -45,7 +45,9 @@ class InjectedState(TextState):
         # rows of very different numbers of tokens are not padded to one another
         for group in split_ragged({row: len(update.tokens) for row, update in updates.items()}):
             features = [updates[row].features for row in group]
-            self.inject(self.take_rows(group), [tensor for tensor in features if tensor is not None])
+            self.inject(
+                self.take_rows(group), [tensor for tensor in features if tensor is not None]
+            )
         trees = {row: DraftTree.chain([update.root]) for row, update in updates.items()}
         # an empty budget leaves the root alone, and needs no block
         rows = sorted((row for row in updates if not budgets[row].is_empty), key=self.rows.index)
@@ -62,7 +64,9 @@ class InjectedState(TextState):
                 )
                 for row, cache_row in zip(rows, cache_rows, strict=True)
             ]
-            trees |= zip(rows, grow_slots(self.head, seeds, states, self.head.open_levels), strict=True)
+            trees |= zip(
+                rows, grow_slots(self.head, seeds, states, self.head.open_levels), strict=True
+            )
         return trees
 
     def take_rows(self, rows: Sequence[int]) -> list[int]:
@@ -99,7 +103,9 @@ class InjectedState(TextState):
         lengths = [cache.lengths[cache_row] for cache_row in cache_rows]
         start = max(lengths)
         state = head.embed_slots(roots, head.frozen[0])
-        tables = rotary_tables(head.rotary, state, slot_positions(lengths, [size] * len(cache_rows), self.device))
+        tables = rotary_tables(
+            head.rotary, state, slot_positions(lengths, [size] * len(cache_rows), self.device)
+        )
 
         # columns between the end of a shorter sequence and the blocks are hidden
         committed = torch.zeros(1, start, dtype=self.dtype, device=self.device)
@@ -150,4 +156,6 @@ def grow_slots(
     max_depth = max(1, *(seed.budget.depth for seed in seeds))
     levels = open_levels(head, seeds, states[:, :max_depth])
     confidence = levels.confidence if head.rates_nodes else None
-    return grow_rows(seeds, levels.first, levels, head.drafts, sharpness=head.sharpness, confidence=confidence)
+    return grow_rows(
+        seeds, levels.first, levels, head.drafts, sharpness=head.sharpness, confidence=confidence
+    )

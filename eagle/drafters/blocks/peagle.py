@@ -49,11 +49,19 @@ class PeagleSettings(FusedSettings):
 
     kind: Literal["peagle"] = "peagle"
     blocks: int = Field(4, ge=1)  # transformer blocks that are stacked
-    depths: int = Field(8, ge=1, le=MOST_LEVELS)  # levels that are drafted: of the root, then of masks
-    keep: float = Field(0.7, gt=0, le=1)  # in training, share of the slots with d masks that get one more
+    depths: int = Field(
+        8, ge=1, le=MOST_LEVELS
+    )  # levels that are drafted: of the root, then of masks
+    keep: float = Field(
+        0.7, gt=0, le=1
+    )  # in training, share of the slots with d masks that get one more
     keep_least: float = Field(0.2, ge=0, le=1)  # lowest share of all slots, at every depth
-    mask_token: int | None = None  # the token that mask slots read; by default the last of the vocabulary
-    divisor: Literal["texts", Divisor] = "texts"  # of the loss: each text a mean over its rows, or "reached": all alike
+    mask_token: int | None = (
+        None  # the token that mask slots read; by default the last of the vocabulary
+    )
+    divisor: Literal["texts", Divisor] = (
+        "texts"  # of the loss: each text a mean over its rows, or "reached": all alike
+    )
 
 
 class Peagle(FusedHead):
@@ -79,7 +87,9 @@ class Peagle(FusedHead):
         count = target_config.vocab_size
         token = count - 1 if settings.mask_token is None else settings.mask_token
         if not 0 <= token < count:
-            raise ValueError(f"drafter.mask_token is {token}, expected 0 to {count - 1}: name a token of the target's")
+            raise ValueError(
+                f"drafter.mask_token is {token}, expected 0 to {count - 1}: name a token of the target's"
+            )
         settings = settings.model_copy(update={"mask_token": token})
         return super().for_target(settings, target_config, frozen, supervised)
 
@@ -104,7 +114,9 @@ class Peagle(FusedHead):
     def parts(self) -> Parts:
         """The parts of EAGLE-3's network, the mask token, and the state of masks by tap."""
         parts = super().parts
-        return replace(parts, by_tap=(*parts.by_tap, "mask_hidden"), tokens=("mask_token",), levels=self.levels)
+        return replace(
+            parts, by_tap=(*parts.by_tap, "mask_hidden"), tokens=("mask_token",), levels=self.levels
+        )
 
     @property
     def levels(self) -> int:
@@ -145,7 +157,9 @@ class Peagle(FusedHead):
         reached = []
         for mask, seed in zip(masks, seeds, strict=True):
             # the sample is that of `forward`, as the seed decides it
-            counts = draw_text_masks(mask[2:], seed, self.levels - 1, settings.keep, least=settings.keep_least)
+            counts = draw_text_masks(
+                mask[2:], seed, self.levels - 1, settings.keep, least=settings.keep_least
+            )
             reached.append(counts[mask[2:], None] >= depths)
         divisor: Divisor = "slots" if settings.divisor == "texts" else settings.divisor
         return sum_divisors(divisor, torch.cat(reached), [1.0] * self.levels)
@@ -175,15 +189,23 @@ class Peagle(FusedHead):
         slots, positions, spans = text_slots(batch, batch.tokens.device)
         dtype = self.layers[0].mlp.up_proj.weight.dtype
         features = batch.select_taps(self.taps)[slots].to(dtype)
-        tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + self.levels)
-        tokens = self.project_tokens(frozen.embed(batch.tokens.index_select(0, slots + 1)).to(dtype))
+        tables_at = position_tables(
+            self.rotary, features, max(batch.lengths, default=0) + self.levels
+        )
+        tokens = self.project_tokens(
+            frozen.embed(batch.tokens.index_select(0, slots + 1)).to(dtype)
+        )
         inputs = self.block_inputs(tokens, self.fuse_taps(features))
-        context, inputs = read_context(self.layers, inputs, tables_at(positions), batch, run=self._run)
+        context, inputs = read_context(
+            self.layers, inputs, tables_at(positions), batch, run=self._run
+        )
 
         # the last block's output at the supervised slots
         inputs = tuple(tensor.index_select(0, spans.rows) for tensor in inputs)
         tables = tables_at(positions.index_select(0, spans.rows))
-        slot_states = read_rows(self.layers[-1], inputs, tables, context[-1], spans=spans, run=self._run)
+        slot_states = read_rows(
+            self.layers[-1], inputs, tables, context[-1], spans=spans, run=self._run
+        )
         # a mask stands as far after its slot as its depth says
         tables = tables_at(positions.index_select(0, masks.spans.rows) + masks.depths)
         mask_states = self._read_blocks(frozen, masks, tables, context)
@@ -219,7 +241,9 @@ class Peagle(FusedHead):
         """Return each level's states [S, H] at all supervised slots, with the masks that the levels need after each."""
         count = min(levels, self.levels) - 1
         # without sampling: every supervised slot has a mask for each level
-        masks = MaskRows.of([count * supervised for supervised in supervised_slots(batch)], batch.tokens.device)
+        masks = MaskRows.of(
+            [count * supervised for supervised in supervised_slots(batch)], batch.tokens.device
+        )
         _, slot_states, mask_states = self.read_masks(batch, frozen, masks)
         by_level = mask_states.unflatten(0, (len(slot_states), count)).unbind(1)
         return [slot_states, *by_level]

@@ -28,7 +28,9 @@ class BlockwiseSettings(LevelSettings):
 
     kind: Literal["blockwise"] = "blockwise"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each
-    inner_dim: int | None = Field(None, ge=1)  # hidden units of a level; by default those of the target's MLP
+    inner_dim: int | None = Field(
+        None, ge=1
+    )  # hidden units of a level; by default those of the target's MLP
     drawn: bool = False  # train one level a step, drawn uniformly
 
 
@@ -77,13 +79,17 @@ class Blockwise(LevelHeads):
         """Return the loss of all levels, or that of one sampled level times their number (the same in expectation)."""
         if not (self.settings.drawn and self.training):
             return super().forward(batch, frozen)
-        level = int(torch.randint(self.levels, (), device="cpu"))  # on the host, which is seeded in every step
+        level = int(
+            torch.randint(self.levels, (), device="cpu")
+        )  # on the host, which is seeded in every step
         places, hidden = self.level_states(batch, frozen)
         weights = self.levels * self.slot_weights(batch, places)[level : level + 1]
         teacher, teacher_head, objective = choose_teacher(self.settings.loss, batch, places, frozen)
         student = align_steps(hidden[: level + 1])[level:]
         heads = frozen, teacher_head
-        total, level_losses = distillation_loss(student, teacher, weights, heads, objective=objective)
+        total, level_losses = distillation_loss(
+            student, teacher, weights, heads, objective=objective
+        )
         # zeros of the others, so that all steps log the same names
         level_losses = F.pad(level_losses, (level, self.levels - 1 - level))
         return {"total": total, **{f"draft_probs/{i}": loss for i, loss in enumerate(level_losses)}}

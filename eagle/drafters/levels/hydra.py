@@ -46,7 +46,9 @@ class HydraSettings(LevelSettings):
     prefix: bool = False  # put a Llama block over the target's states first, as Hydra++ does
     loss: Loss = "cross_entropy"  # towards the target's probs, as Hydra++; "tokens" is Hydra's own
     dropout: float = Field(0.0, ge=0, lt=1)  # in training, before every block and LM head
-    regression: float = Field(0.0, ge=0)  # weight of Smooth-L1 between LM head inputs and the target's states
+    regression: float = Field(
+        0.0, ge=0
+    )  # weight of Smooth-L1 between LM head inputs and the target's states
 
 
 class Gated(nn.Linear):
@@ -89,7 +91,9 @@ class Hydra(LevelHeads):
             # level d reads the state and d + 1 embeddings
             further = [Gated(width, width) for _ in range(1, settings.layers)]
             self.blocks.append(nn.ModuleList([Gated((level + 2) * width, width), *further]))
-        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size) for _ in range(settings.levels)])
+        self.heads = nn.ModuleList(
+            [nn.Linear(width, shape.vocab_size) for _ in range(settings.levels)]
+        )
 
     @classmethod
     def context_taps(cls, settings: HydraSettings, target_config: Any) -> tuple[int, ...]:
@@ -136,7 +140,9 @@ class Hydra(LevelHeads):
         if settings.regression:
             # before dropout, as it is a state and not the LM head's input that shall be the target's
             target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
-            regression = feature_regression(align_steps(hidden), target_hidden, self.slot_weights(batch, places))
+            regression = feature_regression(
+                align_steps(hidden), target_hidden, self.slot_weights(batch, places)
+            )
             losses["total"] = losses["total"] + settings.regression * regression
             losses["regression"] = regression.detach()
         return losses
@@ -148,11 +154,15 @@ class Hydra(LevelHeads):
         slots, positions, spans = text_slots(batch, places.device)
         states = batch.select_taps(self.taps)[:, 0].index_select(0, slots).to(self.dtype)  # [N, H]
         tables_at = position_tables(self.rotary, states, max(batch.lengths, default=0))
-        context, inputs = read_context(self.layers, self.layers[0].inputs(states), tables_at(positions), batch)
+        context, inputs = read_context(
+            self.layers, self.layers[0].inputs(states), tables_at(positions), batch
+        )
         # the last block's output at supervised slots alone
         inputs = tuple(tensor.index_select(0, spans.rows) for tensor in inputs)
         tables = tables_at(positions[spans.rows])
-        normed: Tensor = self.norm(read_rows(self.layers[-1], inputs, tables, context[-1], spans=spans))
+        normed: Tensor = self.norm(
+            read_rows(self.layers[-1], inputs, tables, context[-1], spans=spans)
+        )
         return normed
 
     # -- drafting -----------------------------------------------------------------------------------------------------

@@ -41,8 +41,12 @@ from eagle.recipe import Section
 class LevelSettings(Section):
     """Settings of all such heads in a recipe."""
 
-    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
-    divisor: Divisor = "slots"  # of the loss: all supervised slots, or "levels": for each level what it reaches
+    loss: Loss = (
+        "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
+    )
+    divisor: Divisor = (
+        "slots"  # of the loss: all supervised slots, or "levels": for each level what it reaches
+    )
 
 
 class LevelHeads(TrainableDrafter):
@@ -221,7 +225,10 @@ class LevelHeads(TrainableDrafter):
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, D], and its LM head."""
         _, states = self.level_states(batch, frozen)
-        return [(state, self.head_of(level, frozen).logits) for level, state in enumerate(states[:levels])]
+        return [
+            (state, self.head_of(level, frozen).logits)
+            for level, state in enumerate(states[:levels])
+        ]
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
@@ -245,7 +252,9 @@ class LevelHeads(TrainableDrafter):
             first = self.levels // 2 if scored == rows else 0
             last = first + 1
         tokens = torch.zeros(1, count, dtype=torch.long, device=frozen.weight.device)
-        start = torch.zeros(1, count, self.shape.hidden_size, dtype=self.dtype, device=tokens.device)
+        start = torch.zeros(
+            1, count, self.shape.hidden_size, dtype=self.dtype, device=tokens.device
+        )
         with torch.inference_mode():
             for level in range(first):
                 start = self.read_token(level, start, tokens, frozen)

@@ -15,7 +15,9 @@ from eagle.core.drafter import HeadShape, TargetHead
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
 
-FALLING = 0.8  # what a level weighs relative to the one before in the published recipes of joint training
+FALLING = (
+    0.8  # what a level weighs relative to the one before in the published recipes of joint training
+)
 
 
 class MedusaSettings(LevelSettings):
@@ -24,7 +26,9 @@ class MedusaSettings(LevelSettings):
     kind: Literal["medusa"] = "medusa"
     levels: int = Field(5, ge=1)  # levels that are drafted, one token each
     layers: int = Field(1, ge=1)  # residual blocks of each level
-    lm_head: Literal["own", "target"] = "own"  # a matrix for each level that starts from the target's, or the target's
+    lm_head: Literal["own", "target"] = (
+        "own"  # a matrix for each level that starts from the target's, or the target's
+    )
     weights: Literal["equal", "falling"] = "equal"  # of the levels; "falling" is 0.8, 0.64, ...
 
 
@@ -59,7 +63,9 @@ class Medusa(LevelHeads):
             self.blocks.append(nn.Sequential(*(Residual(width) for _ in range(settings.layers))))
         # an LM head by level is most of the weights; the target's costs none
         lm_heads = settings.levels if settings.lm_head == "own" else 0
-        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size, bias=False) for _ in range(lm_heads)])
+        self.heads = nn.ModuleList(
+            [nn.Linear(width, shape.vocab_size, bias=False) for _ in range(lm_heads)]
+        )
 
     def start(self, frozen: TargetHead | None) -> None:
         """Let all levels predict the target's next token at first."""

@@ -69,7 +69,9 @@ class MlpSpeculator(LevelHeads):
         self.emb = nn.ModuleList([nn.Embedding(shape.vocab_size, inner) for _ in range(stages)])
         self.proj = nn.ModuleList([nn.Linear(width, inner, bias=False) for width in widths])
         self.ln = nn.ModuleList([ShiftedNorm(inner) for _ in range(stages)])
-        self.head = nn.ModuleList([nn.Linear(inner, shape.vocab_size, bias=False) for _ in range(stages)])
+        self.head = nn.ModuleList(
+            [nn.Linear(inner, shape.vocab_size, bias=False) for _ in range(stages)]
+        )
         # r = sqrt((1 - w^2) D / 2) / w with w^2 = 0.5^(1 / levels)
         state_weight = 0.5 ** (0.5 / settings.levels)
         self.token_ratio = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
@@ -85,7 +87,9 @@ class MlpSpeculator(LevelHeads):
         if level == 0 and self.settings.scale_input:
             state = F.rms_norm(state, state.shape[-1:], eps=EPS) / math.sqrt(2)
         # s = gelu(ln(P s' + r E x)); a shared module serves all further levels
-        emb, proj, ln = (modules[min(level, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln))
+        emb, proj, ln = (
+            modules[min(level, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln)
+        )
         return F.gelu(ln(proj(state) + self.token_ratio * emb(tokens)))
 
     def hidden(self, level: int, state: Tensor) -> Tensor:

@@ -45,11 +45,17 @@ class Tables:
     def __post_init__(self) -> None:
         for name, row in self.tensors().items():
             if row.dtype != torch.int64 or row.dim() != 1:
-                raise ValueError(f"{name} is {row.dtype} of shape {tuple(row.shape)}, expected a row of int64")
+                raise ValueError(
+                    f"{name} is {row.dtype} of shape {tuple(row.shape)}, expected a row of int64"
+                )
         size = self.vocab_size
         pairs = len(self.successors)
         widths = self.starts.diff()
-        has_ends = len(self.starts) == size + 1 and int(self.starts[0]) == 0 and int(self.starts[-1]) == pairs
+        has_ends = (
+            len(self.starts) == size + 1
+            and int(self.starts[0]) == 0
+            and int(self.starts[-1]) == pairs
+        )
         if not has_ends or len(self.counts) != pairs or (widths < 0).any():
             raise ValueError(
                 f"{len(self.starts)} starts do not part {pairs} successors with {len(self.counts)} counts into the "
@@ -61,12 +67,16 @@ class Tables:
         rows = torch.arange(size).repeat_interleave(widths)
         is_same_row = rows.diff() == 0
         if (self.successors.diff()[is_same_row] <= 0).any():
-            raise ValueError("the successors of a token are not in order: expected each once, the lowest first")
+            raise ValueError(
+                "the successors of a token are not in order: expected each once, the lowest first"
+            )
         total = float(self.singles.double().sum())
         in_pairs = float(self.counts.double().sum())
         is_too_small = (self.singles < 0).any() or (self.counts < 1).any()
         if is_too_small or total < 1 or max(total, in_pairs) >= EXACT:
-            raise ValueError(f"{total:.0f} tokens in {in_pairs:.0f} pairs are no counts: expected 1 to {EXACT} tokens")
+            raise ValueError(
+                f"{total:.0f} tokens in {in_pairs:.0f} pairs are no counts: expected 1 to {EXACT} tokens"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -103,7 +113,9 @@ def save_tables(folder: str | Path, tables: Tables, kind: str) -> None:
     file = folder / "config.json"
     # a model's config has no kind
     if file.exists() and '"kind"' not in file.read_text(errors="replace"):
-        raise ValueError(f"{folder} holds a model, which tables of counts would overwrite: name another folder")
+        raise ValueError(
+            f"{folder} holds a model, which tables of counts would overwrite: name another folder"
+        )
     write_tensors(folder / "model.safetensors", tables.tensors())
     config = {
         "kind": kind,
@@ -124,7 +136,9 @@ def load_tables(folder: str | Path, kind: str) -> Tables:
             raise ValueError(f"got the kind {config['kind']!r}, expected {kind!r}")
         tables = Tables(**tensors, tokenizer=config["tokenizer"])
         if config["vocab_size"] != tables.vocab_size:
-            raise ValueError(f"config.json says {config['vocab_size']} tokens, the tables have {tables.vocab_size}")
+            raise ValueError(
+                f"config.json says {config['vocab_size']} tokens, the tables have {tables.vocab_size}"
+            )
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{folder} holds no tables of counts ({error}): {AGAIN}") from error
     return tables
@@ -182,7 +196,15 @@ class CountText:
         root = upload(torch.tensor([update.root]), torch.device(self.drafter.device))
         logits = self.drafter.logits(root)[0]
         place = self.length + 1
-        return grow(update.root, logits, self._level, budget, noise=self.noise, place=place, sharpness=SHARPNESS)
+        return grow(
+            update.root,
+            logits,
+            self._level,
+            budget,
+            noise=self.noise,
+            place=place,
+            sharpness=SHARPNESS,
+        )
 
     def _level(self, depth: int, tokens: Tensor, parents: Tensor, tree_mask: Tensor) -> Tensor:
         return self.drafter.logits(tokens)

@@ -26,7 +26,12 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(
-        self, longest: int = 4, shortest: int = 1, trust: int = 3, pick: Pick = "recent", branches: int = 1
+        self,
+        longest: int = 4,
+        shortest: int = 1,
+        trust: int = 3,
+        pick: Pick = "recent",
+        branches: int = 1,
     ) -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(
@@ -71,7 +76,9 @@ class NgramText:
         self._read([*update.tokens.tolist(), update.root])
         paths: list[list[int]] = []
         nodes_left = budget.nodes
-        for size, position in islice(self._find_matches(), min(self.drafter.branches, budget.top_k)):
+        for size, position in islice(
+            self._find_matches(), min(self.drafter.branches, budget.top_k)
+        ):
             length = min(nodes_left, budget.depth, self.drafter.trust * size)
             # a copy that gets to the end of the text goes on with itself, as in LZ77
             period = len(self.text) - position
@@ -102,7 +109,9 @@ class NgramText:
             positions = list(islice(self._positions(size), LATEST))
             if self.drafter.pick == "frequent":
                 times = Counter(text[position] for position in positions)
-                positions.sort(key=lambda position: -times[text[position]])  # of equals the latest first
+                positions.sort(
+                    key=lambda position: -times[text[position]]
+                )  # of equals the latest first
             for position in positions:
                 if text[position] not in first_tokens:
                     first_tokens.add(text[position])

@@ -87,7 +87,9 @@ class Automaton:
         is_end = self.latest[state] == self.lengths[self.whole]
         total = self.counts[state] - is_end
         compared = islice(self.next[state].items(), COMPARED)
-        ranked = [(self.counts[child], self.latest[child], token, child) for token, child in compared]
+        ranked = [
+            (self.counts[child], self.latest[child], token, child) for token, child in compared
+        ]
         best = sorted(ranked, reverse=True)[:most]
         return [(times / total, token, child) for times, _, token, child in best if token != SEAM]
 
@@ -97,7 +99,9 @@ class Automaton:
         length = self.lengths[state] + 1
         if self.lengths[shared] == length:
             return shared
-        split = self._state(dict(self.next[shared]), length, self.counts[shared], self.latest[shared])
+        split = self._state(
+            dict(self.next[shared]), length, self.counts[shared], self.latest[shared]
+        )
         self.links[split] = self.links[shared]
         self.links[shared] = split
         while self.next[state].get(token) == shared:
@@ -150,9 +154,13 @@ class SuffixDrafter(Drafter):
 
     def __init__(self, longest: int = 32, trust: int = 3, remember: int = 0) -> None:
         if longest < 2:
-            raise ValueError(f"longest is {longest}, expected 2 or more: a matched token and one drafted behind it")
+            raise ValueError(
+                f"longest is {longest}, expected 2 or more: a matched token and one drafted behind it"
+            )
         if trust < 1 or remember < 0:
-            raise ValueError(f"trust is {trust} and remember {remember}, expected 1 or more and 0 (nothing) or more")
+            raise ValueError(
+                f"trust is {trust} and remember {remember}, expected 1 or more and 0 (nothing) or more"
+            )
         self.longest = longest
         self.trust = trust
         self.remember = remember
@@ -201,7 +209,9 @@ class SuffixText:
         depth = min(budget.depth, self.drafter.longest // 2)
         length = min(length, self.drafter.longest - depth)
         nodes = min(budget.nodes, self.drafter.trust * length)
-        tree = likeliest(past, past.shorten(state, length), length, depth, width=min(budget.top_k, nodes))
+        tree = likeliest(
+            past, past.shorten(state, length), length, depth, width=min(budget.top_k, nodes)
+        )
         tokens, parents, likelihoods = zip(*islice(tree, nodes + 1), strict=True)
         tree_tokens = torch.tensor([update.root, *tokens[1:]])
         return DraftTree(tree_tokens, torch.tensor(parents), likelihoods=torch.tensor(likelihoods))

@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 from eagle.core.drafter import HeadShape
 from eagle.drafters.parts.operations import RMSNorm, SwiGLUResidual, rotate_heads
@@ -67,7 +72,9 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
         sizes["intermediate_size"] = max(sizes["intermediate_size"])  # one for each layer
     if not has_heads:
         sizes["head_dim"] = width // heads  # the config's is that of something else
-    shape: Any = LlamaConfig(**{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False)
+    shape: Any = LlamaConfig(
+        **{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False
+    )
     return shape
 
 
@@ -84,7 +91,9 @@ class Cache:
         attention = block.self_attn
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.query_key_value = _join_weights(projections)
-        biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
+        biases = [
+            projection.bias.detach() for projection in projections if projection.bias is not None
+        ]
         self.bias = torch.cat(biases) if biases else None
         self.gate_up = _join_weights([block.mlp.gate_proj, block.mlp.up_proj])
 
@@ -128,7 +137,9 @@ class Attention(nn.Module):
         key_of_query = keys.repeat_interleave(len(queries) // len(keys), dim=0)
         queries[::2] = 2 * key_of_query[::2]
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
         """Return [B, T, H]; without a mask, causal."""
         if cache is not None:
             return self.o_proj(self._read_cached(x, rotary, mask, cache))
@@ -137,7 +148,12 @@ class Attention(nn.Module):
         value = self._split_heads(self.v_proj(x))
         query, key = apply_rotary_pos_emb(*self.norm_heads(query, key), *rotary)
         output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return self.o_proj(output.transpose(1, 2).flatten(2))
 
@@ -151,7 +167,9 @@ class Attention(nn.Module):
             return query, key
         return self.q_norm(query), self.k_norm(key)
 
-    def _read_cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache) -> Tensor:
+    def _read_cached(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache
+    ) -> Tensor:
         """Return [B, T, heads * w], attention of rows after their sequences, with few kernel launches."""
         batch, count, _ = x.shape
         width = self.width
@@ -167,7 +185,9 @@ class Attention(nn.Module):
         key, value = cache.extend(key, heads[:, -keys:])
         groups = queries // keys
         if mask is None:
-            output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1)
+            output = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=groups > 1
+            )
             return output.transpose(1, 2).flatten(2)
         # queries that share a key become rows of one head, so that no keys are repeated; a mask may be for these rows
         if mask.shape[2] != groups * count:
@@ -197,7 +217,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = LlamaMLP(shape)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
         """Return [B, T, H]."""
         hidden, residual = self.inputs(x)
         return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)

@@ -141,7 +141,11 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
 
     def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         overlap, overlap_grad = _overlap(probs, target_probs)
-        blend = (-3 * overlap).exp() if objective.blend is None else torch.full_like(overlap, objective.blend)
+        blend = (
+            (-3 * overlap).exp()
+            if objective.blend is None
+            else torch.full_like(overlap, objective.blend)
+        )
         negative_entropy = torch.xlogy(target_probs, target_probs).sum(-1)
         divergence = negative_entropy - (target_probs * logits.log_softmax(-1)).sum(-1)
         loss = blend[..., 0] * divergence + (1 - blend[..., 0]) * (1 - overlap[..., 0])
@@ -164,7 +168,9 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
         divergence = terms.sum(-1, keepdim=True)
         loss = divergence[..., 0]
         if is_jsd:
-            target_terms = torch.xlogy(target_probs, target_probs) - torch.xlogy(target_probs, reference)
+            target_terms = torch.xlogy(target_probs, target_probs) - torch.xlogy(
+                target_probs, reference
+            )
             loss = loss + target_terms.sum(-1)
         # of both kinds: q (log q/m - KL(q, m)), as the derivatives by m cancel out
         return weight * loss, terms.sub_(probs * divergence).mul_(weight)

@@ -33,7 +33,9 @@ RowsLevel = Callable[[int, list[int], Tensor, Tensor, Tensor], Tensor]
 Confidence = Callable[[int, list[int]], Tensor]
 """Depth and these rows -> how likely a child of each node is kept whose logits were given last, [B, K] or [B, 1]."""
 
-NOTHING = int(torch.tensor(-math.inf).view(torch.int32))  # the bits of a log-likelihood of minus infinity
+NOTHING = int(
+    torch.tensor(-math.inf).view(torch.int32)
+)  # the bits of a log-likelihood of minus infinity
 
 
 class FollowsRows:
@@ -70,7 +72,9 @@ def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the two values of an additive mask: of what is seen, and of what is hidden."""
     lowest = torch.finfo(dtype).min
-    return torch.zeros((), dtype=dtype, device=device), torch.full((), lowest, dtype=dtype, device=device)
+    return torch.zeros((), dtype=dtype, device=device), torch.full(
+        (), lowest, dtype=dtype, device=device
+    )
 
 
 @cache
@@ -111,7 +115,9 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
     nodes = {path: 0 for path in above}  # of the whole tree, by path
     parents = [-1]
     for length in range(1, depth + 1):
-        level = sorted(path for path in set(paths) if len(path) == length)  # siblings in the order of their ranks
+        level = sorted(
+            path for path in set(paths) if len(path) == length
+        )  # siblings in the order of their ranks
         for path in level:
             parents.append(nodes[path[:-1]])
             nodes[path] = len(nodes)
@@ -122,7 +128,9 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
         read = torch.tensor([level.index(path) for path in inner], dtype=torch.long)
         width = 1 + max(path[-1] for path in level)
         # a node sees what its parent sees, and itself
-        tree_mask = torch.cat([tree_mask[rows[read]], torch.eye(len(inner), dtype=torch.bool)], dim=1)
+        tree_mask = torch.cat(
+            [tree_mask[rows[read]], torch.eye(len(inner), dtype=torch.bool)], dim=1
+        )
         tensors = [rows, rows * width + ranks, read, rows[read], tree_mask]
         plans.append(LevelPlan(width, *(upload(tensor, device) for tensor in tensors)))
         if not inner:
@@ -167,7 +175,9 @@ def grow(
         sharpness: What logits are multiplied by where the budget does not say.
     """
 
-    def level_of_row(depth: int, rows: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor) -> Tensor:
+    def level_of_row(
+        depth: int, rows: list[int], tokens: Tensor, parents: Tensor, tree_mask: Tensor
+    ) -> Tensor:
         return level(depth, tokens[0], parents[0], tree_mask[0])[None]
 
     seed = Seed(root, place, budget, noise)
@@ -187,7 +197,9 @@ def grow_rows(
     Trees stay on a device that the host would have to wait for, until something on the host asks for one of them.
     Where a budget has a minimum confidence, nodes have no children that the drafter is less sure of.
     """
-    grown = grow_columns(seeds, logits, level, drafts=drafts, sharpness=sharpness, confidence=confidence)
+    grown = grow_columns(
+        seeds, logits, level, drafts=drafts, sharpness=sharpness, confidence=confidence
+    )
     roots = [seed.root for seed in seeds]
     return hand_over(grown, roots, at_once=not must_wait(logits.device))
 
@@ -212,7 +224,9 @@ def grow_columns(
     grown: list[GrownTrees] = []
     for rows in groups.values():
         budget = seeds[rows[0]].budget
-        scorer = ChildScorer(budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness)
+        scorer = ChildScorer(
+            budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness
+        )
         kind = _DynamicTrees if budget.paths is None else _FixedTrees
         trees = kind(
             seeds=[seeds[row] for row in rows],
@@ -232,13 +246,17 @@ def _kind(seed: Seed) -> object:
     return *shape, budget.draw, budget.sharpness, budget.confidence, seed.noise is None
 
 
-def _grow_group(trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel) -> list[GrownTrees]:
+def _grow_group(
+    trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel
+) -> list[GrownTrees]:
     """Return the trees of a group of rows, from the logits [B, 1, D] of their roots' children."""
     grown: list[GrownTrees] = []
     for depth in range(1, trees.depth + 1):
         trees.add_level(depth - 1, logits)
         is_last = depth == trees.depth
-        ended = [index for index, seed in enumerate(trees.seeds) if is_last or seed.budget.depth <= depth]
+        ended = [
+            index for index, seed in enumerate(trees.seeds) if is_last or seed.budget.depth <= depth
+        ]
         if ended:
             grown.append(trees.finish(ended, depth))
             growing = [index for index in range(len(trees.rows)) if index not in ended]
@@ -306,9 +324,15 @@ class _DynamicTrees(_Trees):
         self.likelihoods: list[Tensor] = []  # of each level [B, C], in logs
         self.count = 1  # candidates so far, and the root
         # of the nodes that were read last, at first the roots: their log-likelihoods, numbers and ancestors
-        self.totals = torch.zeros(len(self.rows), 1, dtype=torch.float32, device=self.device)  # [B, K]
-        self.frontier = torch.zeros(len(self.rows), 1, dtype=torch.long, device=self.device)  # [B, K]
-        self.tree_mask = torch.zeros(len(self.rows), 1, 0, dtype=torch.bool, device=self.device)  # [B, K, R]
+        self.totals = torch.zeros(
+            len(self.rows), 1, dtype=torch.float32, device=self.device
+        )  # [B, K]
+        self.frontier = torch.zeros(
+            len(self.rows), 1, dtype=torch.long, device=self.device
+        )  # [B, K]
+        self.tree_mask = torch.zeros(
+            len(self.rows), 1, 0, dtype=torch.bool, device=self.device
+        )  # [B, K, R]
 
     def add_level(self, depth: int, logits: Tensor) -> None:
         """Make the best children of the nodes that were read last candidates."""
@@ -388,8 +412,12 @@ class _FixedTrees(_Trees):
         self.plans, self.parents = plan_levels(self.budget.paths, self.depth, self.device)
         self.depth = len(self.plans)
         self.read_count = 1  # nodes that were read of the level above
-        self.draft_probs: list[Tensor] = []  # of each level [B, nodes, V], what its nodes were sampled from
-        self.last = torch.empty(0)  # [B, nodes], the last level's tokens, those that are left out included
+        self.draft_probs: list[
+            Tensor
+        ] = []  # of each level [B, nodes, V], what its nodes were sampled from
+        self.last = torch.empty(
+            0
+        )  # [B, nodes], the last level's tokens, those that are left out included
         # [B, nodes], whether all nodes of the path so far had confidence; None where no budget asks
         self.goes_on: Tensor | None = None
 
@@ -408,9 +436,15 @@ class _FixedTrees(_Trees):
         self.last = best.flatten(1).index_select(1, plan.children)
         is_sure = self.is_sure(depth)
         if is_sure is not None:
-            goes_on = is_sure.expand(-1, self.read_count) if self.goes_on is None else is_sure & self.goes_on
+            goes_on = (
+                is_sure.expand(-1, self.read_count)
+                if self.goes_on is None
+                else is_sure & self.goes_on
+            )
             self.goes_on = goes_on.index_select(1, plan.rows)
-        self.tokens.append(self.last if self.goes_on is None else self.last.masked_fill(~self.goes_on, LEFT_OUT))
+        self.tokens.append(
+            self.last if self.goes_on is None else self.last.masked_fill(~self.goes_on, LEFT_OUT)
+        )
         if probs is not None:
             probs = probs.expand(-1, self.read_count, -1)
             if not self.draft_probs:

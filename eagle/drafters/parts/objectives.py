@@ -107,7 +107,9 @@ class BiasedHead:
         """Return the gradient at states and codes [.., D + r] from the gradient at the logits."""
         # the target's head changes its gradient in place where it has a softcap, and the codes need it unchanged
         target_gradient = gradient if slope is None else gradient.clone()
-        return torch.cat([self.frozen.pull_back(target_gradient, slope), gradient @ self.weight], dim=-1)
+        return torch.cat(
+            [self.frozen.pull_back(target_gradient, slope), gradient @ self.weight], dim=-1
+        )
 
     def cast(self, dtype: torch.dtype) -> BiasedHead:
         """Return this head in another precision, with gradients that reach its own matrix."""
@@ -150,7 +152,9 @@ def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tens
     return (losses.mean(-1) * weights).sum()
 
 
-def step_weights(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None, decay: float = 1.0) -> Tensor:
+def step_weights(
+    places: Tensor, steps: int, in_draft_vocab: Tensor | None = None, decay: float = 1.0
+) -> Tensor:
     """Return weights [K, S]: decay^s / S in step s where a draft that began s slots earlier gets there, else 0."""
     decays = decay ** torch.arange(steps, device=places.device)
     reached = reached_steps(places, steps, in_draft_vocab)
@@ -209,7 +213,9 @@ def distillation_loss(
     students, frozen = heads
     students = students if isinstance(students, Sequence) else [students]
     if len(students) not in (1, len(student)):
-        raise ValueError(f"got {len(students)} heads for {len(student)} steps: expected one, or one for each step")
+        raise ValueError(
+            f"got {len(students)} heads for {len(student)} steps: expected one, or one for each step"
+        )
     # heads that share no teacher's logits have nothing in common: those of one live at a time
     groups = [students] if frozen is not None else [[head] for head in students]
     totals = []
@@ -244,7 +250,12 @@ class _Distilled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, weights: Tensor, settings: _Settings, *trained: Tensor | None
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        weights: Tensor,
+        settings: _Settings,
+        *trained: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Find losses and gradients chunk by chunk."""
         steps, count, _ = student.shape
@@ -262,10 +273,14 @@ class _Distilled(torch.autograd.Function):
         device = "cpu" if student.is_meta else student.device.type
         with torch.autocast(device, enabled=False):
             students = settings.students
-            chunks = _chunks(count, steps, students[0].weight, heads=len(students), learned=grads[0] is not None)
+            chunks = _chunks(
+                count, steps, students[0].weight, heads=len(students), learned=grads[0] is not None
+            )
             distill_chunk = _ChunkDistiller(settings, grads, steps, chunks)
             for rows in chunks:
-                losses, grad = distill_chunk(rows, student[:, rows], teacher[rows], weights[:, rows])
+                losses, grad = distill_chunk(
+                    rows, student[:, rows], teacher[rows], weights[:, rows]
+                )
                 sums += losses
                 grad_student[:, rows] = grad
         ctx.has_grad = [grad is not None for grad in grads]
@@ -277,7 +292,9 @@ class _Distilled(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients that the forward pass found, those of matrices in place because they are large."""
         grad_student, *grads = ctx.saved_tensors
-        grad_trained = [grads.pop(0).mul_(upstream[0]) if has_grad else None for has_grad in ctx.has_grad]
+        grad_trained = [
+            grads.pop(0).mul_(upstream[0]) if has_grad else None for has_grad in ctx.has_grad
+        ]
         # teacher, weights and settings have none
         return grad_student * upstream[0], None, None, None, *grad_trained
 
@@ -286,7 +303,11 @@ class _ChunkDistiller:
     """Losses and gradients of a chunk of rows at a time, with memory that all chunks use in turn."""
 
     def __init__(
-        self, settings: _Settings, grads: Sequence[Tensor | None], steps: int, chunks: Sequence[slice]
+        self,
+        settings: _Settings,
+        grads: Sequence[Tensor | None],
+        steps: int,
+        chunks: Sequence[slice],
     ) -> None:
         self.settings = settings
         self.grad_weights = grads[: len(settings.students)]
@@ -305,7 +326,9 @@ class _ChunkDistiller:
         if grad_weight is not None and grad_weight.dtype != weight.dtype:
             self.product = torch.empty_like(weight)
 
-    def __call__(self, rows: slice, student: Tensor, teacher: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, rows: slice, student: Tensor, teacher: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the weighted losses [K] of a chunk, and the gradient at its states [K, R, D]."""
         heads = self.settings.students
         steps, count, _ = student.shape
@@ -333,7 +356,11 @@ class _ChunkDistiller:
         return (losses * weights).sum(-1), grad.to(student.dtype).view(steps, count, -1)
 
     def _pull_back(
-        self, hidden: Tensor, weights: Tensor, grad_logits: Sequence[Tensor], slopes: Sequence[Tensor | None]
+        self,
+        hidden: Tensor,
+        weights: Tensor,
+        grad_logits: Sequence[Tensor],
+        slopes: Sequence[Tensor | None],
     ) -> Tensor:
         """Return the gradient at states [K * R, D]; add to those of matrices and biases what the chunk gives."""
         heads = self.settings.students
@@ -363,7 +390,11 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, buffer: Tensor | N
 
 
 def _loss_and_grad_(
-    logits: Sequence[Tensor], teacher: Tensor, wide: torch.dtype, objective: Objective, named: Named | None
+    logits: Sequence[Tensor],
+    teacher: Tensor,
+    wide: torch.dtype,
+    objective: Objective,
+    named: Named | None,
 ) -> Tensor:
     """Return how each step's logits [R, V] diverge from the teacher's [K, R]; they become the gradient in place."""
     losses = torch.empty(len(logits), len(teacher), dtype=wide, device=teacher.device)
@@ -386,7 +417,9 @@ def _loss_and_grad_(
     return losses
 
 
-def _chunks(count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False) -> list[slice]:
+def _chunks(
+    count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False
+) -> list[slice]:
     """Return slices of rows of which the logits of all steps live at once."""
     row_bytes = weight.element_size() * weight.shape[0] * steps
     wanted = (LEARNED if learned else 1) * ROWS * heads

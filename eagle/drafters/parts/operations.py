@@ -60,7 +60,9 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
     return size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _norm_backward(grad_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def _norm_backward(
+    grad_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the gradients at x [N, H] and at the weight, computed in the precision of `inverse`."""
     grad_out = grad_out.to(inverse.dtype)
     normed = x * inverse
@@ -85,7 +87,9 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
         rows = x.flatten(0, -2)
-        grad_x, grad_weight = _norm_backward(grads[0].flatten(0, -2), rows, weight, inverse.flatten(0, -2))
+        grad_x, grad_weight = _norm_backward(
+            grads[0].flatten(0, -2), rows, weight, inverse.flatten(0, -2)
+        )
         return grad_x.view_as(x), grad_weight, None
 
 
@@ -93,7 +97,9 @@ class SwiGLUResidual(torch.autograd.Function):
     """y = x + W_down(silu(W_gate n) * W_up n), n = rms(x); keeps x, one number of each row, and both products of n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, eps: float, w_gate: Tensor, w_up: Tensor, w_down: Tensor
+    ) -> Tensor:
         inverse = _inverse(x, eps)
         normed = (x * inverse).mul_(gain).to(x.dtype)
         gate = F.linear(normed, w_gate)
@@ -118,4 +124,9 @@ class SwiGLUResidual(torch.autograd.Function):
         grad_x, grad_gain = _norm_backward(grad_normed, x, gain, inverse)
         grad_matrices = [grad_gate.T @ normed, grad_up.T @ normed, grad_w_down]
         # the matrices are in fp32 under autocast
-        return grad_x.add_(grads[0]), grad_gain, None, *(grad.to(gain.dtype) for grad in grad_matrices)
+        return (
+            grad_x.add_(grads[0]),
+            grad_gain,
+            None,
+            *(grad.to(gain.dtype) for grad in grad_matrices),
+        )

@@ -40,14 +40,18 @@ class ChildScorer:
     drafts: Tensor | None  # [D], of the target's tokens; None for all
     sharpness: float
 
-    def score(self, seeds: Sequence[Seed], depth: int, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    def score(
+        self, seeds: Sequence[Seed], depth: int, logits: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Return log-odds [B, K, D] of being the target's choice, and the probs [B, K, V] that children come from."""
         logits = logits.float()
         if seeds[0].noise is None:
             return self.sharpness * logits, None
         rows = zip(seeds, logits, strict=True)
         if self.draw != "sampled":
-            return _stack([self._score_row(seed, depth, row_logits) for seed, row_logits in rows]), None
+            return _stack(
+                [self._score_row(seed, depth, row_logits) for seed, row_logits in rows]
+            ), None
         sampled = [self._sample_row(seed, row_logits) for seed, row_logits in rows]
         return _stack([scores for scores, _ in sampled]), _stack([probs for _, probs in sampled])
 

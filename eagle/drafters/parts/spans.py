@@ -13,7 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from eagle.device import upload
 from eagle.drafters.parts.window import Window
@@ -22,7 +27,9 @@ from eagle.drafters.parts.window import Window
 # 24 / 30 / 35 ms with 64 / 128 / 256 rows in fp32, 12.6 / 10.4 / 10.2 ms in bf16; PyTorch's fused attention 30 and 22.
 PIECE = {torch.float32: 64, torch.float64: 64}
 PIECE_ELSE = 128
-COLUMNS = {torch.bfloat16: 64}  # a piece sees a multiple of this: CPUs prepare each new shape of products in bf16
+COLUMNS = {
+    torch.bfloat16: 64
+}  # a piece sees a multiple of this: CPUs prepare each new shape of products in bf16
 FUSED = 128  # rows and columns of a fused kernel's blocks
 Own = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [k, S, w] of every earlier step: row i of each belongs to wanted row i alone."""
@@ -41,7 +48,9 @@ class Spans:
     stride: int = 1  # from one row of a run to the next
     window: Window | None = None  # what a row sees of its text so far; without one, all
     scattered: tuple[list[int], ...] = ()  # the rows of each run, where they may lie anywhere in it
-    block_masks: dict[int, Any] = field(default_factory=dict)  # by how many rows of their own the rows see
+    block_masks: dict[int, Any] = field(
+        default_factory=dict
+    )  # by how many rows of their own the rows see
 
     @classmethod
     def of(
@@ -81,7 +90,12 @@ class Spans:
                 rows += text_rows
                 runs.append((begin, text_rows[0], text_rows[-1] + 1))
             begin += length
-        return cls(upload(torch.tensor(rows, dtype=torch.long), device), runs, begin, scattered=tuple(scattered))
+        return cls(
+            upload(torch.tensor(rows, dtype=torch.long), device),
+            runs,
+            begin,
+            scattered=tuple(scattered),
+        )
 
     def _rows_of(self, run_index: int) -> Sequence[int]:
         if self.scattered:
@@ -103,7 +117,9 @@ class Spans:
             end = done + len(rows)
             run = (begin, rows[0], rows[-1] + 1)
             scattered = (list(rows),) if self.scattered else ()
-            yield replace(self, rows=self.rows[done:end], runs=[run], scattered=scattered, block_masks={})
+            yield replace(
+                self, rows=self.rows[done:end], runs=[run], scattered=scattered, block_masks={}
+            )
             done = end
 
     @cached_property
@@ -136,7 +152,9 @@ class Spans:
         # found from the ends of every window, as a square of all rows would not fit where windows are of use
         recent_start = torch.maximum(rows - (window.recent - drafted) + 1, begins)
         sinks_end = torch.minimum(begins + window.sinks, rows + 1)
-        touched = _touched_blocks(recent_start, rows + 1, self.count) | _touched_blocks(begins, sinks_end, self.count)
+        touched = _touched_blocks(recent_start, rows + 1, self.count) | _touched_blocks(
+            begins, sinks_end, self.count
+        )
         counts = touched.sum(1).int()
         order = touched.int().argsort(dim=1, descending=True, stable=True).int()
         return BlockMask.from_kv_blocks(
@@ -181,7 +199,9 @@ def attend_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: O
 ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kernel
 
 
-def attend_flex(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None) -> Tensor:
+def attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None
+) -> Tensor:
     """`attend` for accelerators, by one fused kernel over all texts; it has no gradient on a CPU."""
     attention = kernel
     if kernel is None:
@@ -232,7 +252,9 @@ class _Plain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor
+    ) -> Tensor:
         own = _pairs(flat)
         heads, count, width = query.shape
         query = query * width**-0.5
@@ -284,13 +306,20 @@ class _Plain(torch.autograd.Function):
         grad_own: list[Tensor] = []
         for step, pair in enumerate(own):
             step_probs = by_key(own_probs[:, :, step, None], key)
-            grad_own += _add_own_gradients(query, grad_query, grad_out, mean_grad, own=pair, probs=step_probs)
+            grad_own += _add_own_gradients(
+                query, grad_query, grad_out, mean_grad, own=pair, probs=step_probs
+            )
         grad_query.mul_(query.shape[-1] ** -0.5)
         return grad_query, grad_key.mT, grad_value.mT, None, *grad_own
 
 
 def _add_own_gradients(
-    query: Tensor, grad_query: Tensor, grad_out: Tensor, mean_grad: Tensor, own: tuple[Tensor, Tensor], probs: Tensor
+    query: Tensor,
+    grad_query: Tensor,
+    grad_out: Tensor,
+    mean_grad: Tensor,
+    own: tuple[Tensor, Tensor],
+    probs: Tensor,
 ) -> list[Tensor]:
     """Return the gradients of a step's own keys and values, and add to that of the queries."""
     key, value = own
@@ -327,7 +356,9 @@ def split_pieces(
         else:
             # the columns of the whole piece; what single rows of it do not see is hidden by scores
             columns = spans.window.columns(begin, places[0], end, drafted)
-            positions = torch.cat([torch.arange(part.start, part.stop, device=like.device) for part in columns])
+            positions = torch.cat(
+                [torch.arange(part.start, part.stop, device=like.device) for part in columns]
+            )
             row = torch.tensor(places, device=like.device)[:, None]
             is_hidden = spans.window.hides(positions, row, begin, drafted) | (positions > row)
             yield rows, columns, _additive(is_hidden, like.dtype)

@@ -37,7 +37,11 @@ def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: A
 
 def block_kind(weights: Weights, prefix: str) -> dict[str, bool]:
     """Return which tensors a target's block has in addition to a Llama block's, as keys of a head's shape."""
-    return {kind: True for kind, name in KINDS.items() if find_tensor(weights, prefix + name) is not None}
+    return {
+        kind: True
+        for kind, name in KINDS.items()
+        if find_tensor(weights, prefix + name) is not None
+    }
 
 
 def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> None:
@@ -45,11 +49,15 @@ def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> 
     # families name it in two ways
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation != "silu":
-        raise ValueError(f"{config.model_type} has blocks of hidden_act {activation!r}, expected 'silu': {ELSE}")
+        raise ValueError(
+            f"{config.model_type} has blocks of hidden_act {activation!r}, expected 'silu': {ELSE}"
+        )
     parameters = dict(block.named_parameters())
     for name in FURTHER:
         if name not in parameters and find_tensor(weights, prefix + name) is not None:
-            raise ValueError(f"{config.model_type} has {prefix}{name}, which no Llama block has: {ELSE}")
+            raise ValueError(
+                f"{config.model_type} has {prefix}{name}, which no Llama block has: {ELSE}"
+            )
     for name, parameter in parameters.items():
         copy_tensor(parameter, weights, prefix + name, config)
 

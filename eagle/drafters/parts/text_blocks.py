@@ -50,7 +50,9 @@ class CompiledParts:
         self.is_compiled = True
 
 
-def text_slots(batch: Batch, device: torch.device, window: Window | None = None) -> tuple[Tensor, Tensor, Spans]:
+def text_slots(
+    batch: Batch, device: torch.device, window: Window | None = None
+) -> tuple[Tensor, Tensor, Spans]:
     """Return the places of all tokens but each sequence's last two, their positions in it, and those supervised.
 
     A slot reads the state of a token and the next token, and predicts the one after that.
@@ -102,7 +104,9 @@ def read_context(
             masks = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
             all_slots = Spans.of(masks, tables[0].device, window=window)
         if index > 0:
-            hidden = read_rows(layers[index - 1], inputs, tables, context[-1], spans=all_slots, run=run)
+            hidden = read_rows(
+                layers[index - 1], inputs, tables, context[-1], spans=all_slots, run=run
+            )
             inputs = block.inputs(hidden)
         key, value = run(key_value, block, inputs, tables)
         context.append((key.contiguous(), value.contiguous()))
@@ -151,7 +155,9 @@ def add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
     return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
 
 
-def probe_read(head: TextHead, context: int, rows: int, window: Window | None = None) -> Callable[[], Tensor]:
+def probe_read(
+    head: TextHead, context: int, rows: int, window: Window | None = None
+) -> Callable[[], Tensor]:
     """Return a function to time: a head's blocks over so many rows after `context` tokens, or what a window keeps."""
     (target_head,) = head.frozen
     cache = SlotCache()
@@ -174,7 +180,9 @@ def probe_read(head: TextHead, context: int, rows: int, window: Window | None = 
         cache.length = start
         columns = slice(start, end)
         tables = (cosine[:, columns], sine[:, columns])
-        return head.read(tokens[:, columns], features[:, columns], tables, mask, caches, target_head)
+        return head.read(
+            tokens[:, columns], features[:, columns], tables, mask, caches, target_head
+        )
 
     read(0, context, None)
     return lambda: read(context, end, mask)

@@ -15,10 +15,14 @@ APART = 1 << 62  # other random numbers of a text begin from its seed itself
 class TextDropout:
     """Zeroes a share of the numbers of rows and scales the others up; every call draws again."""
 
-    def __init__(self, share: float, seeds: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, share: float, seeds: Sequence[int], counts: Sequence[int], device: torch.device
+    ) -> None:
         self.share = share
         self.counts = list(counts)  # rows of each text
-        self.generators = [torch.Generator(device).manual_seed(seed ^ APART) for seed in seeds if share]
+        self.generators = [
+            torch.Generator(device).manual_seed(seed ^ APART) for seed in seeds if share
+        ]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return rows [R, ..] with dropout."""

@@ -22,7 +22,9 @@ from eagle.target.slots import SlotCache, with_room
 
 SHORT = 16  # tokens up to which rows are read together, however different in number
 MOST = 4096  # tokens of one forward, padding included, unless a row alone has more
-PART = 512  # tokens of a text that blocks with a window read at a time, whose columns are then dropped
+PART = (
+    512  # tokens of a text that blocks with a window read at a time, whose columns are then dropped
+)
 
 
 class TextHead(Protocol):
@@ -70,7 +72,9 @@ class TextState:
         self.dtype = weight.dtype
         self.noises: dict[int, Noise | None] = {}
         self.rows: list[int] = []  # of every slot in use
-        self.dropped: dict[int, int] = {}  # by row: how many columns were dropped, all of them after the sinks
+        self.dropped: dict[
+            int, int
+        ] = {}  # by row: how many columns were dropped, all of them after the sinks
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row."""
@@ -180,7 +184,9 @@ class TextState:
         """Return the last states [B, H] of one forward over rows that are right-padded."""
         return self._read_ahead(updates)[:, 0]
 
-    def _read_ahead(self, updates: Mapping[int, Committed], further: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def _read_ahead(
+        self, updates: Mapping[int, Committed], further: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """Return the states [B, 1 + M, H] after each row's root, and after further tokens [M] with states [M, H].
 
         Of the further ones nothing is kept.
@@ -218,7 +224,10 @@ class TextState:
         hidden = self.head.fuse_taps(joined.to(self.device, self.dtype))
         states = list(hidden.split([len(update.tokens) for update in updates.values()]))
         # a head reads a token with the state before it: the first token of an update was read as the last root
-        tokens = [torch.cat([update.tokens[1:], torch.tensor([update.root])]) for update in updates.values()]
+        tokens = [
+            torch.cat([update.tokens[1:], torch.tensor([update.root])])
+            for update in updates.values()
+        ]
         if further is not None:
             tokens = [torch.cat([row_tokens, further[0]]) for row_tokens in tokens]
             states = [torch.cat([row_states, further[1]]) for row_states in states]
@@ -246,7 +255,9 @@ def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:
     """Return the first `count` tokens of an update, whose root is the next of them, and the others."""
     assert update.features is not None
     root = int(update.tokens[count])
-    first = replace(update, tokens=update.tokens[:count], features=update.features[:count], root=root)
+    first = replace(
+        update, tokens=update.tokens[:count], features=update.features[:count], root=root
+    )
     rest = replace(update, tokens=update.tokens[count:], features=update.features[count:])
     return first, rest
 
@@ -285,7 +296,9 @@ def slot_positions(starts: list[int], counts: list[int], device: torch.device) -
     return upload(torch.tensor(starts)[:, None] + steps, device)
 
 
-def causal_mask(places: Tensor, columns: int, dtype: torch.dtype, window: Window | None = None) -> Tensor:
+def causal_mask(
+    places: Tensor, columns: int, dtype: torch.dtype, window: Window | None = None
+) -> Tensor:
     """Return the additive mask [B, 1, T, S] by which each token sees columns up to its own, or those in its window."""
     column = torch.arange(columns, device=places.device)
     place = places[..., None]

@@ -44,7 +44,9 @@ def validate_text(
         trees: Trees whose acceptance is counted.
     """
     students, teacher = logits
-    choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, true)  # [T], the target's token after each token
+    choices = _in_chunks(
+        lambda rows: teacher(rows).max(-1).indices, true
+    )  # [T], the target's token after each token
     slots = counted[2:].nonzero()[:, 0].to(tokens.device)
     sums = {"slots": torch.tensor(float(len(slots)), dtype=torch.float64)}
     sums |= _compare(states[0], true[slots + 1], students[0], teacher)
@@ -62,7 +64,9 @@ def validate_text(
             is_known = is_known & (tokens[places] == choices[places - 1])
         known.append(is_known)
         if step <= len(states):
-            ranks.append(_in_chunks(partial(_rank, students[step - 1]), states[step - 1], choices[places]))
+            ranks.append(
+                _in_chunks(partial(_rank, students[step - 1]), states[step - 1], choices[places])
+            )
         else:
             # deeper than the head drafts
             ranks.append(torch.full_like(slots, torch.iinfo(slots.dtype).max))
@@ -72,7 +76,10 @@ def validate_text(
 
 
 def validate_batch(
-    batch: Batch, states: Sequence[Tensor], logits: tuple[Sequence[Logits], Logits], trees: dict[str, Paths]
+    batch: Batch,
+    states: Sequence[Tensor],
+    logits: tuple[Sequence[Logits], Logits],
+    trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
     """Return sums of `validate_text` over the slots of all texts of a batch, for which `states` are K times [S, D]."""
     masks = batch.loss_mask.split(batch.lengths)
@@ -86,7 +93,12 @@ def validate_batch(
         if count:
             text_states = [state[index] for state in by_step]
             text_sums = validate_text(
-                text_states, target_hidden[index], tokens[index], masks[index], logits=logits, trees=trees
+                text_states,
+                target_hidden[index],
+                tokens[index],
+                masks[index],
+                logits=logits,
+                trees=trees,
             )
             sums = add_sums(sums, text_sums)
     return sums
@@ -126,7 +138,9 @@ def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 
 
-def _compare(states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits) -> dict[str, Tensor]:
+def _compare(
+    states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits
+) -> dict[str, Tensor]:
     """Return sums of top-1 agreement, overlap and cross-entropy, the last over the draft vocabulary."""
 
     def compare(states: Tensor, target_hidden: Tensor) -> Tensor:

@@ -30,12 +30,16 @@ class BlockState(HeadState):
     def __init__(self, head: Any) -> None:
         super().__init__(head)
         self.size: int = head.size
-        self.recent: dict[int, Tensor] = {}  # [up to k - 1, H], what the block reads of the last slots
+        self.recent: dict[
+            int, Tensor
+        ] = {}  # [up to k - 1, H], what the block reads of the last slots
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row."""
         super().admit(row, noise)
-        self.recent[row] = torch.empty(0, self.head.shape.hidden_size, dtype=self.dtype, device=self.device)
+        self.recent[row] = torch.empty(
+            0, self.head.shape.hidden_size, dtype=self.dtype, device=self.device
+        )
 
     def fork(self, row: int, other: int) -> None:
         """Copy a row to a new one, with its last slots."""
@@ -67,7 +71,9 @@ class BlockState(HeadState):
         cache = self.cache
         cache_rows = [self.rows.index(row) for row in updates]
         inputs = []
-        for row, cache_row, new in zip(updates, cache_rows, self._enter_committed(updates), strict=True):
+        for row, cache_row, new in zip(
+            updates, cache_rows, self._enter_committed(updates), strict=True
+        ):
             # a block's slots see one another, so its earlier slots are read again with the new ones
             inputs.append(torch.cat([self.recent[row], new]))
             self.recent[row] = inputs[-1][1 - self.size :].clone()
@@ -126,9 +132,13 @@ class _BlockLevels(Levels):
         self.rows = list(range(count))
         self.states = self.root_states  # of the last blocks, [B, F, k, H]
         self.logits = self.root_logits  # [B, F, k, V]
-        self.block_index = torch.zeros(count, 1, dtype=torch.long, device=device)  # [B, K], which one a node follows
+        self.block_index = torch.zeros(
+            count, 1, dtype=torch.long, device=device
+        )  # [B, K], which one a node follows
         self.path: list[Tensor] = []  # the tokens [B, K] after it, level by level
-        self.block_mask = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)  # [B, F, R], blocks of its path
+        self.block_mask = torch.zeros(
+            count, 1, 0, dtype=torch.bool, device=device
+        )  # [B, F, R], blocks of its path
 
     def __call__(
         self,
@@ -141,7 +151,9 @@ class _BlockLevels(Levels):
         """Return [B, K, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
         if depth == 1:
             self._begin()
-        tensors = self.keep_rows(rows, self.states, self.logits, self.block_index, self.block_mask, *self.path)
+        tensors = self.keep_rows(
+            rows, self.states, self.logits, self.block_index, self.block_mask, *self.path
+        )
         self.states, self.logits, self.block_index, self.block_mask, *path = tensors
         # a node follows the block of its parent
         self.block_index = self.block_index.gather(1, parents)
@@ -166,9 +178,13 @@ class _BlockLevels(Levels):
         block_index = self.block_index[..., None]
         itself = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
         self.block_mask = torch.cat([self.block_mask.take_along_dim(block_index, 1), itself], dim=2)
-        slot_mask = self.block_mask.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)  # [B, K * k, R * k]
+        slot_mask = self.block_mask.repeat_interleave(size, dim=1).repeat_interleave(
+            size, dim=2
+        )  # [B, K * k, R * k]
 
-        hidden = self.states.take_along_dim(block_index[..., None], 1).flatten(1, 2)  # [B, K * k, H]
+        hidden = self.states.take_along_dim(block_index[..., None], 1).flatten(
+            1, 2
+        )  # [B, K * k, H]
         tokens = torch.stack(self.path, dim=2).flatten(1)  # [B, K * k]
         # k positions, the same for all blocks
         (cosine, sine), committed = self._inputs_at(slice(depth - size, depth))
@@ -178,7 +194,9 @@ class _BlockLevels(Levels):
         start = self.start + blocks_before * size
         state.cache.aim([self.cache_rows[row] for row in self.rows], [start] * len(self.rows))
         mask = level_mask(committed, slot_mask, state.head.query_groups)
-        output = state.head.read(tokens, hidden, tables, mask, state.blocks, frozen=state.head.frozen[0])
+        output = state.head.read(
+            tokens, hidden, tables, mask, state.blocks, frozen=state.head.frozen[0]
+        )
         self.states = output.unflatten(1, (count, size))
         self.logits = state.head.logits(self.states, state.head.frozen[0])
         self.path = []

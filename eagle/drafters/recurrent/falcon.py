@@ -57,7 +57,9 @@ class FalconSettings(Section):
     kind: Literal["falcon"] = "falcon"
     k: int = Field(2, ge=2, le=MOST_LEVELS)  # slots of a block, which one forward reads
     levels: int = Field(8, ge=1, le=MOST_LEVELS)  # levels that are drafted, one token each
-    glance_from: float = Field(0.45, ge=0, lt=1)  # share of wrong slots that read the answer, at the start
+    glance_from: float = Field(
+        0.45, ge=0, lt=1
+    )  # share of wrong slots that read the answer, at the start
     glance_to: float = Field(0.1, ge=0, lt=1)  # the same share at the end of training
     dropout: float = Field(0.1, ge=0, lt=1)  # between the gates
     noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
@@ -176,7 +178,9 @@ class Falcon(TrainableDrafter):
         cosine, sine = tables
         # slots of different blocks may be the same: each block has its own rows
         tables_at_slots = cosine.index_select(0, slots), sine.index_select(0, slots)
-        states = self.read_blocks(entered.index_select(0, slots), tables_at_slots, context, blocks, ())
+        states = self.read_blocks(
+            entered.index_select(0, slots), tables_at_slots, context, blocks, ()
+        )
         return states, context
 
     def read_blocks(
@@ -241,7 +245,9 @@ class Falcon(TrainableDrafter):
         if self.training and (settings.glance_from or settings.glance_to):
             with torch.no_grad():
                 wrong = likeliest(read(tokens, hidden), frozen) != likeliest(answer_states, frozen)
-            glanced = blocks.glance(wrong.view_as(counted) & counted, self.glanced_share(batch.progress))
+            glanced = blocks.glance(
+                wrong.view_as(counted) & counted, self.glanced_share(batch.progress)
+            )
             # a slot that has read its answer learns nothing from it
             counted = counted & ~glanced
             answer_tokens = batch.tokens.index_select(0, (answers + 1).clamp(max=len(features) - 1))
@@ -279,7 +285,9 @@ class Falcon(TrainableDrafter):
         drafted = replace(batch, loss_mask=drafted_mask(batch, self.size))
         max_depth = max(len(path) for paths in trees.values() for path in paths)
         states = [state for state, _ in self.draft_levels(drafted, frozen, max_depth)]
-        sums = validate_batch(drafted, states, ([frozen.logits] * len(states), frozen.logits), trees)
+        sums = validate_batch(
+            drafted, states, ([frozen.logits] * len(states), frozen.logits), trees
+        )
         missed = batch.slots - drafted.slots
         if missed and sums:
             # a slot without a block is a guess as bad as chance, and no tree keeps anything there
@@ -303,8 +311,12 @@ class Falcon(TrainableDrafter):
         token_indices, positions, _ = text_slots(batch, device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         embedded = frozen.embed(batch.tokens).to(features.dtype)
-        tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + levels + size)
-        entered = self.enter(embedded.index_select(0, token_indices + 1), features.index_select(0, token_indices))
+        tables_at = position_tables(
+            self.rotary, features, max(batch.lengths, default=0) + levels + size
+        )
+        entered = self.enter(
+            embedded.index_select(0, token_indices + 1), features.index_select(0, token_indices)
+        )
         states, context = self.read_text(entered, tables_at(positions), blocks)
 
         level_states = list(states)
@@ -396,7 +408,9 @@ class SlotBlocks:
     @classmethod
     def everywhere(cls, batch: Batch, size: int) -> SlotBlocks:
         """Return a block that ends at each supervised slot."""
-        return cls._of(batch, size, firsts=[0] * len(batch.lengths), stride=1, generators=_generators(batch))
+        return cls._of(
+            batch, size, firsts=[0] * len(batch.lengths), stride=1, generators=_generators(batch)
+        )
 
     @classmethod
     def side_by_side(cls, batch: Batch, size: int) -> SlotBlocks:
@@ -427,7 +441,9 @@ class SlotBlocks:
         masks = [mask[2:] for mask in batch.masks]
         offsets = torch.arange(1 - size, 1)[:, None]
         begin = 0
-        for text, (mask, first, generator) in enumerate(zip(masks, firsts, generators, strict=True)):
+        for text, (mask, first, generator) in enumerate(
+            zip(masks, firsts, generators, strict=True)
+        ):
             ends = first + stride * mask[first::stride].nonzero()[:, 0]
             slots = begin + (ends + offsets).clamp(min=0)
             reached = reached_levels(mask, ends, size).T
@@ -457,7 +473,11 @@ class SlotBlocks:
 
         A sequence weighs as much as it has supervised slots, whatever its number of blocks.
         """
-        share = self.supervised / self.sum_by_text(counted).clamp(min=1) / self.supervised.sum().clamp(min=1)
+        share = (
+            self.supervised
+            / self.sum_by_text(counted).clamp(min=1)
+            / self.supervised.sum().clamp(min=1)
+        )
         return counted * share.index_select(0, self.texts)
 
     def glance(self, wrong: Tensor, share: float) -> Tensor:

@@ -42,8 +42,12 @@ class FeatureSettings(BaseModel):
     fc_bias: bool = True  # a bias in the layer that joins token and feature; vLLM has none
     noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
     noise_as_published: bool = False  # T as it is: texts of 16 tokens get 32 times the noise
-    intermediate_size: int | None = None  # of its MLP; by default the target's, but for mixtures of experts
-    window: Window | None = None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    intermediate_size: int | None = (
+        None  # of its MLP; by default the target's, but for mixtures of experts
+    )
+    window: Window | None = (
+        None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    )
     regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
     cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
 
@@ -76,7 +80,9 @@ class FeatureHead(UnrolledDrafter):
         supervised: Iterable[Tensor] | None = None,
     ) -> FeatureHead:
         """Return a new head with the target's width."""
-        sizes = {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        sizes = (
+            {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        )
         return cls(settings, head_shape(target_config, **sizes))
 
     @property
@@ -130,11 +136,15 @@ class FeatureHead(UnrolledDrafter):
             Smooth-L1 of the features and the distillation loss, each summed over the steps; the latter of each step.
         """
         # no gradient flows from a step to the features it reads, as published
-        unrolled = self.unroll(batch, frozen, steps, detach=True, add_noise=partial(self._add_noise, batch))
+        unrolled = self.unroll(
+            batch, frozen, steps, detach=True, add_noise=partial(self._add_noise, batch)
+        )
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
         student = align_steps(unrolled.states)  # [K, S, H]
         weights = step_weights(unrolled.places, steps)
-        loss, step_losses = distillation_loss(student, target_hidden, weights, (frozen, frozen), objective)
+        loss, step_losses = distillation_loss(
+            student, target_hidden, weights, (frozen, frozen), objective
+        )
         regression = feature_regression(student, target_hidden, weights)
         return regression, loss, step_losses
 

@@ -33,16 +33,26 @@ from eagle.target.weights.packed import PackedHead, pack_head
 class FusedSettings(Section):
     """Settings of such a network in a recipe."""
 
-    taps: tuple[int, ...] | None = None  # layers whose inputs it reads; by default 2, the middle one, the last but two
-    draft_vocab: int | str | None = None  # so many of the most frequent tokens, or a file of data_prep.draft_vocab
+    taps: tuple[int, ...] | None = (
+        None  # layers whose inputs it reads; by default 2, the middle one, the last but two
+    )
+    draft_vocab: int | str | None = (
+        None  # so many of the most frequent tokens, or a file of data_prep.draft_vocab
+    )
     lm_head: Literal["target", "random"] = "target"  # what its LM head starts from
     train_lm_head: bool = True  # train its LM head
-    queries: Literal["keys", "random"] = "keys"  # what half of them start as: from random, few find their own token
-    linears: Linears = "uniform"  # how its other linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    queries: Literal["keys", "random"] = (
+        "keys"  # what half of them start as: from random, few find their own token
+    )
+    linears: Linears = (
+        "uniform"  # how its other linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    )
     fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
     norm_before_residual: bool = False  # attention is added to the normed state
     loss: Kind = "cross_entropy"  # how far its probs are from the target's
-    intermediate_size: int | None = None  # of its MLP; by default the target's, but for mixtures of experts
+    intermediate_size: int | None = (
+        None  # of its MLP; by default the target's, but for mixtures of experts
+    )
 
 
 class FusedHead(UnrolledDrafter):
@@ -102,7 +112,9 @@ class FusedHead(UnrolledDrafter):
         """Return a new head; its LM head starts from the target's rows of the draft vocabulary."""
         drafts = _draft_vocabulary(settings.draft_vocab, supervised, target_config.vocab_size)
         shape = head_shape(target_config, draft_vocab_size=len(drafts), **cls.sizes(settings))
-        head = cls(settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape)
+        head = cls(
+            settings.model_copy(update={"taps": cls.taps_for(settings, target_config)}), shape
+        )
         draw_linears(head, settings.linears)
         if head.drafts is not None:
             head.d2t.copy_(drafts - torch.arange(len(drafts)))
@@ -112,7 +124,9 @@ class FusedHead(UnrolledDrafter):
             head.layers[0].self_attn.start_from_keys()
         if settings.lm_head == "target":
             if frozen is None:
-                raise ValueError("drafter.lm_head is 'target', whose head was not given: call for_target with `frozen`")
+                raise ValueError(
+                    "drafter.lm_head is 'target', whose head was not given: call for_target with `frozen`"
+                )
             rows = frozen.start_matrix()
             if head.drafts is not None:
                 rows = rows[drafts.to(rows.device)]
@@ -122,7 +136,9 @@ class FusedHead(UnrolledDrafter):
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
         """Return the sizes that settings decide; all others are the target's, with one block."""
-        return {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        return (
+            {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
+        )
 
     @property
     def drafts(self) -> Tensor | None:  # type: ignore[override]
@@ -179,13 +195,17 @@ class FusedHead(UnrolledDrafter):
         return self.narrowed[1]
 
 
-def _draft_vocabulary(requested: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int) -> Tensor:
+def _draft_vocabulary(
+    requested: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int
+) -> Tensor:
     """Return [D], the draft vocabulary in ascending order: all tokens, the most frequent ones, or those of a file."""
     if requested is None:
         return torch.arange(vocab_size)
     if isinstance(requested, int):
         if supervised is None:
-            raise ValueError(f"drafter.draft_vocab is {requested}, but no texts were given: call for_target with them")
+            raise ValueError(
+                f"drafter.draft_vocab is {requested}, but no texts were given: call for_target with them"
+            )
         return most_frequent(token_counts(supervised, vocab_size), requested)
     _, t2d = load_draft_vocab(requested)
     if len(t2d) != vocab_size:

@@ -101,7 +101,9 @@ class HeadState(TextState):
         # rows have noise all or none; it comes in as tensors [depth, V], which a replay replaces
         noises = [seed.noise for seed in seeds if seed.noise is not None]
         level_noises = [
-            seed.noise(list(range(seed.place, seed.place + budget.depth))) for seed in seeds if seed.noise is not None
+            seed.noise(list(range(seed.place, seed.place + budget.depth)))
+            for seed in seeds
+            if seed.noise is not None
         ]
 
         def draft(
@@ -114,7 +116,8 @@ class HeadState(TextState):
             held: list[Noise | None] = [None] * len(cache_rows)
             if noises:
                 held = [
-                    HeldNoise(rows, noise, noise.temperature) for rows, noise in zip(level_noises, noises, strict=True)
+                    HeldNoise(rows, noise, noise.temperature)
+                    for rows, noise in zip(level_noises, noises, strict=True)
                 ]
             # root and position 0: trees get their roots later, and noise goes by level
             static_seeds = [Seed(0, 0, budget, noise) for noise in held]
@@ -132,7 +135,9 @@ class HeadState(TextState):
 
     def _unlike_rows(self, cache_rows: list[int]) -> list[int]:
         """Return the cache rows that need their own mask and positions; only the first if all lengths are equal."""
-        sizes = {(self.cache.lengths[cache_row], self.text_length(cache_row)) for cache_row in cache_rows}
+        sizes = {
+            (self.cache.lengths[cache_row], self.text_length(cache_row)) for cache_row in cache_rows
+        }
         return cache_rows[:1] if len(sizes) == 1 else cache_rows
 
     def _draft_inputs(
@@ -217,7 +222,9 @@ class Levels(FollowsRows):
 
         parent_states = self.hidden.take_along_dim(parents[..., None], 1)
         state.cache.aim([self.cache_rows[row] for row in rows], [self.start + begin] * len(rows))
-        self.hidden = head.read(tokens, head.next_input(parent_states), tables, mask, state.blocks, head.frozen[0])
+        self.hidden = head.read(
+            tokens, head.next_input(parent_states), tables, mask, state.blocks, head.frozen[0]
+        )
         logits: Tensor = head.logits(self.hidden, head.frozen[0])
         return logits
 
@@ -226,7 +233,9 @@ class Levels(FollowsRows):
         cosine, sine = self.tables
         committed = self.committed
         if len(committed) > 1:
-            cosine, sine, committed = (pick_rows(tensor, self.rows) for tensor in (cosine, sine, committed))
+            cosine, sine, committed = (
+                pick_rows(tensor, self.rows) for tensor in (cosine, sine, committed)
+            )
         return (cosine[:, levels], sine[:, levels]), committed
 
 
@@ -246,7 +255,9 @@ def _draft_tables(
     if rotary.rope_type not in FOLLOW_LENGTH:
         return rotary(like, positions)
     # frequencies depend on the longest position: each level's are as if it were the last
-    cosine, sine = zip(*(rotary_tables(rotary, like, level) for level in positions.split(1, dim=1)), strict=True)
+    cosine, sine = zip(
+        *(rotary_tables(rotary, like, level) for level in positions.split(1, dim=1)), strict=True
+    )
     return torch.cat(cosine, 1), torch.cat(sine, 1)
 
 

@@ -81,8 +81,12 @@ class MtpSettings(Section):
     steps: int = Field(3, ge=1)  # that it is trained to go on from its own states
     decay: float = Field(0.6, gt=0, le=1)  # of a step's weight; weights add up to 1
     hidden_first: bool = False  # eh_proj reads the state before the token, as MiMo's does
-    loss: Loss = "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
-    start: Literal["target", "last_block", "random"] = "target"  # its own MTP layer; where it has none, its last block
+    loss: Loss = (
+        "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
+    )
+    start: Literal["target", "last_block", "random"] = (
+        "target"  # its own MTP layer; where it has none, its last block
+    )
 
 
 class Mtp(UnrolledDrafter):
@@ -217,7 +221,9 @@ class Mtp(UnrolledDrafter):
         weights = step_weights(unrolled.places, settings.steps, decay=settings.decay)
         weights = weights / sum(settings.decay**step for step in range(settings.steps))
         student = align_steps(self.norm(state) for state in unrolled.states)
-        teacher, teacher_head, objective = choose_teacher(settings.loss, batch, unrolled.places, frozen)
+        teacher, teacher_head, objective = choose_teacher(
+            settings.loss, batch, unrolled.places, frozen
+        )
         heads = frozen, teacher_head
         total, step_losses = distillation_loss(
             student, teacher, weights, heads, objective=objective, dtype=frozen.weight.dtype

@@ -28,7 +28,9 @@ def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict
     write_tensors(path, tensors, {"identity": json.dumps({**identity, "size": size})})
 
 
-def load_draft_vocab(path: str | Path, expected: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+def load_draft_vocab(
+    path: str | Path, expected: dict[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return `d2t` [D] and `t2d` [V]; refuse a file that was made from another tokenizer or other data."""
     if not Path(path).is_file():
         raise ValueError(f"no draft vocabulary at {path}: run `eagle draft-vocab RECIPE` first")

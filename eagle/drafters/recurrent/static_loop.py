@@ -76,7 +76,9 @@ class HeldNoise:
 
     def own(self, rows: int) -> Tensor:
         """Refuse: noise that is new in every call cannot be replayed."""
-        raise ValueError("drafts that are 'sampled' need new noise in every cycle: draft them without a static loop")
+        raise ValueError(
+            "drafts that are 'sampled' need new noise in every cycle: draft them without a static loop"
+        )
 
     def filter_logits(self, logits: Tensor) -> Tensor:
         """Return [K, V], by the filters of the sequence."""

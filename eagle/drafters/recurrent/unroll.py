@@ -55,7 +55,9 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
 
     rotary: Rotary
     layers: Any  # the blocks of a level
-    capture: Capture | None = None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
+    capture: Capture | None = (
+        None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
+    )
 
     @property
     def stack(self) -> dict[str, Any]:
@@ -149,14 +151,20 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         places = slots[spans.rows]
         positions = positions[spans.rows]
         inputs = tuple(tensor.index_select(0, spans.rows) for tensor in inputs)
-        state = read_rows(self.layers[-1], inputs, tables_at(positions), context[-1], spans=spans, run=self._run)
+        state = read_rows(
+            self.layers[-1], inputs, tables_at(positions), context[-1], spans=spans, run=self._run
+        )
         states = [state]
-        step_pairs: list[list[Pair]] = [[] for _ in self.layers]  # keys and values of the steps so far, by block
+        step_pairs: list[list[Pair]] = [
+            [] for _ in self.layers
+        ]  # keys and values of the steps so far, by block
         for step in range(1, steps):
             following = batch.places_behind(places, 1 + step)
             above = state.detach() if detach else state
             inputs = self.block_inputs(tokens.index_select(0, following), self.next_input(above))
-            state = self._read_step(inputs, tables_at(positions + step), context, spans, step_pairs=step_pairs)
+            state = self._read_step(
+                inputs, tables_at(positions + step), context, spans, step_pairs=step_pairs
+            )
             states.append(state)
         return Unrolled(states, places)
 
@@ -212,7 +220,10 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H], and their common LM head."""
-        return [(state, lambda state: self.logits(state, frozen)) for state in self.level_states(batch, frozen, levels)]
+        return [
+            (state, lambda state: self.logits(state, frozen))
+            for state in self.level_states(batch, frozen, levels)
+        ]
 
     def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
         """Return each level's states [S, H] at all supervised slots."""

@@ -35,7 +35,9 @@ class EarlyExitAdapterSettings(Section):
 
     kind: Literal["early_exit_adapter"] = "early_exit_adapter"
     layers: int | None = Field(None, ge=1)  # of the target that draft; by default a third of them
-    adapter: Literal["norm", "linear", "mlp"] = "mlp"  # a norm alone, or with a linear layer or MLP before it
+    adapter: Literal["norm", "linear", "mlp"] = (
+        "mlp"  # a norm alone, or with a linear layer or MLP before it
+    )
     loss: Kind = "cross_entropy"  # how far its probs are from the target's
 
 
@@ -55,7 +57,9 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         # a change of zero: the new head drafts as the target's layers do
         linear = nn.Linear(width, width, bias=False)
         nn.init.zeros_(linear.weight)
-        inner = [nn.Linear(width, width, bias=False), nn.SiLU()] if settings.adapter == "mlp" else []
+        inner = (
+            [nn.Linear(width, width, bias=False), nn.SiLU()] if settings.adapter == "mlp" else []
+        )
         self.change = None if settings.adapter == "norm" else nn.Sequential(*inner, linear)
         self.norm = Norm(width, shape.rms_norm_eps)
 
@@ -64,11 +68,15 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         """Return the output of the layers that draft, read in training; drafting computes it itself."""
         layers = exit_layer(settings.layers, target_config.num_hidden_layers)
         if layers == target_config.num_hidden_layers:
-            raise ValueError(f"drafter.layers is {layers}, expected fewer: these are all layers of this target")
+            raise ValueError(
+                f"drafter.layers is {layers}, expected fewer: these are all layers of this target"
+            )
         return (layers,)
 
     @classmethod
-    def context_taps(cls, settings: EarlyExitAdapterSettings, target_config: Any) -> tuple[int, ...]:
+    def context_taps(
+        cls, settings: EarlyExitAdapterSettings, target_config: Any
+    ) -> tuple[int, ...]:
         """Return none: the adapter reads one state at a time."""
         return ()
 
@@ -86,7 +94,9 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         head = cls(settings.model_copy(update={"layers": layers}), head_shape(target_config))
         # some families store a norm's weight less one
         if weights is not None:
-            head.norm.weight.data.copy_(weights(FINAL_NORM) + (target_config.model_type in ONE_MORE))
+            head.norm.weight.data.copy_(
+                weights(FINAL_NORM) + (target_config.model_type in ONE_MORE)
+            )
         return head
 
     @property

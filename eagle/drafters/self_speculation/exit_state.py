@@ -22,7 +22,9 @@ def exit_layer(layers: int | None, max_layers: int) -> int:
     """Return the number of layers that draft, of `max_layers`; by default a third of them."""
     exit_after = max(max_layers // 3, 1) if layers is None else layers
     if not 1 <= exit_after <= max_layers:
-        raise ValueError(f"layers is {layers}, expected 1 to {max_layers}: so many of this target's layers can draft")
+        raise ValueError(
+            f"layers is {layers}, expected 1 to {max_layers}: so many of this target's layers can draft"
+        )
     return exit_after
 
 
@@ -49,7 +51,9 @@ class ExitDrafter(Drafter):
     def open_with(self, texts: Any) -> ExitState:
         """Return the state for several sequences drafted in a batch."""
         view = texts.view
-        return ExitState(texts, exit_layer(self.layers, len(view)), lambda hidden: self.exit_logits(hidden, view))
+        return ExitState(
+            texts, exit_layer(self.layers, len(view)), lambda hidden: self.exit_logits(hidden, view)
+        )
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
         """Return the rows of each level of the tree after the first."""
@@ -103,7 +107,9 @@ class ExitState:
 
     def fork(self, row: int, other: int) -> None:
         """Refuse: the rows are the target's."""
-        raise ValueError("drafts over the target's own rows cannot follow a text that goes on in two ways")
+        raise ValueError(
+            "drafts over the target's own rows cannot follow a text that goes on in two ways"
+        )
 
     def release(self, row: int) -> None:
         """Release a row."""
@@ -123,7 +129,9 @@ class ExitState:
                 self.confirmed[row] += len(updates[row].tokens)
                 # drafted rows lie after the sequence in the target's own cache
                 budget = _fit_columns(budgets[row], self.texts.room(row))
-                seeds.append(Seed(updates[row].root, self.confirmed[row] + 1, budget, self.noises[row]))
+                seeds.append(
+                    Seed(updates[row].root, self.confirmed[row] + 1, budget, self.noises[row])
+                )
             trees |= dict(zip(rows, self._grow(rows, seeds), strict=True))
         return trees
 

@@ -73,10 +73,14 @@ class LookaheadState:
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
         """Return each row's guesses and window."""
-        on_device = {row: update.choices for row, update in updates.items() if update.choices is not None}
+        on_device = {
+            row: update.choices for row, update in updates.items() if update.choices is not None
+        }
         # one copy from the device for all rows
         on_host = to_host(list(on_device.values()))
-        choices = {row: tensor[:, 0].tolist() for row, tensor in zip(on_device, on_host, strict=True)}
+        choices = {
+            row: tensor[:, 0].tolist() for row, tensor in zip(on_device, on_host, strict=True)
+        }
         for row, update in updates.items():
             text = self.texts[row]
             # only a tree that held the window improves it
@@ -101,13 +105,17 @@ class LookaheadText:
         self.drafter = drafter
         self.end: deque[int] = deque(maxlen=drafter.level)
         self.columns: deque[list[int]] = deque()
-        self.pool: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> what followed it, latest last
+        self.pool: dict[
+            int, dict[tuple[int, ...], None]
+        ] = {}  # first token -> what followed it, latest last
 
     def advance(self, tree: DraftTree, choices: Sequence[int]) -> None:
         """Lengthen the columns that the target read by its choice [N] below each; full ones lose their first token."""
         tokens = tree.tokens.tolist()
         # (parent, token) -> node; the root's parent is -1
-        children = {edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tokens, strict=True))}
+        children = {
+            edge: node for node, edge in enumerate(zip(tree.parents.tolist(), tokens, strict=True))
+        }
         top: int | None = -1
         for column in self.columns:
             top = children.get((top, column[0]))
@@ -132,7 +140,9 @@ class LookaheadText:
             self.columns.extend([token] for token in random.Random(0).choices(tokens, k=count))
         else:
             del tokens[0]
-            self.columns.rotate(1 - len(tokens))  # each column keeps its position; those passed come last
+            self.columns.rotate(
+                1 - len(tokens)
+            )  # each column keeps its position; those passed come last
         for token in tokens:
             self.end.append(token)
             if drafter.from_prompt and len(self.end) == drafter.level:

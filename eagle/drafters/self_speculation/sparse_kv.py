@@ -38,9 +38,13 @@ class SparseKv(Drafter):
         if select not in get_args(Select):
             raise ValueError(f"select is {select!r}, expected one of {', '.join(get_args(Select))}")
         if not 0 <= sinks < budget:
-            raise ValueError(f"budget and sinks are {budget} and {sinks}, expected 0 <= sinks < budget")
+            raise ValueError(
+                f"budget and sinks are {budget} and {sinks}, expected 0 <= sinks < budget"
+            )
         if select == "snap" and budget <= OBSERVED:
-            raise ValueError(f"budget is {budget}, expected more than {OBSERVED}, the last tokens, which are all held")
+            raise ValueError(
+                f"budget is {budget}, expected more than {OBSERVED}, the last tokens, which are all held"
+            )
         self.columns = budget
         self.sinks = sinks
         self.select = select
@@ -55,9 +59,13 @@ class SparseKv(Drafter):
             )
         if self.select == "snap":
             if not view.shows_attention:
-                raise ValueError("the target's attention shows no queries to choose by: load it with 'sdpa'")
+                raise ValueError(
+                    "the target's attention shows no queries to choose by: load it with 'sdpa'"
+                )
             if view.has_windows:
-                raise ValueError("some layers have sliding windows, whose columns each head would choose: use 'recent'")
+                raise ValueError(
+                    "some layers have sliding windows, whose columns each head would choose: use 'recent'"
+                )
         self.views = (view,)
 
     def open_with(self, texts: Any) -> SparseState:
@@ -94,7 +102,9 @@ class SparseKv(Drafter):
         cache.length = start
 
         def run() -> Tensor:
-            return view.next_logits(tokens[:, start:], positions[:, start:], None, cache, scored=scored)
+            return view.next_logits(
+                tokens[:, start:], positions[:, start:], None, cache, scored=scored
+            )
 
         return run
 
@@ -129,7 +139,9 @@ class SparseState:
 
     def fork(self, row: int, other: int) -> None:
         """Refuse: the rows are the target's."""
-        raise ValueError("drafts over the target's own rows cannot follow a text that goes on in two ways")
+        raise ValueError(
+            "drafts over the target's own rows cannot follow a text that goes on in two ways"
+        )
 
     def release(self, row: int) -> None:
         """Release a row; the sequence of the last cache row moves to its own."""
@@ -158,7 +170,10 @@ class SparseState:
         trees: dict[int, DraftTree] = {}
         for group in self.texts.groups([*updates]):
             rows = sorted(group, key=self.rows.index)
-            seeds = [Seed(updates[row].root, self.lengths[row] + 1, budgets[row], self.noises[row]) for row in rows]
+            seeds = [
+                Seed(updates[row].root, self.lengths[row] + 1, budgets[row], self.noises[row])
+                for row in rows
+            ]
             trees |= zip(rows, self._grow(rows, seeds), strict=True)
         return trees
 
@@ -167,7 +182,9 @@ class SparseState:
         # sliding windows go by positions, which the columns of a ring do not have in order
         column_positions = self._held_positions(rows) if self.view.has_windows else None
         roots = torch.tensor([[seed.root] for seed in seeds])
-        logits = self._read(rows, roots, depths=[0], tree_mask=None, column_positions=column_positions)[:, 0]
+        logits = self._read(
+            rows, roots, depths=[0], tree_mask=None, column_positions=column_positions
+        )[:, 0]
         for row in rows:
             self.cache.lengths[self.rows.index(row)] += 1
         depths: list[int] = []
@@ -187,7 +204,9 @@ class SparseState:
                 tokens,
                 depths=depths,
                 tree_mask=tree_mask,
-                column_positions=None if column_positions is None else column_positions[row_indices],
+                column_positions=None
+                if column_positions is None
+                else column_positions[row_indices],
             )
 
         return grow_rows(seeds, logits, level)
@@ -211,8 +230,12 @@ class SparseState:
         # drafted tokens lie after the copied columns, level after level
         cache_rows = [self.rows.index(row) for row in rows]
         drafted = len(depths) - tokens.shape[1]
-        self.cache.aim(cache_rows, [self.cache.lengths[cache_row] + drafted for cache_row in cache_rows])
-        positions = torch.tensor([self.lengths[row] for row in rows])[:, None] + torch.tensor(depths)
+        self.cache.aim(
+            cache_rows, [self.cache.lengths[cache_row] + drafted for cache_row in cache_rows]
+        )
+        positions = torch.tensor([self.lengths[row] for row in rows])[:, None] + torch.tensor(
+            depths
+        )
         return self.view.next_logits(tokens, positions, tree_mask, self.cache, column_positions)
 
     # -- which columns are copied -------------------------------------------------------------------------------------
@@ -260,7 +283,9 @@ class SparseState:
         column_positions = torch.arange(count).repeat(len(rows), 1)
         for row, positions in zip(rows, column_positions, strict=True):
             end = self.lengths[row]
-            latest = torch.arange(max(end - self.ring, min(self.sinks, end)), end)  # none while the sinks fill
+            latest = torch.arange(
+                max(end - self.ring, min(self.sinks, end)), end
+            )  # none while the sinks fill
             positions[self._columns(row, latest)] = latest
             positions[self._held(row)] = end
         return column_positions
@@ -271,7 +296,9 @@ class SnapState(SparseState):
 
     def __init__(self, texts: TargetTexts, budget: int) -> None:
         super().__init__(texts, budget, 0)
-        self.skipped: dict[int, int] = {}  # tokens of a prompt that are not copied, as many in every head
+        self.skipped: dict[
+            int, int
+        ] = {}  # tokens of a prompt that are not copied, as many in every head
 
     def release(self, row: int) -> None:
         """Release a row."""
@@ -289,7 +316,9 @@ class SnapState(SparseState):
 
         def copy(layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
             # the last tokens stay, and of those before them the likeliest to be attended to
-            selected = score_columns(queries[0], keys[0], scale).topk(self.budget - OBSERVED).indices
+            selected = (
+                score_columns(queries[0], keys[0], scale).topk(self.budget - OBSERVED).indices
+            )
             last = latest.to(selected.device).expand(len(selected), -1)
             columns = torch.cat([selected, last], 1)[:, :, None]  # [X, budget, 1]
             stored = self.texts.keys_values(row, layer)

@@ -59,10 +59,14 @@ class SpireSettings(Section):
 
     kind: Literal["spire"] = "spire"
     blocks: int = Field(2, ge=1)  # the target's last blocks, this many
-    window: Window | None = Window(sinks=1, recent=64)  # attend to the first S and the latest R tokens
+    window: Window | None = Window(
+        sinks=1, recent=64
+    )  # attend to the first S and the latest R tokens
     steps: int = Field(4, ge=2)  # passes of training, each of which predicts the next token
     stride: int = Field(4, ge=1)  # train every so many-th supervised slot
-    cross_entropy: float = Field(0.5, ge=0, le=1)  # its share of the loss; the rest is 1 - sum min(p, q)
+    cross_entropy: float = Field(
+        0.5, ge=0, le=1
+    )  # its share of the loss; the rest is 1 - sum min(p, q)
 
 
 class Spire(TrainableDrafter):
@@ -84,7 +88,9 @@ class Spire(TrainableDrafter):
         count = shape.num_hidden_layers
         self.layers = nn.ModuleList([NormedBlock(shape) for _ in range(count)])
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.mix = nn.Parameter(torch.zeros(count, 1 + count))  # of a block's memory, before the softmax
+        self.mix = nn.Parameter(
+            torch.zeros(count, 1 + count)
+        )  # of a block's memory, before the softmax
         self.rotary = Rotary(shape)
 
     @classmethod
@@ -92,7 +98,9 @@ class Spire(TrainableDrafter):
         """Return the target's inputs to its last blocks."""
         layers = target_config.num_hidden_layers
         if settings.blocks > layers:
-            raise ValueError(f"drafter.blocks is {settings.blocks}, expected at most the target's {layers}: ask fewer")
+            raise ValueError(
+                f"drafter.blocks is {settings.blocks}, expected at most the target's {layers}: ask fewer"
+            )
         return tuple(range(layers - settings.blocks, layers))
 
     @classmethod
@@ -206,10 +214,15 @@ class Spire(TrainableDrafter):
         slots, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps).index_select(0, slots).to(self.mix.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
-        context = [(key.contiguous(), value) for key, value in self.project_memories(features, tables_at(positions))]
+        context = [
+            (key.contiguous(), value)
+            for key, value in self.project_memories(features, tables_at(positions))
+        ]
         places = slots.index_select(0, spans.rows)
         positions = positions.index_select(0, spans.rows)
-        memory_pairs: list[list[Pair]] = [[] for _ in self.layers]  # keys and values of the passes so far, by block
+        memory_pairs: list[list[Pair]] = [
+            [] for _ in self.layers
+        ]  # keys and values of the passes so far, by block
         pass_states: list[Tensor] = []
         for step in range(1, steps + 1):
             tables = tables_at(positions + step)
@@ -223,7 +236,9 @@ class Spire(TrainableDrafter):
                 break
             # what the pass leaves is known once all blocks are read, so the next one sees it and this one does not
             memories = self.mix_states(torch.stack(states, dim=-2))
-            for pairs, pair in zip(memory_pairs, self.project_memories(memories, tables), strict=True):
+            for pairs, pair in zip(
+                memory_pairs, self.project_memories(memories, tables), strict=True
+            ):
                 pairs.append(pair)
         return places, pass_states
 
@@ -281,7 +296,9 @@ class Spire(TrainableDrafter):
             key, value = memory[:, :, layer_index].permute(2, 0, 3, 1, 4)  # [B, k, C, w] each
             # queries that share a key become rows of one head, so that no key is repeated
             rows = query.reshape(len(query), key.shape[1], -1, width)
-            attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask).reshape(query.shape)
+            attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask).reshape(
+                query.shape
+            )
             output = block.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
             states.append(block.add_mlp(residual + output))
         return torch.stack(states, dim=2)
@@ -364,7 +381,8 @@ class MemoryState:
         """Return trees grown after the root of each row, once the states of its committed tokens are remembered."""
         self._commit(updates)
         seeds = [
-            Seed(update.root, self.lengths[row] + 1, budgets[row], self.noises[row]) for row, update in updates.items()
+            Seed(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
+            for row, update in updates.items()
         ]
         # the root is read first: its logits are those of the first level
         levels = _MemoryLevels(self, list(updates), [seed.root for seed in seeds])
@@ -450,11 +468,15 @@ class _MemoryLevels(FollowsRows):
         if depth == 1:
             self._begin()
             self.states = self.first_states
-        tensors = self.keep_rows(rows, self.states, self.memory, self.committed, self.positions, self.ends)
+        tensors = self.keep_rows(
+            rows, self.states, self.memory, self.committed, self.positions, self.ends
+        )
         self.states, self.memory, self.committed, self.positions, self.ends = tensors
         self._remember(depth - 1)
         # the root and the nodes above, as no node sees its own column
-        ancestors = F.pad(tree_mask[..., : tree_mask.shape[2] - tokens.shape[1]], (1, 0), value=True)
+        ancestors = F.pad(
+            tree_mask[..., : tree_mask.shape[2] - tokens.shape[1]], (1, 0), value=True
+        )
         if self.window and depth > self.window.recent:
             # the window has left the levels that lie further back
             ancestors[..., : sum(self.widths[: depth - self.window.recent])] = False

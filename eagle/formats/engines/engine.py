@@ -11,7 +11,11 @@ from eagle.formats.layout import Config, Layout, TargetConfig, rotary_of
 from eagle.formats.networks.network_layout import NetworkLayout, network_of
 from eagle.formats.reading.faults import Fault
 
-SCALINGS = ("linear", "llama3", "yarn")  # rotary ones that most engines read; longrope is chosen by length, by none
+SCALINGS = (
+    "linear",
+    "llama3",
+    "yarn",
+)  # rotary ones that most engines read; longrope is chosen by length, by none
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,9 @@ class Engine:
     ignored_rotary: tuple[str, ...] = ()  # keys that would change what is computed
     faults: tuple[Fault, ...] = ()  # of checkpoints that others read as they are meant
     unknown: str = "no layout for {kind!r}: {advice}"  # of a network that it does not read
-    past: Mapping[str, str] = field(default_factory=dict)  # which network was served once, and by what
+    past: Mapping[str, str] = field(
+        default_factory=dict
+    )  # which network was served once, and by what
 
     def layout(self, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
         """Return the head in this engine's layout; ValueError if the engine would serve it badly."""
@@ -39,15 +45,22 @@ class Engine:
         # of EAGLE-3 alone, whose config says which layers slide
         window = drafter.network.get("window")
         if window:
-            layout = replace(layout, config={**layout.config, **self._window_keys(network, window, blocks)})
+            layout = replace(
+                layout, config={**layout.config, **self._window_keys(network, window, blocks)}
+            )
         if network.finish is None:
             return layout
         return network.finish(layout, drafter, target_config)
 
-    def _window_keys(self, network: NetworkLayout, window: Mapping[str, int], blocks: int) -> Config:
+    def _window_keys(
+        self, network: NetworkLayout, window: Mapping[str, int], blocks: int
+    ) -> Config:
         """Return the config's keys for a head's window; ValueError if this engine would ignore the window."""
         if network.slides and not window["sinks"]:
-            return {"sliding_window": window["recent"], "layer_types": ["sliding_attention"] * blocks}
+            return {
+                "sliding_window": window["recent"],
+                "layer_types": ["sliding_attention"] * blocks,
+            }
         if network.slides:
             reason = "windows have no sinks"
             advice = "with sinks: 0"

@@ -54,14 +54,18 @@ model = EaModel.from_pretrained(base_model_path="TARGET", ea_model_path="HEAD", 
 Not run by this project: names, shapes and keys are those of the published heads."""
 
 
-def _finish_features(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
+def _finish_features(
+    layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig
+) -> Layout:
     """Return a config that says whether `fc` has a bias, which is left out where it is zero."""
     _check_eagle(drafter, target_config)
     tensors = dict(layout.tensors)
     has_bias = bool(tensors["fc.bias"].any())
     if not has_bias:
         del tensors["fc.bias"]
-    return add_embedding(Layout({**layout.config, "bias": has_bias}, tensors, layout.serve), drafter, "eagle")
+    return add_embedding(
+        Layout({**layout.config, "bias": has_bias}, tensors, layout.serve), drafter, "eagle"
+    )
 
 
 def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
@@ -96,8 +100,12 @@ REFERENCE = Engine(
     name="eagle",
     title="SafeAILab/EAGLE",
     networks={
-        FEATURES: FeatureLayout(EAGLE_SERVE.replace("EAGLE3", "False"), ("LlamaForCausalLM",), finish=_finish_features),
-        FUSED: FusedLayout(EAGLE_SERVE.replace("EAGLE3", "True"), ("LlamaForCausalLM",), finish=_finish_fused),
+        FEATURES: FeatureLayout(
+            EAGLE_SERVE.replace("EAGLE3", "False"), ("LlamaForCausalLM",), finish=_finish_features
+        ),
+        FUSED: FusedLayout(
+            EAGLE_SERVE.replace("EAGLE3", "True"), ("LlamaForCausalLM",), finish=_finish_fused
+        ),
     },
     scalings=(),
 )
@@ -275,9 +283,16 @@ Its heads say here what they say there; generation by that code was not run by t
 # -- speculators (0.9.0), which vLLM and llama.cpp read too; it has none for EAGLE-1 -----------------------------------
 
 SPECULATORS_DEPTH = 3  # which the config wants to be told; a server may be told otherwise
-SPECULATORS_HEAD_KEYS = (*SWITCHES, "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "mask_token_id")
+SPECULATORS_HEAD_KEYS = (
+    *SWITCHES,
+    "draft_vocab_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "mask_token_id",
+)
 SPECULATOR_CLASSES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
-SPECULATORS_FOLDER = "The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), "
+SPECULATORS_FOLDER = (
+    "The folder is one of `speculators` 0.9.0 (`SpeculatorModel.from_pretrained`), "
+)
 SPECULATORS_CHAINS = f"""{SPECULATORS_FOLDER}which vLLM 0.32.0 and llama.cpp's
 converter read too. The loader of `speculators` was run with this layout; vLLM and llama.cpp were not run with it, but
 with layouts of their own."""
@@ -287,7 +302,9 @@ SPECULATORS_BLOCKS = f"""{SPECULATORS_FOLDER}whose loader was run with this layo
 vLLM 0.32.0 reads it too, but for blocks without a Markov head whose first slot names a token, and for Markov heads that
 are gated or recurrent; SGLang refuses DSpark's folders of this layout. Neither was run."""
 SPECULATORS_SERVE = explain_serving("eagle3", SPECULATORS_CHAINS)
-SPECULATORS_SERVE_MASKS = explain_serving("eagle3", SPECULATORS_PARALLEL, more='"parallel_drafting": true', cpu=False)
+SPECULATORS_SERVE_MASKS = explain_serving(
+    "eagle3", SPECULATORS_PARALLEL, more='"parallel_drafting": true', cpu=False
+)
 
 
 def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
@@ -310,9 +327,13 @@ def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: Target
         "tie_word_embeddings": False,
         "torch_dtype": block["torch_dtype"],
         "transformer_layer_config": block,
-        "speculators_config": propose_config(algorithm, layout.deepest or SPECULATORS_DEPTH, target_config),
+        "speculators_config": propose_config(
+            algorithm, layout.deepest or SPECULATORS_DEPTH, target_config
+        ),
     }
-    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}
+    tensors = {
+        name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()
+    }
     return add_embedding(replace(layout, config=config, tensors=tensors), drafter, "speculators")
 
 
@@ -320,12 +341,21 @@ SPECULATORS = Engine(
     name="speculators",
     title="speculators",
     networks={
-        FUSED: FusedLayout(SPECULATORS_SERVE, switches=SWITCHES, reads_embedding=True, finish=_nest_block),
-        PEAGLE: ParallelLayout(
-            SPECULATORS_SERVE_MASKS, switches=("norm_before_residual",), reads_embedding=True, finish=_nest_block
+        FUSED: FusedLayout(
+            SPECULATORS_SERVE, switches=SWITCHES, reads_embedding=True, finish=_nest_block
         ),
-        DFLASH: InjectedLayout(explain_serving("dflash", SPECULATORS_BLOCKS, cpu=False), styles=SPECULATORS_STYLES),
-        DSPARK: InjectedLayout(explain_serving("dspark", SPECULATORS_BLOCKS, cpu=False), styles=SPECULATORS_STYLES),
+        PEAGLE: ParallelLayout(
+            SPECULATORS_SERVE_MASKS,
+            switches=("norm_before_residual",),
+            reads_embedding=True,
+            finish=_nest_block,
+        ),
+        DFLASH: InjectedLayout(
+            explain_serving("dflash", SPECULATORS_BLOCKS, cpu=False), styles=SPECULATORS_STYLES
+        ),
+        DSPARK: InjectedLayout(
+            explain_serving("dspark", SPECULATORS_BLOCKS, cpu=False), styles=SPECULATORS_STYLES
+        ),
     },
     scalings=(*SCALINGS, "dynamic"),  # as vLLM, which reads it
 )

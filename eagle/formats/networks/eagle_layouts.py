@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Layout, TargetConfig, embedding_of, llama_config, scale_of, tensors_of
+from eagle.formats.layout import (
+    Layout,
+    TargetConfig,
+    embedding_of,
+    llama_config,
+    scale_of,
+    tensors_of,
+)
 from eagle.formats.networks.layers_and_tokens import LAYER_IDS, MIDLAYER_NAMES, SWITCHES
 from eagle.formats.networks.network import rename_tensors
 from eagle.formats.networks.network_layout import NetworkLayout, mask_of, reorder_taps
@@ -79,7 +86,9 @@ class FusedLayout(NetworkLayout):
             # each token is its own draft token
             tensors["d2t"] = torch.zeros(draft_vocab_size, dtype=torch.long)
             tensors["t2d"] = torch.ones(draft_vocab_size, dtype=torch.bool)
-        serve = self.serve.replace("[LAYERS]", str(outputs)).replace("LAYERS", " ".join(map(str, outputs)))
+        serve = self.serve.replace("[LAYERS]", str(outputs)).replace(
+            "LAYERS", " ".join(map(str, outputs))
+        )
         return Layout(config, rename_tensors(tensors, MIDLAYER_NAMES), serve)
 
     def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
@@ -115,11 +124,16 @@ class ParallelLayout(FusedLayout):
         """Return EAGLE-3's layout and the mask token, for which readers have no default."""
         layout = super().write(drafter, target_config, engine)
         # the first block is called as the further ones are
-        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()}
+        tensors = {
+            name.replace("midlayer.", "layers.0."): tensor
+            for name, tensor in layout.tensors.items()
+        }
         config = {**layout.config, "mask_token_id": mask_of(drafter)}
         if getattr(drafter.shape, "qk_norm", False):
             config |= {"model_type": "qwen3", "architectures": ["Eagle3Qwen3ForCausalLM"]}
-        return replace(layout, config=config, tensors=tensors, deepest=drafter.settings.depths, at_once=True)
+        return replace(
+            layout, config=config, tensors=tensors, deepest=drafter.settings.depths, at_once=True
+        )
 
 
 def add_embedding(layout: Layout, drafter: TrainableDrafter, engine: str) -> Layout:

@@ -8,8 +8,23 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Config, Layout, TargetConfig, check_family, embedding_of, llama_config, tensors_of
-from eagle.formats.networks.network import ROTARY, Network, Size, keep_names, load_or_zeros, rename_tensors
+from eagle.formats.layout import (
+    Config,
+    Layout,
+    TargetConfig,
+    check_family,
+    embedding_of,
+    llama_config,
+    tensors_of,
+)
+from eagle.formats.networks.network import (
+    ROTARY,
+    Network,
+    Size,
+    keep_names,
+    load_or_zeros,
+    rename_tensors,
+)
 from eagle.formats.reading.head_folder import EMBEDDING, HeadFolder
 
 FALCON = "falcon"
@@ -20,10 +35,15 @@ def _read_falcon(head: HeadFolder) -> Config:
     """Return a block of k tokens; EAGLE-1's layer after an LSTM of two."""
     k = head.keys.read("k_mask")
     if k is None:
-        head.problem("config.json: no k_mask, the tokens of a block", "Take it from the config of the training run")
+        head.problem(
+            "config.json: no k_mask, the tokens of a block",
+            "Take it from the config of the training run",
+        )
     head.refuse({"hidden_act": head.keys.read("hidden_act") not in (None, "silu")})
     # a second layer and biases would be tensors that nothing here has
-    head.take("bias", "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings")
+    head.take(
+        "bias", "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings"
+    )
     head.notes.append(
         "the LSTM begins at zeros at every place, as it does there for one text: its forget gates change nothing, "
         "and their rows are left out"

@@ -14,14 +14,18 @@ from eagle.formats.reading.faults import FoundFault, find
 from eagle.formats.reading.head_folder import HeadFolder
 
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")  # of EAGLE-3's network
-MIDLAYER_NAMES = {"layers.0.*": "midlayer.*"}  # most engines call the block so, and all of them know it by that name
+MIDLAYER_NAMES = {
+    "layers.0.*": "midlayer.*"
+}  # most engines call the block so, and all of them know it by that name
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MIN_VOCAB = 16  # tokens of a draft vocabulary, below which chance may look like ids
 
 # -- layers, which configs count in two ways: inputs at the top, outputs in eagle_config ------------------------------
 
 
-def choose_taps(head: HeadFolder, requested: tuple[int, ...] | None) -> tuple[tuple[int, ...], list[str]]:
+def choose_taps(
+    head: HeadFolder, requested: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], list[str]]:
     """Return the layers whose inputs a head reads, with notes; two statements in its config must agree."""
     layers = head.target.layers if head.target else None
     # what the config says, by its two keys
@@ -52,7 +56,10 @@ def choose_taps(head: HeadFolder, requested: tuple[int, ...] | None) -> tuple[tu
     _check_taps(taps, head.tap_count, layers)
     if list(taps) == sorted(taps):
         return taps, [note]
-    return taps, [note, "the taps are not in ascending order; vLLM would sort them and feed fc the wrong way round"]
+    return taps, [
+        note,
+        "the taps are not in ascending order; vLLM would sort them and feed fc the wrong way round",
+    ]
 
 
 def usual_layers(layers: int) -> tuple[int, int, int]:
@@ -68,7 +75,11 @@ def _check_taps(taps: tuple[int, ...], count: int, layers: int | None) -> None:
         end = layers
         valid = f" of 0 to {layers - 1}, the inputs of the layers of this target"
     # -1 is the state after the last layer
-    if len(taps) != count or len(set(taps)) != len(taps) or not all(-1 <= tap < end for tap in taps):
+    if (
+        len(taps) != count
+        or len(set(taps)) != len(taps)
+        or not all(-1 <= tap < end for tap in taps)
+    ):
         expected = f"{count} different ones (fc.weight reads so many){valid}"
         raise ValueError(f"the taps are {taps}, expected {expected}: use --taps")
 
@@ -145,14 +156,20 @@ def check_draft_vocab(head: HeadFolder) -> list[str]:
                 "d2t is not zero though the head says all tokens: correct draft_vocab_size, or leave it out"
             )
         # without a draft vocabulary both say nothing
-        return [f"{name} is left out: the head says all tokens" for name in ("d2t", "t2d") if name in head.names]
+        return [
+            f"{name} is left out: the head says all tokens"
+            for name in ("d2t", "t2d")
+            if name in head.names
+        ]
     tokens, reason = read_draft_tokens(head.load("d2t").long(), vocab_size)
     if tokens is None:
         raise ValueError(reason)
     if "t2d" in head.names:
         mask = head.load("t2d").bool()
         if not torch.equal(mask, mark_tokens(tokens, vocab_size)):
-            raise ValueError(f"t2d marks {int(mask.sum())} tokens, and not those of d2t: one of them is wrong")
+            raise ValueError(
+                f"t2d marks {int(mask.sum())} tokens, and not those of d2t: one of them is wrong"
+            )
     return []
 
 
@@ -166,11 +183,25 @@ def read_draft_tokens(d2t: Tensor, vocab_size: int) -> tuple[Tensor | None, str]
     tokens = d2t + torch.arange(len(d2t))
     # ids rise at every position; offsets stay where two tokens that follow each other are both said, as some always are
     rises = bool((d2t.diff() > 0).all())
-    if len(d2t) >= MIN_VOCAB and rises and bool((d2t >= 0).all()) and bool((d2t < vocab_size).all()):
-        return None, "d2t holds token ids, expected offsets, id - place: subtract 0, 1, 2, ... from it"
+    if (
+        len(d2t) >= MIN_VOCAB
+        and rises
+        and bool((d2t >= 0).all())
+        and bool((d2t < vocab_size).all())
+    ):
+        return (
+            None,
+            "d2t holds token ids, expected offsets, id - place: subtract 0, 1, 2, ... from it",
+        )
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
-        return None, f"d2t leads to token {int(outside[0])} of {vocab_size}: expected offsets, id - place"
+        return (
+            None,
+            f"d2t leads to token {int(outside[0])} of {vocab_size}: expected offsets, id - place",
+        )
     if len(tokens.unique()) < len(tokens):
-        return None, "d2t leads to some tokens twice: expected offsets, id - place, of different tokens"
+        return (
+            None,
+            "d2t leads to some tokens twice: expected offsets, id - place, of different tokens",
+        )
     return tokens, ""

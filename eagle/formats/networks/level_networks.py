@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Config, Layout, TargetConfig, base_config, check_family, output_of, tensors_of
+from eagle.formats.layout import (
+    Config,
+    Layout,
+    TargetConfig,
+    base_config,
+    check_family,
+    output_of,
+    tensors_of,
+)
 from eagle.formats.networks.network import ROTARY, Network, rename_tensors, usual_shape
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import USUAL_THETA, short
@@ -37,7 +45,9 @@ def _count_levels(head: HeadFolder, levels: int | None, layers: int | None) -> C
     """Return levels, and blocks of each, by the file; published configs say two heads where there are five."""
     return {
         "levels": compare_count(head, levels, count_indices(head, r"blocks\.(\d+)"), "heads"),
-        "layers": compare_count(head, layers, count_indices(head, r"blocks\.\d+\.(\d+)"), "layers of each"),
+        "layers": compare_count(
+            head, layers, count_indices(head, r"blocks\.\d+\.(\d+)"), "layers of each"
+        ),
     }
 
 
@@ -57,12 +67,25 @@ def _refuse_blocks_that_differ(tensors: Mapping[str, Tensor], first: int, engine
 
 # -- Medusa: residual blocks and an LM head a level -------------------------------------------------------------------
 
-MEDUSA_AUTHORS = {"blocks.#.#.*": "#.#.linear.*", "heads.#.weight": "#.{layers}.weight"}  # both in one row
-MEDUSA_VLLM = {"blocks.#.#.*": "blocks.#.layers.#.*", "heads.#.weight": "lm_heads.#.weight", OUTPUT: OUTPUT}
+MEDUSA_AUTHORS = {
+    "blocks.#.#.*": "#.#.linear.*",
+    "heads.#.weight": "#.{layers}.weight",
+}  # both in one row
+MEDUSA_VLLM = {
+    "blocks.#.#.*": "blocks.#.layers.#.*",
+    "heads.#.weight": "lm_heads.#.weight",
+    OUTPUT: OUTPUT,
+}
 MEDUSA_MODELOPT = (
     {"blocks.#.#.*": "medusa_head.#.#.linear.*", "heads.#.weight": "medusa_head.#.{layers}.weight"},
-    {"blocks.#.#.*": "medusa_heads.#.#.linear.*", "heads.#.weight": "medusa_heads.#.{layers}.weight"},
-    {"blocks.#.#.*": "medusa_heads.#.medusa_layers.#.linear.*", "heads.#.weight": "medusa_heads.#.lm_head.weight"},
+    {
+        "blocks.#.#.*": "medusa_heads.#.#.linear.*",
+        "heads.#.weight": "medusa_heads.#.{layers}.weight",
+    },
+    {
+        "blocks.#.#.*": "medusa_heads.#.medusa_layers.#.linear.*",
+        "heads.#.weight": "medusa_heads.#.lm_head.weight",
+    },
 )
 
 
@@ -71,16 +94,33 @@ def _read_medusa(head: HeadFolder) -> Config:
     keys = head.keys
     nested = keys.section("medusa")
     # the first that is given: authors, others, ModelOpt
-    levels = [keys.read("medusa_num_heads"), keys.read("num_heads"), nested.read("num_medusa_heads")]
+    levels = [
+        keys.read("medusa_num_heads"),
+        keys.read("num_heads"),
+        nested.read("num_medusa_heads"),
+    ]
     layers = [keys.read("medusa_num_layers"), nested.read("num_medusa_layers")]
-    keys.taken |= {"version", "base_model_name_or_path", "medusa_fc_bias", "max_paths", "topk", "max_seq_len"}
-    shares = bool(keys.read("original_lm_head")) or not any(name.startswith("heads.") for name in head.names)
+    keys.taken |= {
+        "version",
+        "base_model_name_or_path",
+        "medusa_fc_bias",
+        "max_paths",
+        "topk",
+        "max_seq_len",
+    }
+    shares = bool(keys.read("original_lm_head")) or not any(
+        name.startswith("heads.") for name in head.names
+    )
     scale = keys.read("logit_scale")
     draft_vocab = keys.read("truncated_vocab_size")
     if scale not in (None, 1.0) and not shares:
-        head.problem(f"config.json: logit_scale is {scale}, and LM heads here have none", fatal=False)
+        head.problem(
+            f"config.json: logit_scale is {scale}, and LM heads here have none", fatal=False
+        )
     if draft_vocab not in (None, keys.read("vocab_size")) or "token_map" in head.tensors.stored:
-        head.problem("it drafts some tokens of the vocabulary alone (token_map), which no Medusa head here can")
+        head.problem(
+            "it drafts some tokens of the vocabulary alone (token_map), which no Medusa head here can"
+        )
     if shares and "heads.0.weight" in head.names:
         # vLLM's layout has the target's LM head there
         head.names[OUTPUT] = head.names.pop("heads.0.weight")
@@ -106,9 +146,15 @@ def _find_medusa_faults(head: HeadFolder) -> Iterator[FoundFault]:
         yield find(faults.MEDUSA_BIAS, fatal=is_served)
     # vLLM finds its counts by these words in a key
     its_own = {"medusa_num_heads", "medusa_num_layers", "num_heads"}
-    taken_for_counts = [key for key in head.config if re.search("num.*(heads|layers)", key) and key not in its_own]
+    taken_for_counts = [
+        key for key in head.config if re.search("num.*(heads|layers)", key) and key not in its_own
+    ]
     if taken_for_counts:
-        yield find(faults.MEDUSA_COUNTS, fatal=is_served, keys=", ".join(map(ascii, taken_for_counts))[:200])
+        yield find(
+            faults.MEDUSA_COUNTS,
+            fatal=is_served,
+            keys=", ".join(map(ascii, taken_for_counts))[:200],
+        )
 
 
 MEDUSA_HEADS = Network(
@@ -132,7 +178,9 @@ MEDUSA_HEADS = Network(
 )
 
 
-def write_vllm_medusa(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
+def write_vllm_medusa(
+    drafter: TrainableDrafter, target_config: TargetConfig, engine: str
+) -> Layout:
     """Return Medusa's heads for vLLM, which drafts the likeliest token of each, whatever scales or caps the logits."""
     settings = drafter.settings
     shares = settings.lm_head == "target"
@@ -194,7 +242,9 @@ def _has_prefix(head: HeadFolder) -> bool:
 
 def _renumber_blocks(name: str, renumber: Callable[[int], int]) -> str:
     """Return a tensor's name with another number of its block in its level."""
-    return re.sub(r"^(blocks\.\d+\.)(\d+)", lambda match: f"{match[1]}{renumber(int(match[2]))}", name)
+    return re.sub(
+        r"^(blocks\.\d+\.)(\d+)", lambda match: f"{match[1]}{renumber(int(match[2]))}", name
+    )
 
 
 def _rename_hydra(head: HeadFolder, name: str, ours: str) -> str:
@@ -212,9 +262,14 @@ def _read_hydra(head: HeadFolder) -> Config:
     arch = keys.read("hydra_head_arch")
     offset = keys.values.get("hidden_state_offset")
     if arch not in (None, "prefix-mlp" if prefix else "mlp"):
-        head.problem(f"config.json: hydra_head_arch is {short(arch)}, and the tensors are not such", fatal=False)
+        head.problem(
+            f"config.json: hydra_head_arch is {short(arch)}, and the tensors are not such",
+            fatal=False,
+        )
     if offset not in (None, 0):
-        what = f"config.json: hidden_state_offset is {short(offset)}: heads here read the last state"
+        what = (
+            f"config.json: hidden_state_offset is {short(offset)}: heads here read the last state"
+        )
         head.problem(what, fatal=False)
     # a block that reads drafted tokens is wider than its output: what it adds to goes through a matrix too
     if keys.read("grounded_heads") is False or "blocks.0.0.residual.weight" not in head.names:
@@ -222,11 +277,20 @@ def _read_hydra(head: HeadFolder) -> Config:
         head.problem(what, fatal=False)
     read_sides(head, "heads.0.weight", "heads.0.weight")
     if prefix and head.target is None:
-        head.problem("the sizes of the prefix layer are the target's", "Name the target with --target", fatal=False)
+        head.problem(
+            "the sizes of the prefix layer are the target's",
+            "Name the target with --target",
+            fatal=False,
+        )
     layers = count_indices(head, r"blocks\.\d+\.(\d+)")
     if layers > 2:
-        head.notes.append(f"blocks 1 to {layers - 1} of a level are one there, and as many here that begin equal")
-    return {**_count_levels(head, keys.read("hydra_num_heads"), keys.read("hydra_num_layers")), "prefix": prefix}
+        head.notes.append(
+            f"blocks 1 to {layers - 1} of a level are one there, and as many here that begin equal"
+        )
+    return {
+        **_count_levels(head, keys.read("hydra_num_heads"), keys.read("hydra_num_layers")),
+        "prefix": prefix,
+    }
 
 
 def _hydra_shape(head: HeadFolder) -> Any:
@@ -272,7 +336,10 @@ def write_hydra(drafter: TrainableDrafter, target_config: TargetConfig, engine: 
                 "target: train with drafter.prefix=false"
             )
         names = HYDRA_PREFIXED
-        tensors = {_renumber_blocks(name, lambda number: 2 * number + 1): tensor for name, tensor in tensors.items()}
+        tensors = {
+            _renumber_blocks(name, lambda number: 2 * number + 1): tensor
+            for name, tensor in tensors.items()
+        }
     config = {
         **base_config(drafter),
         "hydra_num_heads": settings.levels,
@@ -282,13 +349,17 @@ def write_hydra(drafter: TrainableDrafter, target_config: TargetConfig, engine: 
         "hidden_state_offset": 0,
         "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
     }
-    return Layout(config, rename_tensors(tensors, names), file="hydra_lm_head.pt", deepest=settings.levels)
+    return Layout(
+        config, rename_tensors(tensors, names), file="hydra_lm_head.pt", deepest=settings.levels
+    )
 
 
 # -- the MLP speculator: embedding, projection, norm and LM head a level ----------------------------------------------
 
 WRAPPER = "speculator."  # of the class for transformers
-SPECULATOR_NAMES = {f"{module}.#.*": f"{WRAPPER}{module}.#.*" for module in ("emb", "proj", "ln", "head")}
+SPECULATOR_NAMES = {
+    f"{module}.#.*": f"{WRAPPER}{module}.#.*" for module in ("emb", "proj", "ln", "head")
+}
 TOP_TOKENS = (5, 4, 3, 2)  # of each level of their trees, and one of any later level
 MAX_LEVELS = 64  # that any head has: a config may say anything
 
@@ -298,7 +369,10 @@ def _is_tied(head: HeadFolder) -> bool:
     tied = head.keys.read("tie_weights")
     if tied is not None:
         return bool(tied)
-    counts = {sum(f"{module}." in name for name in head.tensors.stored) for module in ("emb", "proj", "head")}
+    counts = {
+        sum(f"{module}." in name for name in head.tensors.stored)
+        for module in ("emb", "proj", "head")
+    }
     return len(counts) > 1
 
 
@@ -316,7 +390,13 @@ def _read_speculator(head: HeadFolder) -> Config:
     """Return the settings; sizes are those of the tensors, whether the state is scaled stands in the config alone."""
     keys = head.keys
     tied = _is_tied(head)
-    keys.taken |= {"top_k_tokens_per_head", "n_candidates", "num_lookahead_tokens", "emb_dim", "inner_dim"}
+    keys.taken |= {
+        "top_k_tokens_per_head",
+        "n_candidates",
+        "num_lookahead_tokens",
+        "emb_dim",
+        "inner_dim",
+    }
     read_sides(head, "proj.0.weight", "head.0.weight")
     n_predict = keys.read("n_predict")
     inner_dim = head.side("proj.0.weight", 0)
@@ -329,7 +409,9 @@ def _read_speculator(head: HeadFolder) -> Config:
         expected = width
     compare_size(head, "inner_dim", expected, inner_dim)
     if n_predict is not None and n_predict > MAX_LEVELS:
-        head.problem(f"config.json: n_predict is {n_predict}, expected at most {MAX_LEVELS}", "Correct it")
+        head.problem(
+            f"config.json: n_predict is {n_predict}, expected at most {MAX_LEVELS}", "Correct it"
+        )
         n_predict = None
     # by the names in the file, for of tied tensors one has our name
     numbers = (re.search(r"(?:emb|head|ln|proj)\.(\d+)\.", name) for name in head.tensors.stored)
@@ -381,7 +463,8 @@ def write_speculator(drafter: TrainableDrafter, target_config: TargetConfig, eng
         "n_predict": settings.levels,
         "top_k_tokens_per_head": [*TOP_TOKENS, *[1] * settings.levels][: settings.levels],
         "n_candidates": TOP_TOKENS[0],
-        "tie_weights": bool(settings.tie_weights) and settings.levels > 1,  # of one level there is nothing to tie
+        "tie_weights": bool(settings.tie_weights)
+        and settings.levels > 1,  # of one level there is nothing to tie
         "scale_input": bool(settings.scale_input),
         "torch_dtype": str(tensors["ln.0.weight"].dtype).removeprefix("torch."),
     }

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 import torch
 
 from eagle.core.drafter import TrainableDrafter
-from eagle.formats.layout import Config, Layout, TargetConfig, dtype_of, embedding_of, output_of, tensors_of
+from eagle.formats.layout import (
+    Config,
+    Layout,
+    TargetConfig,
+    dtype_of,
+    embedding_of,
+    output_of,
+    tensors_of,
+)
 from eagle.formats.networks.network import ROTARY, Network, Spelling, rename_tensors
 from eagle.formats.networks.network_layout import NetworkLayout, refuse_scale
 from eagle.formats.reading.head_folder import EMBEDDING, OUTPUT, SPECULATORS, HeadFolder
@@ -21,7 +29,10 @@ MIMO = "MiMo"
 BLOCK = ("self_attn.*", "mlp.*", "input_layernorm.*", "post_attention_layernorm.*")
 DEEPSEEK_LAYER = "model.layers.{layer}."
 DEEPSEEK_NAMES = {
-    **{f"{module}.weight": f"{DEEPSEEK_LAYER}{module}.weight" for module in ("enorm", "hnorm", "eh_proj")},
+    **{
+        f"{module}.weight": f"{DEEPSEEK_LAYER}{module}.weight"
+        for module in ("enorm", "hnorm", "eh_proj")
+    },
     "norm.weight": f"{DEEPSEEK_LAYER}shared_head.norm.weight",
     **{f"layers.0.{module}": f"{DEEPSEEK_LAYER}{module}" for module in BLOCK},
     EMBEDDING: f"{DEEPSEEK_LAYER}embed_tokens.weight",
@@ -37,7 +48,13 @@ MIMO_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     OUTPUT: OUTPUT,
 }
-PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")  # whose norms multiply with the weight as it is
+PLAIN_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mimo",
+)  # whose norms multiply with the weight as it is
 
 
 def _find_numbers(head: HeadFolder, pattern: str) -> list[str]:
@@ -76,12 +93,16 @@ def _read_mtp(head: HeadFolder) -> Config:
             "it was trained to read the state before the final norm at its first step, and heads here read the one "
             "behind it, as engines do: expect less acceptance than its training says"
         )
-    layers = {*_find_numbers(head, r"mtp_layers\.(\d+)\."), *_find_numbers(head, r"(\d+)\.eh_proj\.weight")}
+    layers = {
+        *_find_numbers(head, r"mtp_layers\.(\d+)\."),
+        *_find_numbers(head, r"(\d+)\.eh_proj\.weight"),
+    }
     if len(layers) > 1:
         head.problem(f"it holds {len(layers)} such layers, and heads here have one", fatal=False)
     refused = {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
-        "model_type": head.layout == SPECULATORS and block.values.get("model_type") not in PLAIN_FAMILIES,
+        "model_type": head.layout == SPECULATORS
+        and block.values.get("model_type") not in PLAIN_FAMILIES,
         "quantization_config": bool(keys.values.get("quantization_config")),
     }
     head.refuse(refused, "block")
@@ -133,9 +154,15 @@ class MtpLayout(NetworkLayout):
         if self.biased:  # a bias of zeros changes nothing
             for projection in ("q_proj", "k_proj", "v_proj"):
                 weight = tensors[f"layers.0.self_attn.{projection}.weight"]
-                tensors.setdefault(f"layers.0.self_attn.{projection}.bias", torch.zeros_like(weight[:, 0]))
+                tensors.setdefault(
+                    f"layers.0.self_attn.{projection}.bias", torch.zeros_like(weight[:, 0])
+                )
         tensors |= {EMBEDDING: embedding_of(drafter, engine), OUTPUT: output_of(drafter, engine)}
-        more = {"num_nextn_predict_layers": 1, "torch_dtype": dtype_of(drafter), "tie_word_embeddings": False}
+        more = {
+            "num_nextn_predict_layers": 1,
+            "torch_dtype": dtype_of(drafter),
+            "tie_word_embeddings": False,
+        }
         renamed = rename_tensors(tensors, self.names, layer=target_config.num_hidden_layers)
         return Layout({**target_config.to_dict(), **more}, renamed, self.serve)
 
@@ -148,7 +175,11 @@ class MtpLayout(NetworkLayout):
                 f"its own family alone, by its names; of those that this project writes: {', '.join(self.families)}"
             )
         if getattr(drafter.shape, "qk_norm", False):
-            raise ValueError(f"{engine}: queries and keys of the head are normed, and no block of this layout's is")
+            raise ValueError(
+                f"{engine}: queries and keys of the head are normed, and no block of this layout's is"
+            )
         if getattr(drafter.shape, "qkv_bias", False) and not self.biased:
-            raise ValueError(f"{engine}: queries, keys and values of the head have biases, which would be dropped")
+            raise ValueError(
+                f"{engine}: queries, keys and values of the head have biases, which would be dropped"
+            )
         refuse_scale(drafter, engine)

@@ -60,7 +60,11 @@ def usual_shape(head: HeadFolder) -> Any:
     if head.target:
         sizes = {**head.target.config, "rope_parameters": head.target.rope or None}
     else:
-        sizes = {"num_attention_heads": 1, "intermediate_size": width, "max_position_embeddings": 2048}
+        sizes = {
+            "num_attention_heads": 1,
+            "intermediate_size": width,
+            "max_position_embeddings": 2048,
+        }
     return head_shape(SimpleNamespace(**{**sizes, **head.shape}))
 
 
@@ -74,7 +78,9 @@ def lack_nothing(head: HeadFolder, name: str) -> str:
     return ""
 
 
-def settle_nothing(head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None) -> list[str]:
+def settle_nothing(
+    head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
+) -> list[str]:
     """Settle for an import what the config leaves open; returns notes on it."""
     return []
 
@@ -98,7 +104,11 @@ def describe_kind(head: HeadFolder) -> str:
 
 def list_settings(head: HeadFolder) -> Config:
     """Return the facts that `inspect` shows."""
-    return {**head.settings, "width": head.shape["hidden_size"], "vocabulary": head.shape["vocab_size"]}
+    return {
+        **head.settings,
+        "width": head.shape["hidden_size"],
+        "vocabulary": head.shape["vocab_size"],
+    }
 
 
 @dataclass(frozen=True)
@@ -107,25 +117,37 @@ class Network:
 
     name: str  # as `inspect` prints it
     method: str
-    read_settings: Callable[[HeadFolder], Config]  # as a recipe would state them, from tensors and config
+    read_settings: Callable[
+        [HeadFolder], Config
+    ]  # as a recipe would state them, from tensors and config
     methods: tuple[str, ...] = ()  # of this project whose heads these are
     # what it is recognised by: any of the four is enough
     tensors: str = "$^"  # begins the name of one, `model.` taken off
-    words: str = "^$"  # stands in architectures, model_type, speculators_model_type or projector_type
+    words: str = (
+        "^$"  # stands in architectures, model_type, speculators_model_type or projector_type
+    )
     keys: tuple[str, ...] = ()  # of config.json
     common: tuple[str, ...] = ()  # keys that a language model may have too
     # its tensors
     spellings: tuple[tuple[str, Spelling], ...] = ()  # by who writes them
     prefixes: tuple[str, ...] = ("model.",)  # that may stand in front of any name
-    spare: Mapping[str, str] = field(default_factory=lambda: ROTARY)  # patterns of what is not needed, and why
-    borrowed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BORROWED)  # of the target, by our names
+    spare: Mapping[str, str] = field(
+        default_factory=lambda: ROTARY
+    )  # patterns of what is not needed, and why
+    borrowed: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: BORROWED
+    )  # of the target, by our names
     trains_embedding: bool = False  # whether its copy may differ from the target's
-    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what else may be there, with its sides
+    optional: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # what else may be there, with its sides
     remedies: Mapping[str, str] = field(default_factory=dict)  # of missing tensors
     # its config
     has_block: bool = True  # whether the sizes of a Llama block are there
     rotates: bool = True  # whether the rotary parameters there are those of its attention
-    lists_all: bool = False  # whether tensors are compared with its sizes where something else is wrong too
+    lists_all: bool = (
+        False  # whether tensors are compared with its sizes where something else is wrong too
+    )
     takes_taps: bool = False  # whether an import may say which layers it reads
     takes_positions: bool = False  # whether an import takes the target's number of positions
     # where it differs from most
@@ -156,7 +178,9 @@ def match(network: Network, head: HeadFolder) -> None:
         head.settings = network.read_settings(head)
         compare_copies(head, copies)
     for name in sorted(head.names.keys() & network.borrowed.keys()):
-        compare_borrowed(head, name, network.borrowed[name], network.trains_embedding and name == EMBEDDING)
+        compare_borrowed(
+            head, name, network.borrowed[name], network.trains_embedding and name == EMBEDDING
+        )
     if head.target and head.target_layers not in (None, head.target.layers):
         what = f"the head is for a target of {head.target_layers} layers, {head.target.path} has {head.target.layers}"
         head.problem(what, "Name the right target")
@@ -173,7 +197,9 @@ def _name_tensors(network: Network, head: HeadFolder) -> dict[str, str]:
     for name in sorted(head.tensors.stored):
         writer, ours = _find_name(network, head, name)
         if ours is None:
-            reasons = (reason for pattern, reason in network.spare.items() if re.fullmatch(pattern, name))
+            reasons = (
+                reason for pattern, reason in network.spare.items() if re.fullmatch(pattern, name)
+            )
             left_out.setdefault(next(reasons, ""), []).append(name)
         elif ours in head.names:
             copies[name] = ours
@@ -219,11 +245,15 @@ def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
         return build_head(head.config, str(head.path / "config.json"))
     # settings and sizes of unknown origin, which the method checks itself
     method: Any = DRAFTERS[head.method]
-    settings = parse_section(method.Settings, head.settings, "no head of these settings can be made")
+    settings = parse_section(
+        method.Settings, head.settings, "no head of these settings can be made"
+    )
     try:
         with bounded_weights():
             drafter: TrainableDrafter = method(settings, network.read_shape(head))
-    except Exception as error:  # of many kinds: pydantic checks the settings, transformers and torch the sizes
+    except (
+        Exception
+    ) as error:  # of many kinds: pydantic checks the settings, transformers and torch the sizes
         raise ValueError(f"no head of these sizes can be made: {error!r:.300}") from None
     return drafter
 
@@ -250,9 +280,16 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
     for name, size in sizes.items():
         if name in expected or name in head.names:
             _check_tensor(network, head, name, size)
-    others = [head.names[name] for name in sorted(head.names.keys() - sizes.keys() - network.borrowed.keys())]
+    others = [
+        head.names[name]
+        for name in sorted(head.names.keys() - sizes.keys() - network.borrowed.keys())
+    ]
     # heads of this network may have such, all of them or none
-    partial = [name for name in others if not network.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)]
+    partial = [
+        name
+        for name in others
+        if not network.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)
+    ]
     if partial:
         head.problem(f"tensors of no part of this head: {list_some(partial)}", COPY_BOTH)
     refuse_tensors(head, [name for name in others if name not in partial])
@@ -268,13 +305,17 @@ def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> 
             head.note_once(reason)
         else:
             usual = "Engines may start from random numbers there: copy or export it again"
-            head.problem(f"{name} is missing, expected {list(size)}", network.remedies.get(name, usual))
+            head.problem(
+                f"{name} is missing, expected {list(size)}", network.remedies.get(name, usual)
+            )
     elif entry.shape != size:
         head.problem(f"{head.names[name]} is {list(entry.shape)}, expected {list(size)}", COPY_BOTH)
     elif name in INDICES:
         if name == "d2t" and entry.dtype.is_floating_point:
             head.problem(f"d2t is in {entry.dtype}, expected whole numbers", "Export again")
-    elif name not in network.borrowed and (not entry.dtype.is_floating_point or entry.dtype.itemsize < 2):
+    elif name not in network.borrowed and (
+        not entry.dtype.is_floating_point or entry.dtype.itemsize < 2
+    ):
         head.problem(f"{head.names[name]} is in {entry.dtype}, expected plain weights", fatal=False)
 
 
@@ -304,12 +345,19 @@ def convert(
     # by the settings that are settled now
     head.kind = network.describe(head)
     drafter = _build(network, head)
-    weights = {name: network.make_tensor(head, name, tensor.shape) for name, tensor in drafter.state_dict().items()}
+    weights = {
+        name: network.make_tensor(head, name, tensor.shape)
+        for name, tensor in drafter.state_dict().items()
+    }
     # the names are those of the file, which may be a sum or a cut of several tensors
     for name, weight in weights.items():
         if not bool(weight.float().isfinite().all()):
-            raise ValueError(f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint")
-    dtypes = {weight.dtype for weight in weights.values() if weight.is_floating_point()} - {torch.float32}
+            raise ValueError(
+                f"{head.names[name]} holds numbers that are not finite: take an earlier checkpoint"
+            )
+    dtypes = {weight.dtype for weight in weights.values() if weight.is_floating_point()} - {
+        torch.float32
+    }
     if dtypes:
         listed = ", ".join(sorted(map(str, dtypes)))
         notes.append(f"weights in {listed}, held here in torch.float32, which is exact")
@@ -325,7 +373,9 @@ def _check_target_sizes(head: HeadFolder) -> None:
     if head.shape and target and (target.width, target.vocab_size) != (width, vocab_size):
         ours = f"{width} wide with {vocab_size} tokens"
         theirs = f"{target.width} wide with {target.vocab_size}"
-        head.problem(f"the head is for a target {ours}, {target.path} is {theirs}: name the right target")
+        head.problem(
+            f"the head is for a target {ours}, {target.path} is {theirs}: name the right target"
+        )
 
 
 def _take_positions(head: HeadFolder) -> list[str]:
@@ -336,7 +386,9 @@ def _take_positions(head: HeadFolder) -> list[str]:
     if theirs in (None, ours) or head.shape["rope_parameters"]["rope_type"] != "default":
         return []
     head.shape["max_position_embeddings"] = theirs
-    return [f"max_position_embeddings {ours} became {theirs}, the target's: it changes nothing that is computed"]
+    return [
+        f"max_position_embeddings {ours} became {theirs}, the target's: it changes nothing that is computed"
+    ]
 
 
 def describe_problems(head: HeadFolder) -> str:
@@ -372,7 +424,9 @@ def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(expression)
 
 
-def rename_tensors(tensors: Mapping[str, Tensor], spelling: Spelling, **numbers: Any) -> dict[str, Tensor]:
+def rename_tensors(
+    tensors: Mapping[str, Tensor], spelling: Spelling, **numbers: Any
+) -> dict[str, Tensor]:
     """Return tensors under the names of another tool; a name that its spelling lacks stays."""
     return {_rename(name, spelling, numbers): tensor for name, tensor in tensors.items()}
 

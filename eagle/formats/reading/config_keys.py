@@ -131,12 +131,18 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
     rope = _read_rope_section(keys.section("rope_scaling"))
     for name, value in _read_rope_section(newer).items():
         if rope.setdefault(name, value) != value:
-            keys.wrong.append(f"rope_scaling and rope_parameters differ in {name}: {rope[name]!r}, {value!r}")
+            keys.wrong.append(
+                f"rope_scaling and rope_parameters differ in {name}: {rope[name]!r}, {value!r}"
+            )
         rope[name] = value
     if "rope_theta" in rope and not is_number(rope["rope_theta"]):
-        keys.wrong.append(f"rope_theta is {short(rope.pop('rope_theta'))}, expected a number above 0")
+        keys.wrong.append(
+            f"rope_theta is {short(rope.pop('rope_theta'))}, expected a number above 0"
+        )
     if theta is not None and rope.setdefault("rope_theta", theta) != theta:
-        keys.wrong.append(f"rope_theta is {theta:g}, but {rope['rope_theta']!r} inside of the rotary parameters")
+        keys.wrong.append(
+            f"rope_theta is {theta:g}, but {rope['rope_theta']!r} inside of the rotary parameters"
+        )
     unknown = sorted(rope.keys() - ROPE)
     if unknown:
         notes.append(f"unknown rotary parameters, not used: {', '.join(map(repr, unknown)):.200}")
@@ -144,11 +150,15 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
     if "rope_theta" not in rope:
         notes.append("no rope_theta: 10000, as in a Llama config without one")
     if rope.setdefault("rope_type", "default") not in ROPE_TYPES:
-        keys.wrong.append(f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}")
+        keys.wrong.append(
+            f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}"
+        )
     # beside the rotary parameters in older configs, among them in newer ones
     partial = rope.pop("partial_rotary_factor", None) or keys.read("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
-        keys.wrong.append(f"partial_rotary_factor is {partial!r}, expected 1: heads turn whole vectors")
+        keys.wrong.append(
+            f"partial_rotary_factor is {partial!r}, expected 1: heads turn whole vectors"
+        )
     rope = {"rope_type": "default", "rope_theta": USUAL_THETA, **rope}
     return {**rope, "rope_theta": float(rope["rope_theta"])}
 
@@ -162,6 +172,8 @@ def _read_rope_section(section: Keys) -> dict[str, Any]:
         values.setdefault("rope_type", kind)
     for name, value in values.items():
         if not _is_rotary(value):
-            section.wrong.append(f"{section.where}{name} is {short(value)}, expected a number or a word")
+            section.wrong.append(
+                f"{section.where}{name} is {short(value)}, expected a number or a word"
+            )
             return {}
     return values

@@ -40,7 +40,9 @@ def folder_at(path: str | Path) -> Path:
     try:
         folder = Path(path).resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"no folder at {path}: {error}; expected one with config.json and weights") from None
+        raise ValueError(
+            f"no folder at {path}: {error}; expected one with config.json and weights"
+        ) from None
     if not folder.is_dir():
         raise ValueError(f"{path} is no folder: expected one with config.json and weights")
     return folder
@@ -49,7 +51,9 @@ def folder_at(path: str | Path) -> Path:
 def check_empty(out: str | Path, source: Path) -> None:
     """Refuse an output folder that is not empty, or that overlaps its source."""
     folder = Path(out)
-    if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+    if folder.is_symlink() or (
+        folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    ):
         raise ValueError(f"{folder} is there already: name a new folder, or take it away")
     # the head is written beside the folder first
     staging = folder.with_name(folder.name + ".part")
@@ -63,7 +67,9 @@ def check_empty(out: str | Path, source: Path) -> None:
 def plain_file(folder: Path, name: str) -> Path:
     """Return a regular file of a folder; links may lead only inside it or into the surrounding hub cache."""
     if not PLAIN_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a file in {folder}: expected letters, digits, dots and dashes")
+        raise ValueError(
+            f"{name!r} is not the name of a file in {folder}: expected letters, digits, dots and dashes"
+        )
     real = resolve_inside(folder / name, folder)
     if not stat.S_ISREG(real.stat().st_mode):
         raise ValueError(f"{folder / name} is not a file: expected one with data")
@@ -83,7 +89,9 @@ def resolve_inside(path: Path, folder: Path) -> Path:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             allowed.append(parent.parent / "blobs")
     if not any(real.is_relative_to(parent) for parent in allowed):
-        raise ValueError(f"{path} is a link to {real}, outside of the folder: copy the file there if it is meant")
+        raise ValueError(
+            f"{path} is a link to {real}, outside of the folder: copy the file there if it is meant"
+        )
     return real
 
 
@@ -106,7 +114,9 @@ def check_not_hollow(path: Path, display_path: Path) -> None:
     size = status.st_size
     # blocks of 512 bytes; some file systems compress, so an eighth of the size is enough
     if getattr(status, "st_blocks", size) * 512 * 8 < size - 4096:
-        raise ValueError(f"{display_path} says to have {size:,} bytes, and almost none are on the disk: copy it again")
+        raise ValueError(
+            f"{display_path} says to have {size:,} bytes, and almost none are on the disk: copy it again"
+        )
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
@@ -117,7 +127,9 @@ def read_bounded(folder: Path, name: str, max_bytes: int) -> bytes:
     path = plain_file(folder, name)
     size = path.stat().st_size
     if size > max_bytes:
-        raise ValueError(f"{folder / name} has {size:,} bytes, expected at most {max_bytes:,}: none is that long")
+        raise ValueError(
+            f"{folder / name} has {size:,} bytes, expected at most {max_bytes:,}: none is that long"
+        )
     return read_start(path, size)
 
 
@@ -147,7 +159,10 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
     """Return the mapping that JSON bytes hold."""
     try:
         value = json.loads(
-            text.decode("utf-8"), parse_constant=_refuse, parse_float=_parse_float, object_pairs_hook=_build_mapping
+            text.decode("utf-8"),
+            parse_constant=_refuse,
+            parse_float=_parse_float,
+            object_pairs_hook=_build_mapping,
         )
     except (ValueError, RecursionError) as error:  # a decoding error is a ValueError
         raise ValueError(f"{source} is not JSON: {_shorten(error)}") from None
@@ -203,7 +218,9 @@ class FolderTensors:
     """All tensors of a folder by name, read on demand."""
 
     stored: dict[str, TensorEntry] = field(default_factory=dict)
-    pickled: dict[Path, dict[str, Tensor]] = field(default_factory=dict)  # of .bin files, mapped and not read
+    pickled: dict[Path, dict[str, Tensor]] = field(
+        default_factory=dict
+    )  # of .bin files, mapped and not read
     files: list[Path] = field(default_factory=list)  # as they are called in the folder
 
     def load(self, name: str) -> Tensor:
@@ -226,7 +243,9 @@ def read_tensors(folder: Path, max_bytes: int | None = TENSOR_BYTES) -> FolderTe
         differing = sorted(weight_map.keys() ^ tensors.stored.keys())
         if differing:
             display_path = ", ".join(map(repr, differing[:4]))
-            raise ValueError(f"{folder}: index and files differ in {display_path:.300}: copy them all again")
+            raise ValueError(
+                f"{folder}: index and files differ in {display_path:.300}: copy them all again"
+            )
     total = sum(entry.bytes for entry in tensors.stored.values())
     if max_bytes is not None and total > max_bytes:
         raise ValueError(
@@ -242,8 +261,12 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
             return {"": name}
         if has(folder, f"{name}.index.json"):
             files = read_json(folder, f"{name}.index.json", INDEX_BYTES).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-                raise ValueError(f"{folder / name}.index.json: weight_map must map each tensor to a file")
+            if not isinstance(files, dict) or not all(
+                isinstance(file, str) for file in files.values()
+            ):
+                raise ValueError(
+                    f"{folder / name}.index.json: weight_map must map each tensor to a file"
+                )
             return files
         # a safetensors file of any name comes before pickles
         others = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -265,7 +288,10 @@ def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
     elif name.endswith((".bin", ".pt")):
         mapped = _map_pickle(path, display_path)
         tensors.pickled[path] = mapped
-        entries = {key: TensorEntry(tensor.dtype, tuple(tensor.shape), path) for key, tensor in mapped.items()}
+        entries = {
+            key: TensorEntry(tensor.dtype, tuple(tensor.shape), path)
+            for key, tensor in mapped.items()
+        }
     else:
         raise ValueError(f"{display_path}: expected weights in .safetensors, .bin or .pt")
     # names are shown on a terminal
@@ -297,13 +323,17 @@ def read_header(path: Path, display_path: Path) -> dict[str, TensorEntry]:
         entry = TensorEntry(dtype, shape, path)
         if stop - start != entry.bytes:
             needed = f"needs {entry.bytes:,} bytes, it has {stop - start:,}"
-            raise ValueError(f"{display_path}: {name!r:.100} of shape {list(shape)} in {dtype} {needed}")
+            raise ValueError(
+                f"{display_path}: {name!r:.100} of shape {list(shape)} in {dtype} {needed}"
+            )
         entries[name] = entry
         spans.append((start, stop))
     end = 0
     for start, stop in sorted(spans):
         if start != end:
-            raise ValueError(f"{display_path}: its tensors overlap or leave gaps at byte {min(start, end):,}")
+            raise ValueError(
+                f"{display_path}: its tensors overlap or leave gaps at byte {min(start, end):,}"
+            )
         end = stop
     if end != size - 8 - length:
         raise ValueError(
@@ -326,7 +356,9 @@ def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], 
     if not isinstance(shape, list) or len(shape) > 8 or not _are_counts(shape, 2**40):
         raise ValueError(f"{where} has shape {shape!r:.100}, expected up to 8 sizes")
     if not _are_counts([start, stop], 2**50):
-        raise ValueError(f"{where} has offsets {start!r:.30}, {stop!r:.30}, expected two places in the file")
+        raise ValueError(
+            f"{where} has offsets {start!r:.30}, {stop!r:.30}, expected two places in the file"
+        )
     return DTYPES[dtype], tuple(shape), start, stop
 
 
@@ -342,12 +374,22 @@ def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
     try:
         # on the device without memory first, for the sizes that the pickle claims
         for name, tensor in _claimed_tensors(path):
-            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
-                raise ValueError(f"{name[:100]} is {type(tensor).__name__}, expected a plain tensor")
+            if (
+                not isinstance(tensor, Tensor)
+                or tensor.layout is not torch.strided
+                or tensor.is_quantized
+            ):
+                raise ValueError(
+                    f"{name[:100]} is {type(tensor).__name__}, expected a plain tensor"
+                )
             if not tensor.is_contiguous() or tensor.numel() * tensor.dtype.itemsize > size:
-                raise ValueError(f"{name[:100]} of shape {list(tensor.shape)} does not lie whole in {size:,} bytes")
+                raise ValueError(
+                    f"{name[:100]} of shape {list(tensor.shape)} does not lie whole in {size:,} bytes"
+                )
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
+    except (
+        Exception
+    ) as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
         raise ValueError(
             f"{display_path} cannot be read as weights alone (torch.load, weights_only=True): {_shorten(error)}; "
             "expected names and plain tensors: save it again, or as safetensors"
@@ -358,7 +400,9 @@ def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
 def _claimed_tensors(path: Path) -> Iterator[tuple[str, Any]]:
     claimed = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(claimed, dict) or not all(isinstance(name, str) for name in claimed):
-        raise ValueError(f"it holds {type(claimed).__name__}, expected a mapping of names to tensors")
+        raise ValueError(
+            f"it holds {type(claimed).__name__}, expected a mapping of names to tensors"
+        )
     yield from claimed.items()
 
 
@@ -374,4 +418,6 @@ def _check_uncompressed(path: Path, display_path: Path, size: int) -> None:
         ) from None
     is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
     if is_compressed or sum(member.file_size for member in members) > size:
-        raise ValueError(f"{display_path} holds compressed parts, expected what torch.save writes: save it again")
+        raise ValueError(
+            f"{display_path} holds compressed parts, expected what torch.save writes: save it again"
+        )

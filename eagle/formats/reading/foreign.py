@@ -72,7 +72,9 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
             match(network, head)
     except ValueError as error:
         finding = Finding(str(error), fix="Copy or export it again")
-        return Inspection(str(folder), _kind_of_unreadable(path), UNKNOWN, facts={}, findings=(finding,))
+        return Inspection(
+            str(folder), _kind_of_unreadable(path), UNKNOWN, facts={}, findings=(finding,)
+        )
     findings = lint(head, network)
     if head.layout == OWN:
         findings = [*_try_own(path, target), *findings]
@@ -81,7 +83,14 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
     if network is not None:
         kind = network.describe(head)
         facts |= network.list_facts(head)
-    return Inspection(str(folder), kind, head.layout, facts=facts, findings=tuple(findings), notes=tuple(head.notes))
+    return Inspection(
+        str(folder),
+        kind,
+        head.layout,
+        facts=facts,
+        findings=tuple(findings),
+        notes=tuple(head.notes),
+    )
 
 
 def _try_own(path: Path, target: str | None) -> list[Finding]:
@@ -95,7 +104,9 @@ def _try_own(path: Path, target: str | None) -> list[Finding]:
     return []
 
 
-def read_head(folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None) -> TrainableDrafter:
+def read_head(
+    folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None
+) -> TrainableDrafter:
     """Return the head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
     head, network = read_folder(folder_at(folder))
     if head.layout == OWN:
@@ -164,8 +175,17 @@ def import_head(
             "drafter": drafter.settings.model_dump(mode="json"),
             "train": {"out": Path(out).name, "imported_from": head.layout},
         }
-        imported = {"layout": head.layout, "weights": fingerprint(head.tensors.files), "notes": notes}
-        save_head(out, drafter, yaml.safe_dump(recipe, sort_keys=False), {"eagle": __version__, "imported": imported})
+        imported = {
+            "layout": head.layout,
+            "weights": fingerprint(head.tensors.files),
+            "notes": notes,
+        }
+        save_head(
+            out,
+            drafter,
+            yaml.safe_dump(recipe, sort_keys=False),
+            {"eagle": __version__, "imported": imported},
+        )
     title = f"{folder}: {head.kind}, {head.layout}; every tensor was used or is named here"
     return "\n".join([title, *notes, f"{out} is a head of this project"])
 
@@ -192,4 +212,7 @@ def _list_facts(head: HeadFolder) -> dict[str, Any]:
     entries = head.tensors.stored.values()
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
     count = sum(math.prod(entry.shape) for entry in entries if entry.dtype.is_floating_point)
-    return {"layout": head.layout, "tensors": f"{len(entries)}, {count:,} parameters, {', '.join(dtypes)}"}
+    return {
+        "layout": head.layout,
+        "tensors": f"{len(entries)}, {count:,} parameters, {', '.join(dtypes)}",
+    }

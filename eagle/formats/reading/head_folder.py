@@ -163,9 +163,14 @@ class HeadFolder:
         """Record the settings that no head of this project has, with their values."""
         for name, is_refused in settings.items():
             if is_refused:
-                values = [section.values[name] for section in self.sections if name in section.values]
+                values = [
+                    section.values[name] for section in self.sections if name in section.values
+                ]
                 value = next(iter(values), None)
-                self.problem(f"config.json: {name} is {short(value)}, which no {what} here can be", fatal=False)
+                self.problem(
+                    f"config.json: {name} is {short(value)}, which no {what} here can be",
+                    fatal=False,
+                )
 
     def take(self, *names: str) -> None:
         """Mark keys that do not matter as used, wherever they stand."""
@@ -175,7 +180,9 @@ class HeadFolder:
 
 def describe_tensor(name: str) -> str:
     """Return what a tensor is that no network here has; "" if unknown."""
-    return next((meaning for pattern, meaning in FOREIGN_TENSORS.items() if re.match(pattern, name)), "")
+    return next(
+        (meaning for pattern, meaning in FOREIGN_TENSORS.items() if re.match(pattern, name)), ""
+    )
 
 
 def usual_name(name: str) -> str:
@@ -214,12 +221,17 @@ def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
     for theirs, ours in copies.items():
         # as floats, for there is no comparison of float8
         if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):
-            head.problem(f"{theirs} differs from {head.names[ours]}, and both are {ours} here", "Keep the right one")
+            head.problem(
+                f"{theirs} differs from {head.names[ours]}, and both are {ours} here",
+                "Keep the right one",
+            )
     if copies:
         head.notes.append(f"{list_some(copies)} are left out: they are what other levels have too")
 
 
-def compare_borrowed(head: HeadFolder, name: str, known_as: tuple[str, ...], may_differ: bool) -> None:
+def compare_borrowed(
+    head: HeadFolder, name: str, known_as: tuple[str, ...], may_differ: bool
+) -> None:
     """Compare the checkpoint's copy of a target's tensor with the target's, which a head here borrows."""
     stored = head.names[name]
     target = head.target
@@ -234,10 +246,15 @@ def compare_borrowed(head: HeadFolder, name: str, known_as: tuple[str, ...], may
     elif not ours.is_floating_point():
         head.problem(f"{stored} is in {ours.dtype}, expected plain weights", "Copy it again")
     elif ours.shape != theirs.shape:
-        head.problem(f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}", "Another target?")
+        head.problem(
+            f"{stored} is {list(ours.shape)}, the target's is {list(theirs.shape)}",
+            "Another target?",
+        )
     elif name == EMBEDDING and is_multiple(ours, theirs, target.embed_scale):
         # engines know nothing of the factor, so exports hold the product
-        head.notes.append(f"{left_out}; they are equal but for the target's own factor, {target.embed_scale:g}")
+        head.notes.append(
+            f"{left_out}; they are equal but for the target's own factor, {target.embed_scale:g}"
+        )
     else:
         _compare_rows(head, stored, count_differing_rows(ours, theirs), may_differ)
 
@@ -270,14 +287,19 @@ def compare_count(head: HeadFolder, expected: int | None, count: int, what: str)
     if expected is not None and expected > count:
         head.problem(f"config.json says {expected} {what}, the file holds {count}", "Copy it again")
     elif expected not in (None, count):
-        head.notes.append(f"config.json says {expected} {what}, the file holds {count}, which are read")
+        head.notes.append(
+            f"config.json says {expected} {what}, the file holds {count}, which are read"
+        )
     return count
 
 
 def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) -> None:
     """Record a size in the config that differs from the tensors'."""
     if None not in (expected, size) and expected != size:
-        head.problem(f"config.json: {key} is {short(expected)}, the tensors have {size}", "Copy both files again")
+        head.problem(
+            f"config.json: {key} is {short(expected)}, the tensors have {size}",
+            "Copy both files again",
+        )
 
 
 def read_sides(head: HeadFolder, width_of: str, rows_of: str) -> None:
@@ -303,12 +325,16 @@ def read_sizes(head: HeadFolder) -> None:
     width = _read_size(head, "hidden_size", "fc.weight")
     heads = block.read("num_attention_heads")
     if heads is None:
-        head.problem("config.json: no num_attention_heads", "Take it from the config of the training run")
+        head.problem(
+            "config.json: no num_attention_heads", "Take it from the config of the training run"
+        )
     head.shape = {
         "hidden_size": width,
         "intermediate_size": _read_size(head, "intermediate_size", "layers.0.mlp.gate_proj.weight"),
         "num_attention_heads": heads or 1,
-        "vocab_size": _read_size(head, "vocab_size", EMBEDDING if EMBEDDING in head.names else "t2d"),
+        "vocab_size": _read_size(
+            head, "vocab_size", EMBEDDING if EMBEDDING in head.names else "t2d"
+        ),
         "rope_parameters": read_rope(block, head.notes),
     }
     # false turns neighbours, and heads here turn halves
@@ -330,7 +356,10 @@ def read_sizes(head: HeadFolder) -> None:
     head.shape["rms_norm_eps"] = float(head.shape["rms_norm_eps"])
     shared = head.shape["num_key_value_heads"]
     if heads and heads % shared:
-        head.problem(f"config.json: {heads} heads cannot share {shared} key-value heads", "Correct one of them")
+        head.problem(
+            f"config.json: {heads} heads cannot share {shared} key-value heads",
+            "Correct one of them",
+        )
 
 
 def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
@@ -342,7 +371,10 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
         size = entry.shape[0]
         head.notes.append(f"no {name}: {size}, the rows of {tensor}")
     if not size:
-        head.problem(f"config.json: no {name}", "Take it from the config of the target or of the training run")
+        head.problem(
+            f"config.json: no {name}",
+            "Take it from the config of the target or of the training run",
+        )
     return size or 1
 
 

@@ -53,9 +53,18 @@ def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     block = head.block.values
     config = head.config
     # newer configs say `dtype`
-    dtype = block.get("torch_dtype") or block.get("dtype") or config.get("torch_dtype") or config.get("dtype")
+    dtype = (
+        block.get("torch_dtype")
+        or block.get("dtype")
+        or config.get("torch_dtype")
+        or config.get("dtype")
+    )
     stored = _list_dtypes([head.tensors.stored[name] for name in head.names.values()])
-    if isinstance(dtype, str) and head.layout != OWN and set(stored) - {dtype.removeprefix("torch.")}:
+    if (
+        isinstance(dtype, str)
+        and head.layout != OWN
+        and set(stored) - {dtype.removeprefix("torch.")}
+    ):
         yield find(faults.DTYPE, dtype=dtype, stored=", ".join(stored))
     keys = head.unknown_keys()
     if keys:
@@ -91,13 +100,18 @@ def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     if head.target is None:
         return
     # an import refuses these, and inspection goes on
-    for name, theirs in (("hidden_size", head.target.width), ("vocab_size", head.target.vocab_size)):
+    for name, theirs in (
+        ("hidden_size", head.target.width),
+        ("vocab_size", head.target.vocab_size),
+    ):
         if head.shape[name] != theirs:
             yield find(faults.OTHER_SIZE, name=name, size=head.shape[name], theirs=theirs)
     embedding = head.entry(EMBEDDING)
     if head.differing_rows and embedding:
         name = head.names[EMBEDDING]
-        yield find(faults.OTHER_ROWS, count=head.differing_rows, total=embedding.shape[0], name=name)
+        yield find(
+            faults.OTHER_ROWS, count=head.differing_rows, total=embedding.shape[0], name=name
+        )
 
 
 def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
@@ -133,7 +147,15 @@ def check_masked(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
             yield find(faults.ORDINARY_MASK, token=f"{token} ({ordinary[token]!r})")
 
 
-CHECKS = (check_network, check_rotary, check_config, check_numbers, check_target, check_origin, check_masked)
+CHECKS = (
+    check_network,
+    check_rotary,
+    check_config,
+    check_numbers,
+    check_target,
+    check_origin,
+    check_masked,
+)
 
 
 def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
@@ -162,9 +184,13 @@ def describe_fault(found: FoundFault) -> Finding:
     for key, value in values.items():
         if callable(value):  # which engines can serve it
             values[key] = ", ".join(_name_engines(value))
-    return Finding(found.fault.what.format(**values), engines, found.fatal, found.fault.fix.format(**values))
+    return Finding(
+        found.fault.what.format(**values), engines, found.fatal, found.fault.fix.format(**values)
+    )
 
 
 def _name_engines(is_struck: Callable[[Any], bool]) -> tuple[str, ...]:
     """Return the engines one of whose layouts is such."""
-    return tuple(engine.title for engine in SERVERS if any(map(is_struck, engine.networks.values())))
+    return tuple(
+        engine.title for engine in SERVERS if any(map(is_struck, engine.networks.values()))
+    )

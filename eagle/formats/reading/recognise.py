@@ -30,7 +30,9 @@ WITH_SIGNS = (
     SPECULATOR_HEADS,
     FALCON_HEADS,
 )
-NETWORKS = {network.name: network for network in (MTP_HEADS, *WITH_SIGNS, EAGLE1_HEADS, EAGLE3_HEADS)}
+NETWORKS = {
+    network.name: network for network in (MTP_HEADS, *WITH_SIGNS, EAGLE1_HEADS, EAGLE3_HEADS)
+}
 FUSED_TENSORS = {"layers.0.hidden_norm.weight", "norm.weight", "d2t", "t2d", "fc_norm.0.weight"}
 MTP_PROJECTION = re.compile(r"layers\.\d+\.eh_proj\.|mtp_layers\.0\.input_proj\.")
 EAGLE_TENSORS = re.compile(r"fc\.|fc_norm\.|(d2t|t2d)$|layers\.0\.hidden_norm\.|midlayer\.")
@@ -99,7 +101,9 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
     words = _read_words(config)
     # tensors or config, for either may be of an older release
     for network in WITH_SIGNS:
-        if any(re.match(network.tensors, name) for name in names) or _is_named(network, words, config):
+        if any(re.match(network.tensors, name) for name in names) or _is_named(
+            network, words, config
+        ):
             return network.name, ""
     # an EAGLE head has one layer under a language model's names
     if not _is_eagle(names, words, config):
@@ -147,13 +151,19 @@ def kind_by_config(config: dict[str, Any]) -> str:
 
 
 def _is_named(network: Network, words: list[str], config: dict[str, Any]) -> bool:
-    return any(re.search(network.words, word) for word in words) or any(key in config for key in network.keys)
+    return any(re.search(network.words, word) for word in words) or any(
+        key in config for key in network.keys
+    )
 
 
 def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> bool:
     """Return whether there is any sign of an EAGLE head, complete or not."""
     keys = {"draft_vocab_size", "eagle_config", "speculators_config"} & config.keys()
-    return bool(keys) or any("eagle" in word for word in words) or any(EAGLE_TENSORS.match(name) for name in names)
+    return (
+        bool(keys)
+        or any("eagle" in word for word in words)
+        or any(EAGLE_TENSORS.match(name) for name in names)
+    )
 
 
 def _is_whole_model(names: set[str]) -> bool:
@@ -167,7 +177,12 @@ def _read_words(config: dict[str, Any]) -> list[str]:
     nested = config.get("dflash_config")
     projector = nested.get("projector_type") if isinstance(nested, dict) else None
     # any of these may be missing or of another type
-    words = [config.get("model_type"), config.get("speculators_model_type"), projector, _architecture(config)]
+    words = [
+        config.get("model_type"),
+        config.get("speculators_model_type"),
+        projector,
+        _architecture(config),
+    ]
     return [word.lower() for word in words if isinstance(word, str) and word]
 
 
@@ -193,7 +208,13 @@ def _is_fused(head: HeadFolder) -> bool:
 
 def _describe(head: HeadFolder) -> str:
     """Return the keys and tensors that may help to identify a checkpoint."""
-    keys = ("architectures", "speculators_model_type", "model_type", "dflash_config", "medusa_num_heads")
+    keys = (
+        "architectures",
+        "speculators_model_type",
+        "model_type",
+        "dflash_config",
+        "medusa_num_heads",
+    )
     values = [f"{key} is {short(head.config[key])}" for key in keys if key in head.config]
     meanings = {describe_tensor(name) for name in head.names} - {""}
     names = ", ".join(sorted(head.tensors.stored)[:4])

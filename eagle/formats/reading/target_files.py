@@ -117,4 +117,6 @@ def count_differing_rows(ours: Tensor, theirs: Tensor) -> int:
 
 def is_multiple(ours: Tensor, theirs: Tensor, factor: float) -> bool:
     """Return whether our rows are a target's times a factor; it and the products may be rounded to bfloat16."""
-    return factor != 1.0 and torch.allclose(ours.float(), theirs.float() * factor, rtol=2**-7, atol=0.0)
+    return factor != 1.0 and torch.allclose(
+        ours.float(), theirs.float() * factor, rtol=2**-7, atol=0.0
+    )

@@ -45,7 +45,8 @@ def invariant_attention(
     query: Tensor,  # [B, H, N, D]
     key: Tensor,  # [B, K, S, D]
     value: Tensor,  # [B, K, S, D']
-    attention_mask: Tensor | None,  # [B, 1 or H, N, S]; [B, 1, G * N, S] where groups are rows; [1, 1, 1, 1]: causal
+    attention_mask: Tensor
+    | None,  # [B, 1 or H, N, S]; [B, 1, G * N, S] where groups are rows; [1, 1, 1, 1]: causal
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -55,7 +56,9 @@ def invariant_attention(
     """Scaled dot-product attention, softmax(q k^T * scaling + mask) v, in sums whose order does not matter."""
     chosen = [name for name in CHOOSING if options.get(name) is not None]
     if chosen:
-        raise ValueError(f"attention got {', '.join(chosen)}, which choose keys beside the mask; expected none")
+        raise ValueError(
+            f"attention got {', '.join(chosen)}, which choose keys beside the mask; expected none"
+        )
     sequences, heads, count, width = query.shape
     _, key_heads, length, _ = key.shape
     groups = heads // key_heads
@@ -171,7 +174,11 @@ def _cut(sequences: int, count: int, at_once: int) -> list[QueryChunk]:
     chunks = []
     for start in range(0, count, at_once):
         queries = slice(start, min(start + at_once, count))
-        chunks.append(QueryChunk(slice(0, sequences), queries, start=0, stop=0, in_blocks=None, is_unread=None))
+        chunks.append(
+            QueryChunk(
+                slice(0, sequences), queries, start=0, stop=0, in_blocks=None, is_unread=None
+            )
+        )
     return chunks
 
 
@@ -307,5 +314,9 @@ def can_be_invariant(model: Any, attention: str | None) -> bool:
 def fix_rows(model: nn.Module) -> None:
     """Let the plain linear layers of a module tree read fixed numbers of rows, in place; their weights stay shared."""
     for module in model.modules():
-        if type(module) is nn.Linear and "forward" not in vars(module) and module.weight.dtype in HALF:
+        if (
+            type(module) is nn.Linear
+            and "forward" not in vars(module)
+            and module.weight.dtype in HALF
+        ):
             module.__class__ = FixedRowsLinear

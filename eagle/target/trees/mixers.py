@@ -181,7 +181,9 @@ class Mixer:
         saved = [getattr(owner, name) for owner, name in self.attributes]
         with self._projecting(projections, paths):
             try:
-                self._set_attributes([state.get(("own", index)) for index in range(len(self.attributes))])
+                self._set_attributes(
+                    [state.get(("own", index)) for index in range(len(self.attributes))]
+                )
                 output = self.stock(**arguments)
                 return output, self._read_state(cache)
             finally:
@@ -276,7 +278,9 @@ class WholeModel(Mixer):
         self, inputs: Mapping[str, Any], state: State, paths: Paths, projections: Projections | None
     ) -> tuple[Any, State]:
         """Return the hidden states at rows of tokens, and the model's own cache after each row."""
-        arguments = {name: paths.gather(value) for name, value in inputs.items() if "mask" not in name}
+        arguments = {
+            name: paths.gather(value) for name, value in inputs.items() if "mask" not in name
+        }
         arguments[self.cache_name] = state.get(("cache", 0))
         self.rows = paths
         try:
@@ -414,7 +418,11 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
     for module in names:
         for name, value in vars(module).items():
             # a state has a row for each sequence, which other tensors that a forward leaves behind do not
-            if isinstance(value, Tensor) and value is not before[module].get(name) and len(value) == 2:
+            if (
+                isinstance(value, Tensor)
+                and value is not before[module].get(name)
+                and len(value) == 2
+            ):
                 writes.setdefault(module, Writes()).attributes.append((module, name))
                 setattr(module, name, before[module].get(name))
     # the innermost first: one that runs inside another hands its states on to it
@@ -426,7 +434,8 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
                 writes[outer].attributes.extend(inner.attributes)
                 break
     return [
-        Mixer(names[module], module, found.layer, found.state_ids, found.attributes) for module, found in writes.items()
+        Mixer(names[module], module, found.layer, found.state_ids, found.attributes)
+        for module, found in writes.items()
     ]
 
 

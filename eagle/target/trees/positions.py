@@ -72,7 +72,9 @@ class TokenPositions:
         offsets = positions - torch.arange(positions.shape[1])
         # the model adds one length for all sequences
         if (offsets != offsets[:1]).any():
-            raise ValueError("texts of other lengths have their tokens at other places: they are read one by one")
+            raise ValueError(
+                "texts of other lengths have their tokens at other places: they are read one by one"
+            )
         first = offsets[0]
         if bool((first == first[0]).all()):
             return int(first[0])
@@ -135,7 +137,11 @@ def first_position(reader: Any) -> int:
 
 def table_builders(base: Any) -> list[str]:
     """Return the names of the methods or functions by which a base model makes a table of biases by position."""
-    return [name for name in inspect.unwrap(type(base).forward).__code__.co_names if TABLE_NAMES.search(name)]
+    return [
+        name
+        for name in inspect.unwrap(type(base).forward).__code__.co_names
+        if TABLE_NAMES.search(name)
+    ]
 
 
 def place_tables(reader: Any) -> None:
@@ -176,7 +182,9 @@ def _build_table(reader: Any, build: Callable[..., Tensor], *args: Any, **kwargs
     short_kwargs = {name: shorten(value) for name, value in kwargs.items()}
     table = build(*map(shorten, args), **short_kwargs)  # [H, 1, length]
     if table.shape[-1] < length:
-        raise ValueError(f"texts of {length} tokens are longer than the {table.shape[-1]} that this model counts")
+        raise ValueError(
+            f"texts of {length} tokens are longer than the {table.shape[-1]} that this model counts"
+        )
     columns = positions.columns
     if not masks:
         if (columns != columns[:1]).any():

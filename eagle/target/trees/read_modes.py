@@ -39,8 +39,12 @@ ROWS = "attention as rows"
 NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
-FORGOTTEN = 0.2  # of a state's norm: a step that differs by more has not seen all that the forward has
-DIFFERENCE = 20.0  # times rounding: beyond it a model's step by one token is not its forward over a sequence
+FORGOTTEN = (
+    0.2  # of a state's norm: a step that differs by more has not seen all that the forward has
+)
+DIFFERENCE = (
+    20.0  # times rounding: beyond it a model's step by one token is not its forward over a sequence
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +52,17 @@ class TreeReadMode:
     """One way in which a model reads trees."""
 
     grouped: bool = False  # attention by `grouped_attention`, else the model's own
-    levels: bool = False  # modules that keep a state read one depth at a time, else all paths at once
+    levels: bool = (
+        False  # modules that keep a state read one depth at a time, else all paths at once
+    )
     cheaper: bool = False  # both are right, and each forward takes the cheaper one
     whole: bool = False  # the whole model reads paths as rows, with its own cache
     singly: bool = False  # and rows of one token by themselves
     # half precision whose bits do not depend on rows, padding and columns
     invariant: bool = False  # attention by `invariant_attention`
-    sums: bool = False  # all sums of products in fp64, where attention cannot be replaced, or not everywhere
+    sums: bool = (
+        False  # all sums of products in fp64, where attention cannot be replaced, or not everywhere
+    )
     extras: tuple[str, ...] = ()
 
     @property
@@ -358,7 +366,9 @@ class Probe:
         prompt = self.tokens[:count].tolist()
         r, a, b, c, d, e = self.tokens[count:].tolist()
         paths = torch.tensor([[*prompt, r, a, c, e], [*prompt, r, b, d, e], [*prompt, r, a, b, d]])
-        hidden = self.base(input_ids=paths.to(self.reader.masks.device), use_cache=False).last_hidden_state
+        hidden = self.base(
+            input_ids=paths.to(self.reader.masks.device), use_cache=False
+        ).last_hidden_state
         first, second, mixed = hidden[:, count:]
         # the difference that seeing its parent's sibling would make to a node
         misread = float((mixed[3] - second[2]).norm() / second[2].norm())
@@ -375,7 +385,9 @@ class Probe:
         tree_mask = torch.eye(5, dtype=torch.bool)
         tree_mask[:, 0] = tree_mask[3, 1] = tree_mask[4, 2] = True
         nodes = self.tokens[count : count + 5]
-        hidden = reader.read_text(nodes, count, cache, depths=(0, 1, 1, 2, 2), tree_mask=tree_mask)[0]
+        hidden = reader.read_text(nodes, count, cache, depths=(0, 1, 1, 2, 2), tree_mask=tree_mask)[
+            0
+        ]
         cache.keep({0: [0, 2, 4]})
         last = reader.read_text(self.tokens[count + 5 :], count + 3, cache)[0]
         return torch.cat([hidden[[0, 1, 3, 0, 2, 4]], last])
@@ -397,7 +409,9 @@ class Probe:
     def _read_roots(self, cache: TreeCache) -> Tensor:
         """Return [2, D], states of token r after the prompt, read twice in a batch."""
         roots = self.tokens[self.count : self.count + 1].expand(2)
-        return self.reader.read_text(roots, self.count, cache, [0, 0], torch.eye(2, dtype=torch.bool))[0]
+        return self.reader.read_text(
+            roots, self.count, cache, [0, 0], torch.eye(2, dtype=torch.bool)
+        )[0]
 
     def _prompt_length(self) -> int:
         """Return a prompt's length that crosses every window in the config that the masks do not handle."""

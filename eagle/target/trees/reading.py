@@ -150,7 +150,9 @@ class Reading:
             output, states = self._run(mixer, inputs, states, rows)
             node_states |= dict(zip(level, states, strict=True))
             outputs.append(output)
-        self.inputs[mixer] = self._join_inputs(mixer, inputs)  # for more nodes than can be read by levels
+        self.inputs[mixer] = self._join_inputs(
+            mixer, inputs
+        )  # for more nodes than can be read by levels
         return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_rows(outputs), nodes)
 
     def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
@@ -242,7 +244,9 @@ class Reading:
         extended = Reading(plan, self.states, levels=levels)
         extended.inputs = dict(self.inputs)
         if levels:
-            extended.node_states = {mixer: dict(node_states) for mixer, node_states in self.node_states.items()}
+            extended.node_states = {
+                mixer: dict(node_states) for mixer, node_states in self.node_states.items()
+            }
         return extended
 
 
@@ -294,7 +298,9 @@ def _join_nodes(old: Any, new: Any, old_shape: tuple[int, int], new_shape: tuple
         return torch.cat([old.expand(sizes), new.expand(sizes)], dim=batch + 1)
     if isinstance(new, (tuple, list)):
         pairs = zip(old, new, strict=True)
-        return type(new)(_join_nodes(old_item, item, old_shape, new_shape) for old_item, item in pairs)
+        return type(new)(
+            _join_nodes(old_item, item, old_shape, new_shape) for old_item, item in pairs
+        )
     if isinstance(new, dict):
         joined = dict(new)  # masks are made again for paths
         for name, value in new.items():

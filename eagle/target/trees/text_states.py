@@ -54,7 +54,9 @@ class TextStates:
             mixers: the modules that read.
             commits: whether the nodes are tokens that are committed.
         """
-        states = [self._states_after(slot, length) for slot, length in zip(slots, lengths, strict=True)]
+        states = [
+            self._states_after(slot, length) for slot, length in zip(slots, lengths, strict=True)
+        ]
         width = max(sizes)
         # nothing was read before
         if width == new:
@@ -84,7 +86,9 @@ class TextStates:
         readings = {id(self.slots[slot].reading): self.slots[slot].reading for slot in slots}
         (reading,) = readings.values()
         if reading is None:
-            raise RuntimeError(f"slots {list(slots)} hold no uncommitted nodes: read their trees from the root")
+            raise RuntimeError(
+                f"slots {list(slots)} hold no uncommitted nodes: read their trees from the root"
+            )
         seqs = [self.slots[slot].seq for slot in slots]
         parents = reading.plan.parents
         if seqs == list(range(len(parents))):
@@ -135,7 +139,9 @@ class TextStates:
         # a mixer that did not run keeps its state
         states = {**entry.by_length.get(start, {}), **states}
         entry.by_length = {
-            length: old for length, old in entry.by_length.items() if length in entry.snapshots and length < end
+            length: old
+            for length, old in entry.by_length.items()
+            if length in entry.snapshots and length < end
         }
         entry.by_length[end] = states
 

@@ -72,13 +72,17 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
         has_output = _holds_matrix(output)
     # quantised weights may have shapes of their own, so that the config tells the sizes
     if not has_embedding:
-        rows = model.config.get_text_config().vocab_size if is_quantised else embedding.weight.shape[0]
+        rows = (
+            model.config.get_text_config().vocab_size if is_quantised else embedding.weight.shape[0]
+        )
         matrix = embedding(torch.arange(rows, device=device_of(embedding))).to(model.dtype)
         _say(f"embedding {kind}", embedding, matrix)
         embedding = nn.Embedding.from_pretrained(matrix)
     if not has_output:
         # the matrix of a head may be of another width than the states are
-        width = model.config.get_text_config().hidden_size if is_quantised else output.weight.shape[1]
+        width = (
+            model.config.get_text_config().hidden_size if is_quantised else output.weight.shape[1]
+        )
         matrix, bias = dense_matrix(output, width, model.dtype)
         _say(f"LM head {kind}", output, matrix)
         output = _with_copy(output, matrix, bias)
@@ -197,7 +201,9 @@ def _gives(
     states = torch.randn(4, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)
     expected = F.linear(states, matrix, bias)
     got = linear(states)
-    return got.shape == expected.shape and bool((got - expected).norm() <= tolerance * expected.norm())
+    return got.shape == expected.shape and bool(
+        (got - expected).norm() <= tolerance * expected.norm()
+    )
 
 
 def _with_copy(output: nn.Module, matrix: Tensor, bias: Tensor | None) -> QuantisedHead:

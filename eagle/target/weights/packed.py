@@ -126,7 +126,9 @@ def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
     # as of quantised ones, whose dtype is that of their products
     if type(weight) is not nn.Parameter:
         return False
-    is_plain = weight.device.type == "cpu" and weight.layout == torch.strided and weight.dtype in DTYPES
+    is_plain = (
+        weight.device.type == "cpu" and weight.layout == torch.strided and weight.dtype in DTYPES
+    )
     return is_plain and not weight.is_inference() and weight.numel() >= smallest
 
 

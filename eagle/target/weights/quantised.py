@@ -18,7 +18,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 GUIDE = "docs/quantised.md"
 INSTEAD = f"take the plain weights, or a format of {GUIDE} that loads here"
 UNFIT = (ImportError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError)
-MIXING = 0.0  # of llm_int8_threshold: above it the rows of one forward decide together what is rounded
+MIXING = (
+    0.0  # of llm_int8_threshold: above it the rows of one forward decide together what is rounded
+)
 BITS = re.compile(r'"(?:bits|num_bits|nbits|w_bits)": (\d+)|"_type": "[A-Za-z]+?(\d)')
 
 
@@ -67,7 +69,9 @@ def read_quantization(path: Any, **source: Any) -> dict[str, Any] | None:
         config, _ = PreTrainedConfig.get_config_dict(path, revision=source.get("revision"))
     except (OSError, ValueError):  # the loader tells what is wrong
         return None
-    return config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return config.get("quantization_config") or (config.get("text_config") or {}).get(
+        "quantization_config"
+    )
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
@@ -82,7 +86,11 @@ def method_of(quantization: dict[str, Any]) -> str:
     """Return the name of a method as transformers lists it; bitsandbytes has one for 8 bits and one for 4."""
     # checkpoints of bitsandbytes did not always name it
     method = str(quantization.get("quant_method") or "bitsandbytes")
-    if method == "bitsandbytes" or quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
+    if (
+        method == "bitsandbytes"
+        or quantization.get("load_in_8bit")
+        or quantization.get("load_in_4bit")
+    ):
         return "bitsandbytes_8bit" if quantization.get("load_in_8bit") else "bitsandbytes_4bit"
     return method
 

@@ -29,7 +29,9 @@ class WeightMark:
 
     def read(self) -> list[Any] | None:
         """Return the mark; None if there is none."""
-        mark: list[Any] = [tuple(hooks) for hooks in self.hooks if hooks]  # by the numbers of their handles
+        mark: list[Any] = [
+            tuple(hooks) for hooks in self.hooks if hooks
+        ]  # by the numbers of their handles
         try:
             for owner in self.owners:
                 for weight in owner.values():
@@ -69,7 +71,9 @@ class ModelMark:
         self.config = config
         self.hooked = hooked
         self.volatile = volatile
-        self.alive: list[Any] = []  # what is known by its id stays alive, so that nothing else gets that id
+        self.alive: list[
+            Any
+        ] = []  # what is known by its id stays alive, so that nothing else gets that id
         self.marked = self._read(self.alive)
 
     def differences(self) -> frozenset[Entry]:
@@ -101,7 +105,11 @@ def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
     if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
         return [_freeze(item, alive, depth + 1) for item in value]
     if depth < DEEPEST and isinstance(value, dict):
-        return {key: _freeze(item, alive, depth + 1) for key, item in value.items() if isinstance(key, PLAIN)}
+        return {
+            key: _freeze(item, alive, depth + 1)
+            for key, item in value.items()
+            if isinstance(key, PLAIN)
+        }
     alive.append(value)
     return id(value)
 

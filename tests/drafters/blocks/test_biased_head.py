@@ -34,15 +34,21 @@ def compare_biased(kind: Kind, softcap: float | None) -> None:
     hidden = torch.cat([student, codes], dim=-1)
     tokens = torch.randint(VOCABULARY, (SLOTS,), generator=torch.Generator().manual_seed(3))
     named = Named(tokens, torch.zeros(STEPS, SLOTS, dtype=torch.float64))
-    loss, _ = distillation_loss(hidden, teacher, weights, (own, frozen), Objective(kind, 0.7, tokens=0.2), named=named)
+    loss, _ = distillation_loss(
+        hidden, teacher, weights, (own, frozen), Objective(kind, 0.7, tokens=0.2), named=named
+    )
     q = (frozen.logits(student) + codes @ matrix_of_codes.T).softmax(-1)
     p, picked = frozen.logits(teacher).softmax(-1).detach(), tokens.expand(STEPS, -1)[..., None]
-    expected = (weights * (0.7 * FORMULAS[kind](p, q) - 0.2 * q.gather(-1, picked)[..., 0].log())).sum()
+    expected = (
+        weights * (0.7 * FORMULAS[kind](p, q) - 0.2 * q.gather(-1, picked)[..., 0].log())
+    ).sum()
     close = partial(torch.testing.assert_close, atol=1e-9, rtol=1e-9)
     close(loss, expected)
     close(named.overlaps, overlap(p, q.detach()))
     learned = [student, codes, matrix_of_codes]
-    for found, wanted in zip(torch.autograd.grad(loss, learned), torch.autograd.grad(expected, learned), strict=True):
+    for found, wanted in zip(
+        torch.autograd.grad(loss, learned), torch.autograd.grad(expected, learned), strict=True
+    ):
         close(found, wanted)
 
 
@@ -56,7 +62,9 @@ def test_a_bias_learns_from_probs_and_tokens_at_once(
     compare_biased(kind, softcap)
 
 
-@pytest.mark.parametrize(("module", "name", "fault"), FAULTS[::2], ids=[name for _, name, _ in FAULTS[::2]])
+@pytest.mark.parametrize(
+    ("module", "name", "fault"), FAULTS[::2], ids=[name for _, name, _ in FAULTS[::2]]
+)
 def test_a_fault_in_what_a_bias_learns_is_seen(
     module: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,13 @@ from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import key_value, position_tables, read_rows
 from eagle.target.slots import SlotCache
 
-SIZES = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "head_dim": 8}
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
 KINDS = {
     "qk_norm": (Qwen3Config, Qwen3DecoderLayer),
     "qkv_bias": (Qwen2Config, Qwen2DecoderLayer),
@@ -29,7 +35,9 @@ def make_both(kind: str, seed: int = 0) -> tuple[Any, NormedBlock, Rotary]:
     torch.manual_seed(seed)
     make_config, make_layer = KINDS[kind]
     sizes = {**SIZES, "head_dim": 8 if kind == "qk_norm" else 6}
-    config = make_config(**sizes, num_key_value_heads=2, num_hidden_layers=1, attn_implementation="eager")
+    config = make_config(
+        **sizes, num_key_value_heads=2, num_hidden_layers=1, attn_implementation="eager"
+    )
     layer = make_layer(config, 0).double()
     for part in layer.parameters():
         torch.nn.init.normal_(part, std=0.3)
@@ -63,7 +71,9 @@ def test_blocks_are_those_of_transformers(kind: str, path: str) -> None:
             tables_at = position_tables(rotary, x[0], count)(torch.arange(count))
             inputs = block.inputs(x[0])
             key, value = key_value(block, inputs, tables_at)
-            got = read_rows(block, inputs, tables_at, (key.contiguous(), value.contiguous()), spans)[None]
+            got = read_rows(
+                block, inputs, tables_at, (key.contiguous(), value.contiguous()), spans
+            )[None]
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # their norms compute in fp32
 
 
@@ -72,6 +82,8 @@ def test_a_block_without_its_further_parts_is_another(kind: str) -> None:
     layer, block, rotary = make_both(kind)
     x = torch.randn(1, 5, 24, dtype=torch.float64)
     plain = NormedBlock(head_shape(layer.self_attn.config)).double()
-    plain.load_state_dict({name: part for name, part in block.state_dict().items() if name in plain.state_dict()})
+    plain.load_state_dict(
+        {name: part for name, part in block.state_dict().items() if name in plain.state_dict()}
+    )
     tables = rotary(x, torch.arange(5)[None])
     assert not torch.allclose(plain(x, tables, None, None), block(x, tables, None, None), atol=1e-3)

@@ -20,7 +20,17 @@ from eagle.drafters.blocks.dspark import DSpark
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.several import FirstOf
 from tests.drafters.blocks.test_dspark import frozen_head
-from tests.enumerate_law import Chance, Drawn, Rule, distance, emitted, every_outcome, laws_of, random_logits, texts_of
+from tests.enumerate_law import (
+    Chance,
+    Drawn,
+    Rule,
+    distance,
+    emitted,
+    every_outcome,
+    laws_of,
+    random_logits,
+    texts_of,
+)
 from tests.families import build
 
 VOCAB, ROOT, LEAST = 3, 0, 0.5
@@ -31,9 +41,22 @@ Cut = Callable[[DraftTree], DraftTree]
 def small_head(markov: str = "rnn") -> DSpark:
     """A head of three tokens, whose laws and confidences differ from path to path."""
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=5, head_dim=8, **sizes)
-    small = {"kind": "dspark", "blocks": 1, "slots": 3, "rank": 4, "gru_size": 5, "taps": (1, 2), "markov": markov}
+    small = {
+        "kind": "dspark",
+        "blocks": 1,
+        "slots": 3,
+        "rank": 4,
+        "gru_size": 5,
+        "taps": (1, 2),
+        "markov": markov,
+    }
     torch.manual_seed(8)
     head = DSpark.for_target(settings_of(small, "test"), config)
     for parameter in head.parameters():
@@ -71,7 +94,9 @@ def every_tree(head: DSpark, budget: Budget) -> Iterator[tuple[DraftTree, float]
     """All that the head may draft, with probabilities."""
     features = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(9))
     update = Committed(torch.tensor([1, 2]), features, ROOT)
-    yield from every_outcome(lambda chance: head.begin(Scripted(chance, budget.top_k)).propose(update, budget))
+    yield from every_outcome(
+        lambda chance: head.begin(Scripted(chance, budget.top_k)).propose(update, budget)
+    )
 
 
 def bias_of(rule: Rule, budget: Budget, cut: Cut | None = None) -> tuple[float, set[int]]:
@@ -115,7 +140,9 @@ def rates(tree: DraftTree) -> dict[int, float]:
 def cut_behind(tree: DraftTree, ahead: int) -> DraftTree:
     """The chain up to the first node that is followed by too little confidence, or `ahead` nodes before it."""
     sure = rates(tree)
-    last = next((node for node in range(len(tree)) if node in sure and sure[node] < LEAST), len(tree) - 1)
+    last = next(
+        (node for node in range(len(tree)) if node in sure and sure[node] < LEAST), len(tree) - 1
+    )
     end = max(last - ahead, 0) + 1 if last < len(tree) - 1 else len(tree)
     laws = None if tree.draft_probs is None else tree.draft_probs[:end]
     return DraftTree(tree.tokens[:end], tree.parents[:end], laws)
@@ -124,8 +151,13 @@ def cut_behind(tree: DraftTree, ahead: int) -> DraftTree:
 @pytest.mark.slow
 def test_what_looks_ahead_has_another_law() -> None:
     """The shipped rule is that of the first node behind which confidence lacks; one node earlier is biased."""
-    whole, budget = Budget.fixed(chain_paths(3), "sampled"), Budget.fixed(chain_paths(3), "sampled", LEAST)
-    for (tree, _), (short, _) in zip(every_tree(small_head(), whole), every_tree(small_head(), budget), strict=True):
+    whole, budget = (
+        Budget.fixed(chain_paths(3), "sampled"),
+        Budget.fixed(chain_paths(3), "sampled", LEAST),
+    )
+    for (tree, _), (short, _) in zip(
+        every_tree(small_head(), whole), every_tree(small_head(), budget), strict=True
+    ):
         assert cut_behind(tree, 0).tokens.tolist() == short.tokens.tolist()
     assert bias_of(sample_tree, whole, lambda tree: cut_behind(tree, 0))[0] < 1e-6
     assert bias_of(sample_tree, whole, lambda tree: cut_behind(tree, 1))[0] > 1e-3
@@ -144,7 +176,9 @@ def test_no_node_goes_on_without_confidence() -> None:
         for node, text in list(enumerate(texts_of(whole)))[1:]:
             allowed[text] = allowed[text[:-1]] and sure[int(whole.parents[node])] >= LEAST
         assert 1 < len(short) < len(whole)
-        assert [text for text in texts_of(whole) if allowed[text]] == [t for t in texts_of(short) if t in allowed]
+        assert [text for text in texts_of(whole) if allowed[text]] == [
+            t for t in texts_of(short) if t in allowed
+        ]
         assert len(head.begin().propose(update, replace(shape, confidence=1.0))) == 1
 
 
@@ -153,13 +187,22 @@ def test_a_text_is_written_the_same_with_any_confidence() -> None:
     """In batches, and behind a drafter that is asked first."""
     target, prompts = Target(build("llama")), [[5, 6, 7, 5, 6], [9, 8, 7]]
     torch.manual_seed(0)
-    head = DSpark.for_target(settings_of({"kind": "dspark", "blocks": 1}, "test"), target.config).bind(target.head)
+    head = DSpark.for_target(
+        settings_of({"kind": "dspark", "blocks": 1}, "test"), target.config
+    ).bind(target.head)
     torch.nn.init.normal_(head.confidence_head.proj.weight)
     for sampling in (Sampling(seed=3), Sampling(temperature=1.0, seed=3)):
         for draft in (head, FirstOf([NgramDrafter(), head])):
-            options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 12, "stop": [], "batch_size": 2}
+            options: dict[str, Any] = {
+                "sampling": sampling,
+                "max_new_tokens": 12,
+                "stop": [],
+                "batch_size": 2,
+            }
             budgets = [Budget(8, 4, 3, confidence=least) for least in (None, 0.5, 0.9)]
-            traces = [generate(target, draft, prompts, budget=budget, **options) for budget in budgets]
+            traces = [
+                generate(target, draft, prompts, budget=budget, **options) for budget in budgets
+            ]
             written = [[trace.tokens for trace in both] for both in traces]
             assert written[0] == written[1] == written[2]
 
@@ -167,6 +210,12 @@ def test_a_text_is_written_the_same_with_any_confidence() -> None:
 def test_a_drafter_without_confidence_says_so() -> None:
     """It is asked, not its type; a probability is expected."""
     with pytest.raises(ValueError, match=r"confidence is 0\.5, and NgramDrafter cannot tell"):
-        generate(Target(build("llama")), NgramDrafter(), [5, 6, 5], budget=Budget(confidence=0.5), max_new_tokens=4)
+        generate(
+            Target(build("llama")),
+            NgramDrafter(),
+            [5, 6, 5],
+            budget=Budget(confidence=0.5),
+            max_new_tokens=4,
+        )
     with pytest.raises(ValueError, match="expected a probability"):
         Budget(confidence=2)

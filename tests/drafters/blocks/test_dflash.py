@@ -20,7 +20,18 @@ from eagle.drafters.blocks.anchors import Anchors
 from eagle.drafters.blocks.dflash import DFlash
 from eagle.drafters.parts.objectives import Kind
 from tests.naive_blocks import anchors_of, naive_loss
-from tests.unrolled_heads import LONG, SHAPE, SPANS, TAPS, Weights, apart, computed, frozen_head, moved, texts_of
+from tests.unrolled_heads import (
+    LONG,
+    SHAPE,
+    SPANS,
+    TAPS,
+    Weights,
+    apart,
+    computed,
+    frozen_head,
+    moved,
+    texts_of,
+)
 
 FP64 = torch.float64
 JETSPEC = {"causal": True, "decay": None}
@@ -46,16 +57,27 @@ def new_head(shape: LlamaConfig = SHAPE, **settings: Any) -> Any:
     head = moved(DFlash.for_target(DFlash.Settings(**values), shape)).to(FP64).train()
     with torch.no_grad():
         for weight in head.parameters():
-            weight *= 1 + 3 * (weight.ndim > 1)  # blocks that differ in more than the mask's embedding
+            weight *= 1 + 3 * (
+                weight.ndim > 1
+            )  # blocks that differ in more than the mask's embedding
     return head
 
 
-def naive(head: Any, texts: list[Example], frozen: TargetHead, chosen: Callable[..., bool] | None = None) -> Weights:
+def naive(
+    head: Any, texts: list[Example], frozen: TargetHead, chosen: Callable[..., bool] | None = None
+) -> Weights:
     """Loss and gradients by a loop over single blocks; of those anchors alone that are chosen."""
-    weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in head.state_dict().items()}
-    anchors = [anchor for anchor in anchors_of(texts, head.levels) if chosen is None or chosen(anchor)]
+    weights = {
+        name: tensor.detach().clone().requires_grad_() for name, tensor in head.state_dict().items()
+    }
+    anchors = [
+        anchor for anchor in anchors_of(texts, head.levels) if chosen is None or chosen(anchor)
+    ]
     loss = naive_loss(head, weights, anchors, frozen)
-    return {"total": loss.detach(), **dict(zip(weights, torch.autograd.grad(loss, [*weights.values()]), strict=True))}
+    return {
+        "total": loss.detach(),
+        **dict(zip(weights, torch.autograd.grad(loss, [*weights.values()]), strict=True)),
+    }
 
 
 def difference(head: Any, spans: dict[int, list[tuple[int, int]]]) -> float:
@@ -77,7 +99,11 @@ def test_loss_and_gradients_are_those_of_single_blocks(settings: dict[str, Any])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (number > 3)) for number, name in enumerate(VARIANTS)]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (number > 3))
+        for number, name in enumerate(VARIANTS)
+    ],
 )
 def test_long_texts_too(name: str) -> None:
     """Attention reads them in several pieces."""
@@ -127,8 +153,12 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("home", "name", "fault"), FAULTS, ids=[fault.__name__ for _, _, fault in FAULTS])
-def test_another_loss_is_seen(home: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("home", "name", "fault"), FAULTS, ids=[fault.__name__ for _, _, fault in FAULTS]
+)
+def test_another_loss_is_seen(
+    home: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted faults are far from the loop."""
     monkeypatch.setattr(home, name, fault)
     assert difference(new_head(blocks=1), {12: [(3, 5), (8, 12)], 6: [(2, 6)]}) > 1e-4
@@ -139,7 +169,10 @@ def test_another_loss_is_seen(home: Any, name: str, fault: Any, monkeypatch: pyt
 
 def read_by(head: Any, slot: int = 6) -> list[tuple[set[int], set[int]]]:
     """Of each level at one slot: the places of tokens and those of features whose change alters its state."""
-    batch, frozen = collate(texts_of({5: [(2, 5)], 14: [(2, 14)], 6: [(2, 6)]}, FP64), TAPS), frozen_head(FP64)
+    batch, frozen = (
+        collate(texts_of({5: [(2, 5)], 14: [(2, 14)], 6: [(2, 6)]}, FP64), TAPS),
+        frozen_head(FP64),
+    )
     row = 3 + slot  # behind the slots of the first text
 
     def states(batch: Batch) -> list[Tensor]:
@@ -151,7 +184,9 @@ def read_by(head: Any, slot: int = 6) -> list[tuple[set[int], set[int]]]:
         tokens, features = batch.tokens.clone(), batch.features.clone()
         tokens[place] = (tokens[place] + 1) % SHAPE.vocab_size
         features[place] += 1
-        for kind, changed in enumerate((replace(batch, tokens=tokens), replace(batch, features=features))):
+        for kind, changed in enumerate(
+            (replace(batch, tokens=tokens), replace(batch, features=features))
+        ):
             for level, (old, new) in enumerate(zip(before, states(changed), strict=True)):
                 if not torch.equal(old, new):
                     known[level][kind].add(place - 5)
@@ -164,8 +199,12 @@ def test_a_block_reads_its_root_and_the_text_before(settings: dict[str, Any]) ->
     assert read_by(new_head(**settings)) == [({7}, set(range(7)))] * 3
 
 
-@pytest.mark.parametrize(("home", "name", "fault"), FAULTS[:4], ids=[fault.__name__ for _, _, fault in FAULTS[:4]])
-def test_another_sight_is_seen(home: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("home", "name", "fault"), FAULTS[:4], ids=[fault.__name__ for _, _, fault in FAULTS[:4]]
+)
+def test_another_sight_is_seen(
+    home: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted faults: the future, the text before, and the answer are read."""
     monkeypatch.setattr(home, name, fault)
     right = [({7}, set(range(7)))] * 3
@@ -191,7 +230,9 @@ def test_so_many_anchors_are_drawn_of_each_text() -> None:
         for marked in [mask.nonzero()]
         for _ in marked
     ]
-    assert (counts[batch.loss_mask] - torch.tensor(expected)).abs().max() < 28 and not counts[~batch.loss_mask].any()
+    assert (counts[batch.loss_mask] - torch.tensor(expected)).abs().max() < 28 and not counts[
+        ~batch.loss_mask
+    ].any()
 
 
 def test_drawn_anchors_alone_count() -> None:
@@ -206,9 +247,16 @@ def test_drawn_anchors_alone_count() -> None:
     roots = {(number, place + 1 - 17 * number) for place in places for number in (place >= 17,)}
     ours = computed(head, batch, frozen)
     assert (
-        apart(head, ours, naive(head, texts, frozen, lambda anchor: (anchor[0] is texts[1], anchor[1]) in roots)) < 1e-6
+        apart(
+            head,
+            ours,
+            naive(head, texts, frozen, lambda anchor: (anchor[0] is texts[1], anchor[1]) in roots),
+        )
+        < 1e-6
     )
-    assert not computed(head, replace(batch, seeds=(7, 8)), frozen)["total"].isclose(ours["total"], rtol=1e-3)
+    assert not computed(head, replace(batch, seeds=(7, 8)), frozen)["total"].isclose(
+        ours["total"], rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss": "tv", "d_pace": True}])

@@ -28,15 +28,30 @@ from tests.unrolled_heads import SHAPE, TAPS, frozen_head, texts_of
 
 def check_states(head: Any) -> int:
     """Of texts written side by side in ragged updates: what a draft reads is what training makes there."""
-    batch, frozen = collate(texts_of({31: [(2, 31)], 14: [(2, 14)], 23: [(2, 23)]}, FP64), TAPS), frozen_head(FP64)
+    batch, frozen = (
+        collate(texts_of({31: [(2, 31)], 14: [(2, 14)], 23: [(2, 23)]}, FP64), TAPS),
+        frozen_head(FP64),
+    )
     state, compared = head.bind(frozen).open(), 0
-    texts = dict(enumerate(zip(batch.tokens.split(batch.lengths), batch.features.split(batch.lengths), strict=True)))
+    texts = dict(
+        enumerate(
+            zip(batch.tokens.split(batch.lengths), batch.features.split(batch.lengths), strict=True)
+        )
+    )
     with torch.no_grad():
-        trained = torch.stack([states for states, _ in head.draft_levels(batch, frozen, head.levels)], dim=1)
+        trained = torch.stack(
+            [states for states, _ in head.draft_levels(batch, frozen, head.levels)], dim=1
+        )
     rows = dict(enumerate(trained.split([length - 2 for length in batch.lengths])))
     for row in texts:
         state.admit(row)
-    for cycle in [{0: (0, 1)}, {2: (0, 9), 0: (1, 4)}, {1: (0, 2)}, {0: (4, 5), 1: (2, 9), 2: (9, 20)}, {1: (9, 12)}]:
+    for cycle in [
+        {0: (0, 1)},
+        {2: (0, 9), 0: (1, 4)},
+        {1: (0, 2)},
+        {0: (4, 5), 1: (2, 9), 2: (9, 20)},
+        {1: (9, 12)},
+    ]:
         updates = {
             row: Committed(tokens[start:end], features[start:end, :-1], int(tokens[end]))
             for row, (start, end) in cycle.items()
@@ -60,7 +75,9 @@ def test_a_draft_reads_what_training_makes(name: str) -> None:
 
 def shift_block(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
     """Blocks that stand one place further."""
-    return positions([start + (len(set(counts)) == 1 and counts[0] == 4) for start in starts], counts, device)
+    return positions(
+        [start + (len(set(counts)) == 1 and counts[0] == 4) for start in starts], counts, device
+    )
 
 
 def show_all(committed: Tensor, seen: Tensor, groups: int) -> Tensor:
@@ -73,7 +90,11 @@ def inject_twice(self: Any, slots: Any, features: Any) -> None:
     inject(self, slots, [part.roll(1, 0) for part in features])
 
 
-positions, mask, inject = injected_state.slot_positions, injected_state.level_mask, InjectedState.inject
+positions, mask, inject = (
+    injected_state.slot_positions,
+    injected_state.level_mask,
+    InjectedState.inject,
+)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +105,18 @@ positions, mask, inject = injected_state.slot_positions, injected_state.level_ma
         (InjectedState, "inject", inject_twice),
     ],
 )
-def test_another_draft_is_seen(home: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_draft_is_seen(
+    home: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted faults: blocks that stand elsewhere, columns behind a text, and keys in other places."""
     monkeypatch.setattr(home, name, fault)
     with pytest.raises(AssertionError, match="not close"):
         check_states(new_head())
 
 
-def test_validation_counts_what_drafting_at_every_slot_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_counts_what_drafting_at_every_slot_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Texts that mostly say what the target would, and few words to choose from; trees deeper than a block too.
 
     Planted fault: blocks that are their neighbours'.
@@ -99,14 +124,19 @@ def test_validation_counts_what_drafting_at_every_slot_counts(monkeypatch: pytes
     torch.manual_seed(1)
     parts = nn.Embedding(3, 48).double(), nn.Linear(48, 3, bias=False).double()
     frozen = TargetHead(*(part.requires_grad_(False) for part in parts))
-    head = new_head(LlamaConfig(**{**SHAPE.to_dict(), "vocab_size": 3}), taps=(-1,), slots=5).bind(frozen)
+    head = new_head(LlamaConfig(**{**SHAPE.to_dict(), "vocab_size": 3}), taps=(-1,), slots=5).bind(
+        frozen
+    )
     mask = torch.zeros(38, dtype=torch.bool)
     mask[2:15] = mask[17:26] = mask[28:38] = True
     features = torch.randn(38, 1, 48, dtype=FP64)
     tokens = frozen.logits(features[:, 0]).argmax(-1).roll(1)
     tokens[::11] = 0
     batch = Batch(tokens, mask, features, (26, 12), (-1,), (0, 1))
-    trees = {"chain": chain_paths(5), "tree": tuple(path for n in range(1, 5) for path in product((0, 1), repeat=n))}
+    trees = {
+        "chain": chain_paths(5),
+        "tree": tuple(path for n in range(1, 5) for path in product((0, 1), repeat=n)),
+    }
     target: Any = SimpleNamespace(head=frozen)
     expected = {
         f"{name}/{kind}": counts
@@ -132,7 +162,11 @@ def heap_paths(log_probs: Tensor, nodes: int, width: int) -> list[tuple[float, t
         level, rank = len(ranks) - 1, ranks[-1]
         if rank + 1 < width:
             heapq.heappush(
-                heap, (cost + (values[level, rank] - values[level, rank + 1]).item(), (*ranks[:-1], rank + 1))
+                heap,
+                (
+                    cost + (values[level, rank] - values[level, rank + 1]).item(),
+                    (*ranks[:-1], rank + 1),
+                ),
             )
         if len(ranks) < len(values):
             heapq.heappush(heap, (cost - values[level + 1, 0].item(), (*ranks, 0)))
@@ -146,7 +180,8 @@ def test_trees_are_jetspecs_heap(nodes: int) -> None:
     (text,) = texts_of({30: []}, FP64)
     assert text.features is not None
     tree = head.begin().propose(
-        Committed(text.tokens[:9], text.features[:9, :-1], 7), Budget(nodes, 6, nodes, sharpness=1.0)
+        Committed(text.tokens[:9], text.features[:9, :-1], 7),
+        Budget(nodes, 6, nodes, sharpness=1.0),
     )
     states = level_states(head, head.state_dict(), text.features[:9, :-1], torch.tensor(7), frozen)
     expected = heap_paths(frozen.logits(states).log_softmax(-1), nodes, nodes)
@@ -178,16 +213,22 @@ def test_a_draft_is_priced_by_its_rows() -> None:
 
 
 @pytest.mark.parametrize("slots", [1 + 6, 2])
-def test_a_level_that_reads_tokens_is_priced_without_blocks(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_that_reads_tokens_is_priced_without_blocks(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bias for each of its nodes; the first forward has the block."""
     torch.manual_seed(2)
-    settings: Any = settings_of({"kind": "dspark", "slots": slots, "taps": TAPS[:-1], "blocks": 1}, "test")
+    settings: Any = settings_of(
+        {"kind": "dspark", "slots": slots, "taps": TAPS[:-1], "blocks": 1}, "test"
+    )
     head: Any = DRAFTERS["dspark"].for_target(settings, SHAPE, frozen_head(torch.float32))  # type: ignore[attr-defined]
     head.bind(frozen_head(torch.float32))
     assert head.forwards(Budget.fixed(chain_paths(4))) == (1,) * min(3, slots - 1)
     blocks: list[int] = []
     read = InjectedState.read_blocks
-    monkeypatch.setattr(InjectedState, "read_blocks", lambda *given: (blocks.append(1), read(*given))[1])
+    monkeypatch.setattr(
+        InjectedState, "read_blocks", lambda *given: (blocks.append(1), read(*given))[1]
+    )
     run = head.probe(12, 5, 5)
     assert [run().shape for _ in range(2)] == [(1, 5, SHAPE.vocab_size)] * 2 and not blocks
     head.probe(12, slots + 3, 1)()

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+)
 
 from eagle import Budget, Target, generate
 from eagle.drafters.blocks.dflash import DFlash
@@ -64,7 +69,11 @@ def assistant() -> Any:
     draft = MuseGlimmerAssistantModel(config).double().eval()
     with torch.no_grad():
         for weight in draft.parameters():
-            weight.copy_(torch.randn_like(weight) * weight.shape[-1] ** -0.5 if weight.ndim > 1 else weight + 0.3)
+            weight.copy_(
+                torch.randn_like(weight) * weight.shape[-1] ** -0.5
+                if weight.ndim > 1
+                else weight + 0.3
+            )
     return draft
 
 
@@ -85,7 +94,11 @@ def watch(model: nn.Module) -> Iterator[Cycles]:
 def head_like(assistant: Any, target: Target) -> Any:
     """Our head with the draft model's weights."""
     settings = DFlash.Settings(
-        taps=tuple(layer + 1 for layer in LAYERS), blocks=2, slots=SLOTS, mask_token=5, intermediate_size=None
+        taps=tuple(layer + 1 for layer in LAYERS),
+        blocks=2,
+        slots=SLOTS,
+        mask_token=5,
+        intermediate_size=None,
     )
     head = DFlash.for_target(settings, target.config, target.head).double()
     renamed = {}
@@ -120,7 +133,9 @@ def test_drafts_are_those_of_transformers(seed: int, model: Any, assistant: Any)
     answer, theirs = own_cycles(model, assistant, prompt, 40)
     target = Target(model)
     drafter = Heard(head_like(assistant, target))
-    trace = generate(target, drafter, prompt, max_new_tokens=40 + SLOTS, budget=Budget(SLOTS - 1, SLOTS - 1, 1))
+    trace = generate(
+        target, drafter, prompt, max_new_tokens=40 + SLOTS, budget=Budget(SLOTS - 1, SLOTS - 1, 1)
+    )
     ours = [tree.tokens.tolist() for tree in drafter.trees][: len(theirs)]
     assert trace.tokens[: len(answer)] == answer
     assert ours == theirs

@@ -28,16 +28,25 @@ def frozen_head() -> TargetHead:
     """An embedding and an LM head in fp64."""
     torch.manual_seed(5)
     embedding, output = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-    return TargetHead(embedding.double().requires_grad_(False), output.double().requires_grad_(False))
+    return TargetHead(
+        embedding.double().requires_grad_(False), output.double().requires_grad_(False)
+    )
 
 
 def new_head(**settings: Any) -> DSpark:
     """A small head in fp64, whose weights are all far from zero."""
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=5, head_dim=8, **sizes)
     small = {"blocks": 2, "slots": 4, "rank": 6, "gru_size": 5, "taps": TAPS}
     torch.manual_seed(6)
-    head = DSpark.for_target(settings_of({"kind": "dspark", **small, **settings}, "test"), config).double()
+    head = DSpark.for_target(
+        settings_of({"kind": "dspark", **small, **settings}, "test"), config
+    ).double()
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=0.4)
     return head
@@ -59,7 +68,9 @@ def apart(head: DSpark) -> float:
     for loss in (head(batch, frozen)["total"], naive_loss(head, batch, frozen)):
         head.zero_grad()
         loss.backward()
-        gradients = [torch.zeros(()) if p.grad is None else p.grad.clone() for p in head.parameters()]
+        gradients = [
+            torch.zeros(()) if p.grad is None else p.grad.clone() for p in head.parameters()
+        ]
         found.append([loss.detach(), *gradients])
     return max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
 
@@ -69,7 +80,9 @@ def apart(head: DSpark) -> float:
 def test_the_loss_is_that_of_one_anchor_after_the_other(markov: str) -> None:
     """And its gradients at every weight, whatever is switched on."""
     for confidence, shifted, causal in product((False, True), repeat=3):
-        head = new_head(markov=markov, confidence=confidence, sample_from_anchor=shifted, causal=causal)
+        head = new_head(
+            markov=markov, confidence=confidence, sample_from_anchor=shifted, causal=causal
+        )
         assert apart(head) < 1e-8
 
 
@@ -99,7 +112,9 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "all that is supervised counts": (
         Anchors,
         "drawn",
-        lambda *given: replace(honest_draw(*given), reached=torch.ones_like(honest_draw(*given).reached)),
+        lambda *given: replace(
+            honest_draw(*given), reached=torch.ones_like(honest_draw(*given).reached)
+        ),
     ),
     "memory forgets": (
         dspark.RecurrentBias,

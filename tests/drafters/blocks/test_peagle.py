@@ -23,7 +23,16 @@ from eagle.drafters.blocks import peagle
 from eagle.drafters.blocks.peagle import MaskedState, MaskRows, Peagle, draw_masks
 from eagle.drafters.parts import spans
 from tests import naive_masks
-from tests.unrolled_heads import SHAPE, TAPS, apart, computed, draft_vocab, frozen_head, moved, texts_of
+from tests.unrolled_heads import (
+    SHAPE,
+    TAPS,
+    apart,
+    computed,
+    draft_vocab,
+    frozen_head,
+    moved,
+    texts_of,
+)
 
 V = SHAPE.vocab_size
 SPANS = {13: [(3, 5), (6, 7), (8, 13)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 7: [(3, 7)]}
@@ -34,7 +43,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all rows alike": {"blocks": 1, "keep": 1.0, "depths": 4, "divisor": "reached"},
     "each level by its own": {"blocks": 1, "keep": 1.0, "depths": 4, "divisor": "levels"},
     "by slots": {"blocks": 1, "keep": 1.0, "depths": 4, "divisor": "slots"},
-    "four blocks": {"norm_before_residual": True, "loss": "acceptance", "fc_norm": True, "mask_token": 5},
+    "four blocks": {
+        "norm_before_residual": True,
+        "loss": "acceptance",
+        "fc_norm": True,
+        "mask_token": 5,
+    },
 }
 
 
@@ -44,7 +58,9 @@ def new_head(folder: Path, name: str = "two blocks", **changes: Any) -> Any:
     if values.get("draft_vocab"):
         values["draft_vocab"] = str(draft_vocab(folder / "draft_vocab.safetensors", V, 70))
     torch.manual_seed(2)
-    head = moved(Peagle.for_target(Peagle.Settings(**values), SHAPE, frozen_head(torch.float32))).double()
+    head = moved(
+        Peagle.for_target(Peagle.Settings(**values), SHAPE, frozen_head(torch.float32))
+    ).double()
     with torch.no_grad():
         for layer in head.layers:
             for weight in layer.self_attn.parameters():
@@ -56,15 +72,26 @@ def batch_of(spans: dict[int, list[tuple[int, int]]], seed: int = 0) -> tuple[li
     """Texts as a batch has them, each cut behind its last supervised token, and the batch."""
     texts = texts_of(spans, torch.float64)
     batch = collate(texts, TAPS, range(seed, seed + len(texts)))
-    parts = zip(*(part.split(batch.lengths) for part in (batch.tokens, batch.loss_mask, batch.features)), strict=True)
+    parts = zip(
+        *(part.split(batch.lengths) for part in (batch.tokens, batch.loss_mask, batch.features)),
+        strict=True,
+    )
     return [Example(*part) for part in parts], batch
 
 
 def difference(head: Any, spans: dict[int, list[tuple[int, int]]], seed: int = 0) -> float:
     """Of training's loss and gradients from those of single anchors."""
-    (texts, batch), frozen, settings = batch_of(spans, seed), frozen_head(torch.float64), head.settings
+    (texts, batch), frozen, settings = (
+        batch_of(spans, seed),
+        frozen_head(torch.float64),
+        head.settings,
+    )
     weights = {name: tensor.detach().clone() for name, tensor in head.state_dict().items()}
-    learned = {name: tensor.requires_grad_() for name, tensor in weights.items() if tensor.is_floating_point()}
+    learned = {
+        name: tensor.requires_grad_()
+        for name, tensor in weights.items()
+        if tensor.is_floating_point()
+    }
     counts = draw_masks(batch, settings.depths - 1, settings.keep, settings.keep_least)
     loss = naive_masks.loss(weights, settings, head.shape, texts, frozen, counts)
     gradients = torch.autograd.grad(loss, list(learned.values()))
@@ -137,7 +164,9 @@ def check_sight(head: Any) -> None:
             features[slot] += 1
             after = head.level_states(replace(batch, tokens=tokens, features=features), frozen, 3)
             for old, new in zip(before, after, strict=True):
-                expected = [slot <= other and (slot < length) == (other < length) for other in slots]
+                expected = [
+                    slot <= other and (slot < length) == (other < length) for other in slots
+                ]
                 assert (old != new).any(-1).tolist() == expected, slot
 
 
@@ -172,12 +201,20 @@ def test_validation_reads_what_single_anchors_read(tmp_path: Path) -> None:
         levels = [logits(state) for state, logits in head.draft_levels(batch, frozen, 9)]
         expected = [
             naive_masks.anchor_logits(
-                weights, head.settings, head.shape, (text.tokens, text.features[:, :-1]), frozen, anchor, 3
+                weights,
+                head.settings,
+                head.shape,
+                (text.tokens, text.features[:, :-1]),
+                frozen,
+                anchor,
+                3,
             )
             for text in texts
             for anchor in text.loss_mask[2:].nonzero()[:, 0].tolist()
         ]
-    torch.testing.assert_close(torch.stack(levels, dim=1), torch.stack(expected), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.stack(levels, dim=1), torch.stack(expected), rtol=0, atol=1e-10
+    )
 
 
 # -- which masks are trained ------------------------------------------------------------------------------------------
@@ -192,12 +229,19 @@ def test_masks_are_drawn_as_defined() -> None:
         assert not found[~supervised].any()
         for depth in range(1, 8):
             before = (found >= depth - 1) & supervised
-            inside = [bool(supervised[slot : slot + depth + 1].sum() == depth + 1) for slot in range(len(found))]
+            inside = [
+                bool(supervised[slot : slot + depth + 1].sum() == depth + 1)
+                for slot in range(len(found))
+            ]
             candidates = before & torch.tensor(inside)
             drawn = found >= depth
             assert not drawn[~candidates].any()
-            assert int(drawn.sum()) == min(int(candidates.sum()), int((slots - depth) * max(0.7**depth, 0.2)))
-    assert [part.tolist() for part in counts] == [part.tolist() for part in draw_masks(batch, 7, 0.7, 0.2)]
+            assert int(drawn.sum()) == min(
+                int(candidates.sum()), int((slots - depth) * max(0.7**depth, 0.2))
+            )
+    assert [part.tolist() for part in counts] == [
+        part.tolist() for part in draw_masks(batch, 7, 0.7, 0.2)
+    ]
     other = draw_masks(replace(batch, seeds=(7, 8)), 7, 0.7, 0.2)
     assert not counts[0].equal(other[0])
 
@@ -215,7 +259,18 @@ def test_every_slot_is_drawn_alike() -> None:
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
 
-TREE = ((0,), (2,), (0, 1), (0, 0), (2, 0), (0, 1, 1), (0, 0, 0), (2, 0, 2), (0, 1, 1, 0), (0, 1, 1, 0, 1))
+TREE = (
+    (0,),
+    (2,),
+    (0, 1),
+    (0, 0),
+    (2, 0),
+    (0, 1, 1),
+    (0, 0, 0),
+    (2, 0, 2),
+    (0, 1, 1, 0),
+    (0, 1, 1, 0, 1),
+)
 
 
 def check_drafts(head: Any) -> int:
@@ -225,11 +280,19 @@ def check_drafts(head: Any) -> int:
     tokens, taps, text = texts.tokens, texts.features[:, :-1], head.bind(frozen).begin()
     weights, ids = head.state_dict(), naive_masks.sayable_ids(head.state_dict(), V)
     for start, end in pairwise([0, 1, 2, 9, 10, 13, 14, 29]):
-        tree = text.propose(Committed(tokens[start:end], taps[start:end], int(tokens[end])), Budget.fixed(TREE))
+        tree = text.propose(
+            Committed(tokens[start:end], taps[start:end], int(tokens[end])), Budget.fixed(TREE)
+        )
         with torch.no_grad():
-            logits = naive_masks.anchor_logits(weights, head.settings, head.shape, (tokens, taps), frozen, end - 1, 3)
+            logits = naive_masks.anchor_logits(
+                weights, head.settings, head.shape, (tokens, taps), frozen, end - 1, 3
+            )
         ranked = ids[logits.argsort(descending=True)]
-        wanted = [[int(ranked[level, rank]) for level, rank in enumerate(path)] for path in TREE if len(path) <= 4]
+        wanted = [
+            [int(ranked[level, rank]) for level, rank in enumerate(path)]
+            for path in TREE
+            if len(path) <= 4
+        ]
         paths: list[list[int]] = []
         for node, parent in enumerate(tree.parents.tolist()):
             paths.append([] if parent < 0 else [*paths[parent], int(tree.tokens[node])])
@@ -274,7 +337,10 @@ def test_a_draft_is_one_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     text, features = head.begin(), torch.zeros(5, 3, SHAPE.hidden_size, dtype=torch.float64)
     for accepted, depth in ((4, 2), (0, 3), (2, 9), (3, 0)):
         budget = Budget.fixed(chain_paths(depth))
-        text.propose(Committed(torch.ones(accepted + 1, dtype=torch.long), features[: accepted + 1], 1), budget)
+        text.propose(
+            Committed(torch.ones(accepted + 1, dtype=torch.long), features[: accepted + 1], 1),
+            budget,
+        )
         assert rows.pop() == head.unread(accepted, depth) and not rows
         assert head.forwards(budget) == ()
 

@@ -18,11 +18,22 @@ from eagle.core.examples import collate
 from eagle.drafters import settings_of
 from eagle.drafters.levels.blockwise import Blockwise
 from tests import single_slots
-from tests.single_slots import LEVELS, best_paths, distance_from_loop, drafted_paths, knowledge, small_target
+from tests.single_slots import (
+    LEVELS,
+    best_paths,
+    distance_from_loop,
+    drafted_paths,
+    knowledge,
+    small_target,
+)
 from tests.trained import equal, prepared, rows, run
 from tests.unrolled_heads import SHAPE, SPANS, TAPS, Weights, computed, frozen_head, texts_of
 
-VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "narrow": {"inner_dim": 7}, "tokens": {"loss": "tokens"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "narrow": {"inner_dim": 7},
+    "tokens": {"loss": "tokens"},
+}
 
 
 def new_head(shape: Any = SHAPE, **settings: Any) -> Blockwise:
@@ -31,19 +42,25 @@ def new_head(shape: Any = SHAPE, **settings: Any) -> Blockwise:
     return head
 
 
-def levels_of(weights: Weights, settings: Any, state: Tensor, tokens: Sequence[int]) -> Iterator[Tensor]:
+def levels_of(
+    weights: Weights, settings: Any, state: Tensor, tokens: Sequence[int]
+) -> Iterator[Tensor]:
     """[V], the logits of one level after the other: H rows of the second matrix each, and the hidden units of all."""
     hidden = (weights["up.weight"] @ state + weights["up.bias"]).clamp(min=0)
     for level in range(settings.levels):
         rows = range(level * len(state), (level + 1) * len(state))
-        changed = torch.stack([weights["down.weight"][row] @ hidden + weights["down.bias"][row] for row in rows])
+        changed = torch.stack(
+            [weights["down.weight"][row] @ hidden + weights["down.bias"][row] for row in rows]
+        )
         yield weights["frozen"] @ (state + changed)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradients_are_those_of_single_slots(variant: str) -> None:
     """In fp64, of answers of many tokens, of one, at a text's end, and of none."""
-    assert distance_from_loop(levels_of, new_head(**VARIANTS[variant])) < 1e-6  # what each slot counts is told in fp32
+    assert (
+        distance_from_loop(levels_of, new_head(**VARIANTS[variant])) < 1e-6
+    )  # what each slot counts is told in fp32
 
 
 def other_states(head: Blockwise, change: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -54,12 +71,18 @@ def other_states(head: Blockwise, change: Callable[[Tensor, Tensor], Tensor]) ->
 
 
 FAULTS: dict[str, Callable[[Blockwise], None]] = {
-    "the next slot's state": lambda head: other_states(head, lambda state, levels: levels.roll(-1, 0)),
-    "the next level": lambda head: other_states(head, lambda state, levels: levels.roll(-SHAPE.hidden_size, -1)),
+    "the next slot's state": lambda head: other_states(
+        head, lambda state, levels: levels.roll(-1, 0)
+    ),
+    "the next level": lambda head: other_states(
+        head, lambda state, levels: levels.roll(-SHAPE.hidden_size, -1)
+    ),
     "level beside level": lambda head: other_states(
         head, lambda state, levels: levels.unflatten(-1, (-1, LEVELS)).transpose(-1, -2).flatten(-2)
     ),
-    "no state beside": lambda head: other_states(head, lambda state, levels: levels - state.repeat(1, LEVELS)),
+    "no state beside": lambda head: other_states(
+        head, lambda state, levels: levels - state.repeat(1, LEVELS)
+    ),
 }
 
 
@@ -93,7 +116,10 @@ def drawn_losses(seeds: int) -> dict[int, list[dict[str, Tensor]]]:
         torch.manual_seed(seed)
         step = computed(head, batch, frozen)
         (level,) = (level for level in range(LEVELS) if terms[f"draft_probs/{level}"] > 0)
-        assert terms["total"] == step["total"] == terms[f"draft_probs/{level}"] and len(terms) == 1 + LEVELS
+        assert (
+            terms["total"] == step["total"] == terms[f"draft_probs/{level}"]
+            and len(terms) == 1 + LEVELS
+        )
         losses.setdefault(level, []).append(step)
     return losses
 
@@ -101,7 +127,9 @@ def drawn_losses(seeds: int) -> dict[int, list[dict[str, Tensor]]]:
 def test_a_drawn_level_is_all_levels_in_expectation() -> None:
     """The mean over the levels of what a step computes; the seed of a step says which it is, each as often."""
     losses = drawn_losses(60)
-    assert set(losses) == set(range(LEVELS)) and all(10 < len(steps) < 30 for steps in losses.values())
+    assert set(losses) == set(range(LEVELS)) and all(
+        10 < len(steps) < 30 for steps in losses.values()
+    )
     for steps in losses.values():
         assert all(torch.equal(step[name], steps[0][name]) for step in steps for name in step)
     batch, frozen = collate(texts_of(SPANS, torch.float64), TAPS), frozen_head(torch.float64)
@@ -115,7 +143,9 @@ def test_a_head_that_is_not_trained_draws_nothing() -> None:
     """Its loss is that of all levels, whatever the seed."""
     batch, frozen = collate(texts_of(SPANS, torch.float64), TAPS), frozen_head(torch.float64)
     drawn, whole = (new_head(drawn=drawn).eval()(batch, frozen) for drawn in (True, False))
-    assert drawn.keys() == whole.keys() and all(torch.equal(drawn[name], whole[name]) for name in whole)
+    assert drawn.keys() == whole.keys() and all(
+        torch.equal(drawn[name], whole[name]) for name in whole
+    )
 
 
 def test_all_levels_say_at_first_what_the_target_says_next() -> None:
@@ -142,7 +172,11 @@ def test_trees_hold_the_likeliest_products_of_probs() -> None:
 def test_one_forward_of_the_target_verifies_a_draft_and_yields_the_next() -> None:
     """Beside that of the prompt there is one for each cycle, however many levels are drafted and accepted."""
     torch.manual_seed(0)
-    target = Target(LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "vocab_size": 4, "num_hidden_layers": 2})))
+    target = Target(
+        LlamaForCausalLM(
+            LlamaConfig(**{**SHAPE.to_dict(), "vocab_size": 4, "num_hidden_layers": 2})
+        )
+    )
     settings = settings_of({"kind": "blockwise"}, "test")
     head: Any = Blockwise.for_target(settings, target.config).bind(target.head)
     options: dict[str, Any] = {"budget": Budget(8, 4, 3), "max_new_tokens": 24, "stop": []}
@@ -159,14 +193,22 @@ def test_all_levels_are_timed_at_once() -> None:
     """A probe computes all that a draft needs, as no level waits for the tokens of another."""
     head = new_head().bind(frozen_head(torch.float64))
     assert head.forwards(Budget(8, 3, 3)) == ()
-    assert [logits.shape for logits in head.probe(100, 5, 4)()] == [(1, 1, SHAPE.vocab_size)] * LEVELS
+    assert [logits.shape for logits in head.probe(100, 5, 4)()] == [
+        (1, 1, SHAPE.vocab_size)
+    ] * LEVELS
 
 
 @pytest.mark.slow
-def test_two_halves_of_a_run_draw_what_the_whole_draws(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_two_halves_of_a_run_draw_what_the_whole_draws(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """A run that goes on from a checkpoint leaves the same bytes; another seed draws other levels."""
     drafter = "drafter={kind: blockwise, drawn: true, inner_dim: 32}"
-    command = [*prepared(tiny_target_dir, tmp_path, drafter), "train.checkpoint_every=3", "train.keep=9"]
+    command = [
+        *prepared(tiny_target_dir, tmp_path, drafter),
+        "train.checkpoint_every=3",
+        "train.keep=9",
+    ]
     whole, out = run(command, tmp_path / "whole"), run(command, tmp_path / "run")
     for later in (out / "checkpoints").glob("step-*"):
         if int(later.name[5:]) > 3:

@@ -46,7 +46,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hydra": {"levels": 3, "loss": "tokens"},
     "deep": {"levels": 3, "layers": 3, "regression": 0.4},
     "hydra++": {"levels": 3, "layers": 2, "prefix": True},
-    "hydra++ tokens": {"levels": 4, "layers": 2, "prefix": True, "loss": "tokens", "regression": 2.0},
+    "hydra++ tokens": {
+        "levels": 4,
+        "layers": 2,
+        "prefix": True,
+        "loss": "tokens",
+        "regression": 2.0,
+    },
 }
 FP64 = torch.float64
 
@@ -61,7 +67,9 @@ def new_head(name: str, **changes: Any) -> Any:
 def difference(name: str, lengths: dict[int, list[tuple[int, int]]]) -> float:
     """Of training's loss and gradients from the loop's, relative."""
     head, frozen, texts = new_head(name), frozen_head(FP64), texts_of(lengths, FP64)
-    weights = {key: weight.detach().clone().requires_grad_() for key, weight in head.state_dict().items()}
+    weights = {
+        key: weight.detach().clone().requires_grad_() for key, weight in head.state_dict().items()
+    }
     loss = naive_hydra.hydra_loss(weights, head.settings, head.shape, texts, frozen)
     gradients = torch.autograd.grad(loss, list(weights.values()))
     expected = {"total": loss.detach(), **dict(zip(weights, gradients, strict=True))}
@@ -106,7 +114,10 @@ def test_another_alignment_is_seen(part: str, fault: Any, monkeypatch: pytest.Mo
 def hidden_of(head: Any, batch: Batch) -> list[Tensor]:
     """What each level's LM head reads at slots 0, 1, .. of the only text."""
     with torch.no_grad():
-        return [state[:, 0] for state in torch.stack(head.level_states(batch, frozen_head(FP64))[1])[:, :, None]]
+        return [
+            state[:, 0]
+            for state in torch.stack(head.level_states(batch, frozen_head(FP64))[1])[:, :, None]
+        ]
 
 
 def leak(name: str) -> None:
@@ -120,9 +131,12 @@ def leak(name: str) -> None:
         tokens[place:] = (tokens[place:] + 1) % SHAPE.vocab_size
         features[place:] += 1
         other_tokens, other_states = (
-            hidden_of(head, replace(batch, **change)) for change in ({"tokens": tokens}, {"features": features})
+            hidden_of(head, replace(batch, **change))
+            for change in ({"tokens": tokens}, {"features": features})
         )
-        for level, (state, read, seen) in enumerate(zip(whole, other_tokens, other_states, strict=True)):
+        for level, (state, read, seen) in enumerate(
+            zip(whole, other_tokens, other_states, strict=True)
+        ):
             same = (state == read).all(-1)
             first = max(place - 1 - level, 0)
             assert same[:first].all(), f"level {level} saw a token that is drafted later"
@@ -183,7 +197,19 @@ def test_a_leak_is_seen(
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
 
-PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 0))
+PATHS = (
+    (0,),
+    (1,),
+    (2,),
+    (0, 0),
+    (0, 1),
+    (1, 0),
+    (2, 0),
+    (0, 0, 0),
+    (0, 1, 0),
+    (0, 1, 1),
+    (1, 0, 0),
+)
 
 
 def plain_tree(head: Any, states: Tensor, root: int) -> DraftTree:
@@ -196,7 +222,9 @@ def plain_tree(head: Any, states: Tensor, root: int) -> DraftTree:
         level = len(path) - 1
         logits = level_logits(weights, level, level_hidden(weights, level, last, embedded))
         tokens[path] = int(logits.argsort(descending=True, stable=True)[path[-1]])
-    return DraftTree.from_paths(root, [[tokens[path[: end + 1]] for end in range(len(path))] for path in PATHS])
+    return DraftTree.from_paths(
+        root, [[tokens[path[: end + 1]] for end in range(len(path))] for path in PATHS]
+    )
 
 
 def nodes(tree: DraftTree) -> set[tuple[int, ...]]:
@@ -218,7 +246,11 @@ def drafted_trees_are_plain(name: str) -> None:
         if cycle == 3:
             state.release(0)
             del texts[0]
-        updates = {row: Committed.join(text.pending) for row, text in texts.items() if cycle != 6 or row == 4}
+        updates = {
+            row: Committed.join(text.pending)
+            for row, text in texts.items()
+            if cycle != 6 or row == 4
+        }
         trees = state.propose(updates, dict.fromkeys(updates, Budget.fixed(PATHS)))
         for row, update in updates.items():
             assert update.features is not None
@@ -256,18 +288,31 @@ def forgetful(starts: list[int], counts: list[int], device: torch.device) -> Ten
     ids=["a neighbour's token", "positions"],
 )
 @torch.no_grad()
-def test_another_draft_is_seen(home: Any, part: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_draft_is_seen(
+    home: Any, part: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted: nodes that read another's token, updates that stand elsewhere."""
     monkeypatch.setattr(home, part, fault)
     with pytest.raises(AssertionError, match="another tree"):
         drafted_trees_are_plain("hydra++")
 
 
-@pytest.mark.parametrize(("kind", "sampling"), [("mixed", "T=1"), ("drawn", "T=1"), ("fixed", "T=0")])
+@pytest.mark.parametrize(
+    ("kind", "sampling"), [("mixed", "T=1"), ("drawn", "T=1"), ("fixed", "T=0")]
+)
 def test_rows_are_as_each_alone(kind: str, sampling: str) -> None:
     """Texts that come, go and are passed over at random, with noise of their own."""
     for name in ("deep", "hydra++"):
-        assert play(new_head(name).bind(frozen_head(FP64)), BUDGETS[kind], SAMPLINGS[sampling], 5, cycles=15) > 5
+        assert (
+            play(
+                new_head(name).bind(frozen_head(FP64)),
+                BUDGETS[kind],
+                SAMPLINGS[sampling],
+                5,
+                cycles=15,
+            )
+            > 5
+        )
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------
@@ -284,15 +329,21 @@ def test_dropout_is_that_of_the_seed_and_of_training_alone() -> None:
     assert loss(3) == loss(3) != loss(4)
     whole = head.validate(batch, frozen, conformance.TREES)
     assert loss(3) != head.eval()(batch, frozen)["total"] == loss(3) == loss(4)
-    assert head.validate(batch, frozen, conformance.TREES)["cross_entropy"] == whole["cross_entropy"]
+    assert (
+        head.validate(batch, frozen, conformance.TREES)["cross_entropy"] == whole["cross_entropy"]
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_dropout_stands_in_front_of_every_block_and_lm_head(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_stands_in_front_of_every_block_and_lm_head(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the widths of what is dropped from: a level's concatenation, then the target's width."""
     head, frozen = new_head("deep", layers=layers, dropout=0.5, regression=0.0), frozen_head(FP64)
     widths: list[int] = []
-    monkeypatch.setattr(TextDropout, "__call__", lambda drop, state: widths.append(state.shape[-1]) or state)
+    monkeypatch.setattr(
+        TextDropout, "__call__", lambda drop, state: widths.append(state.shape[-1]) or state
+    )
     head(collate(texts_of(ONE, FP64), TAPS), frozen)
     wide = [48 * (level + 2) for level in range(3)]
     assert sorted(widths) == sorted(wide + 3 * layers * [48])
@@ -336,7 +387,9 @@ WARM = pytest.param(conformance.SAMPLINGS[2], marks=pytest.mark.slow)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [conformance.SAMPLINGS[0], WARM], ids=["greedy", "T=1"])
-def test_decoding_with_a_prefix_is_lossless_and_forgets(sampling: Sampling, tiny_target: Target) -> None:
+def test_decoding_with_a_prefix_is_lossless_and_forgets(
+    sampling: Sampling, tiny_target: Target
+) -> None:
     """The untouched model's own tokens, and a second text as if it were the first."""
     conformance.test_output_is_the_untouched_models_own("hydra++", sampling, tiny_target)
     conformance.test_begin_forgets("hydra++", sampling, tiny_target)
@@ -361,22 +414,30 @@ def test_what_is_trained_with_a_prefix_is_learned_saved_and_loaded(
 @pytest.mark.slow
 def test_a_run_goes_on_as_it_would_have(tiny_target_dir: Path, tmp_path: Path) -> None:
     """With dropout: stopped after half of its steps and gone on with, it leaves the same bytes."""
-    plus = ["drafter={kind: hydra, levels: 2, layers: 2, prefix: true, dropout: 0.2, regression: 0.1}"]
+    plus = [
+        "drafter={kind: hydra, levels: 2, layers: 2, prefix: true, dropout: 0.2, regression: 0.1}"
+    ]
     command = prepared(tiny_target_dir, tmp_path, *plus)
     asked = ["train.epochs=1", "train.checkpoint_every=3"]
     whole, out = (run(command, tmp_path / name, *asked) for name in ("whole", "halves"))
     (out / "checkpoints/step-6/complete.json").unlink()
     run(command, out, *asked)
     assert equal(out, whole) and rows(out) == rows(whole)
-    assert load_drafter(out / "last", Target.load(tiny_target_dir / "target")).settings.dropout == 0.2
+    assert (
+        load_drafter(out / "last", Target.load(tiny_target_dir / "target")).settings.dropout == 0.2
+    )
 
 
-def test_a_first_forward_is_timed_with_its_prefix(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_forward_is_timed_with_its_prefix(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the levels behind it without."""
     head: Any = conformance.new_head("hydra++", tiny_target).bind(tiny_target.head)
     read: list[int] = []
     whole: Callable[..., Tensor] = head.read
-    monkeypatch.setattr(head, "read", lambda tokens, *rest: read.append(tokens.shape[1]) or whole(tokens, *rest))
+    monkeypatch.setattr(
+        head, "read", lambda tokens, *rest: read.append(tokens.shape[1]) or whole(tokens, *rest)
+    )
     first, level = head.probe(32, 5, 1), head.probe(32, 5, 5)
     read.clear()
     first()

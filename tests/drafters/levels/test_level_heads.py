@@ -38,7 +38,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 LEVELS = 4
 
 
-def new_head(name: str, shape: LlamaConfig = SHAPE, frozen: TargetHead | None = None, **changes: Any) -> Any:
+def new_head(
+    name: str, shape: LlamaConfig = SHAPE, frozen: TargetHead | None = None, **changes: Any
+) -> Any:
     """A head in fp64 whose weights are away from where they start, and which leaves nothing to chance."""
     torch.manual_seed(2)
     settings = settings_of({"kind": name, "levels": LEVELS, **changes}, "test")
@@ -65,14 +67,23 @@ def loop_over_slots(head: Medusa, texts: list[Example], frozen: TargetHead) -> T
         states = text.features[:, TAPS.index(-1)]
         for place in (place for place in range(2, len(text.tokens)) if text.loss_mask[place]):
             for level in range(settings.levels):
-                if not text.loss_mask[place : place + level + 1].all() or place + level >= len(text.tokens):
+                if not text.loss_mask[place : place + level + 1].all() or place + level >= len(
+                    text.tokens
+                ):
                     break
                 log_probs = level_logits(head, level, states[place - 2], frozen).log_softmax(-1)
                 if settings.loss == "tokens":
                     loss = -log_probs[text.tokens[place + level]]
                 else:
                     loss = -(frozen.logits(states[place + level - 1]).softmax(-1) * log_probs).sum()
-                terms.append((number, level, FALLING ** (level + 1) if settings.weights == "falling" else 1, loss))
+                terms.append(
+                    (
+                        number,
+                        level,
+                        FALLING ** (level + 1) if settings.weights == "falling" else 1,
+                        loss,
+                    )
+                )
     return divide_terms(settings.divisor, terms, [int(text.loss_mask[2:].sum()) for text in texts])
 
 
@@ -112,7 +123,9 @@ def learns_the_next_label(head: Any) -> None:
 def level_behind(head: Any) -> None:
     """Every level but the first learns what the level before it should, and the first what the last one should."""
     honest = level_heads.align_steps
-    head.planted.setattr(level_heads, "align_steps", lambda states: honest([*states[1:], states[0]]))
+    head.planted.setattr(
+        level_heads, "align_steps", lambda states: honest([*states[1:], states[0]])
+    )
 
 
 def weight_behind(head: Any) -> None:
@@ -121,7 +134,9 @@ def weight_behind(head: Any) -> None:
     head.planted.setattr(Medusa, "level_weights", property(lambda self: [1.0, *honest(self)[:-1]]))
 
 
-@pytest.mark.parametrize("fault", [reads_the_next_state, learns_the_next_label, level_behind, weight_behind])
+@pytest.mark.parametrize(
+    "fault", [reads_the_next_state, learns_the_next_label, level_behind, weight_behind]
+)
 @pytest.mark.parametrize("variant", ["falling weights", "tokens, target's LM head"])
 def test_a_slot_or_level_that_is_off_by_one_is_seen(
     variant: str, fault: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
@@ -138,12 +153,17 @@ def levels_at(head: Any, batch: Batch, frozen: TargetHead, slot: int) -> list[Te
     """The logits of every level at one slot."""
     place = batch.loss_mask.nonzero()[:, 0].tolist().index(slot + 2)
     with torch.no_grad():
-        return [logits(states[place]) for states, logits in head.draft_levels(batch, frozen, LEVELS)]
+        return [
+            logits(states[place]) for states, logits in head.draft_levels(batch, frozen, LEVELS)
+        ]
 
 
 def changed_levels(head: Any, change: Callable[[Batch], Batch], slot: int) -> list[bool]:
     """Which levels guess something else at a slot after a change of what the head is given."""
-    batch, frozen = collate(texts_of({20: [(3, 20)], 9: [(2, 9)]}, torch.float64), TAPS), frozen_head(torch.float64)
+    batch, frozen = (
+        collate(texts_of({20: [(3, 20)], 9: [(2, 9)]}, torch.float64), TAPS),
+        frozen_head(torch.float64),
+    )
     before, after = (levels_at(head, given, frozen, slot) for given in (batch, change(batch)))
     return [not torch.equal(logits, others) for logits, others in zip(before, after, strict=True)]
 
@@ -192,7 +212,10 @@ def test_a_state_from_further_on_is_seen() -> None:
 @pytest.mark.parametrize("name", LEVEL_HEADS)
 def test_labels_that_are_masked_change_nothing(name: str, loss: str) -> None:
     """Neither loss nor gradients do; a supervised label changes both, and so does a mask that is forgotten."""
-    batch, frozen = collate(texts_of({20: [(4, 9), (15, 18)]}, torch.float64), TAPS), frozen_head(torch.float64)
+    batch, frozen = (
+        collate(texts_of({20: [(4, 9), (15, 18)]}, torch.float64), TAPS),
+        frozen_head(torch.float64),
+    )
     head = new_head(name, loss=loss)
     before = computed(head, batch, frozen)
     # of places 9 to 12 nothing is a label, a slot's state, a teacher's, or a token on the way of a draft
@@ -212,7 +235,10 @@ LETTERS = LlamaConfig(vocab_size=12, hidden_size=16, intermediate_size=32, num_a
 def letters() -> TargetHead:
     """What a head of twelve tokens borrows."""
     torch.manual_seed(1)
-    parts = torch.nn.Embedding(12, 16, dtype=torch.float64), torch.nn.Linear(16, 12, bias=False, dtype=torch.float64)
+    parts = (
+        torch.nn.Embedding(12, 16, dtype=torch.float64),
+        torch.nn.Linear(16, 12, bias=False, dtype=torch.float64),
+    )
     return TargetHead(*(part.requires_grad_(False) for part in parts))
 
 
@@ -228,7 +254,9 @@ def score_paths(head: Any, state: Tensor) -> dict[tuple[int, ...], float]:
     states, tokens, totals = state[None], torch.tensor([5]), torch.zeros(1, dtype=torch.float64)
     for level in range(3):
         states = head.read_token(level, states, tokens, frozen)
-        totals = (totals[:, None] + head.level_logits(level, states, frozen).log_softmax(-1)).flatten()
+        totals = (
+            totals[:, None] + head.level_logits(level, states, frozen).log_softmax(-1)
+        ).flatten()
         scores |= dict(zip(product(range(12), repeat=level + 1), totals.tolist(), strict=True))
         states, tokens = states.repeat_interleave(12, 0), torch.arange(12).repeat(len(states))
     return scores
@@ -238,7 +266,10 @@ def small_head(name: str) -> tuple[Any, list[Tensor]]:
     """A head of three levels, ready to draft, and states for it: hardly sure of anything, and rather sure."""
     frozen, generator = letters(), torch.Generator().manual_seed(0)
     head = new_head(name, LETTERS, frozen, levels=3).bind(frozen)
-    return head, [scale * torch.randn(16, generator=generator, dtype=torch.float64) for scale in (0.3, 1.0, 3.0)]
+    return head, [
+        scale * torch.randn(16, generator=generator, dtype=torch.float64)
+        for scale in (0.3, 1.0, 3.0)
+    ]
 
 
 LIKELIEST = Budget(12, 5, 12, sharpness=1.0)  # five levels are asked of three
@@ -272,7 +303,9 @@ def test_a_fixed_shape_has_the_ranks_that_it_names(name: str) -> None:
         for ranks in (path for path in PUBLISHED_TREE if len(path) <= 3):
             path: tuple[int, ...] = ()
             for rank in ranks:
-                children = sorted(((*path, token) for token in range(12)), key=lambda child: -scores[child])
+                children = sorted(
+                    ((*path, token) for token in range(12)), key=lambda child: -scores[child]
+                )
                 path = children[rank]
             expected.append(path)
         assert sorted(drafted(head, state, Budget.fixed(PUBLISHED_TREE))) == sorted(expected)

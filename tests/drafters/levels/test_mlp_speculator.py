@@ -20,7 +20,13 @@ from eagle.drafters.levels import mlp_speculator
 from eagle.drafters.levels.mlp_speculator import MlpSpeculator, ShiftedNorm
 from eagle.formats.checkpoint import load_head, save_head
 from tests import single_slots
-from tests.single_slots import best_paths, distance_from_loop, drafted_paths, knowledge, small_target
+from tests.single_slots import (
+    best_paths,
+    distance_from_loop,
+    drafted_paths,
+    knowledge,
+    small_target,
+)
 from tests.unrolled_heads import SHAPE, SPANS, TAPS, Weights, computed, frozen_head, texts_of
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -38,7 +44,9 @@ def new_head(shape: Any = SHAPE, **settings: Any) -> MlpSpeculator:
     return head
 
 
-def stages(weights: Weights, settings: Any, state: Tensor, tokens: Sequence[int]) -> Iterator[Tensor]:
+def stages(
+    weights: Weights, settings: Any, state: Tensor, tokens: Sequence[int]
+) -> Iterator[Tensor]:
     """[V], the logits of one stage after the other: ln(w P s + e E x), in which w cancels against the norm."""
     first = weights["proj.0.weight"]
     inner = len(first)
@@ -48,7 +56,10 @@ def stages(weights: Weights, settings: Any, state: Tensor, tokens: Sequence[int]
         state = state / (state.square().mean() + 1e-6).sqrt() / math.sqrt(2)
     for level, token in enumerate(tokens[: settings.levels]):
         stage, project = (0, min(level, 1)) if settings.tie_weights else (level, level)
-        mixed = weights[f"proj.{project}.weight"] @ state + e / w * weights[f"emb.{stage}.weight"][token]
+        mixed = (
+            weights[f"proj.{project}.weight"] @ state
+            + e / w * weights[f"emb.{stage}.weight"][token]
+        )
         normed = mixed / (mixed.square().mean() + 1e-6).sqrt()
         normed = normed * weights[f"ln.{stage}.weight"] + weights[f"ln.{stage}.bias"]
         state = normed * (1 + torch.erf(normed / math.sqrt(2))) / 2
@@ -58,10 +69,14 @@ def stages(weights: Weights, settings: Any, state: Tensor, tokens: Sequence[int]
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradients_are_those_of_single_slots(variant: str) -> None:
     """In fp64, of answers of many tokens, of one, at a text's end, and of none."""
-    assert distance_from_loop(stages, new_head(**VARIANTS[variant])) < 1e-6  # what each slot counts is told in fp32
+    assert (
+        distance_from_loop(stages, new_head(**VARIANTS[variant])) < 1e-6
+    )  # what each slot counts is told in fp32
 
 
-def wrap_read_token(head: MlpSpeculator, change: Callable[[int, Tensor], tuple[int, Tensor]]) -> None:
+def wrap_read_token(
+    head: MlpSpeculator, change: Callable[[int, Tensor], tuple[int, Tensor]]
+) -> None:
     """Read another token, or by another stage."""
 
     def read_token(level: int, state: Tensor, tokens: Tensor, frozen: Any) -> Tensor:
@@ -80,14 +95,26 @@ class OtherFunctions:
 
 
 FAULTS: dict[str, Callable[[MlpSpeculator, pytest.MonkeyPatch], None]] = {
-    "the next slot's token": lambda head, patch: wrap_read_token(head, lambda level, tokens: (level, tokens.roll(-1))),
-    "stages out of order": lambda head, patch: wrap_read_token(head, lambda level, tokens: ((0, 2, 1)[level], tokens)),
-    "tokens that count more": lambda head, patch: setattr(head, "token_ratio", 1.05 * head.token_ratio),
-    "a mean that is taken off": lambda head, patch: patch.setattr(
-        ShiftedNorm, "forward", lambda norm, x: F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, 1e-6)
+    "the next slot's token": lambda head, patch: wrap_read_token(
+        head, lambda level, tokens: (level, tokens.roll(-1))
     ),
-    "no exact GELU": lambda head, patch: patch.setattr(mlp_speculator, "F", OtherFunctions(gelu=True)),
-    "an input of any size": lambda head, patch: patch.setattr(mlp_speculator, "F", OtherFunctions(gelu=False)),
+    "stages out of order": lambda head, patch: wrap_read_token(
+        head, lambda level, tokens: ((0, 2, 1)[level], tokens)
+    ),
+    "tokens that count more": lambda head, patch: setattr(
+        head, "token_ratio", 1.05 * head.token_ratio
+    ),
+    "a mean that is taken off": lambda head, patch: patch.setattr(
+        ShiftedNorm,
+        "forward",
+        lambda norm, x: F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, 1e-6),
+    ),
+    "no exact GELU": lambda head, patch: patch.setattr(
+        mlp_speculator, "F", OtherFunctions(gelu=True)
+    ),
+    "an input of any size": lambda head, patch: patch.setattr(
+        mlp_speculator, "F", OtherFunctions(gelu=False)
+    ),
     "another stage's LM head": lambda head, patch: patch.setattr(
         MlpSpeculator,
         "lm_heads",
@@ -124,7 +151,13 @@ def test_stages_that_share_weights_learn_the_sum() -> None:
     tied, apart = new_head(tie_weights=True), new_head()
     shared = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
     norms = ("ln.0.weight", "ln.0.bias")
-    assert set(shared) == {"emb.0.weight", "proj.0.weight", "proj.1.weight", "head.0.weight", *norms}
+    assert set(shared) == {
+        "emb.0.weight",
+        "proj.0.weight",
+        "proj.1.weight",
+        "head.0.weight",
+        *norms,
+    }
     origin = {}
     for name in apart.state_dict():
         part, stage, kind = name.split(".")
@@ -152,9 +185,14 @@ def test_a_tied_head_is_kept_whole(tmp_path: Path) -> None:
 def test_first_weights_are_as_published() -> None:
     """All matrices of variance 1 / D, norms of one and no shift; as wide as the target where nothing is said."""
     torch.manual_seed(0)
-    head = MlpSpeculator.for_target(settings_of({"kind": "mlp_speculator", "inner_dim": 64}, "test"), SHAPE)
+    head = MlpSpeculator.for_target(
+        settings_of({"kind": "mlp_speculator", "inner_dim": 64}, "test"), SHAPE
+    )
     for part in (*head.emb, *head.proj, *head.head):
-        assert part.weight.std().item() == pytest.approx(1 / 8, rel=0.05) and abs(part.weight.mean().item()) < 0.01
+        assert (
+            part.weight.std().item() == pytest.approx(1 / 8, rel=0.05)
+            and abs(part.weight.mean().item()) < 0.01
+        )
     assert all(norm.weight.eq(1).all() and norm.bias.eq(0).all() for norm in head.ln)
     assert new_head().proj[0].weight.shape == (SHAPE.hidden_size, SHAPE.hidden_size)
 

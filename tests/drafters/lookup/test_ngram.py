@@ -22,7 +22,9 @@ def told(drafter: Any, text: list[int], cuts: set[int], budget: Budget) -> Draft
     """The last tree, when the text is committed in pieces; its last token is the root."""
     draft, start, tree = drafter.begin(), 0, None
     for root in sorted({cut for cut in cuts if 0 < cut < len(text) - 1} | {len(text) - 1}):
-        tree = draft.propose(Committed(torch.tensor(text[start:root], dtype=torch.long), None, text[root]), budget)
+        tree = draft.propose(
+            Committed(torch.tensor(text[start:root], dtype=torch.long), None, text[root]), budget
+        )
         start = root
     assert tree is not None
     return tree
@@ -47,7 +49,9 @@ def by_hand(text: list[int], drafter: NgramDrafter, budget: Budget) -> list[list
     found: dict[int, list[int]] = {}
     left = budget.nodes
     for size in drafter.sizes:
-        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]][-LATEST:]
+        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]][
+            -LATEST:
+        ]
         following = [text[end] for end in ends]
         if drafter.pick == "frequent":
             ends.sort(key=lambda end: (following.count(text[end]), end))
@@ -60,7 +64,14 @@ def by_hand(text: list[int], drafter: NgramDrafter, budget: Budget) -> list[list
 
 
 @settings(max_examples=150, deadline=None)
-@given(TEXTS, st.sets(st.integers(1, 58)), PICKS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 12))
+@given(
+    TEXTS,
+    st.sets(st.integers(1, 58)),
+    PICKS,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 12),
+)
 def test_what_is_copied_is_what_a_search_finds(
     text: list[int], cuts: set[int], pick: Any, branches: int, trust: int, nodes: int
 ) -> None:
@@ -77,7 +88,9 @@ def test_copies_stay_within_the_budget(
     text: list[int], pick: Any, branches: int, nodes: int, depth: int, top_k: int
 ) -> None:
     """Nodes, levels and children per node, whatever is asked for."""
-    tree = told(NgramDrafter(pick=pick, branches=branches), text, set(), Budget(nodes, depth, top_k))
+    tree = told(
+        NgramDrafter(pick=pick, branches=branches), text, set(), Budget(nodes, depth, top_k)
+    )
     assert len(tree) - 1 <= nodes and max(tree.depths()) <= depth
     assert max(len(children) for children in tree.children()) <= min(top_k, branches)
 
@@ -85,14 +98,25 @@ def test_copies_stay_within_the_budget(
 def test_the_latest_and_the_most_frequent_differ() -> None:
     """After 1 came 2, 2 and 3: recent copies 3, frequent 2, and two branches both, the chosen one first."""
     text = [1, 2, 9, 1, 2, 8, 1, 3, 7, 1]
-    for pick, first, second in (("recent", [3, 7, 1], [2, 8, 1]), ("frequent", [2, 8, 1], [3, 7, 1])):
+    for pick, first, second in (
+        ("recent", [3, 7, 1], [2, 8, 1]),
+        ("frequent", [2, 8, 1], [3, 7, 1]),
+    ):
         for branches, expected in ((1, [first]), (2, [first, second])):
             drafter: Any = NgramDrafter(pick=pick, branches=branches)  # type: ignore[arg-type]
             assert paths(told(drafter, text, {3}, Budget())) == expected
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"longest": 2, "shortest": 3}, {"shortest": 0}, {"pick": "first"}, {"branches": 0}, {"trust": 0}], ids=str
+    "wrong",
+    [
+        {"longest": 2, "shortest": 3},
+        {"shortest": 0},
+        {"pick": "first"},
+        {"branches": 0},
+        {"trust": 0},
+    ],
+    ids=str,
 )
 def test_options_without_sense_are_refused(wrong: dict[str, Any]) -> None:
     """Each says what was got and what is expected."""

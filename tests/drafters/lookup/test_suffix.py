@@ -17,7 +17,9 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree
 from eagle.drafters.lookup.suffix import Automaton, SuffixDrafter
 
-TEXTS = st.integers(1, 3).flatmap(lambda most: st.lists(st.integers(0, most), min_size=2, max_size=40))
+TEXTS = st.integers(1, 3).flatmap(
+    lambda most: st.lists(st.integers(0, most), min_size=2, max_size=40)
+)
 
 
 def automaton(text: list[int], limit: int) -> Automaton:
@@ -56,7 +58,9 @@ def test_counts_and_latest_places_are_exact_at_any_moment(text: list[int], limit
     for end, token in enumerate(text, start=1):
         known.add(token)
         told = text[:end]
-        for string in {tuple(told[i:j]) for i in range(end) for j in range(i + 1, min(i + limit, end) + 1)}:
+        for string in {
+            tuple(told[i:j]) for i in range(end) for j in range(i + 1, min(i + limit, end) + 1)
+        }:
             state, places = state_of(known, list(string)), ends(told, list(string))
             assert (known.counts[state], known.latest[state]) == (len(places), places[-1])
     assert len(known.next) <= 2 * len(text)
@@ -100,13 +104,17 @@ def every_path(text: list[int], length: int, depth: int) -> dict[tuple[int, ...]
             if not followers(text, string):
                 string = match  # at the end of the text
             after = followers(text, string)
-            reach += [((*path, one), [*string, one], likely * after[one] / after.total()) for one in after]
+            reach += [
+                ((*path, one), [*string, one], likely * after[one] / after.total()) for one in after
+            ]
     return found
 
 
 def pieces(text: list[int], cut: int) -> list[Committed]:
     """A text told in two pieces, or in one."""
-    first = [Committed(torch.tensor(text[:cut]), None, text[cut])] if 0 < cut < len(text) - 1 else []
+    first = (
+        [Committed(torch.tensor(text[:cut]), None, text[cut])] if 0 < cut < len(text) - 1 else []
+    )
     rest = text[cut:-1] if first else text[:-1]
     return [*first, Committed(torch.tensor(rest, dtype=torch.long), None, text[-1])]
 
@@ -121,7 +129,14 @@ def told(drafter: SuffixDrafter, text: list[int], budget: Budget, cut: int = 0) 
 
 
 @settings(max_examples=80, deadline=None)
-@given(TEXTS, st.integers(0, 39), st.integers(2, 12), st.integers(0, 4), st.integers(1, 4), st.integers(0, 9))
+@given(
+    TEXTS,
+    st.integers(0, 39),
+    st.integers(2, 12),
+    st.integers(0, 4),
+    st.integers(1, 4),
+    st.integers(0, 9),
+)
 def test_trees_hold_the_likeliest_continuations(
     text: list[int], cut: int, longest: int, depth: int, trust: int, nodes: int
 ) -> None:
@@ -140,14 +155,19 @@ def test_trees_hold_the_likeliest_continuations(
 
 @settings(max_examples=60, deadline=None)
 @given(TEXTS, st.integers(0, 9), st.integers(0, 4), st.integers(0, 3))
-def test_children_are_the_most_frequent_then_the_latest(text: list[int], nodes: int, depth: int, top_k: int) -> None:
+def test_children_are_the_most_frequent_then_the_latest(
+    text: list[int], nodes: int, depth: int, top_k: int
+) -> None:
     """At the root, in this order; everywhere no more than the budget allows."""
     tree = told(SuffixDrafter(), text, Budget(nodes, depth, top_k))
     assert len(tree) - 1 <= nodes and max(tree.depths()) <= depth
     assert max(map(len, tree.children())) <= top_k
     match = text[len(text) - longest_end(text, text, 32 - depth, 2) :]
     after = followers(text, match)
-    latest = {token: max(end for end in ends(text, match) if text[end : end + 1] == [token]) for token in after}
+    latest = {
+        token: max(end for end in ends(text, match) if text[end : end + 1] == [token])
+        for token in after
+    }
     best = sorted(after, key=lambda token: (after[token], latest[token]), reverse=True)
     first = tree.tokens[tree.children()[0]].tolist()
     assert first == best[: len(first)]

@@ -34,7 +34,12 @@ class Asked:
     def __call__(self, depth: int, tokens: Tensor, before: Tensor, seen: Tensor) -> Tensor:
         """[K, V] behind the rows read; they follow rows of the level before, and see their own path alone."""
         above = self.read[-1]
-        self.read.append([(*above[row], token) for row, token in zip(before.tolist(), tokens.tolist(), strict=True)])
+        self.read.append(
+            [
+                (*above[row], token)
+                for row, token in zip(before.tolist(), tokens.tolist(), strict=True)
+            ]
+        )
         self.rows += self.read[-1]
         assert len(self.read) == depth + 1 and seen.shape == (len(tokens), len(self.rows))
         for text, marks in zip(self.read[-1], seen.tolist(), strict=True):
@@ -134,7 +139,9 @@ def test_a_budget_says_how_sharply_a_tree_follows_the_likeliest(sharpness: float
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("draw", ["noise", "likeliest"])
 @pytest.mark.parametrize("top_k", [9, 2])
-def test_above_temperature_0_it_knows_the_noise_or_expects_it(draw: Any, temperature: float, top_k: int) -> None:
+def test_above_temperature_0_it_knows_the_noise_or_expects_it(
+    draw: Any, temperature: float, top_k: int
+) -> None:
     """Known noise joins the logits where its token would stand; unknown noise makes it less sure; filters hold."""
     noise = offered(temperature, seed=3, top_k=top_k)
 
@@ -142,7 +149,10 @@ def test_above_temperature_0_it_knows_the_noise_or_expects_it(draw: Any, tempera
         return noise([PLACE + len(text)])[0]
 
     for seed in range(10):
-        table, budget = table_of(random_logits(seed, 9, 4, torch.float32)), Budget(12, 4, 3, draw=draw)
+        table, budget = (
+            table_of(random_logits(seed, 9, 4, torch.float32)),
+            Budget(12, 4, 3, draw=draw),
+        )
         beliefs = {
             "noise": believed(table, SHARPNESS, here, top_k),
             "likeliest": believed(table, 1 / math.hypot(temperature, 1 / SHARPNESS), None, top_k),
@@ -185,7 +195,8 @@ def test_no_node_loses_its_parent(head: Callable[..., Table], dtype: torch.dtype
         table, budget = head(seed, dtype), Budget(6 + seed % 9, 5, 3)
         kept, likely = held(Asked(table).grow(budget)), eagle2(believed(table, SHARPNESS), budget)
         likelihood = {
-            text: sum(believed(table, SHARPNESS)(text[:end])[text[end]] for end in range(len(text))) for text in kept
+            text: sum(believed(table, SHARPNESS)(text[:end])[text[end]] for end in range(len(text)))
+            for text in kept
         }
         assert {text[:-1] for text in kept} <= kept | {()}
         assert sorted(likelihood.values()) == pytest.approx(sorted(likely.values()), abs=1e-3)
@@ -193,7 +204,9 @@ def test_no_node_loses_its_parent(head: Callable[..., Table], dtype: torch.dtype
 
 def test_a_certain_head_grows_a_chain_first() -> None:
     """Where everything is a tie at certainty, depth decides, and the chain is whole."""
-    chain = Asked(lambda text: 100.0 * torch.eye(9, dtype=torch.bfloat16)[len(text)]).grow(Budget(5, 5, 3))
+    chain = Asked(lambda text: 100.0 * torch.eye(9, dtype=torch.bfloat16)[len(text)]).grow(
+        Budget(5, 5, 3)
+    )
     assert held(chain) == {tuple(range(end)) for end in range(1, 6)}
 
 
@@ -217,12 +230,16 @@ def test_a_shape_beyond_the_budget_is_refused() -> None:
 
 def test_draws_that_would_bend_the_law_are_refused() -> None:
     """A tree that keeps what is likely, and a sibling without the one drawn before it; and what is no draw at all."""
-    with pytest.raises(ValueError, match=r"'sampled', which needs a fixed shape.*Budget\.fixed\(paths, 'sampled'\)"):
+    with pytest.raises(
+        ValueError, match=r"'sampled', which needs a fixed shape.*Budget\.fixed\(paths, 'sampled'\)"
+    ):
         Budget(8, 4, 2, draw="sampled")
     with pytest.raises(ValueError, match="expected all siblings drawn before it"):
         Budget.fixed(((0,), (2,)), "sampled")
     assert Budget.fixed(((0,), (2,)), "likeliest").top_k == 3
-    with pytest.raises(ValueError, match=r"Budget\.draw is 'greedy', expected one of noise, likeliest, sampled"):
+    with pytest.raises(
+        ValueError, match=r"Budget\.draw is 'greedy', expected one of noise, likeliest, sampled"
+    ):
         Budget(draw="greedy")  # type: ignore[arg-type]
 
 
@@ -236,6 +253,9 @@ def test_a_level_costs_one_reading_of_the_nodes_with_children() -> None:
 def test_siblings_come_in_the_order_of_their_ranks() -> None:
     """However the shape was written down."""
     table = table_of(random_logits(0, 9, 3, torch.float32))
-    trees = [Asked(table).grow(Budget.fixed(paths)) for paths in (((1,), (0,), (1, 0)), ((0,), (1, 0), (1,)))]
+    trees = [
+        Asked(table).grow(Budget.fixed(paths))
+        for paths in (((1,), (0,), (1, 0)), ((0,), (1, 0), (1,)))
+    ]
     assert trees[0].tokens.equal(trees[1].tokens) and trees[0].parents.equal(trees[1].parents)
     assert trees[0].tokens[1:3].equal(table(()).topk(2).indices)

@@ -20,7 +20,13 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash": {"kind": "dflash", "blocks": 1},
     "dspark, gated": {"kind": "dspark", "blocks": 1, "rank": 64, "markov": "gated"},
     "dspark, rnn": {"kind": "dspark", "blocks": 1, "rank": 64, "markov": "rnn"},
-    "dspark, domino": {"kind": "dspark", "blocks": 1, "rank": 64, "markov": "domino", "gru_size": 64},
+    "dspark, domino": {
+        "kind": "dspark",
+        "blocks": 1,
+        "rank": 64,
+        "markov": "domino",
+        "gru_size": 64,
+    },
 }
 
 
@@ -36,7 +42,13 @@ def test_linear_layers_start_as_transformers_draws_them(name: str) -> None:
     """The numbers of its `_init_weights`, drawn one layer after the other; only what is the target's stays so."""
     head = new_head({**HEADS[name], "linears": "normal"})
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
     )
     bare = new_head(HEADS[name])
     drawn = {key: part for key, part in bare.named_modules() if isinstance(part, nn.Linear)}
@@ -48,7 +60,9 @@ def test_linear_layers_start_as_transformers_draws_them(name: str) -> None:
     for key, part in drawn.items():
         if key in targets:
             assert torch.equal(ours[key].weight, targets[key])
-        elif not (name == "peagle" and key == "layers.0.self_attn.q_proj"):  # half of its rows are of the keys
+        elif not (
+            name == "peagle" and key == "layers.0.self_attn.q_proj"
+        ):  # half of its rows are of the keys
             assert torch.equal(ours[key].weight, part.weight), key
             assert part.bias is None or torch.equal(ours[key].bias, torch.zeros_like(part.bias))
 
@@ -60,7 +74,10 @@ def test_torch_draws_them_unless_told(name: str) -> None:
     state = torch.get_rng_state()
     head = new_head(HEADS[name])
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(one, other) for one, other in zip(head.parameters(), told.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(head.parameters(), told.parameters(), strict=True)
+    )
     torch.manual_seed(0)
     bare = dict(type(head)(head.settings, head.shape).named_parameters())
     unlike = {key for key, part in head.named_parameters() if not torch.equal(part, bare[key])}

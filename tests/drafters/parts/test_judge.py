@@ -44,7 +44,8 @@ def texts(target: Target) -> list[list[int]]:
     """Twelve prompts of twelve tokens, each with the target's greedy answer."""
     prompts = [random_tokens(12, seed) for seed in range(12)]
     return [
-        prompt + generate(target, NoDrafter(), prompt, max_new_tokens=NEW_TOKENS, stop=[]).tokens for prompt in prompts
+        prompt + generate(target, NoDrafter(), prompt, max_new_tokens=NEW_TOKENS, stop=[]).tokens
+        for prompt in prompts
     ]
 
 
@@ -70,23 +71,33 @@ def head(target: Target, answered: Batch) -> Eagle1:
 @pytest.fixture(scope="module")
 def mixed(target: Target, texts: list[list[int]]) -> Batch:
     """Texts in which a token stands that the target would not say, supervised in two stretches."""
-    said = [[(token + (place == 46)) % VOCAB_SIZE for place, token in enumerate(text)] for text in texts]
+    said = [
+        [(token + (place == 46)) % VOCAB_SIZE for place, token in enumerate(text)] for text in texts
+    ]
     places = torch.arange(12 + NEW_TOKENS)
     return batch_of(target, said, [(places >= 12) & (places != 30) & (places != 31)] * len(said))
 
 
-def counted_by_drafting(head: Eagle1, target: Target, batch: Batch, paths: Paths) -> dict[str, list[int]]:
+def counted_by_drafting(
+    head: Eagle1, target: Target, batch: Batch, paths: Paths
+) -> dict[str, list[int]]:
     """A naive loop: at every slot a real tree, and the target's own walk through it as far as the text tells it."""
     budget, depth = Budget.fixed(paths), max(map(len, paths))
     reached, accepted = [0] * depth, [0] * depth
     columns = (batch.tokens, batch.features, batch.loss_mask)
-    for text, features, mask in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+    for text, features, mask in zip(
+        *(column.split(batch.lengths) for column in columns), strict=True
+    ):
         choices = target.head.logits(features[:, 0]).argmax(-1).tolist()
         for slot in (mask.nonzero()[:, 0] - 2).tolist():
             update = Committed(text[: slot + 1], features[: slot + 1], int(text[slot + 1]))
             tree = head.begin().propose(update, budget)
             known = [slot + 1]  # places whose choice the text tells
-            while known[-1] + 2 < len(text) and mask[known[-1] + 2] and int(text[known[-1] + 1]) == choices[known[-1]]:
+            while (
+                known[-1] + 2 < len(text)
+                and mask[known[-1] + 2]
+                and int(text[known[-1] + 1]) == choices[known[-1]]
+            ):
                 known.append(known[-1] + 1)
             told = [choices[place] for place in known[:depth]]
             depths = tree.depths()
@@ -109,7 +120,11 @@ def drafted(head: Eagle1, target: Target, mixed: Batch) -> dict[str, list[int]]:
 
 def judged_counts(head: Eagle1, target: Target, batch: Batch) -> dict[str, list[int]]:
     """The same by judging."""
-    return {name: sums.tolist() for name, sums in head.validate(batch, target.head, TREES).items() if "/" in name}
+    return {
+        name: sums.tolist()
+        for name, sums in head.validate(batch, target.head, TREES).items()
+        if "/" in name
+    }
 
 
 @pytest.mark.slow
@@ -119,7 +134,9 @@ def test_counts_are_those_of_drafting_at_every_slot(
     """Slot by slot with the real cache and the real trees, to the last count."""
     assert judged_counts(head, target, mixed) == drafted
     assert min(drafted["tree/accepted"][:3]) > 0  # there was something to count
-    assert drafted["tree/reached"][1] < drafted["tree/accepted"][0]  # and something that could not be watched
+    assert (
+        drafted["tree/reached"][1] < drafted["tree/accepted"][0]
+    )  # and something that could not be watched
 
 
 @pytest.mark.parametrize("fault", ["keys", "position", "token"])
@@ -155,16 +172,23 @@ def test_another_unroll_is_seen(
     assert judged_counts(head, target, mixed) != drafted
 
 
-def test_loss_terms_agreement_and_overlap_are_the_plain_ones(head: Eagle1, target: Target, mixed: Batch) -> None:
+def test_loss_terms_agreement_and_overlap_are_the_plain_ones(
+    head: Eagle1, target: Target, mixed: Batch
+) -> None:
     """Agreement and Σ min(p, q) by whole laws, slot by slot; the first level of a chain is the agreement."""
     columns = (mixed.tokens, mixed.features[:, 0], mixed.loss_mask)
     agreed, overlaps = [], []
-    for tokens, features, mask in zip(*(column.split(mixed.lengths) for column in columns), strict=True):
+    for tokens, features, mask in zip(
+        *(column.split(mixed.lengths) for column in columns), strict=True
+    ):
         with torch.no_grad():
-            predicted = causal_states(head, tokens[None, 1:], features[None, :-1], 0, target.head)[0]
+            predicted = causal_states(head, tokens[None, 1:], features[None, :-1], 0, target.head)[
+                0
+            ]
         for slot in (mask.nonzero()[:, 0] - 2).tolist():
             own, law = (
-                target.head.logits(state).double().softmax(-1) for state in (predicted[slot], features[slot + 1])
+                target.head.logits(state).double().softmax(-1)
+                for state in (predicted[slot], features[slot + 1])
             )
             agreed.append(float(own.argmax() == law.argmax()))
             overlaps.append(float(torch.minimum(own, law).sum()))
@@ -182,12 +206,16 @@ def test_the_predicted_acceptance_length_is_near_the_decoders(
     """Within 5%: the decoder's cycles begin where a draft ended, the prediction counts every token alike."""
     budget, traces = Budget.fixed(TREES[name]), []
     for text in texts:
-        traces.append(generate(target, head, text[:12], budget=budget, max_new_tokens=NEW_TOKENS, stop=[]))
+        traces.append(
+            generate(target, head, text[:12], budget=budget, max_new_tokens=NEW_TOKENS, stop=[])
+        )
         assert traces[-1].tokens == text[12:]
     cycles = [cycle for trace in traces for cycle in trace.cycles]
     measured = sum(cycle.committed for cycle in cycles) / len(cycles)
     assert measured > 1.4
-    assert figures(head.validate(answered, target.head, TREES))[f"{name}/tau"] == pytest.approx(measured, rel=0.05)
+    assert figures(head.validate(answered, target.head, TREES))[f"{name}/tau"] == pytest.approx(
+        measured, rel=0.05
+    )
 
 
 def test_figures_multiply_what_each_level_keeps() -> None:
@@ -199,7 +227,13 @@ def test_figures_multiply_what_each_level_keeps() -> None:
         "chain/accepted": torch.tensor([3.0, 1.0, 0.0]),
     }
     found = figures(sums)
-    assert found == {"agreement": 0.75, "chain/1": 0.75, "chain/2": 0.5, "chain/3": 0.0, "chain/tau": 2.125}
+    assert found == {
+        "agreement": 0.75,
+        "chain/1": 0.75,
+        "chain/2": 0.5,
+        "chain/3": 0.0,
+        "chain/tau": 2.125,
+    }
 
 
 def test_a_head_that_is_the_target_accepts_everything_it_can_watch() -> None:
@@ -210,7 +244,12 @@ def test_a_head_that_is_the_target_accepts_everything_it_can_watch() -> None:
     states = [true[torch.arange(4) + step] for step in (1, 2)]
     states[1] = true[(torch.arange(4) + 2).clamp(max=5)]
     sums = validate_text(
-        states, true, tokens, counted, ([torch.clone] * len(states), torch.clone), {"chain": chain_paths(2)}
+        states,
+        true,
+        tokens,
+        counted,
+        ([torch.clone] * len(states), torch.clone),
+        {"chain": chain_paths(2)},
     )
     assert sums["chain/accepted"].tolist() == sums["chain/reached"].tolist() == [4.0, 2.0]
     assert sums["agreement"] == 4

@@ -24,7 +24,9 @@ def test_a_row_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
 def test_going_on_drops_what_will_be_told_again(tmp_path: Path) -> None:
     """Rows of later steps, torn lines, and such as are of no step."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "validation": {}}\n{"step": 3}\nnull\n{"total": 1}\n{"step": 1, "to')
+    path.write_text(
+        '{"step": 1}\n{"step": 2, "validation": {}}\n{"step": 3}\nnull\n{"total": 1}\n{"step": 1, "to'
+    )
     metrics = Metrics(path, before=3)
     metrics.write(step=3, total=2)
     metrics.close()

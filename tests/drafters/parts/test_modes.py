@@ -37,26 +37,42 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 def modes(folder: Path) -> dict[str, str]:
     """The mode of every file in a folder, however deep."""
     return {
-        str(path.relative_to(folder)): oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()
+        str(path.relative_to(folder)): oct(path.stat().st_mode & 0o777)
+        for path in folder.rglob("*")
+        if path.is_file()
     }
 
 
 def test_every_writer_follows_the_umask(umask: int, tiny_target: Target, tmp_path: Path) -> None:
     """Heads, exports, imports, stores, tables, vocabularies, texts."""
-    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config).bind(tiny_target.head)
+    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config).bind(
+        tiny_target.head
+    )
     save_head(tmp_path / "head", head, "a: recipe", {})
     write_budget(tmp_path / "head", Budget(2, 2, 1))
     for engine in ("vllm", "sglang", "eagle"):
         export(head, tiny_target.config, engine, tmp_path / engine, tmp_path / "head")
-    import_head(tmp_path / "vllm", tmp_path / "imported", str(tiny_target.model.config._name_or_path))
+    import_head(
+        tmp_path / "vllm", tmp_path / "imported", str(tiny_target.model.config._name_or_path)
+    )
     example = Example(torch.arange(20, 40), torch.ones(20, dtype=torch.bool))
     identity = {"taps": [-1], "dtype": "float32"}
     about = {"width": tiny_target.config.hidden_size, "borrowed": {}}
-    list(extract(tiny_target, FeatureStore.create(tmp_path / "store", [example], identity, [[[0]]], **about), [0]))
+    list(
+        extract(
+            tiny_target,
+            FeatureStore.create(tmp_path / "store", [example], identity, [[[0]]], **about),
+            [0],
+        )
+    )
     save_borrowed(tmp_path / "store", tiny_target.head, tiny_target.config)
     save_draft_vocab(tmp_path / "vocab/draft.safetensors", torch.arange(64), 8, {})
     none = torch.zeros(0, dtype=torch.int64)
-    save_tables(tmp_path / "counts", Tables(torch.arange(64), torch.zeros(65, dtype=torch.int64), none, none), "bigram")
+    save_tables(
+        tmp_path / "counts",
+        Tables(torch.arange(64), torch.zeros(65, dtype=torch.int64), none, none),
+        "bigram",
+    )
     write_text(tmp_path / "report.html", "text")
     row = dict.fromkeys(("head", "target", "engine", "dtype", "draft", "prompts", "new_tokens"), 0)
     merge_rows([row], tmp_path / "engines.json")
@@ -73,7 +89,9 @@ def test_the_tiny_target_follows_the_umask(tiny_target_dir: Path) -> None:
     (tiny_target_dir / "probe").unlink()
 
 
-def test_a_written_file_leaves_links_and_devices_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_written_file_leaves_links_and_devices_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A link's file is replaced, not the link; what is no file is written to; a folder is refused."""
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")

@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle.core.drafter import TargetHead
 from eagle.drafters.parts import divergences, objectives
-from eagle.drafters.parts.objectives import Kind, LanguageHead, Objective, OwnHead, distillation_loss
+from eagle.drafters.parts.objectives import (
+    Kind,
+    LanguageHead,
+    Objective,
+    OwnHead,
+    distillation_loss,
+)
 
 STEPS, SLOTS, WIDTH, VOCABULARY = 2, 41, 6, 37
 
@@ -43,13 +49,17 @@ FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tv": lambda p, q: (p - q).abs().sum(-1) / 2,
     "acceptance": lambda p, q: -overlap(p, q).log(),
     "hybrid": hybrid,
-    "likeliest": lambda p, q: -q.gather(-1, p.argmax(-1, keepdim=True).expand(*q.shape[:-1], 1))[..., 0].log(),
+    "likeliest": lambda p, q: (
+        -q.gather(-1, p.argmax(-1, keepdim=True).expand(*q.shape[:-1], 1))[..., 0].log()
+    ),
 }
 
 
 def matrix(seed: int) -> Tensor:
     """An LM head."""
-    return torch.randn(VOCABULARY, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        VOCABULARY, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def head(seed: int, softcap: float | None) -> LanguageHead:
@@ -88,24 +98,35 @@ def in_chunks(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_a_kind_is_its_formula(kind: Kind, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_is_its_formula(
+    kind: Kind, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loss and gradients over several chunks, of which each is gone through in several parts."""
     in_chunks(monkeypatch)
     own, frozen = head(0, softcap), head(1, softcap)
     student, teacher, weights = laid_out()
-    loss, parts = distillation_loss(student, teacher, weights, (own, frozen), Objective(kind, weight=0.7))
+    loss, parts = distillation_loss(
+        student, teacher, weights, (own, frozen), Objective(kind, weight=0.7)
+    )
     p, q = frozen.logits(teacher).softmax(-1).detach(), own.logits(student).softmax(-1)
     apart = 0.7 * weights * FORMULAS[kind](p, q)
     torch.testing.assert_close(loss, apart.sum(), atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(parts, apart.sum(-1), atol=1e-9, rtol=1e-9)
-    for found, expected in zip(gradients(loss, student, own), gradients(apart.sum(), student, own), strict=True):
+    for found, expected in zip(
+        gradients(loss, student, own), gradients(apart.sum(), student, own), strict=True
+    ):
         torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
 
 
 def own_heads(count: int) -> list[OwnHead]:
     """Matrices and biases that learn."""
-    biases = torch.randn(count, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    return [OwnHead(matrix(seed).requires_grad_(), bias.requires_grad_()) for seed, bias in enumerate(biases.unbind())]
+    biases = torch.randn(
+        count, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
+    return [
+        OwnHead(matrix(seed).requires_grad_(), bias.requires_grad_())
+        for seed, bias in enumerate(biases.unbind())
+    ]
 
 
 def compare_heads(count: int, taught: str) -> None:
@@ -114,13 +135,26 @@ def compare_heads(count: int, taught: str) -> None:
     student, states, weights = laid_out()
     tokens = torch.randint(VOCABULARY, (SLOTS,), generator=torch.Generator().manual_seed(3))
     teacher, teacher_head = (tokens, None) if taught == "tokens" else (states, frozen)
-    p = F.one_hot(tokens, VOCABULARY).double() if taught == "tokens" else frozen.logits(states).softmax(-1).detach()
-    loss, parts = distillation_loss(student, teacher, weights, (heads, teacher_head), Objective(weight=0.7))
-    each = [F.linear(x, own.weight, own.bias) for x, own in zip(student, heads * (STEPS // count), strict=True)]
+    p = (
+        F.one_hot(tokens, VOCABULARY).double()
+        if taught == "tokens"
+        else frozen.logits(states).softmax(-1).detach()
+    )
+    loss, parts = distillation_loss(
+        student, teacher, weights, (heads, teacher_head), Objective(weight=0.7)
+    )
+    each = [
+        F.linear(x, own.weight, own.bias)
+        for x, own in zip(student, heads * (STEPS // count), strict=True)
+    ]
     apart = -0.7 * weights * (p * torch.stack(each).log_softmax(-1)).sum(-1)
     torch.testing.assert_close(loss, apart.sum(), atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(parts, apart.sum(-1), atol=1e-9, rtol=1e-9)
-    learned = [student, *(own.weight for own in heads), *(own.bias for own in heads if own.bias is not None)]
+    learned = [
+        student,
+        *(own.weight for own in heads),
+        *(own.bias for own in heads if own.bias is not None),
+    ]
     found = torch.autograd.grad(3 * loss, learned, allow_unused=True)
     for one, other in zip(found, torch.autograd.grad(3 * apart.sum(), learned), strict=True):
         assert one is not None
@@ -142,11 +176,18 @@ def other_token(tokens: Tensor, weight: float) -> Any:
     return likelihood((tokens + 1) % VOCABULARY, weight)
 
 
-likelihood, add_product = divergences._likelihood, objectives._add_product_  # what faults are planted in
+likelihood, add_product = (
+    divergences._likelihood,
+    objectives._add_product_,
+)  # what faults are planted in
 FAULTS: list[tuple[Any, str, Any]] = [
     (divergences, "_likelihood", other_token),
     (objectives, "_bias_of", lambda head: None),
-    (objectives, "_add_product_", lambda total, left, *rest: add_product(total.zero_(), left, *rest)),
+    (
+        objectives,
+        "_add_product_",
+        lambda total, left, *rest: add_product(total.zero_(), left, *rest),
+    ),
 ]
 
 
@@ -166,7 +207,9 @@ def test_heads_exchanged_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step has its own."""
     honest = distillation_loss
     monkeypatch.setitem(
-        globals(), "distillation_loss", lambda s, t, w, heads, o: honest(s, t, w, (heads[0][::-1], heads[1]), o)
+        globals(),
+        "distillation_loss",
+        lambda s, t, w, heads, o: honest(s, t, w, (heads[0][::-1], heads[1]), o),
     )
     with pytest.raises(AssertionError):
         compare_heads(STEPS, "probs")
@@ -177,10 +220,14 @@ def test_products_in_bf16_leave_gradients_of_weights_in_fp32() -> None:
     own = OwnHead(matrix(0).float().requires_grad_())
     student, _, weights = laid_out()
     tokens = torch.arange(SLOTS) % VOCABULARY
-    loss, _ = distillation_loss(student.float(), tokens, weights.float(), (own, None), dtype=torch.bfloat16)
+    loss, _ = distillation_loss(
+        student.float(), tokens, weights.float(), (own, None), dtype=torch.bfloat16
+    )
     (gradient,) = torch.autograd.grad(loss * 3, own.weight)
     assert gradient.dtype == torch.float32 and (gradient != gradient.bfloat16()).any()
-    exact = F.cross_entropy((student.float() @ own.weight.T).flatten(0, 1), tokens.repeat(STEPS), reduction="none")
+    exact = F.cross_entropy(
+        (student.float() @ own.weight.T).flatten(0, 1), tokens.repeat(STEPS), reduction="none"
+    )
     (expected,) = torch.autograd.grad(3 * (exact * weights.float().flatten()).sum(), own.weight)
     torch.testing.assert_close(gradient, expected, atol=0.02 * float(expected.abs().max()), rtol=0)
 
@@ -211,11 +258,16 @@ def test_what_a_teacher_never_says_has_a_finite_price(kind: Kind, dtype: torch.d
     states = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], dtype=dtype)
     rows = torch.tensor([[0.0, 0.0], [1.0, -2.0], [-2.0, 1.0]], dtype=dtype)
     impossible = torch.tensor([[-1e6, -1e6]], dtype=dtype)
-    student, own = states[None].clone().requires_grad_(), OwnHead(torch.cat([rows, impossible, impossible]))
+    student, own = (
+        states[None].clone().requires_grad_(),
+        OwnHead(torch.cat([rows, impossible, impossible])),
+    )
     frozen = OwnHead(torch.cat([rows[:2], impossible, rows[2:] * 1.5, impossible]))
     p, q = frozen.logits(states).softmax(-1), own.logits(states).softmax(-1)
     assert ((p == 0) & (q > 0)).any() and ((p > 0) & (q == 0)).any() and ((p == 0) & (q == 0)).any()
-    loss, _ = distillation_loss(student, states, torch.ones(1, 3, dtype=dtype), (own, frozen), Objective(kind))
+    loss, _ = distillation_loss(
+        student, states, torch.ones(1, 3, dtype=dtype), (own, frozen), Objective(kind)
+    )
     (gradient,) = torch.autograd.grad(loss, student)
     assert loss.isfinite() and gradient.isfinite().all() and loss > 0
     if kind == "reverse_kl":
@@ -242,7 +294,9 @@ def test_logits_in_lent_memory_are_those_of_the_module(scale: float, softcap: fl
     frozen = TargetHead(nn.Embedding(VOCABULARY, WIDTH), output, logit_scale=scale, softcap=softcap)
     hidden = torch.randn(SLOTS, WIDTH, dtype=torch.float64)
     lent = torch.full((SLOTS, VOCABULARY), torch.nan, dtype=torch.float64)
-    torch.testing.assert_close(frozen.logits(hidden, out=lent), frozen.logits(hidden), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        frozen.logits(hidden, out=lent), frozen.logits(hidden), atol=1e-12, rtol=1e-12
+    )
 
 
 class _LargeStorages(TorchDispatchMode):

@@ -49,8 +49,15 @@ def test_a_heads_tables_are_those_of_a_llama(kind: str) -> None:
     """With the same scaling, of the whole width."""
     config = config_of("stablelm", kind)
     shape = head_shape(config)
-    sizes = {key: COMMON[key] for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
+    sizes = {
+        key: COMMON[key]
+        for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")
+    }
     llama = LlamaConfig(rope_parameters=KINDS[kind], **sizes)
     hidden, positions = torch.zeros(1, 5, 32), torch.arange(5)[None]
-    tables = zip(Rotary(shape)(hidden, positions), LlamaRotaryEmbedding(llama)(hidden, positions), strict=True)
+    tables = zip(
+        Rotary(shape)(hidden, positions),
+        LlamaRotaryEmbedding(llama)(hidden, positions),
+        strict=True,
+    )
     assert all(torch.equal(got, expected) for got, expected in tables)

@@ -48,14 +48,20 @@ def scatter(spans: Spans) -> Spans:
     return Spans.at(places, LENGTHS, torch.device("cpu"))
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: list[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Row by row: the keys of its text up to itself and its own, one softmax."""
     begins = torch.tensor([0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]])
     rows = []
     for place, row in enumerate(spans.rows.tolist()):
         begin = int(begins[begins <= row].max())
-        keys = torch.cat([key[:, begin : row + 1], *(mine[:, place : place + 1] for mine, _ in own)], dim=1)
-        values = torch.cat([value[:, begin : row + 1], *(its[:, place : place + 1] for _, its in own)], dim=1)
+        keys = torch.cat(
+            [key[:, begin : row + 1], *(mine[:, place : place + 1] for mine, _ in own)], dim=1
+        )
+        values = torch.cat(
+            [value[:, begin : row + 1], *(its[:, place : place + 1] for _, its in own)], dim=1
+        )
         keys, values = (part.repeat_interleave(HEADS // KEYS, 0) for part in (keys, values))
         law = ((query[:, place, None] * keys).sum(-1) / WIDTH**0.5).softmax(-1)
         rows.append((law[..., None] * values).sum(1))
@@ -98,7 +104,9 @@ def test_every_other_row_sees_its_text(stride: int) -> None:
     for ours, true in zip(results(attend, given, spans), results(dense, given, spans), strict=True):
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
     query, key, value = (part.detach() for part in given[:3])
-    torch.testing.assert_close(attend_flex(query, key, value, spans), dense(query, key, value, spans, []))
+    torch.testing.assert_close(
+        attend_flex(query, key, value, spans), dense(query, key, value, spans, [])
+    )
 
 
 def test_bf16_is_near(spans: Spans) -> None:
@@ -106,7 +114,9 @@ def test_bf16_is_near(spans: Spans) -> None:
     given = inputs(spans, 3, torch.bfloat16)
     wide = tuple(part.detach().double().requires_grad_() for part in given[:3])
     own = [tuple(part.detach().double().requires_grad_() for part in pair) for pair in given[3]]
-    for ours, true in zip(results(attend, given, spans), results(dense, (*wide, own), spans), strict=True):
+    for ours, true in zip(
+        results(attend, given, spans), results(dense, (*wide, own), spans), strict=True
+    ):
         assert (ours.double() - true).norm() < 2e-2 * true.norm()
 
 
@@ -125,7 +135,9 @@ def test_columns_that_fill_up_a_piece_count_for_nothing(
 ) -> None:
     """They belong to the rows behind it and to other texts; where they count, it is seen."""
     spans, given = scatter(spans) if scattered else spans, inputs(spans, 3)
-    widths = [seen[0].stop - seen[0].start for _, seen, _ in module.split_pieces(spans, 3, given[0])]
+    widths = [
+        seen[0].stop - seen[0].start for _, seen, _ in module.split_pieces(spans, 3, given[0])
+    ]
     assert all(width % 16 == 0 for width in widths[:-1]), widths  # the last one ends with all rows
     true = results(dense, given, spans)
     for ours, wanted in zip(results(attend, given, spans), true, strict=True):
@@ -149,7 +161,9 @@ def test_the_fused_kernel_says_the_same(spans: Spans, steps: int) -> None:
     query, key, value, own = inputs(spans, steps, torch.float32)
     query, key, value = (part.detach() for part in (query, key, value))
     with torch.no_grad():
-        torch.testing.assert_close(attend_flex(query, key, value, spans, own), attend(query, key, value, spans, own))
+        torch.testing.assert_close(
+            attend_flex(query, key, value, spans, own), attend(query, key, value, spans, own)
+        )
 
 
 def test_autograd_merges_as_the_cpus_own_gradient_does(spans: Spans) -> None:
@@ -165,7 +179,9 @@ def test_autograd_merges_as_the_cpus_own_gradient_does(spans: Spans) -> None:
         return module._merge_parts(scores.softmax(-1) @ values, shares, own, KEYS)
 
     given = inputs(spans, 3)
-    for ours, true in zip(results(attend, given, spans), results(merged, given, spans), strict=True):
+    for ours, true in zip(
+        results(attend, given, spans), results(merged, given, spans), strict=True
+    ):
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
 
 
@@ -179,13 +195,18 @@ def test_a_wrong_merge_is_seen(spans: Spans, fault: str, monkeypatch: pytest.Mon
 
     if fault == "share":
         monkeypatch.setattr(
-            module, "attention_probs", lambda query, key, own, stride: law(query, key, own + 0.1, stride)
+            module,
+            "attention_probs",
+            lambda query, key, own, stride: law(query, key, own + 0.1, stride),
         )
     elif fault == "future":
-        monkeypatch.setattr(module, "_future", lambda count, *rest: torch.zeros(count, count, dtype=rest[1]))
+        monkeypatch.setattr(
+            module, "_future", lambda count, *rest: torch.zeros(count, count, dtype=rest[1])
+        )
     ours = results(moved if fault == "own" else attend, given, spans)
     apart = [
-        float((one - true).abs().max().detach()) for one, true in zip(ours, results(dense, given, spans), strict=True)
+        float((one - true).abs().max().detach())
+        for one, true in zip(ours, results(dense, given, spans), strict=True)
     ]
     assert max(apart) > 1e-3
 
@@ -193,6 +214,11 @@ def test_a_wrong_merge_is_seen(spans: Spans, fault: str, monkeypatch: pytest.Mon
 def test_scattered_rows_are_those_of_runs(spans: Spans) -> None:
     """The same rows as places of their own: the same output and gradients, whatever the pieces."""
     scattered, given = scatter(spans), inputs(spans, 2)
-    assert scattered.rows.tolist() == spans.rows.tolist() and scattered.begins.tolist() == spans.begins.tolist()
-    for ours, true in zip(results(attend, given, scattered), results(attend, given, spans), strict=True):
+    assert (
+        scattered.rows.tolist() == spans.rows.tolist()
+        and scattered.begins.tolist() == spans.begins.tolist()
+    )
+    for ours, true in zip(
+        results(attend, given, scattered), results(attend, given, spans), strict=True
+    ):
         torch.testing.assert_close(ours, true)

@@ -35,7 +35,10 @@ def test_a_text_drops_the_same_whatever_lies_beside_it() -> None:
 
 def test_a_wrong_bound_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of all numbers are dropped where the words' parts are compared with 0."""
-    bits = lambda like, share, generator: torch.empty(like.shape).uniform_(-1, 1, generator=generator) >= 0  # noqa: E731
+
+    def bits(like: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
+        return torch.empty(like.shape).uniform_(-1, 1, generator=generator) >= 0
+
     monkeypatch.setattr(text_dropout, "draw_kept", bits)
     with pytest.raises(AssertionError):
         test_the_share_that_is_asked_for_is_dropped(0.2)

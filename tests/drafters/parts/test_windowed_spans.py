@@ -36,7 +36,11 @@ def dense(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Any) -> 
     for place, row in enumerate(spans.rows.tolist()):
         begin = max(begin for begin in begins if begin <= row)
         latest = spans.window.recent - len(own)
-        seen = [at for at in range(begin, row + 1) if at < begin + spans.window.sinks or row - at < latest]
+        seen = [
+            at
+            for at in range(begin, row + 1)
+            if at < begin + spans.window.sinks or row - at < latest
+        ]
         keys = torch.cat([key[:, seen], *(mine[:, place : place + 1] for mine, _ in own)], dim=1)
         values = torch.cat([value[:, seen], *(its[:, place : place + 1] for _, its in own)], dim=1)
         keys, values = (part.repeat_interleave(HEADS // KEYS, 0) for part in (keys, values))
@@ -47,7 +51,9 @@ def dense(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Any) -> 
 
 def apart(ours: list[Tensor], true: list[Tensor]) -> float:
     """The largest difference of output and gradients."""
-    return max(float((one - other).detach().abs().max()) for one, other in zip(ours, true, strict=True))
+    return max(
+        float((one - other).detach().abs().max()) for one, other in zip(ours, true, strict=True)
+    )
 
 
 @pytest.mark.parametrize("steps", [0, 1, 6])
@@ -89,7 +95,9 @@ def test_the_fused_kernel_sees_the_same(window: Window, stride: int, steps: int)
     *given, own = inputs(spans, steps, torch.float32)
     query, key, value = (part.detach() for part in given)
     with torch.no_grad():
-        torch.testing.assert_close(attend_flex(query, key, value, spans, own), attend(query, key, value, spans, own))
+        torch.testing.assert_close(
+            attend_flex(query, key, value, spans, own), attend(query, key, value, spans, own)
+        )
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -105,7 +113,10 @@ def test_bf16_is_near() -> None:
     spans = windowed_spans(Window(4, 30))
     given = inputs(spans, 3, torch.bfloat16)
     query, key, value = (part.detach().double().requires_grad_() for part in given[:3])
-    own = [(mine.detach().double().requires_grad_(), its.detach().double().requires_grad_()) for mine, its in given[3]]
+    own = [
+        (mine.detach().double().requires_grad_(), its.detach().double().requires_grad_())
+        for mine, its in given[3]
+    ]
     wide: Inputs = (query, key, value, own)
     for ours, true in zip(results(attend, given, spans), results(dense, wide, spans), strict=True):
         assert (ours.double() - true).norm() < 2e-2 * true.norm()

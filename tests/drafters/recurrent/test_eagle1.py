@@ -38,27 +38,40 @@ def head(tiny_target: Target) -> Eagle1:
 
 def random_text(target: Target, length: int, seed: int) -> Tensor:
     """Tokens that say nothing."""
-    return torch.randint(10, target.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        10, target.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def batch_of(target: Target, texts: list[Tensor], masks: list[Tensor]) -> Batch:
     """These very texts with the target's features: no token is left out, whatever is supervised."""
     features = [target.features(text[None], (-1,))[0] for text in texts]
     lengths = tuple(len(text) for text in texts)
-    return Batch(torch.cat(texts), torch.cat(masks), torch.cat(features), lengths, (-1,), tuple(range(len(texts))))
+    return Batch(
+        torch.cat(texts),
+        torch.cat(masks),
+        torch.cat(features),
+        lengths,
+        (-1,),
+        tuple(range(len(texts))),
+    )
 
 
 @pytest.fixture(scope="module")
 def batch(tiny_target: Target) -> Batch:
     """Two random texts of different length, supervised here and there."""
     texts = [random_text(tiny_target, length, length) for length in (30, 21)]
-    masks = [torch.rand(len(text), generator=torch.Generator().manual_seed(1)) < 0.6 for text in texts]
+    masks = [
+        torch.rand(len(text), generator=torch.Generator().manual_seed(1)) < 0.6 for text in texts
+    ]
     for mask in masks:
         mask[:2] = False
     return batch_of(tiny_target, texts, masks)
 
 
-def trained_logits(head: Eagle1, batch: Batch, target: Target, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+def trained_logits(
+    head: Eagle1, batch: Batch, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> Tensor:
     """[S, V], what the head says at the supervised slots while its loss is computed."""
     kept = []
 
@@ -93,7 +106,9 @@ def unmasked(count: int, stride: int, dtype: torch.dtype, device: torch.device) 
 # -- alignment --------------------------------------------------------------------------------------------------------
 
 
-def drafted_logits(head: Eagle1, text: Tensor, features: Tensor, pieces: list[int], patch: Any) -> dict[int, Tensor]:
+def drafted_logits(
+    head: Eagle1, text: Tensor, features: Tensor, pieces: list[int], patch: Any
+) -> dict[int, Tensor]:
     """By committed length, the logits after the root when the text comes in these pieces."""
     kept: list[Tensor] = []
 
@@ -105,7 +120,9 @@ def drafted_logits(head: Eagle1, text: Tensor, features: Tensor, pieces: list[in
         inner.setattr(head_state, "grow_rows", keep)
         draft = head.begin()
         for start, end in pairwise(pieces):
-            draft.propose(Committed(text[start:end], features[start:end], int(text[end])), Budget(8, 3, 3))
+            draft.propose(
+                Committed(text[start:end], features[start:end], int(text[end])), Budget(8, 3, 3)
+            )
     return dict(zip(pieces[1:], kept, strict=True))
 
 
@@ -135,7 +152,12 @@ def test_train_time_logits_are_those_of_drafting(
     ids=["positions", "mask"],
 )
 def test_training_on_something_else_is_seen(
-    head: Eagle1, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: Any
+    head: Eagle1,
+    tiny_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    home: Any,
+    name: str,
+    fault: Any,
 ) -> None:
     """Planted faults: slots that stand elsewhere, and attention without a mask."""
     monkeypatch.setattr(home, name, fault)
@@ -145,19 +167,26 @@ def test_training_on_something_else_is_seen(
 
 def leak(head: Eagle1, target: Target, patch: pytest.MonkeyPatch) -> None:
     """Another token t leaves what slots <= t - 2 say of tokens <= t bit-equal, and changes slot t - 1."""
-    texts, everywhere = [random_text(target, 30, 5), random_text(target, 20, 6)], [torch.arange(30) >= 2]
+    texts, everywhere = (
+        [random_text(target, 30, 5), random_text(target, 20, 6)],
+        [torch.arange(30) >= 2],
+    )
     everywhere.append(torch.arange(20) >= 2)
     before = trained_logits(head, batch_of(target, texts, everywhere), target, patch)
     for token in (2, 11, 12, 28):
         changed = texts[0].clone()
         changed[token] = (changed[token] + 1) % target.vocab_size
-        after = trained_logits(head, batch_of(target, [changed, texts[1]], everywhere), target, patch)
+        after = trained_logits(
+            head, batch_of(target, [changed, texts[1]], everywhere), target, patch
+        )
         assert after[: token - 1].equal(before[: token - 1]), "a slot saw what it names"
         assert not after[token - 1].equal(before[token - 1])
         assert after[28:].equal(before[28:]), "a slot saw another text"
 
 
-def test_no_slot_sees_what_it_names(head: Eagle1, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slot_sees_what_it_names(
+    head: Eagle1, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With features that the target recomputes from the changed text."""
     leak(head, tiny_target, monkeypatch)
 
@@ -178,7 +207,13 @@ def from_the_first_text(*given: Any, **window: Any) -> spans.Spans:
     ids=["mask", "one further", "other text"],
 )
 def test_a_leak_is_seen(
-    head: Eagle1, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: Any, seen: str
+    head: Eagle1,
+    tiny_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    home: Any,
+    name: str,
+    fault: Any,
+    seen: str,
 ) -> None:
     """Planted faults: attention without a mask, slots that read one token further, texts that see one another."""
     monkeypatch.setattr(home, name, fault)
@@ -193,12 +228,16 @@ def plain_loss(head: Eagle1, batch: Batch, frozen: TargetHead, named: int = 2) -
     """The published loss, slot by slot: Smooth-L1 of the feature plus 0.1 cross-entropy of the laws."""
     losses = []
     columns = (batch.tokens, batch.features[:, 0], batch.loss_mask)
-    for tokens, features, mask in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+    for tokens, features, mask in zip(
+        *(column.split(batch.lengths) for column in columns), strict=True
+    ):
         for slot in range(len(tokens) - 2):
             if not mask[slot + named]:
                 continue
             seen = slice(0, slot + 1)
-            predicted = causal_states(head, tokens[1:][seen][None], features[seen][None], 0, frozen)[0, -1]
+            predicted = causal_states(
+                head, tokens[1:][seen][None], features[seen][None], 0, frozen
+            )[0, -1]
             regression = F.smooth_l1_loss(predicted, features[slot + 1])
             law = frozen.logits(features[slot + 1]).softmax(-1)
             entropy = -(law * frozen.logits(predicted).log_softmax(-1)).sum()
@@ -206,7 +245,9 @@ def plain_loss(head: Eagle1, batch: Batch, frozen: TargetHead, named: int = 2) -
     return torch.stack(losses).mean()
 
 
-def same_gradients(head: Eagle1, first: Callable[[], Tensor], second: Callable[[], Tensor], rtol: float) -> None:
+def same_gradients(
+    head: Eagle1, first: Callable[[], Tensor], second: Callable[[], Tensor], rtol: float
+) -> None:
     """Two losses of one head are equal, and so are the gradients of every weight."""
     results = []
     for loss in (first, second):
@@ -223,7 +264,14 @@ def in_double(head: Eagle1, batch: Batch, target: Target) -> tuple[Eagle1, Batch
     """The same in fp64, but for what the norms do in fp32."""
     frozen = target.head
     double = (copy.deepcopy(part).double() for part in (frozen.embedding, frozen.output))
-    wide = Batch(batch.tokens, batch.loss_mask, batch.features.double(), batch.lengths, batch.taps, batch.seeds)
+    wide = Batch(
+        batch.tokens,
+        batch.loss_mask,
+        batch.features.double(),
+        batch.lengths,
+        batch.taps,
+        batch.seeds,
+    )
     return copy.deepcopy(head).double(), wide, TargetHead(*double)
 
 
@@ -235,12 +283,23 @@ def test_loss_and_gradients_equal_the_plain_rendering(
     frozen, rtol = tiny_target.head, 1e-5
     if double:
         (head, batch, frozen), rtol = in_double(head, batch, tiny_target), 1e-6
-    same_gradients(head, lambda: head(batch, frozen)["total"], lambda: plain_loss(head, batch, frozen), rtol)
-    with pytest.raises(AssertionError, match="not close"):  # the gate that public implementations have: t_i
-        same_gradients(head, lambda: head(batch, frozen)["total"], lambda: plain_loss(head, batch, frozen, 0), rtol)
+    same_gradients(
+        head, lambda: head(batch, frozen)["total"], lambda: plain_loss(head, batch, frozen), rtol
+    )
+    with pytest.raises(
+        AssertionError, match="not close"
+    ):  # the gate that public implementations have: t_i
+        same_gradients(
+            head,
+            lambda: head(batch, frozen)["total"],
+            lambda: plain_loss(head, batch, frozen, 0),
+            rtol,
+        )
 
 
-def test_an_unsupervised_label_changes_no_gradient(head: Eagle1, batch: Batch, tiny_target: Target) -> None:
+def test_an_unsupervised_label_changes_no_gradient(
+    head: Eagle1, batch: Batch, tiny_target: Target
+) -> None:
     """The first label behind the last supervised one counts for nothing; the last one counts."""
 
     def loss(place: int) -> Tensor:
@@ -256,13 +315,17 @@ def test_an_unsupervised_label_changes_no_gradient(head: Eagle1, batch: Batch, t
     unchanged = Batch(batch.tokens, mask, batch.features, batch.lengths, batch.taps, batch.seeds)
     same_gradients(head, lambda: loss(13), lambda: head(unchanged, tiny_target.head)["total"], 0.0)
     with pytest.raises(AssertionError, match="not equal"):
-        same_gradients(head, lambda: loss(12), lambda: head(unchanged, tiny_target.head)["total"], 0.0)
+        same_gradients(
+            head, lambda: loss(12), lambda: head(unchanged, tiny_target.head)["total"], 0.0
+        )
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 
-def drafted(head: Eagle1, target: Target, budget: Budget, noise: Any = None) -> tuple[Tensor, Tensor, DraftTree]:
+def drafted(
+    head: Eagle1, target: Target, budget: Budget, noise: Any = None
+) -> tuple[Tensor, Tensor, DraftTree]:
     """The tokens and features that the head has read after a prompt, and its tree."""
     prompt = target.chat("What does copy do?")
     news = target.open((-1,)).begin(prompt, Choose(Sampling()))
@@ -270,12 +333,17 @@ def drafted(head: Eagle1, target: Target, budget: Budget, noise: Any = None) -> 
     return torch.tensor([*prompt[1:], news.root]), news.features[:, 0], tree
 
 
-def own_scores(head: Eagle1, target: Target, tokens: Tensor, states: Tensor, path: list[int]) -> Tensor:
+def own_scores(
+    head: Eagle1, target: Target, tokens: Tensor, states: Tensor, path: list[int]
+) -> Tensor:
     """[V] after a drafted path by plain causal passes over the text and the head's own predictions."""
     for token in [*path, None]:
         predicted = causal_states(head, tokens[None], states[None], 0, target.head)[0, -1]
         if token is not None:
-            tokens, states = torch.cat([tokens, torch.tensor([token])]), torch.cat([states, predicted[None]])
+            tokens, states = (
+                torch.cat([tokens, torch.tensor([token])]),
+                torch.cat([states, predicted[None]]),
+            )
     return target.head.logits(predicted)
 
 
@@ -322,7 +390,9 @@ def test_a_drawn_tree_carries_the_law_of_every_node(
     assert tree.draft_probs is not None and tree.draft_probs.dtype == torch.float32
     for node in range(1, len(tree)):
         with torch.no_grad():
-            scores = own_scores(head, tiny_target, tokens, states, tree.tokens[tree.path(node)[1:-1]].tolist())
+            scores = own_scores(
+                head, tiny_target, tokens, states, tree.tokens[tree.path(node)[1:-1]].tolist()
+            )
         torch.testing.assert_close(
             tree.draft_probs[node], warp(scores[None], sampling).softmax(-1)[0], rtol=0, atol=1e-5
         )

@@ -28,7 +28,11 @@ SAYABLE = 300
 @pytest.fixture(scope="module")
 def vocab_file(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens from all over the target's vocabulary."""
-    return draft_vocab(tmp_path_factory.mktemp("vocab") / "draft_vocab.safetensors", tiny_target.vocab_size, SAYABLE)
+    return draft_vocab(
+        tmp_path_factory.mktemp("vocab") / "draft_vocab.safetensors",
+        tiny_target.vocab_size,
+        SAYABLE,
+    )
 
 
 # -- taps -------------------------------------------------------------------------------------------------------------
@@ -36,11 +40,14 @@ def vocab_file(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) ->
 
 def shape_of(layers: int) -> LlamaConfig:
     """A target with so many layers."""
-    return LlamaConfig(vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=layers)
+    return LlamaConfig(
+        vocab_size=16, hidden_size=8, num_attention_heads=2, num_hidden_layers=layers
+    )
 
 
 @pytest.mark.parametrize(
-    ("layers", "taps"), [(32, (2, 16, 29)), (36, (2, 18, 33)), (48, (2, 24, 45)), (24, (2, 12, 21)), (8, (2, 4, 5))]
+    ("layers", "taps"),
+    [(32, (2, 16, 29)), (36, (2, 18, 33)), (48, (2, 24, 45)), (24, (2, 12, 21)), (8, (2, 4, 5))],
 )
 def test_the_published_layers_are_read(layers: int, taps: tuple[int, ...]) -> None:
     """The inputs of layers 2, L // 2 and L - 3; its loss reads the LM head's input too."""
@@ -90,7 +97,9 @@ def test_tensors_are_named_as_published(tiny_target: Target, vocab_file: Path) -
         "norm.weight": (128,),
         "lm_head.weight": (2048, 128),
     }
-    tensors = Eagle3.for_target(Eagle3.Settings(), tiny_target.config, tiny_target.head).state_dict()
+    tensors = Eagle3.for_target(
+        Eagle3.Settings(), tiny_target.config, tiny_target.head
+    ).state_dict()
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == published
     settings = Eagle3.Settings(draft_vocab=str(vocab_file), fc_norm=True)
     tensors = Eagle3.for_target(settings, tiny_target.config, tiny_target.head).state_dict()
@@ -102,7 +111,9 @@ def test_tensors_are_named_as_published(tiny_target: Target, vocab_file: Path) -
 
 
 @pytest.mark.parametrize("sayable", [True, False])
-def test_the_lm_head_starts_as_the_targets_rows(tiny_target: Target, vocab_file: Path, sayable: bool) -> None:
+def test_the_lm_head_starts_as_the_targets_rows(
+    tiny_target: Target, vocab_file: Path, sayable: bool
+) -> None:
     """Of the tokens that it may say, in their order; a random one has no such rows."""
     given = {"draft_vocab": str(vocab_file)} if sayable else {}
     started = Eagle3.for_target(Eagle3.Settings(**given), tiny_target.config, tiny_target.head)
@@ -116,15 +127,23 @@ def test_the_lm_head_starts_as_the_targets_rows(tiny_target: Target, vocab_file:
 
 
 @pytest.mark.parametrize(("queries", "groups"), [("keys", 1), ("keys", 2), ("random", 2)])
-def test_every_other_head_starts_by_finding_its_own_row(queries: Literal["keys", "random"], groups: int) -> None:
+def test_every_other_head_starts_by_finding_its_own_row(
+    queries: Literal["keys", "random"], groups: int
+) -> None:
     """Of 64 rows before it and itself, by stock attention."""
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=16, hidden_size=256, num_attention_heads=4, num_key_value_heads=4 // groups, num_hidden_layers=8
+        vocab_size=16,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=4 // groups,
+        num_hidden_layers=8,
     )
     head = Eagle3.for_target(Eagle3.Settings(lm_head="random", queries=queries), shape)
     read, part = torch.randn(1, 64, 512), head.layers[0].self_attn
-    query, key = (one(read).unflatten(-1, (-1, 64)).transpose(1, 2) for one in (part.q_proj, part.k_proj))
+    query, key = (
+        one(read).unflatten(-1, (-1, 64)).transpose(1, 2) for one in (part.q_proj, part.k_proj)
+    )
     query, key = apply_rotary_pos_emb(query, key, *head.rotary(read, torch.arange(64)[None]))
     scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) / 8
     itself = scores[0, :, -1].softmax(-1)[:, -1]
@@ -133,7 +152,9 @@ def test_every_other_head_starts_by_finding_its_own_row(queries: Literal["keys",
 
 def vocabulary_of(asked: Any, said: list[Tensor] | None = None, layers: int = 8) -> Eagle3:
     """A new head of a target of 16 tokens."""
-    return Eagle3.for_target(Eagle3.Settings(lm_head="random", draft_vocab=asked), shape_of(layers), None, said)
+    return Eagle3.for_target(
+        Eagle3.Settings(lm_head="random", draft_vocab=asked), shape_of(layers), None, said
+    )
 
 
 def test_a_vocabulary_can_be_asked_for_by_its_size() -> None:
@@ -177,7 +198,9 @@ def learned(updates: int, **settings: Any) -> float:
         head(batch, target.head)["total"].backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
         optimizer.step()
-    trace = generate(target, head.bind(target.head), prompt, budget=Budget(5, 5, 1), max_new_tokens=49, stop=[])
+    trace = generate(
+        target, head.bind(target.head), prompt, budget=Budget(5, 5, 1), max_new_tokens=49, stop=[]
+    )
     assert trace.tokens == answer
     return trace.acceptance_length
 

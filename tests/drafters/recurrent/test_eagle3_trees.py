@@ -26,7 +26,9 @@ DYNAMIC = Budget(12, 4, 3)
 @pytest.fixture(scope="module")
 def vocab_file(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 tokens from all over the target's vocabulary."""
-    return draft_vocab(tmp_path_factory.mktemp("vocab") / "draft_vocab.safetensors", tiny_target.vocab_size, 300)
+    return draft_vocab(
+        tmp_path_factory.mktemp("vocab") / "draft_vocab.safetensors", tiny_target.vocab_size, 300
+    )
 
 
 def new_head(target: Target, **settings: Any) -> Eagle3:
@@ -46,7 +48,9 @@ def head(request: pytest.FixtureRequest, tiny_target: Target, vocab_file: Path) 
     return new_head(tiny_target, **values[request.param]).bind(tiny_target.head)
 
 
-def drafted(head: Any, target: Target, budget: Budget, noise: Any = None) -> tuple[Committed, DraftTree]:
+def drafted(
+    head: Any, target: Target, budget: Budget, noise: Any = None
+) -> tuple[Committed, DraftTree]:
     """What the head has read after a prompt, and its tree."""
     news = target.open(head.taps).begin(target.chat("What does copy do?"), Choose(Sampling()))
     return news, head.begin(noise).propose(news, budget)
@@ -55,7 +59,9 @@ def drafted(head: Any, target: Target, budget: Budget, noise: Any = None) -> tup
 class Truth:
     """The head's laws after any drafted path, by a loop over single tokens; each is found once."""
 
-    def __init__(self, head: Eagle3, target: Target, news: Committed, choose: Choose | None = None) -> None:
+    def __init__(
+        self, head: Eagle3, target: Target, news: Committed, choose: Choose | None = None
+    ) -> None:
         self.head, self.target, self.news, self.choose = head, target, news, choose
         self.weights, self.known = head.state_dict(), dict[tuple[int, ...], Tensor]()
         self.ids = sayable_ids(self.weights, target.vocab_size)
@@ -69,9 +75,17 @@ class Truth:
     @torch.no_grad()
     def _logits(self, path: tuple[int, ...]) -> Tensor:
         anchor, steps, size = len(self.news.tokens) - 1, len(path), self.target.vocab_size
-        known = torch.cat([self.news.tokens, torch.tensor([self.news.root, *path])]), self.news.features
-        settings, shape = self.head.settings.model_copy(update={"steps": steps + 1}), self.head.shape
-        made = eagle3_logits(self.weights, settings, shape, known, self.target.head, {anchor: steps + 1})
+        known = (
+            torch.cat([self.news.tokens, torch.tensor([self.news.root, *path])]),
+            self.news.features,
+        )
+        settings, shape = (
+            self.head.settings.model_copy(update={"steps": steps + 1}),
+            self.head.shape,
+        )
+        made = eagle3_logits(
+            self.weights, settings, shape, known, self.target.head, {anchor: steps + 1}
+        )
         scores = torch.full((size,), -torch.inf).index_put((self.ids,), made[anchor, steps])
         if self.choose is None or self.choose.noise is None:
             return scores
@@ -93,7 +107,10 @@ def test_a_fixed_tree_holds_the_ranked_children(
     choose = Choose(Sampling(temperature=temperature, seed=4))
     offered = choose.offer(tiny_target.vocab_size, tiny_target.device)
     news, tree = drafted(head, tiny_target, Budget.fixed(paths), offered)
-    truth, named = Truth(head, tiny_target, news, choose), dict[tuple[int, ...], tuple[int, ...]]({(): ()})
+    truth, named = (
+        Truth(head, tiny_target, news, choose),
+        dict[tuple[int, ...], tuple[int, ...]]({(): ()}),
+    )
     for path in sorted(paths, key=len):
         above = named[path[:-1]]
         named[path] = *above, int(truth.logits(above).sort(descending=True).indices[path[-1]])
@@ -101,7 +118,9 @@ def test_a_fixed_tree_holds_the_ranked_children(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_dynamic_tree_holds_the_likeliest_paths(head: Eagle3, tiny_target: Target, temperature: float) -> None:
+def test_a_dynamic_tree_holds_the_likeliest_paths(
+    head: Eagle3, tiny_target: Target, temperature: float
+) -> None:
     """Of every node the likelihood is that of its path by the loop, and its likelier siblings are there too."""
     choose = Choose(Sampling(temperature=temperature, seed=4))
     offered = choose.offer(tiny_target.vocab_size, tiny_target.device)
@@ -125,7 +144,10 @@ def test_a_drawn_tree_carries_laws_over_the_targets_vocabulary(
     offered = Choose(sampling).offer(tiny_target.vocab_size, tiny_target.device)
     news, tree = drafted(head, tiny_target, Budget.fixed(paths, "sampled"), offered)
     truth = Truth(head, tiny_target, news)
-    assert tree.draft_probs is not None and tree.draft_probs.shape == (len(tree), tiny_target.vocab_size)
+    assert tree.draft_probs is not None and tree.draft_probs.shape == (
+        len(tree),
+        tiny_target.vocab_size,
+    )
     assert tree.draft_probs.dtype == torch.float32
     torch.testing.assert_close(tree.draft_probs[1:].sum(-1), torch.ones(len(tree) - 1))
     for path, law in zip(paths_of(tree), tree.draft_probs[1:], strict=True):
@@ -135,9 +157,13 @@ def test_a_drawn_tree_carries_laws_over_the_targets_vocabulary(
 
 
 @pytest.mark.parametrize(
-    "budget", [DYNAMIC, Budget.fixed(PUBLISHED_TREE), Budget.fixed(PUBLISHED_TREE, "sampled")], ids=str
+    "budget",
+    [DYNAMIC, Budget.fixed(PUBLISHED_TREE), Budget.fixed(PUBLISHED_TREE, "sampled")],
+    ids=str,
 )
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=1)], ids=["T=0", "T=1"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=1)], ids=["T=0", "T=1"]
+)
 def test_what_cannot_be_said_is_never_drafted(
     tiny_target: Target, vocab_file: Path, budget: Budget, sampling: Sampling
 ) -> None:
@@ -149,7 +175,9 @@ def test_what_cannot_be_said_is_never_drafted(
     assert marks[tree.tokens[1:]].all()
 
 
-def test_what_is_kept_drafts_without_its_file(tiny_target: Target, vocab_file: Path, tmp_path: Path) -> None:
+def test_what_is_kept_drafts_without_its_file(
+    tiny_target: Target, vocab_file: Path, tmp_path: Path
+) -> None:
     """A head's folder holds all of it: every tensor, every setting, and the vocabulary."""
     file = tmp_path / "draft_vocab.safetensors"
     file.write_bytes(vocab_file.read_bytes())
@@ -168,6 +196,9 @@ def test_what_is_kept_drafts_without_its_file(tiny_target: Target, vocab_file: P
     assert loaded.taps == head.taps == (1, 3, 6)
     given, found = head.state_dict(), loaded.state_dict()
     assert given.keys() == found.keys()
-    assert all(found[name].equal(tensor) and found[name].dtype == tensor.dtype for name, tensor in given.items())
+    assert all(
+        found[name].equal(tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in given.items()
+    )
     trees = [drafted(one.bind(tiny_target.head), tiny_target, DYNAMIC)[1] for one in (head, loaded)]
     assert trees[0].tokens.equal(trees[1].tokens)

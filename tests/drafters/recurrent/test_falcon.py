@@ -47,7 +47,9 @@ def new_head(k: int = 2, levels: int = 6, shape: LlamaConfig = SHAPE, **settings
     return head
 
 
-def batch_of(lengths: dict[int, list[tuple[int, int]]], seed: int = 0, vocabulary: int = V) -> Batch:
+def batch_of(
+    lengths: dict[int, list[tuple[int, int]]], seed: int = 0, vocabulary: int = V
+) -> Batch:
     """Random texts of these lengths, with stretches that are supervised."""
     generator = torch.Generator().manual_seed(seed)
     masks = []
@@ -58,7 +60,14 @@ def batch_of(lengths: dict[int, list[tuple[int, int]]], seed: int = 0, vocabular
     count = sum(lengths)
     tokens = torch.randint(vocabulary, (count,), generator=generator)
     features = torch.randn(count, 1, H, generator=generator, dtype=torch.float64)
-    return Batch(tokens, torch.cat(masks), features, tuple(lengths), (-1,), tuple(range(seed, seed + len(masks))))
+    return Batch(
+        tokens,
+        torch.cat(masks),
+        features,
+        tuple(lengths),
+        (-1,),
+        tuple(range(seed, seed + len(masks))),
+    )
 
 
 SPANS = {17: [(3, 5), (6, 7), (8, 17)], 9: [(2, 4), (8, 9)], 5: [(2, 3)], 23: [(2, 23)]}
@@ -71,7 +80,10 @@ class Loop:
     """A head from its formulas: an LSTM that begins anew at every slot, and one query at a time."""
 
     def __init__(self, head: Any, frozen: TargetHead) -> None:
-        self.weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in head.named_parameters()}
+        self.weights = {
+            name: tensor.detach().clone().requires_grad_()
+            for name, tensor in head.named_parameters()
+        }
         self.network = Network(self.weights, head.shape, lambda *_: None, lambda row: row, 1)  # type: ignore[arg-type]
         self.frozen, self.k = frozen, head.settings.k
         self.lstm = nn.LSTM(2 * H, H, num_layers=2, batch_first=True).double()
@@ -105,17 +117,28 @@ class Loop:
         guesses = [self.state(slot, context) for slot in block]
         for start in range(0, len(path) // self.k * self.k, self.k):
             read = [torch.tensor(token) for token in path[start : start + self.k]]
-            block = [(length + start + n, self.enter(token, guesses[start + n])) for n, token in enumerate(read)]
+            block = [
+                (length + start + n, self.enter(token, guesses[start + n]))
+                for n, token in enumerate(read)
+            ]
             context = [*context, *block]
             guesses += [self.state(slot, context) for slot in block]
         return guesses
 
     def loss(self, head: Any, batch: Batch) -> Tensor:
         """The total loss, at the blocks of the phase that was drawn for each text."""
-        anchors, total, begin = SlotBlocks.side_by_side(batch, self.k).spans.rows.tolist(), torch.zeros(()).double(), 0
+        anchors, total, begin = (
+            SlotBlocks.side_by_side(batch, self.k).spans.rows.tolist(),
+            torch.zeros(()).double(),
+            0,
+        )
         settings, k = head.settings, self.k
-        for tokens, features, mask in zip(*(part.split(batch.lengths) for part in columns(batch)), strict=True):
-            mine = [anchor - begin for anchor in anchors if begin <= anchor < begin + len(tokens) - 2]
+        for tokens, features, mask in zip(
+            *(part.split(batch.lengths) for part in columns(batch)), strict=True
+        ):
+            mine = [
+                anchor - begin for anchor in anchors if begin <= anchor < begin + len(tokens) - 2
+            ]
             begin += len(tokens) - 2
             losses = []
             for last in range(k - 1, len(tokens) - 2):
@@ -124,8 +147,13 @@ class Loop:
                 context = self.text_slots(tokens, features, last)
                 for level in range(k):
                     if mask[last + 2 : last + 3 + level].all() and last + 2 + level < len(tokens):
-                        state, true = self.state(context[last - k + 1 + level], context), features[last + 1 + level]
-                        entropy = F.cross_entropy(self.frozen.logits(state), self.frozen.logits(true).softmax(-1))
+                        state, true = (
+                            self.state(context[last - k + 1 + level], context),
+                            features[last + 1 + level],
+                        )
+                        entropy = F.cross_entropy(
+                            self.frozen.logits(state), self.frozen.logits(true).softmax(-1)
+                        )
                         near = F.smooth_l1_loss(state, true)
                         losses.append(settings.regression * near + settings.cross_entropy * entropy)
             if losses:
@@ -146,8 +174,14 @@ def difference(head: Any, batch: Batch) -> float:
     ours, true = head(batch, frozen)["total"], loop.loss(head, batch)
     ours.backward()
     true.backward()
-    pairs = [(ours, true), *((weight.grad, loop.weights[name].grad) for name, weight in head.named_parameters())]
-    return max(float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in pairs)
+    pairs = [
+        (ours, true),
+        *((weight.grad, loop.weights[name].grad) for name, weight in head.named_parameters()),
+    ]
+    return max(
+        float((one - other).detach().abs().max() / other.detach().abs().max())
+        for one, other in pairs
+    )
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -161,15 +195,23 @@ def unmasked(count: int, stride: int, dtype: torch.dtype, device: torch.device) 
     return torch.zeros(count, (count - 1) * stride + 1, dtype=dtype, device=device)
 
 
-def causal(head: Any, entered: Tensor, tables: Any, context: Any, blocks: SlotBlocks, own: Any) -> Tensor:
+def causal(
+    head: Any, entered: Tensor, tables: Any, context: Any, blocks: SlotBlocks, own: Any
+) -> Tensor:
     """Slots that see their text up to themselves alone."""
-    begins = [begin for begin, start, stop in blocks.spans.runs for _ in range(start, stop, blocks.spans.stride)]
+    begins = [
+        begin
+        for begin, start, stop in blocks.spans.runs
+        for _ in range(start, stop, blocks.spans.stride)
+    ]
     query, residual = falcon.query_and_residual(head.layers[0], (entered, entered), tables)
     seen = []
     for rows, heads in zip(blocks.slots, query.chunk(head.size, dim=1), strict=True):
         runs = [(begin, row, row + 1) for begin, row in zip(begins, rows.tolist(), strict=True)]
         seen.append(spans.attend(heads, *context, spans.Spans(rows, runs, blocks.spans.count)))
-    return falcon.add_rows(head.layers[0], torch.cat(seen, 1), residual).unflatten(0, (head.size, -1))
+    return falcon.add_rows(head.layers[0], torch.cat(seen, 1), residual).unflatten(
+        0, (head.size, -1)
+    )
 
 
 def test_another_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,13 +250,19 @@ def check_sight(head: Any) -> None:
     with torch.no_grad():
         before = [state for state, _ in head.draft_levels(batch, frozen, 2 * head.size)]
         for slot in [*range(7), *range(9, 14)]:
-            after = [state for state, _ in head.draft_levels(changed(batch, slot), frozen, head.size)]
+            after = [
+                state for state, _ in head.draft_levels(changed(batch, slot), frozen, head.size)
+            ]
             for level, (old, new) in enumerate(zip(before, after, strict=False)):
                 moved_rows = (old != new).any(-1)
                 for row in range(12):  # slots 0 .. 6 of the first text, 0 .. 4 of the second
                     place, same_text = (row, slot < 9) if row < 7 else (row + 2, slot >= 9)
                     if place >= head.size - 1 and (place < 9 or place >= 9 + head.size - 1):
-                        assert bool(moved_rows[row]) == (same_text and slot <= place), (slot, level, row)
+                        assert bool(moved_rows[row]) == (same_text and slot <= place), (
+                            slot,
+                            level,
+                            row,
+                        )
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -244,7 +292,9 @@ def test_another_sight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- glancing ---------------------------------------------------------------------------------------------------------
 
 
-def check_no_answer_is_read(k: int, choose: Callable[[int, int], list[int]], patch: pytest.MonkeyPatch) -> int:
+def check_no_answer_is_read(
+    k: int, choose: Callable[[int, int], list[int]], patch: pytest.MonkeyPatch
+) -> int:
     """Whatever block is glanced at: no slot that counts changes with its own answer or what follows; how many count.
 
     `choose` names the slots of a block that are, by how many they are.
@@ -270,7 +320,9 @@ def check_no_answer_is_read(k: int, choose: Callable[[int, int], list[int]], pat
                     tokens[answer + 1 : 12] = (tokens[answer + 1 : 12] + 1) % V
                     features[answer:12] += 1
                     other = replace(batch, tokens=tokens, features=features)
-                    assert head.training_states(other, frozen)[0][row].equal(states[row]), "read its answer"
+                    assert head.training_states(other, frozen)[0][row].equal(states[row]), (
+                        "read its answer"
+                    )
     return counting
 
 
@@ -302,7 +354,9 @@ def test_a_glanced_slot_reads_its_answer_in_place_of_its_own() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlotBlocks, "glance", lambda *_: glanced)
         got, _, weights = head.train().training_states(batch, frozen)
-    expected = head.eval().training_states(replace(batch, tokens=tokens, features=features), frozen)[0]
+    expected = head.eval().training_states(
+        replace(batch, tokens=tokens, features=features), frozen
+    )[0]
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     assert (weights.view(2, -1) == 0).equal(glanced | ~blocks.reached)
     torch.testing.assert_close(weights.sum().double(), torch.tensor(1.0).double())
@@ -315,7 +369,9 @@ def test_as_many_slots_are_glanced_at_as_are_asked_for(k: int) -> None:
     for seed in range(40):
         batch = batch_of({300: [(2, 300)], 200: [(20, 200)]}, seed=2 * seed)
         blocks = SlotBlocks.side_by_side(batch, k)
-        wrong = blocks.reached & (torch.rand(blocks.reached.shape, generator=torch.Generator().manual_seed(seed)) < 0.6)
+        wrong = blocks.reached & (
+            torch.rand(blocks.reached.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
+        )
         glanced = blocks.glance(wrong, 0.4)
         assert glanced.equal(SlotBlocks.side_by_side(batch, k).glance(wrong, 0.4))
         assert glanced[0].equal(glanced.any(0)) and not glanced[-1].any()
@@ -329,7 +385,9 @@ def test_fewer_slots_are_glanced_at_as_training_goes_on(monkeypatch: pytest.Monk
     shares: list[float] = []
     glance = SlotBlocks.glance
     monkeypatch.setattr(
-        SlotBlocks, "glance", lambda blocks, wrong, share: (shares.append(share), glance(blocks, wrong, share))[1]
+        SlotBlocks,
+        "glance",
+        lambda blocks, wrong, share: (shares.append(share), glance(blocks, wrong, share))[1],
     )
     head, frozen, batch = new_head().train(), frozen_head(torch.float64), batch_of(SPANS)
     for progress in (0.0, 0.5, 1.0):
@@ -340,13 +398,29 @@ def test_fewer_slots_are_glanced_at_as_training_goes_on(monkeypatch: pytest.Monk
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
 
-SHORT = ((0,), (2,), (0, 1), (0, 0), (2, 0), (0, 1, 1), (0, 0, 0), (2, 0, 2), (0, 1, 1, 0), (2, 0, 2, 1))
+SHORT = (
+    (0,),
+    (2,),
+    (0, 1),
+    (0, 0),
+    (2, 0),
+    (0, 1, 1),
+    (0, 0, 0),
+    (2, 0, 2),
+    (0, 1, 1, 0),
+    (2, 0, 2, 1),
+)
 TREE = (*SHORT, (2, 0, 2, 1, 0), (2, 0, 2, 1, 0, 1), (2, 0, 2, 1, 0, 1, 1))
 
 
 def check_drafts(k: int, levels: int) -> int:
     """Every node of the drafts of several cycles is the child of its rank by the loop; how many there were."""
-    head, frozen, batch, nodes = new_head(k, levels), frozen_head(torch.float64), batch_of({31: []}), 0
+    head, frozen, batch, nodes = (
+        new_head(k, levels),
+        frozen_head(torch.float64),
+        batch_of({31: []}),
+        0,
+    )
     loop, text = Loop(head, frozen), head.bind(frozen).begin()
     tokens, features, _ = columns(batch)
     for start, end in pairwise([0, 1, 2, 9, 10, 13, 14, 29]):
@@ -358,7 +432,9 @@ def check_drafts(k: int, levels: int) -> int:
         assert max(tree.depths()) == min(levels, 7)
         context = loop.text_slots(tokens, features, end - 1)
         paths: dict[tuple[int, ...], list[int]] = {(): []}
-        for path in sorted((path for path in TREE if len(path) <= levels), key=lambda path: (len(path), path)):
+        for path in sorted(
+            (path for path in TREE if len(path) <= levels), key=lambda path: (len(path), path)
+        ):
             with torch.no_grad():
                 states = loop.path_states(context, paths[path[:-1]])
             ranked = frozen.logits(states[len(path) - 1]).argsort(descending=True).tolist()
@@ -391,8 +467,16 @@ def test_other_drafts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         block(self, depth)
 
     for home, name, fault in (
-        (Block, "forward", lambda self, x, tables, mask, cache: forward(self, x, tables, None, cache)),
-        (block_state, "level_mask", lambda committed, seen, groups: mask(committed, torch.ones_like(seen), groups)),
+        (
+            Block,
+            "forward",
+            lambda self, x, tables, mask, cache: forward(self, x, tables, None, cache),
+        ),
+        (
+            block_state,
+            "level_mask",
+            lambda committed, seen, groups: mask(committed, torch.ones_like(seen), groups),
+        ),
         (levels, "_read_block", shifted),
         (BlockState, "_read_group", lambda state, updates: read(state, updates).flip(1)),
     ):
@@ -401,7 +485,9 @@ def test_other_drafts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             check_drafts(2, 6)
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("mixed", 1.0), ("dynamic", 0.0), ("drawn", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("mixed", 1.0), ("dynamic", 0.0), ("drawn", 1.0)]
+)
 def test_texts_side_by_side_are_drafted_as_each_alone(kind: str, temperature: float) -> None:
     """Rows that come, go and are passed over, with updates and depths that differ."""
     head = new_head(3 if kind == "dynamic" else 2).bind(frozen_head(torch.float64))
@@ -428,7 +514,10 @@ def test_validation_counts_what_drafting_at_every_slot_counts(
     batch = batch_of({26: [(2, 15), (17, 26)], 12: [(2, 12)]}, vocabulary=3)
     tokens = frozen.logits(batch.features[:, 0]).argmax(-1).roll(1)
     batch = replace(batch, tokens=torch.where(torch.arange(38) % 11 == 10, batch.tokens, tokens))
-    trees = {"chain": chain_paths(4), "tree": tuple(path for n in range(1, 6) for path in product((0, 1), repeat=n))}
+    trees = {
+        "chain": chain_paths(4),
+        "tree": tuple(path for n in range(1, 6) for path in product((0, 1), repeat=n)),
+    }
     target: Any = SimpleNamespace(head=frozen)
     expected = {
         f"{name}/{kind}": counts
@@ -439,11 +528,16 @@ def test_validation_counts_what_drafting_at_every_slot_counts(
     sums = head.validate(batch, frozen, trees)
     assert {name: value.tolist() for name, value in sums.items() if "/" in name} == expected
     assert sums["slots"] == batch.slots
-    for name, fault in (("drafted_mask", lambda batch, size: batch.loss_mask), ("attend", forgetful)):
+    for name, fault in (
+        ("drafted_mask", lambda batch, size: batch.loss_mask),
+        ("attend", forgetful),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(falcon, name, fault)
             sums = head.validate(batch, frozen, trees)
-            assert {name: value.tolist() for name, value in sums.items() if "/" in name} != expected, fault
+            assert {
+                name: value.tolist() for name, value in sums.items() if "/" in name
+            } != expected, fault
 
 
 def test_a_forward_is_priced_by_its_rows() -> None:

@@ -43,7 +43,9 @@ def batch() -> Batch:
 @pytest.mark.parametrize("as_published", [False, True])
 def test_one_step_is_eagle1(batch: Batch, noise: float, as_published: bool) -> None:
     """The same loss and gradients, to rounding, with the same noise for the same text."""
-    first, second = heads(noise=noise, noise_as_published=as_published, regression=0.5, cross_entropy=0.3)
+    first, second = heads(
+        noise=noise, noise_as_published=as_published, regression=0.5, cross_entropy=0.3
+    )
     frozen = frozen_head(torch.float32)
     assert apart(second, computed(second, batch, frozen), computed(first, batch, frozen)) < 1e-6
 
@@ -65,10 +67,19 @@ def noise_of(length: int, seed: int) -> Tensor:
 
 def test_noise_is_on_what_the_first_step_reads_alone(batch: Batch) -> None:
     """Later steps read it in the text's keys; what is taught has none."""
-    head, frozen = Hass.for_target(Hass.Settings(noise=0.1), SHAPE).train(), frozen_head(torch.float32)
-    noise = [noise_of(length, seed) for length, seed in zip(batch.lengths, batch.seeds, strict=True)]
-    weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in head.state_dict().items()}
-    loss = hass_loss(weights, head.settings, head.shape, texts_of(SAID, torch.float32), frozen, noise)
+    head, frozen = (
+        Hass.for_target(Hass.Settings(noise=0.1), SHAPE).train(),
+        frozen_head(torch.float32),
+    )
+    noise = [
+        noise_of(length, seed) for length, seed in zip(batch.lengths, batch.seeds, strict=True)
+    ]
+    weights = {
+        name: tensor.detach().clone().requires_grad_() for name, tensor in head.state_dict().items()
+    }
+    loss = hass_loss(
+        weights, head.settings, head.shape, texts_of(SAID, torch.float32), frozen, noise
+    )
     gradients = torch.autograd.grad(loss, list(weights.values()))
     true = {"total": loss.detach(), **dict(zip(weights, gradients, strict=True))}
     assert apart(head, computed(head, batch, frozen), true) < 1e-5
@@ -78,7 +89,10 @@ def test_noise_is_on_what_the_first_step_reads_alone(batch: Batch) -> None:
 def test_it_drafts_as_eagle1_does(batch: Batch) -> None:
     """The same tree from the same weights."""
     news = Committed(batch.tokens[:9], batch.select_taps((-1,))[:9], 7)
-    trees = [head.bind(frozen_head(torch.float32)).begin().propose(news, Budget(12, 4, 3)) for head in heads()]
+    trees = [
+        head.bind(frozen_head(torch.float32)).begin().propose(news, Budget(12, 4, 3))
+        for head in heads()
+    ]
     assert trees[0].tokens.equal(trees[1].tokens) and trees[0].parents.equal(trees[1].parents)
 
 
@@ -123,7 +137,9 @@ def test_one_starts_from_the_other(recipe: Recipe, tmp_path: Path, one: Any, oth
     ],
     ids=["eagle3", "eagle1", "bias", "no bias", "width", "norm of taps", "norm of outputs", "taps"],
 )
-def test_another_network_is_refused(recipe: Recipe, tmp_path: Path, given: Any, settings: Any) -> None:
+def test_another_network_is_refused(
+    recipe: Recipe, tmp_path: Path, given: Any, settings: Any
+) -> None:
     """Whatever its weights would mean something else in, before training begins."""
     methods = {"eagle1": Eagle1, "hass": Hass, "eagle3": Eagle3}
     head = methods[given.kind].for_target(given, SHAPE, frozen_head(torch.float32))

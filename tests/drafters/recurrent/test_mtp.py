@@ -19,7 +19,17 @@ from eagle.drafters.recurrent import mtp
 from eagle.drafters.recurrent.mtp import Mtp, MtpSettings
 from tests.drafters.recurrent.test_unroll_steps import drafting_is_training, leak
 from tests.naive_unroll import Network, anchors_of, law_loss, rms, unrolled
-from tests.unrolled_heads import SHAPE, SPANS, TAPS, Weights, apart, computed, frozen_head, moved, texts_of
+from tests.unrolled_heads import (
+    SHAPE,
+    SPANS,
+    TAPS,
+    Weights,
+    apart,
+    computed,
+    frozen_head,
+    moved,
+    texts_of,
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -48,14 +58,27 @@ def network_of(weights: Weights, settings: Any, shape: Any) -> Network:
     eps = shape.rms_norm_eps
 
     def enter(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [rms(embedding, weights["enorm.weight"], eps), rms(state, weights["hnorm.weight"], eps)]
-        joined = weights["eh_proj.weight"] @ torch.cat(parts[::-1] if settings.hidden_first else parts)
+        parts = [
+            rms(embedding, weights["enorm.weight"], eps),
+            rms(state, weights["hnorm.weight"], eps),
+        ]
+        joined = weights["eh_proj.weight"] @ torch.cat(
+            parts[::-1] if settings.hidden_first else parts
+        )
         return rms(joined, weights["layers.0.input_layernorm.weight"], eps), joined
 
-    return Network(weights, shape, enter, lambda output: rms(output, weights["norm.weight"], eps), settings.steps)
+    return Network(
+        weights,
+        shape,
+        enter,
+        lambda output: rms(output, weights["norm.weight"], eps),
+        settings.steps,
+    )
 
 
-def loop_over_slots(head: Any, weights: Weights, texts: list[Example], frozen: TargetHead) -> Tensor:
+def loop_over_slots(
+    head: Any, weights: Weights, texts: list[Example], frozen: TargetHead
+) -> Tensor:
     """The loss slot by slot, as long as all that a draft would have said is supervised."""
     settings, network = head.settings, network_of(weights, head.settings, head.shape)
     shares = [settings.decay**step for step in range(settings.steps)]
@@ -64,7 +87,11 @@ def loop_over_slots(head: Any, weights: Weights, texts: list[Example], frozen: T
         states = text.features[:, TAPS.index(-1)]  # type: ignore[index]
         anchors = anchors_of(text.loss_mask, torch.ones_like(text.loss_mask), settings.steps)
         slots += len(anchors)
-        outputs = unrolled(network, frozen.embed(text.tokens), list(states[:-2]), anchors) if anchors else {}
+        outputs = (
+            unrolled(network, frozen.embed(text.tokens), list(states[:-2]), anchors)
+            if anchors
+            else {}
+        )
         for (anchor, step), output in outputs.items():
             logits = frozen.logits(network.handed(output))
             if settings.loss == "tokens":
@@ -79,7 +106,9 @@ def difference(variant: str, **changes: Any) -> float:
     """Of training's loss and gradients from the loop's; the loop knows nothing of the changes."""
     texts, frozen = texts_of(SPANS, torch.float64), frozen_head(torch.float64)
     head = new_head(variant, torch.float64)
-    weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in head.state_dict().items()}
+    weights = {
+        name: tensor.detach().clone().requires_grad_() for name, tensor in head.state_dict().items()
+    }
     loss = loop_over_slots(head, weights, texts, frozen)
     gradients = torch.autograd.grad(loss, list(weights.values()))
     head.settings = head.settings.model_copy(update=changes)
@@ -123,7 +152,11 @@ def one_place_further(loss: Any, batch: Batch, places: Tensor, frozen: TargetHea
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "the next level reads the state before its norm": (Mtp, "next_input", lambda head, state: state),
+    "the next level reads the state before its norm": (
+        Mtp,
+        "next_input",
+        lambda head, state: state,
+    ),
     "no norm of tokens": (Mtp, "project_tokens", no_enorm),
     "no norm of states": (Mtp, "block_inputs", raw_inputs),
     "the teacher is a place further": (mtp, "choose_teacher", one_place_further),
@@ -143,7 +176,9 @@ def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["plain", "hidden first", "qk_norm", "qkv_bias"])
-def test_each_step_of_training_is_a_level_of_drafting(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+def test_each_step_of_training_is_a_level_of_drafting(
+    monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
     """However the text came in pieces; a draft by another order of token and state is not."""
     head = new_head(variant, steps=3)
     drafting_is_training(head, monkeypatch)

@@ -35,7 +35,9 @@ from tests.unrolled_heads import Weights
 
 # the names of layers that transformers leaves to `MtpModel`; an older one knows none of this type
 KNOWN = any("mtp" in name for name in MellumForCausalLM._keys_to_ignore_on_load_unexpected or ())
-drafts_there = pytest.mark.skipif(not KNOWN, reason="this transformers drafts by no MTP layer of Mellum")
+drafts_there = pytest.mark.skipif(
+    not KNOWN, reason="this transformers drafts by no MTP layer of Mellum"
+)
 OURS = "enorm", "hnorm", "eh_proj", "norm"
 PROMPT = [5, 9, 33, 2, 17, 40, 8]
 
@@ -64,8 +66,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mtp")
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    block = {name.removeprefix("model."): part for name, part in tensors.items() if name.startswith("model.layers.0.")}
-    norms = {f"{name}.weight": torch.ones(32) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    block = {
+        name.removeprefix("model."): part
+        for name, part in tensors.items()
+        if name.startswith("model.layers.0.")
+    }
+    norms = {
+        f"{name}.weight": torch.ones(32)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
     layer = {**block, **norms, "fc.weight": torch.zeros(32, 64)}
     own = {f"mtp.{name}": part + 0.2 * torch.randn(part.shape) for name, part in layer.items()}
     save_file({**tensors, **own}, path / "model.safetensors", {"format": "pt"})
@@ -88,14 +97,20 @@ def drafted(head: Any, target: Target, text: list[int], levels: int) -> list[int
     """The chain that a head drafts behind a text, whose last token the target has not read."""
     tokens = torch.tensor(text)
     features = target.features(tokens[None, :-1], head.taps)[0]
-    tree = head.begin().propose(Committed(tokens[:-1], features, text[-1]), Budget(levels, levels, 1))
+    tree = head.begin().propose(
+        Committed(tokens[:-1], features, text[-1]), Budget(levels, levels, 1)
+    )
     return list(tree.tokens.tolist()[1:])
 
 
 def drafted_there(target: Target, text: list[int], levels: int) -> list[int]:
     """The chain that transformers' layer drafts, each level reading the token and the state of the one before."""
     layer, cache, tokens = MtpModel.from_pretrained(target.model), MtpCache(), torch.tensor([text])
-    states, positions, chain = target.features(tokens[:, :-1], (-1,))[:, :, 0], torch.arange(1, len(text))[None], []
+    states, positions, chain = (
+        target.features(tokens[:, :-1], (-1,))[:, :, 0],
+        torch.arange(1, len(text))[None],
+        [],
+    )
     read = tokens[:, 1:]
     with torch.no_grad():
         for _ in range(levels):
@@ -107,7 +122,9 @@ def drafted_there(target: Target, text: list[int], levels: int) -> list[int]:
 
 
 @drafts_there
-def test_it_drafts_as_generate_with_use_mtp_does(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_drafts_as_generate_with_use_mtp_does(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every token that transformers drafts while it generates, and the text that comes out."""
     kept: list[Tensor] = []
     honest = MTPCandidateGenerator.get_candidates
@@ -125,7 +142,9 @@ def test_it_drafts_as_generate_with_use_mtp_does(target: Target, monkeypatch: py
     assert len(kept) > 4
     for candidates in kept:
         assert drafted(head, target, candidates[:-1].tolist(), 1) == [int(candidates[-1])]
-    assert generate(target, head, PROMPT, max_new_tokens=12, stop=[]).tokens == answer[len(PROMPT) :]
+    assert (
+        generate(target, head, PROMPT, max_new_tokens=12, stop=[]).tokens == answer[len(PROMPT) :]
+    )
 
 
 @drafts_there
@@ -141,12 +160,21 @@ def test_further_levels_are_the_layers_own(target: Target) -> None:
 
 # -- where a head starts ----------------------------------------------------------------------------------------------
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+}
 TARGETS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, num_key_value_heads=2)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, num_key_value_heads=2)),
-    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2),
+    ),
 }
 LAYOUTS = {  # where the layer stands, then its norms of token and state, its projection, its last norm, its block
     "deepseek": ("model.layers.3.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), ""),
@@ -169,7 +197,11 @@ def weights_of(name: str) -> Weights:
 def with_layer(weights: Weights, layout: str) -> Weights:
     """A target's tensors and those of an MTP layer like its blocks."""
     prefix, (enorm, hnorm, projection, norm), block = LAYOUTS[layout]
-    last = {name.split(".", 3)[3]: part for name, part in weights.items() if name.startswith("model.layers.2.")}
+    last = {
+        name.split(".", 3)[3]: part
+        for name, part in weights.items()
+        if name.startswith("model.layers.2.")
+    }
     layer = {block + name: torch.randn_like(part) for name, part in last.items()}
     layer |= {f"{name}.weight": torch.randn(32) for name in (enorm, hnorm, norm)}
     layer[f"{projection}.weight"] = torch.randn(32, 64)
@@ -208,22 +240,35 @@ def test_a_head_starts_as_the_last_block(name: str) -> None:
     assert tensors["eh_proj.weight"].equal(torch.cat([torch.eye(32) / 2] * 2, dim=1))
     block = {ours: part for ours, part in tensors.items() if ours.startswith("layers.")}
     assert len(block) == sum(theirs.startswith("model.layers.2.") for theirs in weights)
-    assert all(part.equal(weights[f"model.{ours.replace('.0.', '.2.', 1)}"]) for ours, part in block.items())
+    assert all(
+        part.equal(weights[f"model.{ours.replace('.0.', '.2.', 1)}"])
+        for ours, part in block.items()
+    )
 
 
 def test_a_head_can_leave_an_own_layer_out() -> None:
     """And the target's weights altogether."""
     weights = with_layer(weights_of("llama"), "mimo")
     key = "layers.0.self_attn.k_proj.weight"
-    last, drawn = (started("llama", weights, start=start).state_dict() for start in ("last_block", "random"))
+    last, drawn = (
+        started("llama", weights, start=start).state_dict() for start in ("last_block", "random")
+    )
     assert last[key].equal(weights["model.layers.2.self_attn.k_proj.weight"])
     assert not any(drawn[key].equal(part) for part in weights.values())
 
 
 REFUSED: dict[str, tuple[str, Weights, str]] = {
-    "several": ("llama", {"model.layers.4.input_layernorm.weight": torch.ones(32)}, "several MTP layers"),
+    "several": (
+        "llama",
+        {"model.layers.4.input_layernorm.weight": torch.ones(32)},
+        "several MTP layers",
+    ),
     "experts": ("mixtral", {}, "mixtral has no Llama blocks|which no Llama block has"),
-    "latent attention": ("llama", {"model.layers.3.self_attn.q_proj.weight": torch.ones(8, 32)}, "q_proj"),
+    "latent attention": (
+        "llama",
+        {"model.layers.3.self_attn.q_proj.weight": torch.ones(8, 32)},
+        "q_proj",
+    ),
     "eight bits": (
         "llama",
         {"model.layers.3.eh_proj.weight": torch.ones(32, 64).to(torch.float8_e4m3fn)},
@@ -240,15 +285,23 @@ def test_other_layers_are_refused_in_words(case: str) -> None:
         started(name, {**with_layer(weights_of(name), "deepseek"), **further})
 
 
-def test_a_layer_is_found_in_files_of_several_parts(folder: Path, target: Target, tmp_path: Path) -> None:
+def test_a_layer_is_found_in_files_of_several_parts(
+    folder: Path, target: Target, tmp_path: Path
+) -> None:
     """By the index; what a model has no layer for is in no file of its own."""
     for file in ("config.json", "generation_config.json"):
         (tmp_path / file).write_bytes((folder / file).read_bytes())
     tensors = load_file(folder / "model.safetensors")
     parts = {name: f"model-{1 + name.startswith('mtp.fc')}.safetensors" for name in tensors}
     for part in set(parts.values()):
-        save_file({name: tensors[name] for name in tensors if parts[name] == part}, tmp_path / part, {"format": "pt"})
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": parts}))
+        save_file(
+            {name: tensors[name] for name in tensors if parts[name] == part},
+            tmp_path / part,
+            {"format": "pt"},
+        )
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": parts})
+    )
     head, other = own_head(target), own_head(Target.load(tmp_path, dtype=torch.float32))
     assert all(part.equal(other.state_dict()[name]) for name, part in head.state_dict().items())
     assert head.eh_proj.weight.equal(tensors["mtp.fc.weight"])

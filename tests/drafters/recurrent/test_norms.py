@@ -20,7 +20,9 @@ def every_warning() -> Iterator[None]:
     torch.set_warn_always(before)
 
 
-def test_a_norm_of_two_dtypes_warns_of_nothing(every_warning: None, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_norm_of_two_dtypes_warns_of_nothing(
+    every_warning: None, recwarn: pytest.WarningsRecorder
+) -> None:
     """As in validation in bf16, whose weights stay fp32."""
     norm = Norm(8, 1e-6)
     for of_weights, of_rows in product((torch.float32, torch.bfloat16), repeat=2):

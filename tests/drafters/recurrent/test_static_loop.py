@@ -47,7 +47,9 @@ class Traces:
     def __init__(self) -> None:
         self.captured, self.replayed = 0, 0
 
-    def __call__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
+    def __call__(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor]
+    ) -> Callable[..., Tensor]:
         """The traced operations."""
         graph = make_fx(function)(*(part.clone() for part in inputs))
         self.captured += 1
@@ -67,7 +69,11 @@ class Operations(TorchDispatchMode):
         self.seen: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = [tuple(part.shape) for part in torch.utils._pytree.tree_leaves(args) if isinstance(part, Tensor)]
+        shapes = [
+            tuple(part.shape)
+            for part in torch.utils._pytree.tree_leaves(args)
+            if isinstance(part, Tensor)
+        ]
         self.seen.append((str(func), *shapes))
         return func(*args, **(kwargs or {}))
 
@@ -78,7 +84,9 @@ class Recorded:
     def __init__(self) -> None:
         self.cycles: list[list[tuple[Any, ...]]] = []
 
-    def __call__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[..., Tensor]:
+    def __call__(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor]
+    ) -> Callable[..., Tensor]:
         """The function itself, watched."""
 
         def run(*inputs: Tensor) -> Tensor:
@@ -90,18 +98,29 @@ class Recorded:
         return run
 
 
-def draft(head: Any, capture: Any, budget: Budget, sampling: Sampling, texts: int, cycles: int) -> list[DraftTree]:
+def draft(
+    head: Any, capture: Any, budget: Budget, sampling: Sampling, texts: int, cycles: int
+) -> list[DraftTree]:
     """The trees of texts that grow by random tokens; texts and features are the same for every capture."""
     head.capture = capture
-    state, dice, generator, trees = head.open(), random.Random(5), torch.Generator().manual_seed(5), list[DraftTree]()
+    state, dice, generator, trees = (
+        head.open(),
+        random.Random(5),
+        torch.Generator().manual_seed(5),
+        list[DraftTree](),
+    )
     for row in range(texts):
         state.admit(row, Choose(replace(sampling, request=row)).offer(V, CPU))
     for cycle in range(cycles):
         updates = {}
         for row in range(texts):
             size = dice.randint(1, 4) if cycle else 9 + 7 * row
-            features = torch.randn(size, len(head.taps), 48, generator=generator, dtype=torch.float64)
-            updates[row] = Committed(torch.tensor([dice.randrange(V) for _ in range(size)]), features, cycle)
+            features = torch.randn(
+                size, len(head.taps), 48, generator=generator, dtype=torch.float64
+            )
+            updates[row] = Committed(
+                torch.tensor([dice.randrange(V) for _ in range(size)]), features, cycle
+            )
         trees += state.propose(updates, dict.fromkeys(range(texts), budget)).values()
     head.capture = None
     return trees
@@ -111,7 +130,9 @@ def replay(head: Any, budget: Budget, sampling: Sampling, texts: int, cycles: in
     """Compare the trees of the replayed loop with those of the loop that follows the texts' lengths."""
     traces = Traces()
     expected = draft(head, None, budget, sampling, texts, cycles)
-    for tree, true in zip(draft(head, traces, budget, sampling, texts, cycles), expected, strict=True):
+    for tree, true in zip(
+        draft(head, traces, budget, sampling, texts, cycles), expected, strict=True
+    ):
         assert tree.tokens.tolist() == true.tokens.tolist(), "another tree"
         assert tree.parents.tolist() == true.parents.tolist(), "another tree"
     return traces
@@ -126,7 +147,9 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "budget", "sampling"), CASES)
-def test_one_capture_drafts_all_later_cycles(name: str, budget: str, sampling: str, tmp_path: Path) -> None:
+def test_one_capture_drafts_all_later_cycles(
+    name: str, budget: str, sampling: str, tmp_path: Path
+) -> None:
     """The same trees as the eager loop's, by one trace, of the third cycle: one makes room, the next warms up."""
     traces = replay(make(name, tmp_path), BUDGETS[budget], SAMPLINGS[sampling], texts=1)
     assert (traces.captured, traces.replayed) == (1, 4)
@@ -135,14 +158,21 @@ def test_one_capture_drafts_all_later_cycles(name: str, budget: str, sampling: s
 @pytest.mark.slow
 def test_texts_of_different_lengths_share_a_capture(tmp_path: Path) -> None:
     """Three rows, each with its own length and noise."""
-    assert replay(make("eagle3.1", tmp_path), BUDGETS["dynamic"], SAMPLINGS["noise"], texts=3).captured == 1
+    assert (
+        replay(make("eagle3.1", tmp_path), BUDGETS["dynamic"], SAMPLINGS["noise"], texts=3).captured
+        == 1
+    )
 
 
 @pytest.mark.slow
-def test_a_text_that_outgrows_its_room_is_captured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_outgrows_its_room_is_captured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once for each room; the trees stay the same."""
     monkeypatch.setattr(head_state, "text_room", lambda length: 16 if length <= 16 else 64)
-    traces = replay(make("eagle1", tmp_path), BUDGETS["chain"], SAMPLINGS["greedy"], texts=1, cycles=9)
+    traces = replay(
+        make("eagle1", tmp_path), BUDGETS["chain"], SAMPLINGS["greedy"], texts=1, cycles=9
+    )
     assert traces.captured == 2 and traces.replayed < 8
 
 
@@ -171,7 +201,9 @@ def test_a_host_read_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_mask_that_is_not_an_input_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_is_not_an_input_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A replay that hides what the first cycle hid drafts other trees."""
     first: list[Tensor] = []
 
@@ -184,13 +216,20 @@ def test_a_mask_that_is_not_an_input_is_seen(tmp_path: Path, monkeypatch: pytest
         replay(make("eagle1", tmp_path), BUDGETS["chain"], SAMPLINGS["greedy"], texts=1)
 
 
-def test_a_shape_that_follows_the_text_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_follows_the_text_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Room that is as long as the text changes in every cycle: nothing can be captured."""
     monkeypatch.setattr(head_state, "text_room", lambda length: length)
-    assert replay(make("eagle1", tmp_path), BUDGETS["chain"], SAMPLINGS["greedy"], texts=1).captured == 0
+    assert (
+        replay(make("eagle1", tmp_path), BUDGETS["chain"], SAMPLINGS["greedy"], texts=1).captured
+        == 0
+    )
 
 
-def test_an_operation_that_follows_the_text_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_follows_the_text_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that grows by a column a level differs from cycle to cycle."""
     head, lengths = make("eagle3.1", tmp_path), count(20)
     read = head.read

@@ -19,12 +19,22 @@ from eagle.drafters.parts import text_blocks
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.recurrent import head_state
 from eagle.drafters.recurrent.unroll import Unrolled, UnrolledDrafter
-from tests.unrolled_heads import TAPS, VARIANTS, computed, everywhere, frozen_head, new_head, texts_of
+from tests.unrolled_heads import (
+    TAPS,
+    VARIANTS,
+    computed,
+    everywhere,
+    frozen_head,
+    new_head,
+    texts_of,
+)
 
 # -- training is drafting ---------------------------------------------------------------------------------------------
 
 
-def trained_logits(head: Any, batch: Batch, frozen: TargetHead, patch: pytest.MonkeyPatch) -> Tensor:
+def trained_logits(
+    head: Any, batch: Batch, frozen: TargetHead, patch: pytest.MonkeyPatch
+) -> Tensor:
     """[K, S, V or D], what the head says at each step of all supervised slots while its loss is computed."""
     kept: list[Unrolled] = []
     honest = UnrolledDrafter.unroll
@@ -40,7 +50,9 @@ def trained_logits(head: Any, batch: Batch, frozen: TargetHead, patch: pytest.Mo
         return torch.stack([head.logits(state, frozen) for state in kept[0].states])
 
 
-def drafted_logits(head: Any, text: Example, pieces: list[int], patch: pytest.MonkeyPatch) -> dict[int, Tensor]:
+def drafted_logits(
+    head: Any, text: Example, pieces: list[int], patch: pytest.MonkeyPatch
+) -> dict[int, Tensor]:
     """By committed length [K, V or D], what the head says at each level of a chain that is the text's own."""
     kept: dict[int, Tensor] = {}
     tokens, features = text.tokens, text.features[:, [TAPS.index(tap) for tap in head.taps]]  # type: ignore[index]
@@ -49,7 +61,9 @@ def drafted_logits(head: Any, text: Example, pieces: list[int], patch: pytest.Mo
         levels, above = [logits[0]], torch.zeros(1, 1, dtype=torch.long)
         for depth in range(1, min(head.settings.steps, len(tokens) - 1 - committed)):
             chain = torch.ones(1, 1, depth, dtype=torch.bool)
-            levels.append(level(depth, [0], tokens[committed + depth][None, None], above, chain)[0, 0])
+            levels.append(
+                level(depth, [0], tokens[committed + depth][None, None], above, chain)[0, 0]
+            )
         kept[committed] = torch.stack(levels)
         return [DraftTree.chain([seeds[0].root])]
 
@@ -57,7 +71,9 @@ def drafted_logits(head: Any, text: Example, pieces: list[int], patch: pytest.Mo
         inner.setattr(head_state, "grow_rows", forced)
         draft = head.begin()
         for start, committed in pairwise(pieces):
-            news = Committed(tokens[start:committed], features[start:committed], int(tokens[committed]))
+            news = Committed(
+                tokens[start:committed], features[start:committed], int(tokens[committed])
+            )
             draft.propose(news, Budget(8, head.settings.steps, 3))
     return kept
 
@@ -71,7 +87,9 @@ def drafting_is_training(head: Any, patch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(trained[: len(levels), committed - 1], levels, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("eagle3 acceptance", "eagle3 hybrid")])
+@pytest.mark.parametrize(
+    "name", [name for name in VARIANTS if name not in ("eagle3 acceptance", "eagle3 hybrid")]
+)
 def test_each_step_of_training_is_a_level_of_drafting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -86,14 +104,18 @@ def leak(head: Any, patch: pytest.MonkeyPatch) -> None:
     """Of a changed token or state, step s of slot i sees what lies before the token i + 2 + s that it names."""
     texts, frozen = everywhere([15, 9]), frozen_head(torch.float32)
     slots = torch.arange(13)[None]
-    ahead = slots + torch.arange(head.settings.steps)[:, None]  # [K, S], the token two before the one that is named
+    ahead = (
+        slots + torch.arange(head.settings.steps)[:, None]
+    )  # [K, S], the token two before the one that is named
     inside = ahead < 13
     before = trained_logits(head, collate(texts, TAPS), frozen, patch)
     for place in (2, 7, 12):
         for what in ("tokens", "features"):
             changed = getattr(texts[0], what).clone()
             changed[place] = changed[place] + 1 if what == "tokens" else -changed[place]
-            after = trained_logits(head, collate([replace(texts[0], **{what: changed}), texts[1]], TAPS), frozen, patch)
+            after = trained_logits(
+                head, collate([replace(texts[0], **{what: changed}), texts[1]], TAPS), frozen, patch
+            )
             same = (after == before).all(-1)
             may_see = ahead + 1 >= place if what == "tokens" else (slots >= place).expand_as(ahead)
             assert same[:, 13:].all(), "a slot saw another text"
@@ -102,7 +124,9 @@ def leak(head: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3.1", "hass"])
-def test_no_step_sees_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_no_step_sees_what_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Nor the states of the target behind its anchor, nor another text."""
     leak(new_head(tmp_path, name, steps=4), monkeypatch)
 
@@ -118,7 +142,9 @@ def moving(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Any = (
 
 def strangers(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Any = ()) -> Tensor:
     """What another anchor has drafted."""
-    return attend(query, key, value, spans, [(mine.roll(1, 1), its.roll(1, 1)) for mine, its in own])
+    return attend(
+        query, key, value, spans, [(mine.roll(1, 1), its.roll(1, 1)) for mine, its in own]
+    )
 
 
 def from_the_first_text(*given: Any, **window: Any) -> Spans:
@@ -137,7 +163,13 @@ def from_the_first_text(*given: Any, **window: Any) -> Spans:
     ],
 )
 def test_a_leak_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Any, home: Any, name: str, fault: Any, seen: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    check: Any,
+    home: Any,
+    name: str,
+    fault: Any,
+    seen: str,
 ) -> None:
     """Planted faults: attention to later slots, to another's drafts, to another text."""
     monkeypatch.setattr(home, name, fault)

@@ -56,7 +56,9 @@ def windowed(sinks: int, recent: int) -> Callable[[int, int], list[tuple[int, in
     def seen(anchor: int, step: int) -> list[tuple[int, int]]:
         first = anchor + step - recent + 1  # the oldest place that still counts as recent
         true = [(slot, 0) for slot in range(anchor + 1) if slot < sinks or slot >= first]
-        return true + [(anchor, drafted) for drafted in range(1, step + 1) if anchor + drafted >= first]
+        return true + [
+            (anchor, drafted) for drafted in range(1, step + 1) if anchor + drafted >= first
+        ]
 
     return seen
 
@@ -85,15 +87,23 @@ def test_loss_and_all_gradients_equal_the_loop(
     monkeypatch.setattr(naive_unroll, "seen", windowed(window.sinks, window.recent))
     assert difference(windowed_head(tmp_path, name, window, steps=3), SPANS, torch.float32) < 1e-5
     if window is WINDOWS[1]:
-        assert difference(windowed_head(tmp_path, name, window, steps=2), LONG, torch.float32) < 1e-5
+        assert (
+            difference(windowed_head(tmp_path, name, window, steps=2), LONG, torch.float32) < 1e-5
+        )
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_in_fp64_it_is_the_loop_to_rounding(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_fp64_it_is_the_loop_to_rounding(
+    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """EAGLE-1's network at one step and at more."""
     monkeypatch.setattr(naive_unroll, "seen", windowed(2, 5))
     assert (
-        difference(windowed_head(tmp_path, "hass", Window(2, 5), torch.float64, steps=steps), SPANS, torch.float64)
+        difference(
+            windowed_head(tmp_path, "hass", Window(2, 5), torch.float64, steps=steps),
+            SPANS,
+            torch.float64,
+        )
         < 1e-6
     )
 
@@ -119,20 +129,30 @@ def test_a_window_longer_than_every_text_trains_as_none(tmp_path: Path, name: st
     """The same loss and the same gradients, to the bit."""
     batch, frozen = collate(texts_of(SPANS, torch.float32), TAPS), frozen_head(torch.float32)
     ours, whole = (
-        computed(windowed_head(tmp_path, name, window, steps=3), batch, frozen) for window in (Window(1, 19), None)
+        computed(windowed_head(tmp_path, name, window, steps=3), batch, frozen)
+        for window in (Window(1, 19), None)
     )
     assert all(torch.equal(ours[part], value) for part, value in whole.items())
 
 
-FAULTS = {"a row too few": (2, 3), "a row too many": (2, 5), "a sink too few": (1, 4), "a sink too many": (3, 4)}
+FAULTS = {
+    "a row too few": (2, 3),
+    "a row too many": (2, 5),
+    "a sink too few": (1, 4),
+    "a sink too many": (3, 4),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["eagle3", "hass"])
-def test_a_wrong_window_is_seen(tmp_path: Path, name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_window_is_seen(
+    tmp_path: Path, name: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loop with another window is not taken for ours."""
     monkeypatch.setattr(naive_unroll, "seen", windowed(*FAULTS[fault]))
-    assert difference(windowed_head(tmp_path, name, Window(2, 4), steps=3), ONE, torch.float32) > 1e-3
+    assert (
+        difference(windowed_head(tmp_path, name, Window(2, 4), steps=3), ONE, torch.float32) > 1e-3
+    )
 
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
@@ -147,17 +167,23 @@ def test_each_step_of_training_is_a_level_of_drafting(
     drafting_is_training(windowed_head(tmp_path, name, window), monkeypatch)
 
 
-def draft_text(head: Any, pieces: list[int], budget: Budget) -> list[tuple[Tensor, Tensor, DraftTree]]:
+def draft_text(
+    head: Any, pieces: list[int], budget: Budget
+) -> list[tuple[Tensor, Tensor, DraftTree]]:
     """Tokens so far, features of these, and the tree behind them, of a random text that comes in such pieces."""
     generator, state = torch.Generator().manual_seed(5), head.open()
     tokens = torch.randint(V, (sum(pieces) + len(pieces),), generator=generator)
-    features = torch.randn(len(tokens), len(head.taps), SHAPE.hidden_size, generator=generator, dtype=torch.float64)
+    features = torch.randn(
+        len(tokens), len(head.taps), SHAPE.hidden_size, generator=generator, dtype=torch.float64
+    )
     state.admit(0)
     drafts, end = [], 0
     for count in pieces:
         start, end = end, end + count
         update = Committed(tokens[start:end], features[start:end], int(tokens[end]))
-        drafts.append((tokens[: end + 1], features[:end], state.propose({0: update}, {0: budget})[0]))
+        drafts.append(
+            (tokens[: end + 1], features[:end], state.propose({0: update}, {0: budget})[0])
+        )
     return drafts
 
 
@@ -175,7 +201,9 @@ def compare_with_loop(head: Any, pieces: list[int], budget: Budget) -> float:
             logits = naive_unroll.LOGITS[head.settings.kind](
                 weights, head.settings, head.shape, text, frozen, {anchor: len(path)}
             )
-            total = sum(logits[anchor, step].log_softmax(-1)[token] for step, token in enumerate(drafted))
+            total = sum(
+                logits[anchor, step].log_softmax(-1)[token] for step, token in enumerate(drafted)
+            )
             worst = max(worst, float((total - tree.likelihoods[leaf]).abs()))
     return worst
 
@@ -188,7 +216,11 @@ CHAIN = Budget(5, 5, 1, sharpness=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "window"),
-    [("hass", WINDOWS[1]), ("eagle3", WINDOWS[0]), pytest.param("eagle3 normed residual", WINDOWS[2], marks=SLOW)],
+    [
+        ("hass", WINDOWS[1]),
+        ("eagle3", WINDOWS[0]),
+        pytest.param("eagle3 normed residual", WINDOWS[2], marks=SLOW),
+    ],
 )
 def test_all_paths_are_those_of_a_masked_forward(
     tmp_path: Path, name: str, window: Window, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +229,10 @@ def test_all_paths_are_those_of_a_masked_forward(
     monkeypatch.setattr(naive_unroll, "seen", windowed(window.sinks, window.recent))
     monkeypatch.setattr(text_state, "PART", 8)
     head = windowed_head(tmp_path, name, window, torch.float64)
-    assert compare_with_loop(head, PIECES, TREE) < 1e-5 and compare_with_loop(head, PIECES[3:], CHAIN) < 1e-5
+    assert (
+        compare_with_loop(head, PIECES, TREE) < 1e-5
+        and compare_with_loop(head, PIECES[3:], CHAIN) < 1e-5
+    )
 
 
 def keep_positions(self: TextState, slots: Any) -> None:
@@ -224,7 +259,13 @@ drop, forget, hides = TextState._drop_unseen, SlotCache.drop, Window.hides
         (Window, "hides", lambda window, place, row, *rest: hides(window, place, row - 99, *rest)),
         (text_state, "causal_mask", lambda *given: text_state_mask(*given[:3])),
     ],
-    ids=["positions are columns", "sinks are dropped", "old levels are seen", "all is seen", "read without a window"],
+    ids=[
+        "positions are columns",
+        "sinks are dropped",
+        "old levels are seen",
+        "all is seen",
+        "read without a window",
+    ],
 )
 def test_a_wrong_draft_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Any, part: str, fault: Any
@@ -244,8 +285,13 @@ text_state_mask = text_state.causal_mask
 def test_a_window_longer_than_every_text_drafts_as_none(tmp_path: Path, name: str) -> None:
     """The same trees with the same likelihoods, to the bit."""
     frozen = frozen_head(torch.float64)
-    heads = [windowed_head(tmp_path, name, window, torch.float64).bind(frozen) for window in (Window(3, 90), None)]
-    for (*_, ours), (*_, whole) in zip(*(draft_text(head, PIECES, TREE) for head in heads), strict=True):
+    heads = [
+        windowed_head(tmp_path, name, window, torch.float64).bind(frozen)
+        for window in (Window(3, 90), None)
+    ]
+    for (*_, ours), (*_, whole) in zip(
+        *(draft_text(head, PIECES, TREE) for head in heads), strict=True
+    ):
         assert torch.equal(ours.tokens, whole.tokens) and torch.equal(ours.parents, whole.parents)
         assert ours.likelihoods is not None and whole.likelihoods is not None
         assert torch.equal(ours.likelihoods, whole.likelihoods)
@@ -260,20 +306,30 @@ def test_a_window_longer_than_every_text_drafts_as_none(tmp_path: Path, name: st
         pytest.param("two blocks", "dynamic", "T=0", marks=SLOW),
     ],
 )
-def test_every_row_drafts_as_if_it_were_alone(tmp_path: Path, name: str, kind: str, sampling: str) -> None:
+def test_every_row_drafts_as_if_it_were_alone(
+    tmp_path: Path, name: str, kind: str, sampling: str
+) -> None:
     """Rows of other lengths, of which other columns are dropped, that come and go."""
-    head = windowed_head(tmp_path, name, Window(2, 4), torch.float64).bind(frozen_head(torch.float64))
+    head = windowed_head(tmp_path, name, Window(2, 4), torch.float64).bind(
+        frozen_head(torch.float64)
+    )
     assert play(head, BUDGETS[kind], SAMPLINGS[sampling], seed=0) > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "texts"),
-    [("chain", 1), pytest.param("dynamic", 3, marks=SLOW), pytest.param("published", 2, marks=SLOW)],
+    [
+        ("chain", 1),
+        pytest.param("dynamic", 3, marks=SLOW),
+        pytest.param("published", 2, marks=SLOW),
+    ],
 )
 def test_one_capture_drafts_all_later_cycles(tmp_path: Path, budget: str, texts: int) -> None:
     """Loops of static shapes hold windows too, and outgrow no room."""
-    head = windowed_head(tmp_path, "eagle3.1", Window(2, 4), torch.float64).bind(frozen_head(torch.float64))
+    head = windowed_head(tmp_path, "eagle3.1", Window(2, 4), torch.float64).bind(
+        frozen_head(torch.float64)
+    )
     assert replay(head, STATIC_BUDGETS[budget], Sampling(), texts, cycles=8).captured == 1
 
 
@@ -290,22 +346,34 @@ def test_what_is_kept_does_not_grow_with_the_text(tmp_path: Path) -> None:
     assert state.cache.sizes[1] <= (window.most + text_state.PART) * 3 // 2
     shapes: list[int] = []
     read = head.read
-    head.read = lambda *given: shapes.append(given[3].shape[-1] if given[3] is not None else 0) or read(*given)
+    head.read = lambda *given: (
+        shapes.append(given[3].shape[-1] if given[3] is not None else 0) or read(*given)
+    )
     head.probe(8192, 3, 3)()
     assert shapes[-1] == window.most + 3
 
 
 def test_a_text_that_parts_behind_dropped_columns_is_drafted_for_as_two(tmp_path: Path) -> None:
     """Both rows, of which the second came by a fork, draft as texts that were told all of it."""
-    head = windowed_head(tmp_path, "eagle3", Window(2, 8), torch.float64).bind(frozen_head(torch.float64))
+    head = windowed_head(tmp_path, "eagle3", Window(2, 8), torch.float64).bind(
+        frozen_head(torch.float64)
+    )
     generator = torch.Generator().manual_seed(6)
-    features = torch.randn(46, len(head.taps), SHAPE.hidden_size, generator=generator, dtype=torch.float64)
-    shared, *ends = torch.randint(V, (40,), generator=generator), torch.arange(6), torch.arange(7, 13)
+    features = torch.randn(
+        46, len(head.taps), SHAPE.hidden_size, generator=generator, dtype=torch.float64
+    )
+    shared, *ends = (
+        torch.randint(V, (40,), generator=generator),
+        torch.arange(6),
+        torch.arange(7, 13),
+    )
     texts = {row: torch.cat([shared, end]) for row, end in enumerate(ends)}
 
     def tell(state: Any, start: int, end: int, rows: list[int]) -> list[list[int]]:
         told = {row: Committed(texts[row][start:end], features[start:end], 7) for row in rows}
-        return [tree.tokens.tolist() for tree in state.propose(told, dict.fromkeys(rows, TREE)).values()]
+        return [
+            tree.tokens.tolist() for tree in state.propose(told, dict.fromkeys(rows, TREE)).values()
+        ]
 
     forked, alone = head.open(), head.open()
     for state, row in ((forked, 0), (alone, 0), (alone, 1)):
@@ -320,5 +388,7 @@ def test_a_text_that_parts_behind_dropped_columns_is_drafted_for_as_two(tmp_path
 def test_a_batch_of_texts_trains_whatever_is_supervised(tmp_path: Path) -> None:
     """Texts of one token, and of none that counts, beside one longer than the window."""
     head, frozen = windowed_head(tmp_path, "eagle3", Window(1, 3)), frozen_head(torch.float32)
-    parts = computed(head, collate([*everywhere([1, 3, 40]), *texts_of({5: []}, torch.float32)], TAPS), frozen)
+    parts = computed(
+        head, collate([*everywhere([1, 3, 40]), *texts_of({5: []}, torch.float32)], TAPS), frozen
+    )
     assert all(value.isfinite().all() for value in parts.values())

@@ -59,7 +59,9 @@ def check_layers(model: Any, drafter: EarlyExit) -> None:
     short = cut(model, KEPT)
     for prompt, trace in zip(PROMPTS, traces, strict=True):
         assert trace.tokens == own_answer(model, prompt, 10)
-        assert any(cycle.accepted < cycle.depth for cycle in trace.cycles)  # drafts that were rejected leave no trace
+        assert any(
+            cycle.accepted < cycle.depth for cycle in trace.cycles
+        )  # drafts that were rejected leave no trace
         for cycle in trace.cycles:
             check_drafts(short, [*prompt, *trace.tokens], cycle)
 
@@ -73,14 +75,18 @@ def test_drafts_are_those_of_the_cut_model(model: Any) -> None:
 ahead = TargetTexts.ahead
 
 
-def unseen_root(self: TargetTexts, rows: Any, tokens: Tensor, depths: list[int], seen: Any, layers: Any) -> Tensor:
+def unseen_root(
+    self: TargetTexts, rows: Any, tokens: Tensor, depths: list[int], seen: Any, layers: Any
+) -> Tensor:
     """Nodes that do not see the root."""
     if seen is not None:
         seen = torch.cat([torch.zeros_like(seen[..., :1]), seen[..., 1:]], dim=-1)
     return ahead(self, rows, tokens, depths, seen, layers)
 
 
-def kept_reject(self: TargetTexts, rows: Any, tokens: Tensor, depths: list[int], seen: Any, layers: Any) -> Tensor:
+def kept_reject(
+    self: TargetTexts, rows: Any, tokens: Tensor, depths: list[int], seen: Any, layers: Any
+) -> Tensor:
     """Drafts that see a column more than is committed: that of a node that was rejected, or of none."""
     slots = [self.state.rows.index(row) for row in rows]
     for slot in slots:
@@ -92,7 +98,9 @@ def kept_reject(self: TargetTexts, rows: Any, tokens: Tensor, depths: list[int],
 
 
 @pytest.mark.parametrize("fault", [unseen_root, kept_reject, None])
-def test_planted_faults_are_seen(fault: Callable[..., Tensor] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_seen(
+    fault: Callable[..., Tensor] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The root hidden, a rejected column seen, and a layer too many: each drafts something else."""
     if fault is not None:
         monkeypatch.setattr(TargetTexts, "ahead", fault)
@@ -103,8 +111,15 @@ def test_planted_faults_are_seen(fault: Callable[..., Tensor] | None, monkeypatc
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_all_layers_draft_what_is_accepted(temperature: float) -> None:
     """Chains of seven in whole, where the target is greedy and where its noise is known."""
-    target, sampling = Target(build("llama", torch.float64)), Sampling(temperature=temperature, seed=3)
-    options: dict[str, Any] = {"budget": Budget.fixed(chain_paths(7)), "max_new_tokens": 25, "stop": []}
+    target, sampling = (
+        Target(build("llama", torch.float64)),
+        Sampling(temperature=temperature, seed=3),
+    )
+    options: dict[str, Any] = {
+        "budget": Budget.fixed(chain_paths(7)),
+        "max_new_tokens": 25,
+        "stop": [],
+    }
     drafter = load_drafter("early_exit", target, layers=NUM_LAYERS)
     trace = generate(target, drafter, PROMPTS[0], sampling=sampling, **options)
     assert [cycle.accepted for cycle in trace.cycles] == [7, 7, 7]
@@ -115,7 +130,9 @@ def test_all_layers_draft_what_is_accepted(temperature: float) -> None:
 def columns_held(target: Target, room: int) -> tuple[list[Trace], int]:
     """Answers by wide and deep trees in a cache of so many columns, and the most that it came to."""
     budget = Budget(8, 6, 8)
-    decoding = Decoding(target, EarlyExit(KEPT), budget=budget, batch_size=3, max_tokens_in_cache=room)
+    decoding = Decoding(
+        target, EarlyExit(KEPT), budget=budget, batch_size=3, max_tokens_in_cache=room
+    )
     traces, most = [Trace([]) for _ in PROMPTS], 0
     for number, prompt in enumerate(PROMPTS):
         decoding.add(number, prompt, Sampling(), 12, traces[number], stop=[])
@@ -133,7 +150,9 @@ def test_drafts_stay_within_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     target, room = Target(copy.deepcopy(model)), 3 * (max(map(len, PROMPTS)) + 12 + 8 + 1)
     traces, held = columns_held(target, room)
     assert held <= room and max(cycle.rows for cycle in traces[0].cycles) == 3
-    assert [trace.tokens for trace in traces] == [own_answer(model, prompt, 12) for prompt in PROMPTS]
+    assert [trace.tokens for trace in traces] == [
+        own_answer(model, prompt, 12) for prompt in PROMPTS
+    ]
     assert any(0 < cycle.depth < 6 for cycle in traces[0].cycles[:2])
     monkeypatch.setattr(exit_state, "_fit_columns", lambda budget, room: budget)
     assert columns_held(target, room)[1] > room
@@ -161,7 +180,11 @@ def test_texts_are_drafted_for_up_to_the_last_position() -> None:
     """No draft stands where the model has no position, and the last token is still the model's own."""
     model = build("llama", torch.float64)
     prompt = random_tokens(model.config.max_position_embeddings - 9, 5)
-    options: dict[str, Any] = {"budget": Budget.fixed(chain_paths(10)), "max_new_tokens": 9, "stop": []}
+    options: dict[str, Any] = {
+        "budget": Budget.fixed(chain_paths(10)),
+        "max_new_tokens": 9,
+        "stop": [],
+    }
     trace = generate(Target(copy.deepcopy(model)), EarlyExit(NUM_LAYERS), prompt, **options)
     assert trace.tokens == own_answer(model, prompt, 9) and len(trace.cycles) == 1
 

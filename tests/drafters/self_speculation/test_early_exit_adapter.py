@@ -28,7 +28,9 @@ OPTIONS: dict[str, Any] = {"budget": Budget(6, 4, 2), "max_new_tokens": 10, "sto
 
 def new_head(target: Target, kind: str) -> Any:
     """An untrained adapter in fp64, from the target's own norm."""
-    settings = settings_of({"kind": "early_exit_adapter", "layers": LAYERS, "adapter": kind}, "test")
+    settings = settings_of(
+        {"kind": "early_exit_adapter", "layers": LAYERS, "adapter": kind}, "test"
+    )
     head = EarlyExitAdapter.for_target(settings, target.config, target.head, weights=target.tensor)
     return head.double().bind(target.head)
 
@@ -43,7 +45,8 @@ def trained(head: Any) -> Any:
 
 @pytest.mark.quick("linear-llama")
 @pytest.mark.parametrize(
-    ("kind", "family"), [("norm", "gemma2"), ("linear", "llama"), ("mlp", "llama"), ("mlp", "qwen3")]
+    ("kind", "family"),
+    [("norm", "gemma2"), ("linear", "llama"), ("mlp", "llama"), ("mlp", "qwen3")],
 )
 def test_an_untrained_adapter_is_early_exit(kind: str, family: str) -> None:
     """Draft by draft; a trained one drafts something else, and the output is the target's all the same."""
@@ -54,20 +57,26 @@ def test_an_untrained_adapter_is_early_exit(kind: str, family: str) -> None:
     assert [trace.cycles for trace in generate(target, head, PROMPTS, **OPTIONS)] == expected
     changed = generate(target, trained(head), PROMPTS, **OPTIONS)
     assert [trace.cycles for trace in changed] != expected
-    assert [trace.tokens for trace in changed] == [own_answer(model, prompt, 10) for prompt in PROMPTS]
+    assert [trace.tokens for trace in changed] == [
+        own_answer(model, prompt, 10) for prompt in PROMPTS
+    ]
 
 
 @torch.no_grad()
 def naive_logits(model: Any, head: Any, text: list[int]) -> Tensor:
     """[T, V], what the adapter says after each token of a text, by the untouched model's early states."""
-    state = model(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states[LAYERS][0]
+    state = model(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states[LAYERS][
+        0
+    ]
     weights = list(head.change.parameters())
     rows = []
     for row in state:
         size = (row @ row / len(row)) ** 0.5
         inner = weights[0] @ (row / size)
         row = row + size * (weights[1] @ (inner / (1 + (-inner).exp())))
-        rows.append(row / (row @ row / len(row) + head.norm.variance_epsilon) ** 0.5 * head.norm.weight)
+        rows.append(
+            row / (row @ row / len(row) + head.norm.variance_epsilon) ** 0.5 * head.norm.weight
+        )
     logits: Tensor = model.lm_head(torch.stack(rows))
     return logits
 
@@ -105,7 +114,14 @@ def batch_of(model: Any, texts: list[list[int]]) -> Batch:
     tokens = torch.tensor([token for text in texts for token in text])
     masks = [torch.arange(len(text)) >= 4 for text in texts]
     lengths = tuple(map(len, texts))
-    return Batch(tokens, torch.cat(masks), torch.cat(features), lengths, (LAYERS, -1), tuple(range(len(texts))))
+    return Batch(
+        tokens,
+        torch.cat(masks),
+        torch.cat(features),
+        lengths,
+        (LAYERS, -1),
+        tuple(range(len(texts))),
+    )
 
 
 def check_loss(model: Any, head: Any, texts: list[list[int]], batch: Batch) -> None:
@@ -117,7 +133,9 @@ def check_loss(model: Any, head: Any, texts: list[list[int]], batch: Batch) -> N
         said = naive_logits(model, head, text).log_softmax(-1)
         losses += [-(taught[place - 1] * said[place - 1]).sum() for place in range(4, len(text))]
     loss = head(batch, head.frozen[0])
-    torch.testing.assert_close(loss["total"], torch.stack(losses).mean(), rtol=1e-6, atol=0, check_dtype=False)
+    torch.testing.assert_close(
+        loss["total"], torch.stack(losses).mean(), rtol=1e-6, atol=0, check_dtype=False
+    )
 
 
 def test_the_loss_is_that_of_drafts(model: Any, head: Any) -> None:
@@ -129,7 +147,12 @@ def test_the_loss_is_that_of_drafts(model: Any, head: Any) -> None:
         moved = batch.features.clone()
         moved[:, 0] = moved[:, 0].roll(shift, 0)
         with pytest.raises(AssertionError, match="not close"):
-            check_loss(model, head, texts, Batch(batch.tokens, batch.loss_mask, moved, batch.lengths, batch.taps, ()))
+            check_loss(
+                model,
+                head,
+                texts,
+                Batch(batch.tokens, batch.loss_mask, moved, batch.lengths, batch.taps, ()),
+            )
 
 
 def test_every_level_is_trained_as_it_drafts(model: Any, head: Any) -> None:
@@ -147,14 +170,20 @@ def test_every_level_is_trained_as_it_drafts(model: Any, head: Any) -> None:
 def test_the_doctor_refuses_it_in_words(head: Any, tmp_path: Path) -> None:
     """It examines heads that read features when they draft."""
     save_head(tmp_path, head, "", {})
-    with pytest.raises(ValueError, match="is a early_exit_adapter, expected a head that reads the target's features"):
+    with pytest.raises(
+        ValueError,
+        match="is a early_exit_adapter, expected a head that reads the target's features",
+    ):
         open_head(tmp_path, "any target")
 
 
 def test_what_does_not_fit_is_refused(model: Any, head: Any, tmp_path: Path) -> None:
     """As many layers as the target has, which need no adapter, and the adapter of another target."""
     target = Target(copy.deepcopy(model))
-    for layers, refused in ((NUM_LAYERS, "expected fewer"), (NUM_LAYERS + 1, f"expected 1 to {NUM_LAYERS}")):
+    for layers, refused in (
+        (NUM_LAYERS, "expected fewer"),
+        (NUM_LAYERS + 1, f"expected 1 to {NUM_LAYERS}"),
+    ):
         settings = settings_of({"kind": "early_exit_adapter", "layers": layers}, "test")
         with pytest.raises(ValueError, match=refused):
             EarlyExitAdapter.for_target(settings, target.config)

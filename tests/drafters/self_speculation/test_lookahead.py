@@ -19,12 +19,18 @@ from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose, walk
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
-from eagle.drafters.self_speculation.lookahead import LookaheadDrafter, LookaheadState, LookaheadText
+from eagle.drafters.self_speculation.lookahead import (
+    LookaheadDrafter,
+    LookaheadState,
+    LookaheadText,
+)
 from eagle.drafters.several import FirstOf
 from tests.families import own_logits
 
 Predict = Callable[[list[int]], int]  # a text -> the token that a greedy target says next
-Cycle = tuple[set[tuple[int, ...]], int]  # all paths of a tree, and how many of its tokens were accepted
+Cycle = tuple[
+    set[tuple[int, ...]], int
+]  # all paths of a tree, and how many of its tokens were accepted
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3]
 LIMIT = 40
 
@@ -39,7 +45,9 @@ def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
     return {tuple(tree.tokens[tree.path(node)].tolist()[1:]) for node in range(1, len(tree))}
 
 
-def decode(draft: DraftText, predict: Predict, budgets: Sequence[Budget], limit: int = LIMIT) -> Iterator[DraftTree]:
+def decode(
+    draft: DraftText, predict: Predict, budgets: Sequence[Budget], limit: int = LIMIT
+) -> Iterator[DraftTree]:
     """The trees that are drafted as a text is written; each node's choice comes from its own path alone."""
     text = [*PROMPT]
     update = Committed(torch.tensor(PROMPT), None, predict(PROMPT))
@@ -47,7 +55,10 @@ def decode(draft: DraftText, predict: Predict, budgets: Sequence[Budget], limit:
         tree = draft.propose(update, budgets[cycle % len(budgets)])
         yield tree
         tokens = tree.tokens.tolist()
-        choices = [predict([*text, *(tokens[step] for step in tree.path(node))]) for node in range(len(tree))]
+        choices = [
+            predict([*text, *(tokens[step] for step in tree.path(node))])
+            for node in range(len(tree))
+        ]
         path = walk(tree, choices)
         text += [tokens[node] for node in path]
         likeliest = torch.tensor(choices)[:, None]
@@ -62,7 +73,9 @@ class Naive:
         self.from_prompt, self.predict = drafter.from_prompt, predict
         self.text = [*PROMPT, first]
         start = random.Random(0).choices(self.text, k=self.W + self.N - 2)
-        self.rows = [start]  # in the first place of the first row stands the last token of the text, whatever it holds
+        self.rows = [
+            start
+        ]  # in the first place of the first row stands the last token of the text, whatever it holds
         self.grams: list[tuple[int, ...]] = []
         for end in range(self.N, len(self.text) + 1):
             self.keep_text(end)
@@ -98,7 +111,13 @@ class Naive:
             self.rows = [row[1:] for row in [*self.rows, new]]
         else:
             for c in range(width):
-                self.keep([last if c == 0 else self.rows[0][c], *(row[c] for row in self.rows[1:]), new[c]])
+                self.keep(
+                    [
+                        last if c == 0 else self.rows[0][c],
+                        *(row[c] for row in self.rows[1:]),
+                        new[c],
+                    ]
+                )
             self.rows = [*self.rows[1:], new]
         accepted: list[int] = []
         while True:
@@ -165,13 +184,22 @@ def test_planted_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) ->
 def small() -> Target:
     """A random model."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=24, num_hidden_layers=2, bos_token_id=0, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=24, num_hidden_layers=2, bos_token_id=0, **sizes)
+    )
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     return Target(model)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=["greedy", "T=1"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=["greedy", "T=1"]
+)
 def test_a_real_target_reads_window_and_guesses(sampling: Sampling, small: Target) -> None:
     """Masks, places, noise: each tree is what the untouched model says after every token's own ancestors, fed alone."""
     drafter, noise = LookaheadDrafter(5, 4, 3), Choose(sampling).noise
@@ -182,14 +210,20 @@ def test_a_real_target_reads_window_and_guesses(sampling: Sampling, small: Targe
         return int((own_logits(small.model, text)[-1] + added).argmax())
 
     naive = Naive(drafter, predict, predict(PROMPT))
-    whole = [cycle for cycle in trace.cycles if LIMIT - cycle.context + len(PROMPT) > drafter.budget.depth]
+    whole = [
+        cycle
+        for cycle in trace.cycles
+        if LIMIT - cycle.context + len(PROMPT) > drafter.budget.depth
+    ]
     assert len(whole) > 3
     for cycle in whole:
         assert (paths_of(cycle.tree), cycle.accepted) == naive.step()
 
 
 @pytest.mark.parametrize("draw", ["noise", "sampled"])
-def test_drawn_drafts_keep_the_noise_out_of_choices(draw: Any, small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_drafts_keep_the_noise_out_of_choices(
+    draw: Any, small: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where coins verify, what is drafted must not depend on the noise: choices are the likeliest tokens alone."""
     updates: list[Committed] = []
     propose = LookaheadState.propose
@@ -201,7 +235,15 @@ def test_drawn_drafts_keep_the_noise_out_of_choices(draw: Any, small: Target, mo
     monkeypatch.setattr(LookaheadState, "propose", record)
     budget = Budget.fixed(chain_paths(3), draw)
     sampling = Sampling(temperature=1.0, seed=3)
-    trace = generate(small, LookaheadDrafter(), PROMPT, sampling=sampling, budget=budget, max_new_tokens=12, stop=[])
+    trace = generate(
+        small,
+        LookaheadDrafter(),
+        PROMPT,
+        sampling=sampling,
+        budget=budget,
+        max_new_tokens=12,
+        stop=[],
+    )
     text, likeliest = [*PROMPT, *trace.tokens], []
     for update, cycle in zip(updates[1:], trace.cycles, strict=False):
         assert update.choices is not None
@@ -210,7 +252,9 @@ def test_drawn_drafts_keep_the_noise_out_of_choices(draw: Any, small: Target, mo
     assert len(likeliest) > 5 and all(likeliest) == (draw == "sampled")
 
 
-def test_a_full_match_keeps_the_targets_own_token(small: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_match_keeps_the_targets_own_token(
+    small: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An n-gram of four tokens brings four; planted: guesses that lack their last token bring less."""
 
     def most() -> int:
@@ -227,11 +271,17 @@ BUDGETS = st.builds(Budget, st.integers(0, 60), st.integers(0, 9), st.integers(0
 
 
 @settings(max_examples=60, deadline=None)
-@example(sizes=(4, 5, 1, False), budgets=[Budget(2, 2, 2), Budget(8, 4, 2)], vocab=2)  # columns that begin alike
+@example(
+    sizes=(4, 5, 1, False), budgets=[Budget(2, 2, 2), Budget(8, 4, 2)], vocab=2
+)  # columns that begin alike
 @given(sizes=SIZES, budgets=st.lists(BUDGETS, min_size=1, max_size=5), vocab=st.integers(2, 9))
-def test_trees_stay_within_budgets_that_change(sizes: Any, budgets: list[Budget], vocab: int) -> None:
+def test_trees_stay_within_budgets_that_change(
+    sizes: Any, budgets: list[Budget], vocab: int
+) -> None:
     """Nodes, levels and children, at every moment of a text."""
-    for cycle, tree in enumerate(decode(LookaheadDrafter(*sizes).begin(), hashing(vocab, 3), budgets, 20)):
+    for cycle, tree in enumerate(
+        decode(LookaheadDrafter(*sizes).begin(), hashing(vocab, 3), budgets, 20)
+    ):
         budget = budgets[cycle % len(budgets)]
         assert len(tree) - 1 <= budget.nodes and max(tree.depths()) <= budget.depth
         assert max(map(len, tree.children())) <= budget.top_k
@@ -245,9 +295,13 @@ def test_columns_without_room_wait() -> None:
     columns = []
     for _ in decode(draft, hashing(1009, 3), budgets, 18):
         columns.append([column[1:] for column in draft.state.texts[0].columns])
-    moves = [[one != other for one, other in zip(*pair, strict=True)] for pair in pairwise(columns[3:])]
+    moves = [
+        [one != other for one, other in zip(*pair, strict=True)] for pair in pairwise(columns[3:])
+    ]
     assert moves[:3] == moves[9:12] == [[True] * 5] * 3
-    assert all(move in ([True] * 2 + [False] * 3, [True] * 3 + [False] * 2) for move in moves[3:9])  # guess or none
+    assert all(
+        move in ([True] * 2 + [False] * 3, [True] * 3 + [False] * 2) for move in moves[3:9]
+    )  # guess or none
 
 
 def test_other_drafters_trees_leave_the_window_alone(small: Target) -> None:
@@ -260,7 +314,8 @@ def test_other_drafters_trees_leave_the_window_alone(small: Target) -> None:
         assert [*text.state.texts[0].columns][1:] == before[1:]
     several = FirstOf([NgramDrafter(longest=6, shortest=4), LookaheadDrafter(5, 4, 3)])
     plain, drafted = (
-        generate(small, drafter, PROMPT, max_new_tokens=LIMIT, stop=[]) for drafter in (NoDrafter(), several)
+        generate(small, drafter, PROMPT, max_new_tokens=LIMIT, stop=[])
+        for drafter in (NoDrafter(), several)
     )
     assert plain.tokens == drafted.tokens
     assert {True, False} == {cycle.tree.is_chain for cycle in drafted.cycles}  # both drafted

@@ -33,8 +33,15 @@ Held = Callable[[Any, list[int], int], Tensor]
 def model() -> Any:
     """A tiny llama in fp64, whose answers hang on what it sees."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=96, num_hidden_layers=2, bos_token_id=0, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    llama = LlamaForCausalLM(
+        LlamaConfig(vocab_size=96, num_hidden_layers=2, bos_token_id=0, **sizes)
+    )
     for weight in llama.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.3)
@@ -57,11 +64,16 @@ def hold_snapped(model: Any, text: list[int], prompt: int) -> Tensor:
     if prompt <= SNAP_BUDGET:
         return held
     with torch.no_grad():
-        attentions = eager(model)(torch.tensor([text[:prompt]]), output_attentions=True, use_cache=False).attentions
+        attentions = eager(model)(
+            torch.tensor([text[:prompt]]), output_attentions=True, use_cache=False
+        ).attentions
     for layer, probs in enumerate(attentions):
         for head in range(heads):
             shared = range(head * probs.shape[1] // heads, (head + 1) * probs.shape[1] // heads)
-            sums = [sum(float(probs[0, h, q, c]) for h in shared for q in range(before, prompt)) for c in range(before)]
+            sums = [
+                sum(float(probs[0, h, q, c]) for h in shared for q in range(before, prompt))
+                for c in range(before)
+            ]
             means = [sum(sums[max(c - 2, 0) : c + 3]) / 5 for c in range(before)]
             best = sorted(range(before), key=lambda column: -means[column])
             held[layer, head, best[SNAP_BUDGET - 32 :]] = False
@@ -106,16 +118,26 @@ def draft_naively(model: Any, text: list[int], root: int, depth: int, held: Tens
         for layer, kind in enumerate(kinds):
             if window := layer_windows(config)[kind]:
                 seen[layer] &= places[:, None] - places < window
-        masks = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(~seen, torch.finfo(model.dtype).min)
+        masks = torch.zeros(seen.shape, dtype=model.dtype).masked_fill(
+            ~seen, torch.finfo(model.dtype).min
+        )
         with masking(model, masks):
-            path.append(int(model(torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1].argmax()))
+            path.append(
+                int(model(torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1].argmax())
+            )
     return path[1:]
 
 
 def decode(target: Target, drafter: Any, lengths: tuple[int, ...], **options: Any) -> list[Trace]:
     """Answers to random prompts, side by side."""
     prompts = [random_tokens(length, seed=length) for length in lengths]
-    options = {"budget": CHAIN, "max_new_tokens": 20, "stop": [], "batch_size": len(prompts), **options}
+    options = {
+        "budget": CHAIN,
+        "max_new_tokens": 20,
+        "stop": [],
+        "batch_size": len(prompts),
+        **options,
+    }
     return generate(target, drafter, prompts, **options)
 
 
@@ -144,13 +166,17 @@ def test_recent_drafts_are_the_models_behind_sinks_and_window(model: Any) -> Non
 def test_sliding_windows_count_positions(name: str) -> None:
     """Columns of a ring are not in the order of their positions, by which the windows of 8 hide them."""
     model = build(name, torch.float64)
-    traces = decode(Target(copy.deepcopy(model)), SparseKv(BUDGET, SINKS), LENGTHS[1:], max_new_tokens=16)
+    traces = decode(
+        Target(copy.deepcopy(model)), SparseKv(BUDGET, SINKS), LENGTHS[1:], max_new_tokens=16
+    )
     assert drafts_are_naive(model, traces, hold_recent)
 
 
 def test_snapped_drafts_are_the_models_behind_what_each_head_chose(model: Any) -> None:
     """By the attention of the prompt's last tokens; a prompt within the budget is held whole."""
-    traces = decode(Target(copy.deepcopy(model)), SparseKv(SNAP_BUDGET, select="snap"), SNAP_LENGTHS)
+    traces = decode(
+        Target(copy.deepcopy(model)), SparseKv(SNAP_BUDGET, select="snap"), SNAP_LENGTHS
+    )
     assert len({cycle.accepted for trace in traces for cycle in trace.cycles}) >= 4
     assert drafts_are_naive(model, traces, hold_snapped)
 
@@ -161,27 +187,45 @@ def keep_drafted(copy_columns: Any, texts: TargetTexts, cache: Any, moves: dict[
         own = min(len(here), 4) if len(here) <= 5 else 0  # a prompt was not drafted
         slots, drafted = torch.full((own,), slot), BUDGET + torch.arange(own)
         if own:
-            cache.copy_columns(cache, torch.stack([slots, drafted]), torch.stack([slots, there[:own]]))
+            cache.copy_columns(
+                cache, torch.stack([slots, drafted]), torch.stack([slots, there[:own]])
+            )
         if own < len(here):
             copy_columns(texts, cache, {row: (slot, here[own:], there[own:])})
 
 
 def test_faults_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted keys that stay, a ring that turns one too far, one head that chooses for its group, ignored positions."""
-    target, columns, score = Target(copy.deepcopy(model)), SparseState._columns, sparse_kv.score_columns
+    target, columns, score = (
+        Target(copy.deepcopy(model)),
+        SparseState._columns,
+        sparse_kv.score_columns,
+    )
     recent, snap = SparseKv(BUDGET, SINKS), SparseKv(SNAP_BUDGET, select="snap")
     with monkeypatch.context() as fault:
-        fault.setattr(TargetTexts, "copy_columns", partialmethod(partial(keep_drafted, TargetTexts.copy_columns)))
+        fault.setattr(
+            TargetTexts,
+            "copy_columns",
+            partialmethod(partial(keep_drafted, TargetTexts.copy_columns)),
+        )
         assert not drafts_are_naive(model, decode(target, recent, LENGTHS[1:]), hold_recent)
     with monkeypatch.context() as fault:
-        fault.setattr(SparseState, "_columns", lambda self, row, places: columns(self, row, places + (places > 1)))
+        fault.setattr(
+            SparseState,
+            "_columns",
+            lambda self, row, places: columns(self, row, places + (places > 1)),
+        )
         assert not drafts_are_naive(model, decode(target, recent, LENGTHS), hold_recent)
     with monkeypatch.context() as fault:
         fault.setattr(sparse_kv, "score_columns", lambda queries, *rest: score(queries[::2], *rest))
         assert not drafts_are_naive(model, decode(target, snap, SNAP_LENGTHS), hold_snapped)
     sliding = build("mistral-sliding", torch.float64)
     with monkeypatch.context() as fault:
-        fault.setattr(SparseState, "_held_positions", lambda self, rows: torch.arange(BUDGET + 1).repeat(len(rows), 1))
+        fault.setattr(
+            SparseState,
+            "_held_positions",
+            lambda self, rows: torch.arange(BUDGET + 1).repeat(len(rows), 1),
+        )
         traces = decode(Target(copy.deepcopy(sliding)), recent, LENGTHS[1:], max_new_tokens=16)
         assert not drafts_are_naive(sliding, traces, hold_recent)
 
@@ -204,12 +248,18 @@ def test_what_the_budget_holds_whole_is_drafted_as_the_target_writes_it(name: st
 def test_rows_come_and_go(model: Any) -> None:
     """More texts than are written at a time, some behind a lookup that is asked first: each as if it were alone."""
     target = Target(copy.deepcopy(model))
-    for select, budget, lengths in (("recent", BUDGET, (23, 5, 14, 9)), ("snap", SNAP_BUDGET, (53, 35, 44, 39))):
+    for select, budget, lengths in (
+        ("recent", BUDGET, (23, 5, 14, 9)),
+        ("snap", SNAP_BUDGET, (53, 35, 44, 39)),
+    ):
         for names in ("sparse_kv", "ngram,sparse_kv"):
             drafter = load_drafter(names, target, budget=budget, select=select)
             beside = decode(target, drafter, lengths, batch_size=2, max_new_tokens=12)
             alone = [decode(target, drafter, (length,), max_new_tokens=12)[0] for length in lengths]
-            drafts = [[cycle.tree.tokens.tolist() for cycle in trace.cycles] for trace in (*beside, *alone)]
+            drafts = [
+                [cycle.tree.tokens.tolist() for cycle in trace.cycles]
+                for trace in (*beside, *alone)
+            ]
             assert drafts[: len(lengths)] == drafts[len(lengths) :]
 
 
@@ -217,14 +267,25 @@ def test_rows_come_and_go(model: Any) -> None:
 def test_drawn_drafts_of_another_distribution_keep_the_targets() -> None:
     """Two tokens of 400 answers with drawn chains, whose drafts see three columns of eight and more."""
     torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, num_hidden_layers=2, bos_token_id=0, **sizes)).eval()
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=4, num_hidden_layers=2, bos_token_id=0, **sizes)
+    ).eval()
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.25)
     target, prompt, counts = Target(model), [1, 2, 3, 0, 1, 3, 2, 2], torch.zeros(4, 4)
     drafter, rejected = SparseKv(3, 1), 0
-    options: dict[str, Any] = {"budget": Budget.fixed(chain_paths(3), "sampled"), "max_new_tokens": 4, "stop": []}
+    options: dict[str, Any] = {
+        "budget": Budget.fixed(chain_paths(3), "sampled"),
+        "max_new_tokens": 4,
+        "stop": [],
+    }
     for request in range(400):
         sampling = Sampling(temperature=1.0, seed=5, request=request)
         answer = generate(target, drafter, prompt, sampling=sampling, **options)
@@ -233,7 +294,9 @@ def test_drawn_drafts_of_another_distribution_keep_the_targets() -> None:
     probs = torch.stack([own_logits(model, [*prompt, token])[-1].softmax(-1) for token in range(4)])
     expected = 400 * probs * own_logits(model, prompt)[-1].softmax(-1)[:, None]
     rare = expected < 5  # for which together the statistic is what it is taken for
-    seen, due = (torch.cat([cells[~rare], cells[rare].sum()[None]]).double() for cells in (counts, expected))
+    seen, due = (
+        torch.cat([cells[~rare], cells[rare].sum()[None]]).double() for cells in (counts, expected)
+    )
     assert rejected > 100 and chisquare(seen, due * (400 / due.sum())).pvalue > 1e-4
 
 

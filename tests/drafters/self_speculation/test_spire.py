@@ -35,7 +35,17 @@ from eagle.drafters.self_speculation.spire import MemoryState, Spire, _MemoryLev
 from recipes.forecast import empty_weights
 from tests.drafters.test_many_texts import BUDGETS, SAMPLINGS, play
 from tests.naive_unroll import Network, attended, output_of, projected, rms
-from tests.unrolled_heads import LONG, SHAPE, SPANS, apart, computed, everywhere, frozen_head, moved, texts_of
+from tests.unrolled_heads import (
+    LONG,
+    SHAPE,
+    SPANS,
+    apart,
+    computed,
+    everywhere,
+    frozen_head,
+    moved,
+    texts_of,
+)
 
 FP64 = torch.float64
 COLUMNS = (6, 7, 5, -1)  # which taps the random states of tests are
@@ -45,7 +55,9 @@ WINDOWS = {"all": None, "1+4": Window(1, 4), "3 recent": Window(0, 3), "2+1": Wi
 def new_head(window: Window | None = WINDOWS["1+4"], **settings: Any) -> Any:
     """A head in fp64 with weights away from where they start, which looks at some memories more than at others."""
     torch.manual_seed(2)
-    head = moved(Spire.for_target(Spire.Settings(window=window, **settings), SHAPE)).double().train()
+    head = (
+        moved(Spire.for_target(Spire.Settings(window=window, **settings), SHAPE)).double().train()
+    )
     with torch.no_grad():
         for block in head.layers:
             block.self_attn.q_proj.weight *= 8
@@ -69,19 +81,31 @@ def sees(window: Window | None, place: int, position: int, drafted: bool) -> boo
 
 def memories_of(weights: dict[str, Tensor], states: Sequence[Tensor]) -> list[Tensor]:
     """[H] for each block, of a drafted token with these embedding and outputs."""
-    return [sum(share * state for share, state in zip(row.softmax(0), states, strict=True)) for row in weights["mix"]]
+    return [
+        sum(share * state for share, state in zip(row.softmax(0), states, strict=True))
+        for row in weights["mix"]
+    ]
 
 
 def level_states(
-    weights: dict[str, Tensor], head: Any, context: Tensor, path: Sequence[int], embed: Callable[..., Tensor]
+    weights: dict[str, Tensor],
+    head: Any,
+    context: Tensor,
+    path: Sequence[int],
+    embed: Callable[..., Tensor],
 ) -> list[Tensor]:
     """[H] for each token of a path that follows a text with these states of the target [T, n, H]."""
-    known: list[tuple[int, Any, bool]] = [(place, states, False) for place, states in enumerate(context)]
+    known: list[tuple[int, Any, bool]] = [
+        (place, states, False) for place, states in enumerate(context)
+    ]
     found = []
     for depth, token in enumerate(path):
         position, states = len(context) + depth, [embed(torch.tensor(token))]
         for number in range(len(head.layers)):
-            mine = {name.replace(f"layers.{number}.", "layers.0."): weight for name, weight in weights.items()}
+            mine = {
+                name.replace(f"layers.{number}.", "layers.0."): weight
+                for name, weight in weights.items()
+            }
             network = Network(mine, head.shape, None, None, 1)  # type: ignore[arg-type]
             gain, eps = weights[f"layers.{number}.input_layernorm.weight"], head.shape.rms_norm_eps
             query = projected(network, rms(states[-1], gain, eps), position)[0]
@@ -99,11 +123,22 @@ def level_states(
 
 def loss_of(weights: dict[str, Tensor], head: Any, batch: Batch, frozen: TargetHead) -> Tensor:
     """The loss at the slots of the phase that was drawn for each text."""
-    settings, anchors, begin = head.settings, head.training_slots(batch, batch.tokens.device)[0].rows.tolist(), 0
+    settings, anchors, begin = (
+        head.settings,
+        head.training_slots(batch, batch.tokens.device)[0].rows.tolist(),
+        0,
+    )
     total = torch.zeros((), dtype=FP64)
-    columns = batch.tokens, batch.loss_mask, batch.select_taps(head.taps), batch.select_taps((-1,))[:, 0]
+    columns = (
+        batch.tokens,
+        batch.loss_mask,
+        batch.select_taps(head.taps),
+        batch.select_taps((-1,))[:, 0],
+    )
     supervised = sum(int(mask[2:].sum()) for mask in batch.loss_mask.split(batch.lengths))
-    for tokens, mask, features, true in zip(*(column.split(batch.lengths) for column in columns), strict=True):
+    for tokens, mask, features, true in zip(
+        *(column.split(batch.lengths) for column in columns), strict=True
+    ):
         mine = [anchor - begin for anchor in anchors if begin <= anchor < begin + len(tokens) - 2]
         begin += max(len(tokens) - 2, 0)
         for slot in mine:
@@ -112,7 +147,9 @@ def loss_of(weights: dict[str, Tensor], head: Any, batch: Batch, frozen: TargetH
             for named, state in enumerate(states, start=slot + 2):
                 if named == len(tokens) or not mask[named]:
                     break
-                target_probs, probs = (frozen.logits(part).softmax(-1) for part in (true[named - 1], state))
+                target_probs, probs = (
+                    frozen.logits(part).softmax(-1) for part in (true[named - 1], state)
+                )
                 apart = (target_probs * (target_probs.log() - probs.log())).sum()
                 overlap = torch.minimum(target_probs, probs).sum()
                 loss = settings.cross_entropy * apart + (1 - settings.cross_entropy) * (1 - overlap)
@@ -123,7 +160,9 @@ def loss_of(weights: dict[str, Tensor], head: Any, batch: Batch, frozen: TargetH
 def difference(lengths: dict[int, list[tuple[int, int]]], **settings: Any) -> float:
     """Of training's loss and gradients from the loop's, relative."""
     head, frozen, batch = new_head(**settings), frozen_head(FP64), batch_of(lengths)
-    weights = {key: weight.detach().clone().requires_grad_() for key, weight in head.state_dict().items()}
+    weights = {
+        key: weight.detach().clone().requires_grad_() for key, weight in head.state_dict().items()
+    }
     loss = loss_of(weights, head, batch, frozen)
     gradients = torch.autograd.grad(loss, list(weights.values()))
     expected = {"total": loss.detach(), **dict(zip(weights, gradients, strict=True))}
@@ -153,9 +192,15 @@ def test_a_long_text_is_read_in_pieces() -> None:
 sees_by_rule = sees
 FAULTS: dict[str, tuple[str, Any]] = {
     "own memory": ("sees", lambda window, place, position, drafted: place <= position),
-    "a wider window": ("sees", lambda window, *at: sees_by_rule(replace(window, recent=window.recent + 1), *at)),
+    "a wider window": (
+        "sees",
+        lambda window, *at: sees_by_rule(replace(window, recent=window.recent + 1), *at),
+    ),
     "no sinks": ("sees", lambda window, *at: sees_by_rule(replace(window, sinks=0), *at)),
-    "sums of states": ("memories_of", lambda weights, states: [torch.stack(tuple(states)).sum(0)] * 2),
+    "sums of states": (
+        "memories_of",
+        lambda weights, states: [torch.stack(tuple(states)).sum(0)] * 2,
+    ),
 }
 
 
@@ -176,7 +221,9 @@ def test_a_text_is_trained_at_every_fourth_slot() -> None:
     head, batch = new_head(), batch_of({40: [(2, 40)], 25: [(9, 20)]})
     seen = set()
     for seed in range(16):
-        spans, weights = head.training_slots(replace(batch, seeds=(seed, seed + 50)), batch.tokens.device)
+        spans, weights = head.training_slots(
+            replace(batch, seeds=(seed, seed + 50)), batch.tokens.device
+        )
         rows = spans.rows
         first, second = rows[rows < 38], rows[rows >= 38]
         assert (first.diff() == 4).all() and (second.diff() == 4).all()
@@ -202,7 +249,9 @@ def small_model() -> Any:
 
 def from_model(model: Any, window: Window | None) -> Any:
     """All of its blocks, with memories that are what each block reads itself."""
-    head: Any = Spire.for_target(Spire.Settings(window=window), model.config, weights=model.state_dict().__getitem__)
+    head: Any = Spire.for_target(
+        Spire.Settings(window=window), model.config, weights=model.state_dict().__getitem__
+    )
     with torch.no_grad():
         head.mix.copy_(100 * torch.eye(2, 3))
     return head.double()
@@ -213,7 +262,9 @@ def model_logits(model: Any, tokens: Tensor, root: int, window: Window | None) -
     place = torch.arange(len(tokens))
     mask = place[None] <= place[:, None]
     for position in range(root, len(tokens)):
-        mask[position] = torch.tensor([sees(window, int(at), position, bool(at >= root)) for at in place])
+        mask[position] = torch.tensor(
+            [sees(window, int(at), position, bool(at >= root)) for at in place]
+        )
     hidden = torch.zeros(mask.shape, dtype=FP64).masked_fill_(~mask, torch.finfo(FP64).min)
     return model(tokens[None], attention_mask=hidden[None, None]).logits[0]
 
@@ -233,7 +284,9 @@ def test_a_whole_model_as_its_own_draft_says_what_it_would_without_own_keys(wind
         for slot in range(12):
             expected = model_logits(model, tokens, slot + 1, shown)
             for level in range(min(levels, 13 - slot)):
-                torch.testing.assert_close(found[level][slot], expected[slot + 1 + level], rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(
+                    found[level][slot], expected[slot + 1 + level], rtol=1e-6, atol=1e-6
+                )
 
 
 # -- what a level may see ---------------------------------------------------------------------------------------------
@@ -263,7 +316,9 @@ def leak(head: Any) -> None:
             )
         ):
             slots = torch.arange(len(before))
-            assert torch.equal((before != token).any(-1), (slots <= place - 1) & (slots + 1 + level >= place))
+            assert torch.equal(
+                (before != token).any(-1), (slots <= place - 1) & (slots + 1 + level >= place)
+            )
             assert torch.equal((before != state).any(-1), slots >= place)
 
 
@@ -289,7 +344,9 @@ def test_a_leak_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- drafting ---------------------------------------------------------------------------------------------------------
 
 
-def naive_tree(head: Any, frozen: TargetHead, context: Tensor, root: int, budget: Budget) -> DraftTree:
+def naive_tree(
+    head: Any, frozen: TargetHead, context: Tensor, root: int, budget: Budget
+) -> DraftTree:
     """The tree of whose nodes each is read with its whole path anew."""
     weights = head.state_dict()
     paths: list[list[int]] = [[root]]
@@ -298,7 +355,10 @@ def naive_tree(head: Any, frozen: TargetHead, context: Tensor, root: int, budget
         nonlocal paths
         if depth == 1:
             paths = [[root]]
-        paths = [[*paths[parent], token] for token, parent in zip(tokens[0].tolist(), before[0].tolist(), strict=True)]
+        paths = [
+            [*paths[parent], token]
+            for token, parent in zip(tokens[0].tolist(), before[0].tolist(), strict=True)
+        ]
         states = [level_states(weights, head, context, path, frozen.embed)[-1] for path in paths]
         return frozen.logits(torch.stack(states))[None]
 
@@ -306,7 +366,11 @@ def naive_tree(head: Any, frozen: TargetHead, context: Tensor, root: int, budget
     return grow_rows([Seed(root, len(context) + 1, budget, None)], first[None], level)[0]
 
 
-DRAFTED = [Budget(12, 4, 3), pytest.param(Budget.fixed(PUBLISHED_TREE), marks=pytest.mark.slow), Budget(5, 5, 1)]
+DRAFTED = [
+    Budget(12, 4, 3),
+    pytest.param(Budget.fixed(PUBLISHED_TREE), marks=pytest.mark.slow),
+    Budget(5, 5, 1),
+]
 
 
 def unlike_trees(window: Window | None, budget: Budget) -> int:
@@ -321,7 +385,9 @@ def unlike_trees(window: Window | None, budget: Budget) -> int:
         update = Committed(text.tokens[start:end], features[start:end], 11 + end)
         tree = state.propose({5: update}, {5: budget})[5]
         expected = naive_tree(head, frozen, features[:end], 11 + end, budget)
-        same = torch.equal(tree.tokens, expected.tokens) and torch.equal(tree.parents, expected.parents)
+        same = torch.equal(tree.tokens, expected.tokens) and torch.equal(
+            tree.parents, expected.parents
+        )
         if same and tree.likelihoods is not None and expected.likelihoods is not None:
             same = torch.allclose(tree.likelihoods, expected.likelihoods, atol=1e-4)
         unlike += not same
@@ -355,7 +421,9 @@ def test_other_drafts_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
     if fault == "siblings":
         monkeypatch.setattr(_MemoryLevels, "__call__", own_column)
     elif fault == "still windows":
-        monkeypatch.setattr(Window, "hides", lambda self, place, *_: torch.zeros_like(place, dtype=torch.bool))
+        monkeypatch.setattr(
+            Window, "hides", lambda self, place, *_: torch.zeros_like(place, dtype=torch.bool)
+        )
     elif fault == "positions":
         monkeypatch.setattr(_MemoryLevels, "_tables", lambda self, depth: tables(self, depth + 1))
     else:
@@ -378,7 +446,9 @@ def test_memory_of_a_text_is_as_long_as_its_window() -> None:
     (text,) = everywhere([60])
     state = head.open()
     state.admit(0)
-    state.propose({0: Committed(text.tokens, text.features[:, :2].double(), 3)}, {0: Budget(2, 2, 1)})
+    state.propose(
+        {0: Committed(text.tokens, text.features[:, :2].double(), 3)}, {0: Budget(2, 2, 1)}
+    )
     assert len(state.memory[0]) == 5
 
 
@@ -396,16 +466,25 @@ def test_blocks_start_as_the_targets_last() -> None:
             assert torch.equal(weight, weights["model.norm.weight"])
         elif name != "mix":
             number = int(name.split(".")[1])
-            assert torch.equal(weight, weights[f"model.{name.replace(f'layers.{number}', f'layers.{number + 3}')}"])
+            assert torch.equal(
+                weight, weights[f"model.{name.replace(f'layers.{number}', f'layers.{number + 3}')}"]
+            )
 
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 OTHERS = {
     "self_attn.q_proj.bias": Qwen2Config(**SMALL, num_hidden_layers=3),
     "self_attn.q_norm.weight": Qwen3Config(**SMALL, num_hidden_layers=3, head_dim=8),
     "gelu_pytorch_tanh": Gemma2Config(**SMALL, num_hidden_layers=3, head_dim=8),
     "mlp.gate.weight": MixtralConfig(**SMALL, num_hidden_layers=3, num_local_experts=2),
-    "self_attn.q_proj.bias, which": GptOssConfig(**SMALL, num_hidden_layers=3, head_dim=8, num_local_experts=2),
+    "self_attn.q_proj.bias, which": GptOssConfig(
+        **SMALL, num_hidden_layers=3, head_dim=8, num_local_experts=2
+    ),
 }
 
 
@@ -424,7 +503,9 @@ def test_more_blocks_than_the_target_has_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_stored_features_starts_from_the_targets_blocks(tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_run_on_stored_features_starts_from_the_targets_blocks(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
     """Stopped after half of its steps and gone on with, it leaves the same bytes; few steps leave them near."""
     command = prepared(tiny_target_dir, tmp_path, "drafter={kind: spire}")
     asked = ["train.epochs=1", "train.checkpoint_every=3"]

@@ -30,7 +30,9 @@ def main() -> None:
     model = hydra_model.HydraModel.from_pretrained(request.out).eval()
     if not request.switches.get("load"):
         randomize_(weight for weight in model.hydra_head.parameters() if weight.requires_grad)
-        model.base_model.load_state_dict(load_file(Path(request.target) / "model.safetensors"), strict=False)
+        model.base_model.load_state_dict(
+            load_file(Path(request.target) / "model.safetensors"), strict=False
+        )
         torch.save(model.hydra_head.state_dict(), Path(request.out) / "hydra_lm_head.pt")
     tokens = load_file(request.inputs)["tokens"]
     logits = model(tokens[None], run_hydra_head=True)[0]

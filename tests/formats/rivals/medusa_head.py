@@ -18,11 +18,15 @@ def make_model(request: HeadRequest, layers: int, version2: bool) -> Any:
     """Their model with random heads, of which they save a state dict and a config."""
     out = Path(request.out)
     if version2:
-        config = medusa_model_legacy.MedusaConfig(request.steps, layers, base_model_name_or_path=request.target)
+        config = medusa_model_legacy.MedusaConfig(
+            request.steps, layers, base_model_name_or_path=request.target
+        )
         base = medusa_model_legacy.KVLlamaForCausalLM.from_pretrained(request.target)
         model = medusa_model_legacy.MedusaModel(base, request.steps, layers, request.target)
     else:
-        config = medusa_model.MedusaConfig(request.steps, layers, base_model_name_or_path=request.target)
+        config = medusa_model.MedusaConfig(
+            request.steps, layers, base_model_name_or_path=request.target
+        )
         base = AutoConfig.from_pretrained(request.target)
         base.medusa_num_heads, base.medusa_num_layers = request.steps, layers
         model = medusa_model.KVLlamaForCausalLM.from_pretrained.__func__(

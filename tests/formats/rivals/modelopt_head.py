@@ -25,7 +25,9 @@ def as_exported(model: Any) -> None:
     head.rotary_emb = LlamaRotaryEmbedding(scaled)
     norm, calls = head.layers[0].input_layernorm, count()
     normed = norm.forward
-    norm.forward = lambda x: normed(x) if next(calls) % 2 else x  # it meets the state, then the token
+    norm.forward = lambda x: (
+        normed(x) if next(calls) % 2 else x
+    )  # it meets the state, then the token
 
 
 def main() -> None:
@@ -40,17 +42,31 @@ def main() -> None:
     config = model.config
     config.num_orig_hidden_layers = config.num_hidden_layers
     settings = deepcopy(EAGLE3_DEFAULT_CFG["config"])
-    settings |= {"eagle_offline": True, "eagle_use_torch_compile": False, "eagle_ttt_steps": request.steps}
-    shape = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
+    settings |= {
+        "eagle_offline": True,
+        "eagle_use_torch_compile": False,
+        "eagle_ttt_steps": request.steps,
+    }
+    shape = [
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ]
     architecture = {name: getattr(config, name) for name in shape}
     architecture |= {"draft_vocab_size": len(drafts), "num_hidden_layers": 1, "has_lm_head": True}
     settings["eagle_architecture_config"] |= architecture
-    if not request.switches.get("as_exported"):  # which they write into what they export, and do not train with
+    if not request.switches.get(
+        "as_exported"
+    ):  # which they write into what they export, and do not train with
         settings["eagle_export_rope_scaling"] = {}
     mtsp.convert(model, mode=[("eagle", settings)])
     head = model.eagle_module
     randomize_(head.parameters())
-    if not request.switches.get("input_layernorm"):  # on the token, and on the state before its own norm
+    if not request.switches.get(
+        "input_layernorm"
+    ):  # on the token, and on the state before its own norm
         torch.nn.init.ones_(head.layers[0].input_layernorm.weight)
     if len(drafts) < config.vocab_size:
         head.d2t.copy_(drafts - torch.arange(len(drafts)))

@@ -17,7 +17,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(request.target, dtype=torch.float32)
     layers = 2 if request.switches.get("two_layers") else 1
     mto.enable_huggingface_checkpointing()
-    mtsp.convert(model, mode=[("medusa", {"medusa_num_heads": request.steps, "medusa_num_layers": layers})])
+    mtsp.convert(
+        model, mode=[("medusa", {"medusa_num_heads": request.steps, "medusa_num_layers": layers})]
+    )
     randomize_(model.medusa_heads.parameters())
     tokens = load_file(request.inputs)["tokens"]
     with torch.no_grad():

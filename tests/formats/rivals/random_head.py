@@ -54,7 +54,9 @@ def randomize_(parameters: Iterable[nn.Parameter]) -> None:
 
 def record_logits(lm_head: nn.Module, logits: list[Tensor]) -> None:
     """Append the logits [T, D] of every later call of an LM head."""
-    lm_head.register_forward_hook(lambda _module, _input, output: logits.append(output.detach()[0].clone()))
+    lm_head.register_forward_hook(
+        lambda _module, _input, output: logits.append(output.detach()[0].clone())
+    )
 
 
 def save_logits(request: HeadRequest, logits: list[Tensor]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
-from fms_extras.models.hf.modeling_mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorPreTrainedModel
+from fms_extras.models.hf.modeling_mlp_speculator import (
+    MLPSpeculatorConfig,
+    MLPSpeculatorPreTrainedModel,
+)
 from safetensors.torch import load_file
 
 from tests.formats.rivals.random_head import HeadRequest, randomize_, save_logits

@@ -17,7 +17,11 @@ from transformers import AutoConfig
 
 from tests.formats.rivals.random_head import HeadRequest, randomize_
 
-MODELS: dict[str, Any] = {"dflash": DFlashDraftModel, "dspark": DSparkDraftModel, "peagle": PEagleDraftModel}
+MODELS: dict[str, Any] = {
+    "dflash": DFlashDraftModel,
+    "dspark": DSparkDraftModel,
+    "peagle": PEagleDraftModel,
+}
 
 
 def main() -> None:
@@ -26,14 +30,22 @@ def main() -> None:
     inputs, options = load_file(request.inputs), dict(request.switches)
     kind = options.pop("kind")
     load = options.pop("load", False)
-    model = MODELS[kind].from_pretrained(request.out) if load else make_model(kind, request, options, inputs)
+    model = (
+        MODELS[kind].from_pretrained(request.out)
+        if load
+        else make_model(kind, request, options, inputs)
+    )
     read: list[Tensor] = []
     trusted: list[Tensor] = []
     if getattr(model, "confidence_head", None) is not None:
-        model.confidence_head.register_forward_hook(lambda _module, _input, output: trusted.append(output.flatten()))
+        model.confidence_head.register_forward_hook(
+            lambda _module, _input, output: trusted.append(output.flatten())
+        )
     theirs, _ = model.get_trainer_kwargs(loss_fn="tv", loss_implementation="eager")
     batch, calls = (peagle_batch if kind == "peagle" else block_batch)(inputs, request.steps)
-    slots, levels = (peagle_guesses if kind == "peagle" else block_guesses)(inputs, model, request.steps)
+    slots, levels = (peagle_guesses if kind == "peagle" else block_guesses)(
+        inputs, model, request.steps
+    )
     with torch.no_grad():
         record = {"loss_config": {"read": (lambda logits, _: keep(read, logits), 1.0)}}
         model.eval()(**batch, **{**theirs, **calls, **record})
@@ -42,7 +54,9 @@ def main() -> None:
     named = levels >= 0  # the first of a block may name nothing
     results = {"slots": slots[named], "levels": levels[named], "logits": read[0][named]}
     results |= {"confidence": trusted[0][named]} if trusted else {}
-    save_file({name: tensor.contiguous() for name, tensor in results.items()}, f"{request.out}.logits")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in results.items()}, f"{request.out}.logits"
+    )
 
 
 def keep(read: list[Tensor], logits: Tensor) -> Tensor:
@@ -51,7 +65,9 @@ def keep(read: list[Tensor], logits: Tensor) -> Tensor:
     return logits.sum(-1)
 
 
-def make_model(kind: str, request: HeadRequest, options: dict[str, Any], inputs: dict[str, Tensor]) -> Any:
+def make_model(
+    kind: str, request: HeadRequest, options: dict[str, Any], inputs: dict[str, Tensor]
+) -> Any:
     """As their trainer makes it for the target, with random weights."""
     config = AutoConfig.from_pretrained(request.target)
     config.num_hidden_layers = options.pop("blocks")
@@ -69,7 +85,11 @@ def make_model(kind: str, request: HeadRequest, options: dict[str, Any], inputs:
         )
         .float()
     )
-    randomize_(weight for name, weight in model.named_parameters() if not name.startswith(("verifier", "embed", "lm_")))
+    randomize_(
+        weight
+        for name, weight in model.named_parameters()
+        if not name.startswith(("verifier", "embed", "lm_"))
+    )
     return model
 
 

@@ -31,7 +31,11 @@ def main() -> None:
         draft_attn_impl="sdpa",
         **{"norm_before_residual": False, **request.switches},
     ).float()
-    weights = (weight for name, weight in model.named_parameters() if not name.startswith(("verifier", "embed")))
+    weights = (
+        weight
+        for name, weight in model.named_parameters()
+        if not name.startswith(("verifier", "embed"))
+    )
     randomize_(weights)
     record_logits(model.lm_head, logits)
     with torch.no_grad():  # a text loses its first token, as in their `shift_batch`
