@@ -60,7 +60,7 @@ def fixed_shape(parents: tuple[int, ...], device: torch.device) -> NodeShape:
     return shape.map(lambda tensor: upload(tensor, device))
 
 
-class GrownTrees:
+class DeviceTrees:
     """Trees of equal size on a device.
 
     Args:
@@ -90,7 +90,7 @@ class GrownTrees:
         self.probs = probs
         self.sheds = sheds
         self.roots: list[int] = []
-        self.together: Sequence[GrownTrees] = [self]  # what is read with these
+        self.together: Sequence[DeviceTrees] = [self]  # what is read with these
         self.host_columns: Tensor | None = None  # once they are read
 
     @property
@@ -148,11 +148,11 @@ class GrownTree(DraftTree):
     """A tree on a device. Its fields are those of `DraftTree`, read from there when one of them is first asked for."""
 
     __slots__ = ("grown", "number")
-    grown: GrownTrees | None  # None for a copy
+    grown: DeviceTrees | None  # None for a copy
     number: int
 
     @classmethod
-    def of(cls, grown: GrownTrees, number: int) -> GrownTree:
+    def of(cls, grown: DeviceTrees, number: int) -> GrownTree:
         """Return the tree of this number."""
         tree = object.__new__(cls)
         object.__setattr__(tree, "grown", grown)
@@ -199,7 +199,7 @@ def lies_on_device(tree: object) -> TypeGuard[GrownTree]:
 
 
 def hand_over(
-    grown: Sequence[GrownTrees], roots: Sequence[int], *, at_once: bool
+    grown: Sequence[DeviceTrees], roots: Sequence[int], *, at_once: bool
 ) -> list[DraftTree]:
     """Return the tree under each root, read from the device now (`at_once`) or when it is asked for.
 
@@ -220,12 +220,12 @@ def hand_over(
     return trees
 
 
-def read_trees(grown: Sequence[GrownTrees]) -> None:
+def read_trees(grown: Sequence[DeviceTrees]) -> None:
     """Read trees from their device in one transfer, for which the host waits."""
     _store_columns(grown, to_host([group.columns for group in grown]))
 
 
-def _store_columns(grown: Sequence[GrownTrees], columns: Sequence[Tensor]) -> None:
+def _store_columns(grown: Sequence[DeviceTrees], columns: Sequence[Tensor]) -> None:
     """Store what was read of trees."""
     for group, host_columns in zip(grown, columns, strict=True):
         group.host_columns = host_columns
@@ -363,7 +363,7 @@ def read_walks(
     """
     # groups that grew together are read together, also those of rows that are not verified now
     trees = [output.tree for output, _ in rows]
-    grown: dict[int, GrownTrees] = {}
+    grown: dict[int, DeviceTrees] = {}
     for tree in trees:
         if lies_on_device(tree) and tree.grown is not None:
             for group in tree.grown.together:

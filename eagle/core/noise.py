@@ -70,7 +70,8 @@ class DrafterNoise:
 
     def own(self, rows: int) -> Tensor:
         """Return noise [rows, V] that is new in every call and that the target never uses."""
-        # counted, not by position: the noise at a position may have caused it to be drafted again
+        # Counted, not by position: a rejection may have depended on the noise of its position, so that drafting there
+        # again with the same noise would bias what is sampled.
         first = self.used_rows
         self.used_rows += rows
         self.private.forget(first)

@@ -71,14 +71,20 @@ class Costs:
         for costs in self.by_texts:
             sizes.append(costs.texts)
             seconds.append(costs._look_up(costs.target, tokens, context) + costs.outside[0])
-        return line(sizes, seconds, texts)
+        return interpolate(sizes, seconds, texts)
 
     def draft(self, rows: Sequence[int], context: int, texts: int = 1) -> float:
-        """Return the seconds of a draft in forwards of so many rows of each sequence; 0 where no costs are known."""
+        """Return the seconds of drafting; 0 where no costs are known.
+
+        Args:
+            rows: Tokens of each sequence that each forward of the drafter reads.
+            context: Tokens of context.
+            texts: Sequences in the batch.
+        """
         if self.first is None or self.level is None or not rows:
             return 0.0
         sizes = [costs.texts for costs in self.by_texts]
-        outside = line(sizes, [costs.outside[1] for costs in self.by_texts], texts)
+        outside = interpolate(sizes, [costs.outside[1] for costs in self.by_texts], texts)
         seconds = len(rows) * outside + self._look_up(self.first, rows[0] * texts, context)
         return seconds + sum(
             self._look_up(self.level, count * texts, context) for count in rows[1:]
@@ -123,11 +129,11 @@ class Costs:
 
     def _look_up(self, table: Table, size: int, context: int) -> float:
         # bilinear: along sizes, then along contexts
-        at_size = [line(self.sizes, row, size) for row in table]
-        return line(self.contexts, at_size, context)
+        at_size = [interpolate(self.sizes, row, size) for row in table]
+        return interpolate(self.contexts, at_size, context)
 
 
-def line(points: Sequence[int], values: Sequence[float], point: float) -> float:
+def interpolate(points: Sequence[int], values: Sequence[float], point: float) -> float:
     """Interpolate linearly between measured values, and extrapolate after the last point.
 
     The first value holds before the first point, and nothing is below 0.
@@ -235,9 +241,14 @@ class CycleCosts:
         by_size = []
         for table in grid:
             by_size.append(
-                [line(self.contexts, seconds, context) for seconds in zip(*table, strict=True)]
+                [
+                    interpolate(self.contexts, seconds, context)
+                    for seconds in zip(*table, strict=True)
+                ]
             )
-        return [line(self.batch_sizes, seconds, texts) for seconds in zip(*by_size, strict=True)]
+        return [
+            interpolate(self.batch_sizes, seconds, texts) for seconds in zip(*by_size, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,7 @@ def probe_rows(head: Any, wiring: Wiring, target: Target) -> Found:
 
 
 def probe_square_matrices(head: Any, wiring: Wiring, target: Target) -> Found:
-    """Transpose a matrix whose shape does not tell."""
+    """Transpose each square matrix in turn, as its shape does not tell whether it was stored transposed."""
     square: dict[str, list[str]] = {}
     for name, tensor in head.named_parameters():
         if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:

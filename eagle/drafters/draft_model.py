@@ -34,7 +34,7 @@ from eagle.device import to_host, upload
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.drafters.parts.growth import grow_rows, level_rows
 from eagle.drafters.parts.objectives import Kind, Objective, OwnHead, distillation_loss
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.text_state import split_ragged
 from eagle.drafters.parts.validation import validate_batch
 from eagle.target.borrowed import is_close
@@ -318,7 +318,7 @@ class ModelState:
         self.confirmed[other] = self.confirmed[row]
         self.levels[other] = []
         if row in self.state.rows:
-            self._state_needs()
+            self._update_columns()
             self.state.fork(row, other)
 
     def release(self, row: int) -> None:
@@ -327,7 +327,7 @@ class ModelState:
         if row not in self.state.rows:
             return
         rows_before = list(self.state.rows)
-        self._state_needs()
+        self._update_columns()
         self.state.release(row)
         for moved, before in zip(self.state.rows, rows_before, strict=False):
             # a row that moves to the slot that is free leaves its draft
@@ -352,18 +352,20 @@ class ModelState:
         logits = self._read(texts)
         # a read may have moved rows to other slots
         for rows in self._groups([row for row in self.state.rows if row in texts]):
-            seeds = []
+            requests = []
             for row in rows:
                 budget = budgets[row].within(depths[row])
-                seeds.append(
-                    Seed(updates[row].root, self.state.length(row), budget, self.noises[row])
+                requests.append(
+                    DraftRequest(
+                        updates[row].root, self.state.length(row), budget, self.noises[row]
+                    )
                 )
-            grown = self._grow(rows, seeds, [logits[row] for row in rows])
+            grown = self._grow(rows, requests, [logits[row] for row in rows])
             trees |= zip(rows, grown, strict=True)
         return trees
 
     def _grow(
-        self, rows: list[int], seeds: list[Seed], logits: Sequence[Tensor]
+        self, rows: list[int], requests: list[DraftRequest], logits: Sequence[Tensor]
     ) -> list[DraftTree]:
         """Return the trees of rows that may share a forward, from the logits [V] after their roots."""
         depths: list[int] = []  # of all nodes that were read so far
@@ -387,7 +389,7 @@ class ModelState:
         drafts = (
             torch.arange(shared_size, device=self.own.device) if shared_size < self.size else None
         )
-        return grow_rows(seeds, torch.stack(list(logits))[:, : self.size], level, drafts)
+        return grow_rows(requests, torch.stack(list(logits))[:, : self.size], level, drafts)
 
     # -- what may be read together ------------------------------------------------------------------------------------
 
@@ -410,11 +412,11 @@ class ModelState:
             groups.append(together)
         return groups
 
-    def _state_needs(self) -> None:
+    def _update_columns(self) -> None:
         """Tell the state how many columns each row may need, its draft included: it gives back what is more."""
         for row in self.state.rows:
             drafted = sum(len(tokens) for tokens, _ in self.levels.get(row, ()))
-            self.state.needs[row] = (self.state.length(row) + drafted) * 3 // 2
+            self.state.columns_by_row[row] = (self.state.length(row) + drafted) * 3 // 2
 
     # -- committed tokens ---------------------------------------------------------------------------------------------
 
@@ -432,7 +434,7 @@ class ModelState:
         """Read sequences from their first token on, and return the logits [V] after each."""
         logits: dict[int, Tensor] = {}
         if texts:
-            self._state_needs()
+            self._update_columns()
         for row, text in texts.items():
             self.state.admit(row, self.clip_to_vocab(torch.tensor(text)).tolist())
         # a call reads as many as fit in one forward

@@ -405,7 +405,7 @@ def describe_rate(speed: float, unit: str) -> str:
     elif speed < 1:
         value = speed * PER_MINUTE
         per = "min"
-    # three figures
+    # at least two figures
     decimals = max(0, 2 - len(str(int(value))))
     return f"{value:,.{decimals}f} {unit}/{per}"
 

@@ -1,6 +1,6 @@
 """A target's cache: keys, values, tapped states and the states of its mixers, for several sequences.
 
-Two more kinds keep nothing: `NoCache`, and `LentCache`, which reads another cache's keys and values.
+Two more kinds keep nothing: `NoCache`, and `BorrowedCache`, which reads another cache's keys and values.
 """
 
 # B sequences, N new columns, S columns up to the last new one, M moved columns, X heads, D width
@@ -349,12 +349,12 @@ class _EmptyLayer(CacheLayerMixin):
         return -1
 
 
-class LentCache(Cache):
+class BorrowedCache(Cache):
     """Read-only keys and values [1, X, S, D] of committed tokens by layer; new tokens attend to them."""
 
-    def __init__(self, lent: Sequence[tuple[Tensor, Tensor]], offset: int = 0) -> None:
-        super().__init__(layers=[_LentLayer(keys, values) for keys, values in lent])
-        self.starts = [lent[0][0].shape[2]]
+    def __init__(self, borrowed: Sequence[tuple[Tensor, Tensor]], offset: int = 0) -> None:
+        super().__init__(layers=[_BorrowedLayer(keys, values) for keys, values in borrowed])
+        self.starts = [borrowed[0][0].shape[2]]
         self.offset = offset
 
     def from_columns(self, positions: Tensor) -> Tensor:
@@ -362,12 +362,12 @@ class LentCache(Cache):
         return positions + self.offset
 
 
-class _LentLayer(_EmptyLayer):
+class _BorrowedLayer(_EmptyLayer):
     """One layer's read-only keys and values, followed by the new ones."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        self.lent = (keys, values)
+        self.borrowed = (keys, values)
 
     def update(
         self,
@@ -376,8 +376,9 @@ class _LentLayer(_EmptyLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self.lent
+        """Return the borrowed keys and values with the new ones behind them, and keep nothing."""
+        keys, values = self.borrowed
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 
     def get_seq_length(self) -> int:
-        return self.lent[0].shape[2]
+        return self.borrowed[0].shape[2]

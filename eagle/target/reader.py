@@ -268,13 +268,13 @@ class TreeReader:
         cache: Any,
         columns: Tensor | None = None,
     ) -> Any:
-        """Read tokens where the cache aims.
+        """Read tokens, which the cache appends at the offset set before.
 
         Args:
             tokens: [B, N], the last N of R uncommitted ones.
             positions: [B, R], of all uncommitted tokens.
             tree_mask: as in `Masks`.
-            cache: the cache, which has been aimed.
+            cache: the cache, whose write offset has been set.
             columns: as in `Masks`.
 
         Returns:
@@ -283,10 +283,11 @@ class TreeReader:
         device = self.masks.device
         count = tokens.shape[1]
         width = positions.shape[1]
-        # the cache aims after the uncommitted tokens that were read before
+        # the cache writes after the uncommitted tokens that were read before
         starts = [start - (width - count) for start in cache.starts]
         mask = None if self.has_rows else self.masks(starts, positions, tree_mask, columns)
-        # in half precision on a CPU, attention reads earlier keys in blocks whose bits stay
+        # in half precision on a CPU, attention reads earlier keys in blocks of fixed size, so that
+        # bits do not depend on what is read together
         blocks: AbstractContextManager[None] = nullcontext()
         if self.mode.invariant and device.type == "cpu":
             blocks = reading_blocks(starts, positions, count, is_chain=tree_mask is None)

@@ -233,7 +233,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
-        """Empty a slot and fill it with zeros: a mask hides what a sequence left there, but not what is no number."""
+        """Empty a slot and fill it with zeros: a mask hides what a sequence left there, but not NaN."""
         for rows in self.buffers:
             if slot < len(rows.buffer):
                 rows.buffer[slot].zero_()

@@ -72,7 +72,7 @@ class TargetState:
         self.cache = self.reader.new_cache()
         self.texts: list[list[int]] = [[]]  # of every slot
         self.rows: list[int] = []  # in the first slots
-        self.needs: dict[int, int] = {}  # the columns that a row may come to
+        self.columns_by_row: dict[int, int] = {}  # the most KV columns that a row may need
         self.prompts: dict[int, list[int]] = {}  # to be read, in the order of their admission
         self.written = 0  # how many rows are being written
         self.is_loose = False  # rows have left since the cache was made to fit
@@ -91,7 +91,8 @@ class TargetState:
         """Return whether another row with this many columns fits, with all rows padded to the longest."""
         if self.max_tokens is None:
             return True
-        widest = max(columns, *self.needs.values(), 0)
+        widest = max(columns, *self.columns_by_row.values(), 0)
+        # states of recurrent mixers take as much memory as this many columns
         widest += self.cache.state_columns(widest)
         return (len(self.rows) + 1) * widest <= self.max_tokens
 
@@ -104,7 +105,7 @@ class TargetState:
         # the check may have found that the model needs another mode, and so another cache
         if self.cache.mixers is not self.reader.mixers:
             self.cache = self.reader.new_cache()
-        self.needs[row] = len(prompt) + room
+        self.columns_by_row[row] = len(prompt) + room
         # the free slot that shares the longest prefix moves to the front
         shared = [self._shared(free, prompt) for free in range(slot, len(self.texts))] or [0]
         prefix = max(shared)
@@ -128,7 +129,7 @@ class TargetState:
         if wipe:
             self.cache.clear(slot)
             self.texts[slot] = []
-        del self.needs[row]
+        del self.columns_by_row[row]
         self.prompts.pop(row, None)
         # the last row that is written takes its slot, and the last that waits that one's
         if slot < self.written:
@@ -142,7 +143,7 @@ class TargetState:
     def fork(self, row: int, new_row: int) -> None:
         """Copy a row's committed sequence to a new row."""
         slot = len(self.rows)
-        self.needs[new_row] = self.needs[row]
+        self.columns_by_row[new_row] = self.columns_by_row[row]
         self._reserve(slot + 1)
         self.rows.append(new_row)
         self.cache.copy(self._slot(row), slot)
@@ -153,14 +154,14 @@ class TargetState:
     def clear(self) -> None:
         """Release all rows."""
         self.rows = []
-        self.needs = {}
+        self.columns_by_row = {}
         self.prompts = {}
         self.written = 0
 
     def _reserve(self, slots: int) -> None:
         """Reserve space for all admitted rows; the cache releases what is far beyond that."""
         self.is_loose = False
-        columns = max([*self.needs.values(), *self.cache.lengths[: len(self.rows)]])
+        columns = max([*self.columns_by_row.values(), *self.cache.lengths[: len(self.rows)]])
         self.cache.reserve(slots, columns, self.max_tokens)
         texts = self.texts + [[] for _ in self.cache.lengths]
         self.texts = [
@@ -220,7 +221,7 @@ class TargetState:
             is_alone = self.target.is_alone(len(prompt)) or bool(media_of(prompt))
             # padding is written too, up to column start + longest
             fits = (len(batch) + 1) * longest <= most and start + longest <= max(
-                self.needs.values()
+                self.columns_by_row.values()
             )
             if batch and (is_alone or not fits):
                 break
@@ -451,9 +452,10 @@ class TargetState:
         """Refuse a tree that the row has no space for, or that crosses longrope's switch of frequencies."""
         start = self.length(row)
         self._check_border(start, tree)
-        if self.max_tokens is not None and start + tree.columns > self.needs[row]:
+        if self.max_tokens is not None and start + tree.columns > self.columns_by_row[row]:
+            left = self.columns_by_row[row] - start - 1
             raise ValueError(
-                f"the draft has {tree.columns - 1} nodes, and the cache's limit leaves {self.needs[row] - start - 1}: "
+                f"the draft has {tree.columns - 1} nodes, and the cache's limit leaves {left}: "
                 "draft within budget.nodes, or raise max_tokens_in_cache"
             )
 

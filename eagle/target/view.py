@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from eagle.device import upload
 from eagle.target.attention import Observe, can_observe, observing
 from eagle.target.borrowed import is_close
-from eagle.target.cache import LentCache, TreeCache
+from eagle.target.cache import BorrowedCache, TreeCache
 from eagle.target.reader import TreeReader
 from eagle.target.structure import FAILURES, describe_failure
 from eagle.target.trees.positions import TokenPositions
@@ -28,7 +28,7 @@ class TargetView:
     def __init__(self, target: Any) -> None:
         self.head = target.head
         self.device = target.device
-        self.lock = target.lock  # layers are switched off while they run
+        self.lock = target.lock  # held while hooks switch layers off
         # modules of its own: the target's may run in another thread
         self.reader = TreeReader(target.model, target.config)
         if target.reader.stateful:
@@ -340,7 +340,9 @@ class TargetTexts:
     def room(self, row: int) -> float:
         """Return the number of columns that a draft may use after a row's sequence without growing the cache."""
         return (
-            math.inf if self.state.max_tokens is None else self.state.needs[row] - self.length(row)
+            math.inf
+            if self.state.max_tokens is None
+            else self.state.columns_by_row[row] - self.length(row)
         )
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
@@ -396,7 +398,7 @@ class TargetTexts:
             keys, values = self.keys_values(row, layer)
             lent.append((keys[None, :, :start], values[None, :, :start]))
         (slot,) = self._slots([row])
-        cache = LentCache(lent, self.state.cache.offsets.get(slot, 0))
+        cache = BorrowedCache(lent, self.state.cache.offsets.get(slot, 0))
         tokens = torch.tensor([text[start:]])
         positions = torch.arange(start, len(text))[None]
         reader = self.view.reader

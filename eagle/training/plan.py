@@ -175,26 +175,27 @@ class Dealer:
         return run_ahead(jobs)
 
     def _load_jobs(self, first: int, pin: bool) -> Iterator[Callable[[], Batch]]:
-        for number in range(first, len(self.plan)):
-            for texts in self._own_parts(number):
-                yield partial(self.load, texts, number, pin)
+        """Yield a job that loads each of this rank's batches, from step `first` on."""
+        for step in range(first, len(self.plan)):
+            for texts in self._rank_batches(step):
+                yield partial(self.load, texts, step, pin)
 
     def _written_batches(self, first: int, every: int, pin: bool) -> Iterator[Batch]:
         """Yield the batches of texts that are written with the head's drafts, those of `every` steps at once."""
         for start in range(first, len(self.plan), every):
             steps = range(start, min(start + every, len(self.plan)))
             written = []
-            for number in steps:
-                texts = list(chain.from_iterable(self._own_parts(number)))
-                written.append((self.plan.settings.seed + number, texts))
+            for step in steps:
+                texts = list(chain.from_iterable(self._rank_batches(step)))
+                written.append((self.plan.settings.seed + step, texts))
             self.features.write(written)
-            for number in steps:
-                for texts in self._own_parts(number):
-                    yield self.load(texts, number, pin)
+            for step in steps:
+                for texts in self._rank_batches(step):
+                    yield self.load(texts, step, pin)
 
-    def _own_parts(self, number: int) -> list[list[int]]:
-        """Return the parts of a step that are this process's."""
-        return self.plan.parts(number, self.count)[self.rank :: self.processes]
+    def _rank_batches(self, step: int) -> list[list[int]]:
+        """Return the batches of a step that this process computes."""
+        return self.plan.parts(step, self.count)[self.rank :: self.processes]
 
     def load(self, texts: Sequence[int], number: int | None = None, pin: bool = False) -> Batch:
         """Return the batch of a step's part; without a step's number, of held-out texts, whatever the gate is."""

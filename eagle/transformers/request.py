@@ -314,7 +314,7 @@ def _differs(made: Any, expected: Tensor | None) -> bool:
 
 
 def find_media(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a processor gave beside the tokens, and settings of the image encoder, if images are among it."""
+    """Return the image inputs and the arguments of the image encoder; empty if there are no images."""
     encoded = _encoder_inputs(model)
     media = {}
     for name, value in given.items():

@@ -16,8 +16,8 @@ from torch import Tensor
 from eagle import Budget, Sampling, Target, Trace, generate
 from eagle.core import grown, verify
 from eagle.core.grown import (
+    DeviceTrees,
     GrownTree,
-    GrownTrees,
     find_shape,
     hand_over,
     lies_on_device,
@@ -202,7 +202,7 @@ def spoil(kind: str) -> Callable[..., Any]:
     """`hand_over` of trees of which the middle text's second one is wrong."""
     calls: list[int] = []
 
-    def hand(grown: list[GrownTrees], roots: list[int], *, at_once: bool) -> list[DraftTree]:
+    def hand(grown: list[DeviceTrees], roots: list[int], *, at_once: bool) -> list[DraftTree]:
         calls.append(1)
         if len(calls) == 2:
             columns = grown[0].columns[1]
@@ -316,7 +316,7 @@ def test_a_penalty_counts_the_path_of_each_node() -> None:
 def test_a_tree_is_read_when_it_is_asked_for() -> None:
     """With all that grew beside it; its length and levels are known without."""
     parts = [torch.tensor([[[4, 5, 6], [0, 0, 1], [0, 0, 0]]]), torch.tensor([[[7], [0], [0]]])]
-    grown = [GrownTrees([1], parts[0], 2), GrownTrees([0], parts[1], 1)]
+    grown = [DeviceTrees([1], parts[0], 2), DeviceTrees([0], parts[1], 1)]
     first, second, root = hand_over(grown, [1, 2, 3], at_once=False)
     assert (len(second), second.levels, second.columns, len(root)) == (4, 2, 4, 1)
     assert lies_on_device(first) and lies_on_device(second) and not lies_on_device(root)

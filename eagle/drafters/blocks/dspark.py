@@ -27,7 +27,7 @@ from eagle.drafters.parts.objectives import (
     Objective,
     distillation_loss,
 )
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 
 
 class MarkovBias(nn.Module):
@@ -151,12 +151,12 @@ class GruBias:
 class PathLevels(FollowsRows):
     """The logits of all levels of all trees: what a level's slot gives to all nodes, and a bias for each one's path."""
 
-    def __init__(self, head: Any, seeds: Sequence[Seed], states: Tensor) -> None:
+    def __init__(self, head: Any, requests: Sequence[DraftRequest], states: Tensor) -> None:
         self.head = head
         self.states = states  # [B, K, H]
         self.slot_logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
         self.rows = self.all_rows = list(range(len(states)))
-        self.roots = upload(torch.tensor([[seed.root] for seed in seeds]), states.device)
+        self.roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
         self.tokens = self.roots  # [B, R], of the last level
         # a head without biases remembers nothing
         memory_size = 0 if head.bias is None else head.bias.memory_size

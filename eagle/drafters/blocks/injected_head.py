@@ -43,7 +43,7 @@ from eagle.drafters.parts.divisors import (
 )
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.objectives import LanguageHead
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.text_blocks import (
     CompiledParts,
@@ -364,10 +364,10 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         It also makes keys and values of the rows that are more than a block. Where all rows are scored of a head whose
         levels read tokens, it is a level without a forward of blocks.
         """
-        seeds = [Seed(0, 0, Budget())]
+        requests = [DraftRequest(0, 0, Budget())]
         weight = self.fc.weight
         if self.reads_tokens and scored == rows:
-            return self._probe_level(rows, seeds)
+            return self._probe_level(rows, requests)
         state = InjectedState(self)
         state.admit(0)
         cache_rows = state.take_rows([0])
@@ -382,11 +382,11 @@ class InjectedHead(CompiledParts, TrainableDrafter):
             # each call writes over the rows of the one before
             state.cache.lengths[0] = context
             state.inject(cache_rows, [features[context:]])
-            return self.open_levels(self, seeds, state.read_blocks(cache_rows, root))
+            return self.open_levels(self, requests, state.read_blocks(cache_rows, root))
 
         return run
 
-    def _probe_level(self, rows: int, seeds: list[Seed]) -> Callable[[], Any]:
+    def _probe_level(self, rows: int, requests: list[DraftRequest]) -> Callable[[], Any]:
         """Return a function to time: the codes of `rows` nodes of a level, with their logits."""
         states = self.fc.weight.new_zeros(1, self.levels, self.shape.hidden_size)
         tokens = torch.zeros(1, rows, dtype=torch.long, device=states.device)
@@ -394,7 +394,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         # any level but the first, whose parents are nodes
         depth = min(1, self.levels - 1)
         with torch.inference_mode():
-            levels = self.open_levels(self, seeds, states)
+            levels = self.open_levels(self, requests, states)
 
         @torch.inference_mode()
         def run() -> Any:

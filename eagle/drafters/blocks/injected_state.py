@@ -18,7 +18,7 @@ from eagle.device import pick_rows, upload
 from eagle.drafters.parts.decoder_block import rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask
 from eagle.drafters.parts.operations import rotate_heads
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.text_state import (
     TextState,
     pad_rows,
@@ -55,8 +55,8 @@ class InjectedState(TextState):
             cache_rows = self.take_rows(rows)
             roots = torch.tensor([updates[row].root for row in rows])
             states = self.read_blocks(cache_rows, upload(roots, self.device))
-            seeds = [
-                Seed(
+            requests = [
+                DraftRequest(
                     updates[row].root,
                     self.text_length(cache_row) + 1,
                     budgets[row],
@@ -65,7 +65,7 @@ class InjectedState(TextState):
                 for row, cache_row in zip(rows, cache_rows, strict=True)
             ]
             trees |= zip(
-                rows, grow_slots(self.head, seeds, states, self.head.open_levels), strict=True
+                rows, grow_slots(self.head, requests, states, self.head.open_levels), strict=True
             )
         return trees
 
@@ -128,7 +128,7 @@ class InjectedState(TextState):
 class SlotLevels:
     """The logits of all levels of all trees, the same after all nodes of a level."""
 
-    def __init__(self, head: Any, seeds: Sequence[Seed], states: Tensor) -> None:
+    def __init__(self, head: Any, requests: Sequence[DraftRequest], states: Tensor) -> None:
         self.logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
         self.first = self.logits[:, 0]
 
@@ -146,16 +146,16 @@ class SlotLevels:
 
 def grow_slots(
     head: Any,
-    seeds: Sequence[Seed],
+    requests: Sequence[DraftRequest],
     states: Tensor,
     open_levels: Callable[..., Any] = SlotLevels,
 ) -> list[DraftTree]:
-    """Return the tree of each seed from the states [B, K, H] of its levels."""
-    seeds = [replace(seed, budget=seed.budget.within(head.levels)) for seed in seeds]
+    """Return the tree of each request from the states [B, K, H] of its levels."""
+    requests = [replace(request, budget=request.budget.within(head.levels)) for request in requests]
     # logits of deeper levels than any tree has are not computed
-    max_depth = max(1, *(seed.budget.depth for seed in seeds))
-    levels = open_levels(head, seeds, states[:, :max_depth])
+    max_depth = max(1, *(request.budget.depth for request in requests))
+    levels = open_levels(head, requests, states[:, :max_depth])
     confidence = levels.confidence if head.rates_nodes else None
     return grow_rows(
-        seeds, levels.first, levels, head.drafts, sharpness=head.sharpness, confidence=confidence
+        requests, levels.first, levels, head.drafts, sharpness=head.sharpness, confidence=confidence
     )

@@ -238,12 +238,14 @@ class Peagle(FusedHead):
     # -- validation ---------------------------------------------------------------------------------------------------
 
     def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
-        """Return each level's states [S, H] at all supervised slots, with the masks that the levels need after each."""
+        """Return the states [S, H] of each level at every supervised slot.
+
+        Each slot gets a mask token for every level but the first.
+        """
         count = min(levels, self.levels) - 1
         # without sampling: every supervised slot has a mask for each level
-        masks = MaskRows.of(
-            [count * supervised for supervised in supervised_slots(batch)], batch.tokens.device
-        )
+        masks_by_slot = [count * supervised for supervised in supervised_slots(batch)]
+        masks = MaskRows.of(masks_by_slot, batch.tokens.device)
         _, slot_states, mask_states = self.read_masks(batch, frozen, masks)
         by_level = mask_states.unflatten(0, (len(slot_states), count)).unbind(1)
         return [slot_states, *by_level]

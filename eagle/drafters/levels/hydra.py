@@ -217,5 +217,5 @@ class PrefixState(TextState):
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
         """Return trees grown from the state that the blocks make after the last committed token of each row."""
-        rows, seeds, states = self.read_updates(updates, budgets)
-        return dict(zip(rows, grow_levels(self.head, seeds, states), strict=True))
+        rows, requests, states = self.read_updates(updates, budgets)
+        return dict(zip(rows, grow_levels(self.head, requests, states), strict=True))

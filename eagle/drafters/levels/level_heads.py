@@ -33,7 +33,7 @@ from eagle.drafters.parts.objectives import (
     distillation_loss,
     reached_steps,
 )
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.validation import validate_batch
 from eagle.recipe import Section
 
@@ -301,26 +301,30 @@ class LevelState:
     ) -> dict[int, DraftTree]:
         """Return trees grown from the target's state after the last committed token of each row."""
         features = []
-        seeds = []
+        requests = []
         for row, update in updates.items():
             assert update.features is not None
             self.lengths[row] += len(update.tokens)
             # only the last state is read: heads have no cache
             features.append(update.features[-1:, 0])
-            seeds.append(Seed(update.root, self.lengths[row] + 1, budgets[row], self.noises[row]))
+            requests.append(
+                DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
+            )
         states = torch.cat(features).to(self.head.frozen[0].weight.device, self.head.dtype)
-        return dict(zip(updates, grow_levels(self.head, seeds, states), strict=True))
+        return dict(zip(updates, grow_levels(self.head, requests, states), strict=True))
 
 
-def grow_levels(head: LevelHeads, seeds: Sequence[Seed], states: Tensor) -> list[DraftTree]:
-    """Return the tree of each seed, from the states [B, H] that level 0 begins from."""
-    seeds = [replace(seed, budget=seed.budget.within(head.levels)) for seed in seeds]
+def grow_levels(
+    head: LevelHeads, requests: Sequence[DraftRequest], states: Tensor
+) -> list[DraftTree]:
+    """Return the tree of each request, from the states [B, H] that level 0 begins from."""
+    requests = [replace(request, budget=request.budget.within(head.levels)) for request in requests]
     (frozen,) = head.frozen
     # level 0 reads the root, which all of its tree follows
-    roots = upload(torch.tensor([[seed.root] for seed in seeds]), states.device)
+    roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
     levels = _Levels(head, head.read_token(0, states[:, None], roots, frozen))
     first = head.level_logits(0, levels.first, frozen)[:, 0]
-    return grow_rows(seeds, first, levels, sharpness=head.sharpness)
+    return grow_rows(requests, first, levels, sharpness=head.sharpness)
 
 
 class _Levels(FollowsRows):

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Noise
-from eagle.core.grown import LEFT_OUT, GrownTrees, hand_over
+from eagle.core.grown import LEFT_OUT, DeviceTrees, hand_over
 from eagle.core.tree import DraftTree, Paths
 from eagle.device import must_wait, pick_rows, upload
-from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, Seed
+from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, DraftRequest
 
 Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Depth, tokens [K], their parents among the nodes of the level above [K], their ancestors [K, R] -> logits [K, D].
@@ -180,12 +180,12 @@ def grow(
     ) -> Tensor:
         return level(depth, tokens[0], parents[0], tree_mask[0])[None]
 
-    seed = Seed(root, place, budget, noise)
-    return grow_rows([seed], logits[None], level_of_row, drafts=drafts, sharpness=sharpness)[0]
+    request = DraftRequest(root, place, budget, noise)
+    return grow_rows([request], logits[None], level_of_row, drafts=drafts, sharpness=sharpness)[0]
 
 
 def grow_rows(
-    seeds: Sequence[Seed],
+    requests: Sequence[DraftRequest],
     logits: Tensor,
     level: RowsLevel,
     drafts: Tensor | None = None,
@@ -198,38 +198,38 @@ def grow_rows(
     Where a budget has a minimum confidence, nodes have no children that the drafter is less sure of.
     """
     grown = grow_columns(
-        seeds, logits, level, drafts=drafts, sharpness=sharpness, confidence=confidence
+        requests, logits, level, drafts=drafts, sharpness=sharpness, confidence=confidence
     )
-    roots = [seed.root for seed in seeds]
+    roots = [request.root for request in requests]
     return hand_over(grown, roots, at_once=not must_wait(logits.device))
 
 
 def grow_columns(
-    seeds: Sequence[Seed],
+    requests: Sequence[DraftRequest],
     logits: Tensor,
     level: RowsLevel,
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
-) -> list[GrownTrees]:
+) -> list[DeviceTrees]:
     """Return the trees of `grow_rows` without their roots.
 
     Rows whose budgets differ in their depth alone grow together, and leave when they are deep enough.
     """
     # a group shares all that decides the operations of a level, so that one forward reads it for all
     groups: dict[object, list[int]] = {}
-    for row, seed in enumerate(seeds):
-        if not seed.budget.is_empty:
-            groups.setdefault(_kind(seed), []).append(row)
-    grown: list[GrownTrees] = []
+    for row, request in enumerate(requests):
+        if not request.budget.is_empty:
+            groups.setdefault(_kind(request), []).append(row)
+    grown: list[DeviceTrees] = []
     for rows in groups.values():
-        budget = seeds[rows[0]].budget
+        budget = requests[rows[0]].budget
         scorer = ChildScorer(
             budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness
         )
         kind = _DynamicTrees if budget.paths is None else _FixedTrees
         trees = kind(
-            seeds=[seeds[row] for row in rows],
+            requests=[requests[row] for row in rows],
             rows=rows,
             scorer=scorer,
             confidence=confidence,
@@ -239,23 +239,25 @@ def grow_columns(
     return grown
 
 
-def _kind(seed: Seed) -> object:
+def _kind(request: DraftRequest) -> object:
     """Return the properties shared by rows that grow together: all of the budget but its depth, and having noise."""
-    budget = seed.budget
+    budget = request.budget
     shape = (budget.nodes, budget.top_k, budget.paths)
-    return *shape, budget.draw, budget.sharpness, budget.confidence, seed.noise is None
+    return *shape, budget.draw, budget.sharpness, budget.confidence, request.noise is None
 
 
 def _grow_group(
     trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel
-) -> list[GrownTrees]:
+) -> list[DeviceTrees]:
     """Return the trees of a group of rows, from the logits [B, 1, D] of their roots' children."""
-    grown: list[GrownTrees] = []
+    grown: list[DeviceTrees] = []
     for depth in range(1, trees.depth + 1):
         trees.add_level(depth - 1, logits)
         is_last = depth == trees.depth
         ended = [
-            index for index, seed in enumerate(trees.seeds) if is_last or seed.budget.depth <= depth
+            index
+            for index, request in enumerate(trees.requests)
+            if is_last or request.budget.depth <= depth
         ]
         if ended:
             grown.append(trees.finish(ended, depth))
@@ -273,19 +275,19 @@ class _Trees:
 
     def __init__(
         self,
-        seeds: list[Seed],
+        requests: list[DraftRequest],
         rows: list[int],
         scorer: ChildScorer,
         confidence: Confidence | None,
         device: torch.device,
     ) -> None:
-        self.seeds = seeds
+        self.requests = requests
         self.rows = rows
         self.scorer = scorer
         self.confidence = confidence
         self.device = device
-        self.budget = seeds[0].budget
-        self.depth = max(seed.budget.depth for seed in seeds)
+        self.budget = requests[0].budget
+        self.depth = max(request.budget.depth for request in requests)
         self.tokens: list[Tensor] = []  # of each level
 
     def is_sure(self, depth: int) -> Tensor | None:
@@ -297,7 +299,7 @@ class _Trees:
     def keep(self, indices: list[int]) -> None:
         """Continue with these rows only."""
         self.rows = [self.rows[index] for index in indices]
-        self.seeds = [self.seeds[index] for index in indices]
+        self.requests = [self.requests[index] for index in indices]
         self.tokens = _pick_levels(self.tokens, indices)
 
 
@@ -336,7 +338,7 @@ class _DynamicTrees(_Trees):
 
     def add_level(self, depth: int, logits: Tensor) -> None:
         """Make the best children of the nodes that were read last candidates."""
-        scores, _ = self.scorer.score(self.seeds, depth, logits)
+        scores, _ = self.scorer.score(self.requests, depth, logits)
         # log-probs are never above 0, so that no child beats its parent
         log_probs, tokens = self.scorer.best(scores.log_softmax(-1), self.width)
         is_sure = self.is_sure(depth)
@@ -349,7 +351,7 @@ class _DynamicTrees(_Trees):
         self.parents.append(self.frontier)
         self.likelihoods.append(likelihoods.flatten(1))
 
-    def finish(self, rows: list[int], levels: int) -> GrownTrees:
+    def finish(self, rows: list[int], levels: int) -> DeviceTrees:
         """Return the trees of rows that are deep enough."""
         columns = _keep_likeliest(
             _join_levels(self.tokens, rows),
@@ -360,7 +362,7 @@ class _DynamicTrees(_Trees):
         leaves_out = self.budget.confidence is not None
         if leaves_out:
             columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
-        return GrownTrees([self.rows[row] for row in rows], columns, levels, sheds=leaves_out)
+        return DeviceTrees([self.rows[row] for row in rows], columns, levels, sheds=leaves_out)
 
     def keep(self, indices: list[int]) -> None:
         """Continue with these rows only."""
@@ -424,7 +426,7 @@ class _FixedTrees(_Trees):
     def add_level(self, depth: int, logits: Tensor) -> None:
         """Give the nodes of a level the children of the ranks that the shape names."""
         plan = self.plans[depth]
-        scores, probs = self.scorer.score(self.seeds, depth, logits)
+        scores, probs = self.scorer.score(self.requests, depth, logits)
         _, best = self.scorer.best(scores, plan.width)
         if best.shape[2] != plan.width:
             raise ValueError(
@@ -451,14 +453,14 @@ class _FixedTrees(_Trees):
                 self.draft_probs.append(probs)  # a row for the root, which nothing reads
             self.draft_probs.append(probs.index_select(1, plan.rows))
 
-    def finish(self, rows: list[int], levels: int) -> GrownTrees:
+    def finish(self, rows: list[int], levels: int) -> DeviceTrees:
         """Return the trees of rows that are deep enough."""
         tokens = _join_levels(self.tokens, rows)[:, None]
         probs = _join_levels(self.draft_probs, rows) if self.draft_probs else None
         parents = self.parents[: 1 + tokens.shape[2]]
         is_partial = self.goes_on is not None
         numbers = [self.rows[row] for row in rows]
-        return GrownTrees(numbers, tokens, levels, parents=parents, probs=probs, sheds=is_partial)
+        return DeviceTrees(numbers, tokens, levels, parents=parents, probs=probs, sheds=is_partial)
 
     def keep(self, indices: list[int]) -> None:
         """Continue with these rows only."""

@@ -23,11 +23,11 @@ SHARPNESS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seed:
-    """The start of a row's tree: root, budget, position and noise."""
+class DraftRequest:
+    """What a row asks its drafter for: a tree from this root, within this budget, ranked with this noise."""
 
     root: int
-    place: int  # the position where the root's children will stand
+    position: int  # where the root's children will stand
     budget: Budget
     noise: Noise | None = None
 
@@ -41,36 +41,38 @@ class ChildScorer:
     sharpness: float
 
     def score(
-        self, seeds: Sequence[Seed], depth: int, logits: Tensor
+        self, requests: Sequence[DraftRequest], depth: int, logits: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-odds [B, K, D] of being the target's choice, and the probs [B, K, V] that children come from."""
         logits = logits.float()
-        if seeds[0].noise is None:
+        if requests[0].noise is None:
             return self.sharpness * logits, None
-        rows = zip(seeds, logits, strict=True)
+        rows = zip(requests, logits, strict=True)
         if self.draw != "sampled":
             return _stack(
-                [self._score_row(seed, depth, row_logits) for seed, row_logits in rows]
+                [self._score_row(request, depth, row_logits) for request, row_logits in rows]
             ), None
-        sampled = [self._sample_row(seed, row_logits) for seed, row_logits in rows]
+        sampled = [self._sample_row(request, row_logits) for request, row_logits in rows]
         return _stack([scores for scores, _ in sampled]), _stack([probs for _, probs in sampled])
 
-    def _score_row(self, seed: Seed, depth: int, logits: Tensor) -> Tensor:
+    def _score_row(self, request: DraftRequest, depth: int, logits: Tensor) -> Tensor:
         """Return the scores [K, D] of a row whose target samples, with its noise or without."""
-        noise = seed.noise
+        noise = request.noise
         assert noise is not None
         logits = noise.filter_logits(logits)
         if self.draw == "noise":
-            return self.sharpness * (logits + self._in_draft_vocab(noise([seed.place + depth])))
+            return self.sharpness * (
+                logits + self._in_draft_vocab(noise([request.position + depth]))
+            )
         # unknown noise is one more error, beside the head's own
         return logits / math.hypot(noise.temperature, 1 / self.sharpness)
 
-    def _sample_row(self, seed: Seed, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample_row(self, request: DraftRequest, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores [K, D] of a row that samples by its own noise, and the probs [K, V] that it samples from.
 
         The best k of log-probs plus Gumbel noise are k draws from these probs without replacement.
         """
-        noise = seed.noise
+        noise = request.noise
         assert noise is not None
         logits = noise.filter_logits(logits)
         private = noise.own(len(logits))

@@ -16,7 +16,7 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, TargetHead
 from eagle.device import upload
 from eagle.drafters.parts.decoder_block import Cache, Rotary, rotary_tables
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.window import Window
 from eagle.target.slots import SlotCache, with_room
 
@@ -142,17 +142,19 @@ class TextState:
 
     def read_updates(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
-    ) -> tuple[list[int], list[Seed], Tensor]:
+    ) -> tuple[list[int], list[DraftRequest], Tensor]:
         """Read all committed tokens; return the rows by their slots, what each grows, and its state [B, H] to do so."""
         self._take_slots([row for row in updates if row not in self.rows])
         rows = sorted(updates, key=self.rows.index)
         hidden = self._last_states({row: updates[row] for row in rows})
-        seeds = []
+        requests = []
         for row in rows:
             length = self.text_length(self.rows.index(row))
             # the root will stand at position `length`
-            seeds.append(Seed(updates[row].root, length + 1, budgets[row], self.noises[row]))
-        return rows, seeds, hidden
+            requests.append(
+                DraftRequest(updates[row].root, length + 1, budgets[row], self.noises[row])
+            )
+        return rows, requests, hidden
 
     def _last_states(self, updates: Mapping[int, Committed]) -> Tensor:
         """Return each row's state after its root [B, H], once the committed tokens are read."""

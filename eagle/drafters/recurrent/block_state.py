@@ -17,7 +17,7 @@ from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.parts.decoder_block import rotary_tables
 from eagle.drafters.parts.growth import grow_rows, level_mask
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.text_state import pad_rows, slot_positions
 from eagle.drafters.recurrent.head_state import HeadState, Levels, count_unlike
 
@@ -94,17 +94,17 @@ class BlockState(HeadState):
 
     def _grow(
         self,
-        seeds: Sequence[Seed],
+        requests: Sequence[DraftRequest],
         cache_rows: list[int],
         hidden: Tensor,
     ) -> list[DraftTree]:
         """Return the trees of some cache rows; only the root if fewer than k tokens are committed."""
         limited = []
-        for seed in seeds:
+        for request in requests:
             # the root's children stand at position length + 1
-            max_depth = self.head.levels if seed.place > self.size else 0
-            limited.append(replace(seed, budget=seed.budget.within(max_depth)))
-        depth = max(seed.budget.depth for seed in limited)
+            max_depth = self.head.levels if request.position > self.size else 0
+            limited.append(replace(request, budget=request.budget.within(max_depth)))
+        depth = max(request.budget.depth for request in limited)
         columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
         inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
         levels = _BlockLevels(self, cache_rows, hidden, *inputs)

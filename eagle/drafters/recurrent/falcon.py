@@ -469,7 +469,9 @@ class SlotBlocks:
         return (token_indices.index_select(0, self.slots.flatten()) + size).clamp(max=count - 1)
 
     def weights(self, counted: Tensor) -> Tensor:
-        """Return [k, A], the weight of each slot that counts; they add up to 1.
+        """Return [k, A], the loss weight of each slot of A blocks; they add up to 1.
+
+        `counted` [k, A] marks the slots that are in the loss.
 
         A sequence weighs as much as it has supervised slots, whatever its number of blocks.
         """

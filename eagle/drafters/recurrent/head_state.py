@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Noise, TargetHead
-from eagle.core.grown import GrownTrees, hand_over
+from eagle.core.grown import DeviceTrees, hand_over
 from eagle.core.tree import DraftTree
 from eagle.device import must_wait, pick_rows, upload
 from eagle.drafters.parts.decoder_block import FOLLOW_LENGTH, Rotary, rotary_tables
@@ -24,14 +24,14 @@ from eagle.drafters.parts.growth import (
     level_mask,
     plan_parents,
 )
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.text_state import TextHead, TextState
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.static_loop import (
     Capture,
-    HeldNoise,
+    PrecomputedNoise,
     StaticLoop,
-    text_room,
+    text_capacity,
 )
 
 
@@ -71,39 +71,46 @@ class HeadState(TextState):
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
         """Return trees grown from the target's features of the committed tokens, then from the head's own states."""
-        rows, seeds, hidden = self.read_updates(updates, budgets)
+        rows, requests, hidden = self.read_updates(updates, budgets)
         cache_rows = [self.rows.index(row) for row in rows]
-        return dict(zip(rows, self._grow(seeds, cache_rows, hidden), strict=True))
+        return dict(zip(rows, self._grow(requests, cache_rows, hidden), strict=True))
 
     def _grow(
         self,
-        seeds: Sequence[Seed],
+        requests: Sequence[DraftRequest],
         cache_rows: list[int],
         hidden: Tensor,
     ) -> list[DraftTree]:
         """Return the trees of some cache rows, from the states [B, H] after their roots."""
-        if self.loop is not None and _are_static(seeds, cache_rows):
-            grown = self._grow_static(seeds, hidden, self.loop)
-            roots = [seed.root for seed in seeds]
+        if self.loop is not None and _are_static(requests, cache_rows):
+            grown = self._grow_static(requests, hidden, self.loop)
+            roots = [request.root for request in requests]
             return hand_over([grown], roots, at_once=not must_wait(self.device))
         # drafts of all rows begin at one column, after the longest sequence
-        depth = max(seed.budget.depth for seed in seeds)
+        depth = max(request.budget.depth for request in requests)
         columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
         inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
         levels = Levels(self, cache_rows, hidden, *inputs)
-        return grow_rows(seeds, self.head.logits(hidden, self.head.frozen[0]), levels, self.drafts)
+        return grow_rows(
+            requests, self.head.logits(hidden, self.head.frozen[0]), levels, self.drafts
+        )
 
-    def _grow_static(self, seeds: Sequence[Seed], hidden: Tensor, loop: StaticLoop) -> GrownTrees:
-        """Return the drafts of rows with one budget; their columns begin after the room that sequences have."""
-        budget = seeds[0].budget
-        cache_rows = list(range(len(seeds)))
-        room = text_room(max(self.cache.lengths[: len(seeds)]))
+    def _grow_static(
+        self, requests: Sequence[DraftRequest], hidden: Tensor, loop: StaticLoop
+    ) -> DeviceTrees:
+        """Draft for rows with one budget by a function of tensors alone, which a CUDA graph captures and replays.
+
+        The columns of the drafts begin after the cache space that is reserved for committed tokens.
+        """
+        budget = requests[0].budget
+        cache_rows = list(range(len(requests)))
+        room = text_capacity(max(self.cache.lengths[: len(requests)]))
         # rows have noise all or none; it comes in as tensors [depth, V], which a replay replaces
-        noises = [seed.noise for seed in seeds if seed.noise is not None]
+        noises = [request.noise for request in requests if request.noise is not None]
         level_noises = [
-            seed.noise(list(range(seed.place, seed.place + budget.depth)))
-            for seed in seeds
-            if seed.noise is not None
+            request.noise(list(range(request.position, request.position + budget.depth)))
+            for request in requests
+            if request.noise is not None
         ]
 
         def draft(
@@ -116,22 +123,22 @@ class HeadState(TextState):
             held: list[Noise | None] = [None] * len(cache_rows)
             if noises:
                 held = [
-                    HeldNoise(rows, noise, noise.temperature)
+                    PrecomputedNoise(rows, noise, noise.temperature)
                     for rows, noise in zip(level_noises, noises, strict=True)
                 ]
-            # root and position 0: trees get their roots later, and noise goes by level
-            static_seeds = [Seed(0, 0, budget, noise) for noise in held]
+            # root and position are 0 here: trees get their roots later, and the noise of each level is passed in
+            static_seeds = [DraftRequest(0, 0, budget, noise) for noise in held]
             levels = Levels(self, cache_rows, hidden, cosine, sine, committed)
             first = self.head.logits(hidden, self.head.frozen[0])
             return grow_columns(static_seeds, first, levels, self.drafts)[0].columns
 
         addresses = tuple(buffer.buffer.data_ptr() for buffer in self.cache.buffers)
-        key = budget, len(seeds), room, addresses, tuple(noises)
+        key = budget, len(requests), room, addresses, tuple(noises)
         inputs = [hidden, *self._draft_inputs(cache_rows, room, budget.depth), *level_noises]
         # a copy, as the next replay writes where the columns lie
         columns = loop(key, draft, inputs).clone()
         parents = plan_parents(budget, columns.shape[2], self.device)
-        return GrownTrees(cache_rows, columns, budget.depth, parents)
+        return DeviceTrees(cache_rows, columns, budget.depth, parents)
 
     def _unlike_rows(self, cache_rows: list[int]) -> list[int]:
         """Return the cache rows that need their own mask and positions; only the first if all lengths are equal."""
@@ -261,14 +268,14 @@ def _draft_tables(
     return torch.cat(cosine, 1), torch.cat(sine, 1)
 
 
-def _are_static(seeds: Sequence[Seed], cache_rows: Sequence[int]) -> bool:
+def _are_static(requests: Sequence[DraftRequest], cache_rows: Sequence[int]) -> bool:
     """Return whether rows draft by one budget from the first cache row on, and need no new noise in every cycle."""
-    budget = seeds[0].budget
-    if budget.is_empty or any(seed.budget != budget for seed in seeds):
+    budget = requests[0].budget
+    if budget.is_empty or any(request.budget != budget for request in requests):
         return False
     if list(cache_rows) != list(range(len(cache_rows))):
         return False
-    is_greedy = [seed.noise is None for seed in seeds]
+    is_greedy = [request.noise is None for request in requests]
     return all(is_greedy) or (not any(is_greedy) and budget.draw != "sampled")
 
 

@@ -23,7 +23,7 @@ Capture = Callable[[Function, Sequence[Tensor]], Function]
 MIN_ROOM = 256  # columns for sequences at least; doubled when they do not suffice, as each change is captured again
 
 
-def text_room(length: int) -> int:
+def text_capacity(length: int) -> int:
     """Return the columns that sequences of up to this length are given."""
     return max(MIN_ROOM, 1 << (length - 1).bit_length())
 
@@ -63,7 +63,7 @@ class StaticLoop:
 
 
 @dataclass(slots=True)
-class HeldNoise:
+class PrecomputedNoise:
     """The noise that target and drafter share, at the levels of one draft: a tensor by level instead of by position."""
 
     rows: Tensor  # [depth, V]

@@ -34,7 +34,7 @@ from eagle.drafters.parts.text_state import PART, text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.head_state import HeadState
-from eagle.drafters.recurrent.static_loop import Capture, text_room
+from eagle.drafters.recurrent.static_loop import Capture, text_capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
             tokens = min(tokens, self.window.most + PART)
         if self.capture is not None:
             # drafts lie after the columns that sequences are given
-            tokens = text_room(tokens) + sum(self.forwards(self.budget or Budget()))
+            tokens = text_capacity(tokens) + sum(self.forwards(self.budget or Budget()))
         return text_bytes(self.layers, tokens)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:

@@ -15,7 +15,7 @@ from eagle.core.budget import Budget
 from eagle.core.drafter import Committed, Drafter, Noise, Reads
 from eagle.core.tree import DraftTree
 from eagle.drafters.parts.growth import grow_rows, level_rows
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 
 
 def exit_layer(layers: int | None, max_layers: int) -> int:
@@ -124,18 +124,20 @@ class ExitState:
         """Return trees grown from what the layers make of the roots."""
         trees: dict[int, DraftTree] = {}
         for rows in self.texts.groups(list(updates)):
-            seeds = []
+            requests = []
             for row in rows:
                 self.confirmed[row] += len(updates[row].tokens)
                 # drafted rows lie after the sequence in the target's own cache
                 budget = _fit_columns(budgets[row], self.texts.room(row))
-                seeds.append(
-                    Seed(updates[row].root, self.confirmed[row] + 1, budget, self.noises[row])
+                requests.append(
+                    DraftRequest(
+                        updates[row].root, self.confirmed[row] + 1, budget, self.noises[row]
+                    )
                 )
-            trees |= dict(zip(rows, self._grow(rows, seeds), strict=True))
+            trees |= dict(zip(rows, self._grow(rows, requests), strict=True))
         return trees
 
-    def _grow(self, rows: list[int], seeds: list[Seed]) -> list[DraftTree]:
+    def _grow(self, rows: list[int], requests: list[DraftRequest]) -> list[DraftTree]:
         """Return the trees of rows that may share a forward."""
         depths = [0]  # of the root, which every draft reads first, and of the nodes read after it
 
@@ -156,8 +158,8 @@ class ExitState:
             with_root = F.pad(tree_mask, (1, 0), value=True)  # [B, K, R]
             return read([rows[i] for i in row_indices], tokens, with_root)
 
-        roots = torch.tensor([[seed.root] for seed in seeds])
-        return grow_rows(seeds, read(rows, roots, None)[:, 0], level)
+        roots = torch.tensor([[request.root] for request in requests])
+        return grow_rows(requests, read(rows, roots, None)[:, 0], level)
 
 
 def _fit_columns(budget: Budget, room: float) -> Budget:

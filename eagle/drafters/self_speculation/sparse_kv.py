@@ -17,7 +17,7 @@ from eagle.core.drafter import ColumnBytes, Committed, Drafter, Noise, Reads
 from eagle.core.tree import DraftTree
 from eagle.device import upload
 from eagle.drafters.parts.growth import grow_rows, level_rows
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.target.slots import with_room
 from eagle.target.view import TargetTexts
 
@@ -170,18 +170,20 @@ class SparseState:
         trees: dict[int, DraftTree] = {}
         for group in self.texts.groups([*updates]):
             rows = sorted(group, key=self.rows.index)
-            seeds = [
-                Seed(updates[row].root, self.lengths[row] + 1, budgets[row], self.noises[row])
+            requests = [
+                DraftRequest(
+                    updates[row].root, self.lengths[row] + 1, budgets[row], self.noises[row]
+                )
                 for row in rows
             ]
-            trees |= zip(rows, self._grow(rows, seeds), strict=True)
+            trees |= zip(rows, self._grow(rows, requests), strict=True)
         return trees
 
-    def _grow(self, rows: list[int], seeds: list[Seed]) -> list[DraftTree]:
+    def _grow(self, rows: list[int], requests: list[DraftRequest]) -> list[DraftTree]:
         """Return the trees of rows that share forwards; each root is read first and stays until the next draft."""
         # sliding windows go by positions, which the columns of a ring do not have in order
         column_positions = self._held_positions(rows) if self.view.has_windows else None
-        roots = torch.tensor([[seed.root] for seed in seeds])
+        roots = torch.tensor([[request.root] for request in requests])
         logits = self._read(
             rows, roots, depths=[0], tree_mask=None, column_positions=column_positions
         )[:, 0]
@@ -209,7 +211,7 @@ class SparseState:
                 else column_positions[row_indices],
             )
 
-        return grow_rows(seeds, logits, level)
+        return grow_rows(requests, logits, level)
 
     def _read(
         self,

@@ -38,7 +38,7 @@ from eagle.drafters.parts.divisors import reached_levels
 from eagle.drafters.parts.growth import FollowsRows, grow_rows, level_mask, level_rows
 from eagle.drafters.parts.objectives import Objective, distillation_loss
 from eagle.drafters.parts.operations import rotate_heads
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.spans import Spans
 from eagle.drafters.parts.target_blocks import Weights, copy_target_blocks
 from eagle.drafters.parts.text_blocks import (
@@ -380,13 +380,13 @@ class MemoryState:
     ) -> dict[int, DraftTree]:
         """Return trees grown after the root of each row, once the states of its committed tokens are remembered."""
         self._commit(updates)
-        seeds = [
-            Seed(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
+        requests = [
+            DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
             for row, update in updates.items()
         ]
         # the root is read first: its logits are those of the first level
-        levels = _MemoryLevels(self, list(updates), [seed.root for seed in seeds])
-        return dict(zip(updates, grow_rows(seeds, levels.first_logits, levels), strict=True))
+        levels = _MemoryLevels(self, list(updates), [request.root for request in requests])
+        return dict(zip(updates, grow_rows(requests, levels.first_logits, levels), strict=True))
 
     def _commit(self, updates: Mapping[int, Committed]) -> None:
         """Add the target's states of the committed tokens to the memory."""
@@ -494,7 +494,10 @@ class _MemoryLevels(FollowsRows):
         self.widths.append(count)
 
     def _read(self, depth: int, tokens: Tensor, ancestors: Tensor) -> Tensor:
-        """Return [B, K, 1 + n, H], the states of a level's nodes, which see, of the draft, [B, K, R]."""
+        """Return the states [B, K, 1 + n, H] of the K nodes of a level.
+
+        `ancestors` [B, K, R] marks the rows of the draft that each of them attends to.
+        """
         committed = self.committed
         if self.window and depth:
             is_old = self.window.hides(self.positions, self.ends - 1, 0, depth)

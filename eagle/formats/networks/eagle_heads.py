@@ -131,7 +131,7 @@ def _refuse_foreign_settings(head: HeadFolder) -> None:
 
 
 def _find_layout(head: HeadFolder, usual: str) -> str:
-    """Return the project that writes checkpoints like this one."""
+    """Return the layout of a checkpoint, named by the project that writes it; `usual` if nothing tells."""
     # by keys first, then by names of tensors
     if head.is_of_speculators:
         return SPECULATORS
@@ -192,6 +192,7 @@ def _read_settings(head: HeadFolder, usual: str, read_switches: Any) -> Config:
     settings = {"intermediate_size": head.shape["intermediate_size"], **read_switches(head)}
     if window:
         settings["window"] = {"sinks": 0, "recent": window}
+    # read so that it counts as known; it changes nothing here
     head.nested.read("use_aux_hidden_state")
     return settings
 
@@ -250,17 +251,17 @@ def _make_eagle1_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor
 
 
 def _find_eagle1_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield names and biases that some engines take otherwise."""
+    """Yield names of classes and biases that some engines read in another way."""
     yield from _find_unknown_names(head, EAGLE1_CLASSES)
     if "fc.bias" not in head.names:
         yield find(
             faults.NO_BIAS,
-            is_struck=lambda layout: isinstance(layout, FeatureLayout) and layout.reads_bias,
+            affects=lambda layout: isinstance(layout, FeatureLayout) and layout.reads_bias,
         )
     elif bool(head.load("fc.bias").any()):
         yield find(
             faults.BIAS_DROPPED,
-            is_struck=lambda layout: isinstance(layout, FeatureLayout) and not layout.reads_bias,
+            affects=lambda layout: isinstance(layout, FeatureLayout) and not layout.reads_bias,
         )
     yield from _find_broken_promises(head, is_tied_fatal=False)
 
@@ -447,7 +448,7 @@ def _lacks(layout: Any, switch: str) -> bool:
 
 
 def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield names, layer ids, the draft vocabulary and switches that engines take otherwise."""
+    """Yield names, layer ids, the draft vocabulary and switches that engines read in another way."""
     # in the order in which `inspect` shows them
     yield from _find_unknown_names(head, EAGLE3_CLASSES)
     if head.has_block("layers.0."):
@@ -460,10 +461,10 @@ def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
     for switch, fault in faults.UNKNOWN_SWITCHES.items():
         if head.settings[switch]:
             lacks = partial(_lacks, switch=switch)
-            yield find(fault, is_struck=lacks, servers=partial(_knows, switch=switch))
+            yield find(fault, affects=lacks, servers=partial(_knows, switch=switch))
     if _is_ambiguous(head):
         readers = partial(_knows, switch="norm_output")
-        yield find(faults.NORM_OUTPUT, is_struck=readers, question=_ask_meaning(head), ask=ASK)
+        yield find(faults.NORM_OUTPUT, affects=readers, question=_ask_meaning(head), ask=ASK)
     norm = "layers.0.input_layernorm.weight"
     if head.layout == MODELOPT and norm in head.names:
         # it begins as ones, and training has moved it where they differ

@@ -32,7 +32,7 @@ from eagle.formats.reading.head_folder import (
     compare_count,
     compare_size,
     count_indices,
-    read_sides,
+    read_dimensions,
 )
 
 # names of networks
@@ -124,7 +124,7 @@ def _read_medusa(head: HeadFolder) -> Config:
     if shares and "heads.0.weight" in head.names:
         # vLLM's layout has the target's LM head there
         head.names[OUTPUT] = head.names.pop("heads.0.weight")
-    read_sides(head, "blocks.0.0.weight", OUTPUT if shares else "heads.0.weight")
+    read_dimensions(head, "blocks.0.0.weight", OUTPUT if shares else "heads.0.weight")
     counts = _count_levels(head, next(filter(None, levels), None), next(filter(None, layers), None))
     return {**counts, "lm_head": "target" if shares else "own"}
 
@@ -255,7 +255,7 @@ def _rename_hydra(head: HeadFolder, name: str, ours: str) -> str:
 
 
 def _read_hydra(head: HeadFolder) -> Config:
-    """Return the settings of heads that read the tokens between state and guess, over the target's last state."""
+    """Return the settings of heads that read the drafted tokens before the one they predict, and the target's state."""
     keys = head.keys
     prefix = _has_prefix(head)
     keys.taken |= {"base_model_name_or_path", "hidden_state_offset"}
@@ -271,11 +271,11 @@ def _read_hydra(head: HeadFolder) -> Config:
             f"config.json: hidden_state_offset is {short(offset)}: heads here read the last state"
         )
         head.problem(what, fatal=False)
-    # a block that reads drafted tokens is wider than its output: what it adds to goes through a matrix too
+    # a block that reads drafted tokens is wider than its output, so its residual needs a projection
     if keys.read("grounded_heads") is False or "blocks.0.0.residual.weight" not in head.names:
         what = "heads that do not read the drafted tokens (grounded_heads is false); none here are such"
         head.problem(what, fatal=False)
-    read_sides(head, "heads.0.weight", "heads.0.weight")
+    read_dimensions(head, "heads.0.weight", "heads.0.weight")
     if prefix and head.target is None:
         head.problem(
             "the sizes of the prefix layer are the target's",
@@ -285,7 +285,7 @@ def _read_hydra(head: HeadFolder) -> Config:
     layers = count_indices(head, r"blocks\.\d+\.(\d+)")
     if layers > 2:
         head.notes.append(
-            f"blocks 1 to {layers - 1} of a level are one there, and as many here that begin equal"
+            f"blocks 1 to {layers - 1} of a level share weights there; here they are copies, equal at first"
         )
     return {
         **_count_levels(head, keys.read("hydra_num_heads"), keys.read("hydra_num_layers")),
@@ -397,7 +397,7 @@ def _read_speculator(head: HeadFolder) -> Config:
         "emb_dim",
         "inner_dim",
     }
-    read_sides(head, "proj.0.weight", "head.0.weight")
+    read_dimensions(head, "proj.0.weight", "head.0.weight")
     n_predict = keys.read("n_predict")
     inner_dim = head.side("proj.0.weight", 0)
     width = head.side("proj.0.weight", 1)

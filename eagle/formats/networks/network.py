@@ -260,7 +260,8 @@ def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
 
 def _check_tensors(network: Network, head: HeadFolder) -> None:
     """Check that every expected tensor is present, in its size and a number type, and no other one."""
-    if head.problems and not network.lists_all:  # which say more than sizes that do not fit
+    if head.problems and not network.lists_all:
+        # earlier problems say more than the sizes that do not fit because of them
         return
     try:
         with torch.device("meta"):  # which takes no memory
@@ -284,7 +285,7 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
         head.names[name]
         for name in sorted(head.names.keys() - sizes.keys() - network.borrowed.keys())
     ]
-    # heads of this network may have such, all of them or none
+    # biases and norms of queries and keys are valid, but only as a complete set
     partial = [
         name
         for name in others

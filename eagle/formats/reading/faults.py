@@ -29,7 +29,7 @@ class FoundFault(NamedTuple):
     fault: Fault
     values: dict[str, Any]
     fatal: bool
-    is_struck: Callable[[Any], bool] | None = (
+    affects: Callable[[Any], bool] | None = (
         None  # engines with such a layout; None for those whose tables name it
     )
 
@@ -37,11 +37,11 @@ class FoundFault(NamedTuple):
 def find(
     fault: Fault,
     fatal: bool | None = None,
-    is_struck: Callable[[Any], bool] | None = None,
+    affects: Callable[[Any], bool] | None = None,
     **values: Any,
 ) -> FoundFault:
     """Return a fault in one checkpoint with the values for its text."""
-    return FoundFault(fault, values, fault.fatal if fatal is None else fatal, is_struck)
+    return FoundFault(fault, values, fault.fatal if fatal is None else fatal, affects)
 
 
 MODEL_PREFIX = Fault(

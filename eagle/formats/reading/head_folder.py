@@ -302,7 +302,7 @@ def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) ->
         )
 
 
-def read_sides(head: HeadFolder, width_of: str, rows_of: str) -> None:
+def read_dimensions(head: HeadFolder, width_of: str, rows_of: str) -> None:
     """Read width and vocabulary by the tensors that have them, else as the config or the target says."""
     # tensors are what they are; a config may be copied from another head
     by_tensors = {"hidden_size": head.side(width_of, 1), "vocab_size": head.side(rows_of, 0)}

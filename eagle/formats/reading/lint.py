@@ -175,8 +175,8 @@ def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
 
 def describe_fault(found: FoundFault) -> Finding:
     """Return a fault as `inspect` shows it, for the engines whose tables name it or whose layouts it strikes."""
-    if found.is_struck:
-        engines = _name_engines(found.is_struck)
+    if found.affects:
+        engines = _name_engines(found.affects)
     else:
         engines = tuple(engine.title for engine in SERVERS if found.fault in engine.faults)
     # a value may be a question to the engines' tables
@@ -189,8 +189,6 @@ def describe_fault(found: FoundFault) -> Finding:
     )
 
 
-def _name_engines(is_struck: Callable[[Any], bool]) -> tuple[str, ...]:
+def _name_engines(affects: Callable[[Any], bool]) -> tuple[str, ...]:
     """Return the engines one of whose layouts is such."""
-    return tuple(
-        engine.title for engine in SERVERS if any(map(is_struck, engine.networks.values()))
-    )
+    return tuple(engine.title for engine in SERVERS if any(map(affects, engine.networks.values())))

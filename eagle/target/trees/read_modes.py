@@ -113,7 +113,7 @@ def choose_mode(reader: Any) -> str | None:
     something else, right is what these give, as in `generate`; the modes that read by levels take such steps.
 
     Returns:
-        None, or why the first mode misreads if there is none that does not.
+        None if a mode was found, else why the first one misreads.
     """
     probe = Probe(reader)
     reasons: list[str] = []
@@ -124,8 +124,8 @@ def choose_mode(reader: Any) -> str | None:
                 continue
             reason = _try_mode(reader, mode, probe)
             if reason is None:
-                _offer_both_ways(reader, probe)
-                _offer_invariant(reader, probe)
+                _allow_levels_and_paths(reader, probe)
+                _allow_invariant(reader, probe)
                 return None
             reasons.append(reason)
     return reasons[0]
@@ -160,7 +160,7 @@ def _try_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> str | None:
     return probe.find_misreading()
 
 
-def _offer_both_ways(reader: Any, probe: Probe) -> None:
+def _allow_levels_and_paths(reader: Any, probe: Probe) -> None:
     """Let a reader choose between paths and levels by their costs, if it reads trees right by both."""
     mode = reader.mode
     if not reader.mixers.mixers or mode.levels or mode.whole or ROWS in mode.extras:
@@ -170,7 +170,7 @@ def _offer_both_ways(reader: Any, probe: Probe) -> None:
         _take_back(reader, mode, probe)
 
 
-def _offer_invariant(reader: Any, probe: Probe) -> None:
+def _allow_invariant(reader: Any, probe: Probe) -> None:
     """Let a reader in half precision read so that bits do not depend on what is read together, if that is right."""
     mode = reader.mode
     if not reader.can_be_invariant or mode.whole:

@@ -169,7 +169,7 @@ def test_a_text_that_outgrows_its_room_is_captured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for each room; the trees stay the same."""
-    monkeypatch.setattr(head_state, "text_room", lambda length: 16 if length <= 16 else 64)
+    monkeypatch.setattr(head_state, "text_capacity", lambda length: 16 if length <= 16 else 64)
     traces = replay(
         make("eagle1", tmp_path), BUDGETS["chain"], SAMPLINGS["greedy"], texts=1, cycles=9
     )
@@ -220,7 +220,7 @@ def test_a_shape_that_follows_the_text_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room that is as long as the text changes in every cycle: nothing can be captured."""
-    monkeypatch.setattr(head_state, "text_room", lambda length: length)
+    monkeypatch.setattr(head_state, "text_capacity", lambda length: length)
     assert (
         replay(make("eagle1", tmp_path), BUDGETS["chain"], SAMPLINGS["greedy"], texts=1).captured
         == 0

@@ -28,7 +28,7 @@ from eagle.core.drafter import Committed, TargetHead
 from eagle.core.examples import Batch, Example, collate
 from eagle.core.tree import PUBLISHED_TREE, DraftTree
 from eagle.drafters.parts.growth import grow_rows
-from eagle.drafters.parts.scoring import Seed
+from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.window import Window
 from eagle.drafters.self_speculation import spire
 from eagle.drafters.self_speculation.spire import MemoryState, Spire, _MemoryLevels
@@ -363,7 +363,7 @@ def naive_tree(
         return frozen.logits(torch.stack(states))[None]
 
     first = frozen.logits(level_states(weights, head, context, [root], frozen.embed)[0])
-    return grow_rows([Seed(root, len(context) + 1, budget, None)], first[None], level)[0]
+    return grow_rows([DraftRequest(root, len(context) + 1, budget, None)], first[None], level)[0]
 
 
 DRAFTED = [
