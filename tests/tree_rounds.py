@@ -71,7 +71,7 @@ def worst_difference(
             [torch.tensor(part) for part in piece], batch_first=True
         )
         last = torch.tensor(lengths)[:, None] - 1
-        cache.aim(rows, sizes=list(map(len, piece)), commits=True)
+        cache.set_write_offset(rows, sizes=list(map(len, piece)), commits=True)
         reader(
             padded, torch.minimum(start + torch.arange(padded.shape[1])[None], last), None, cache
         )
@@ -79,7 +79,7 @@ def worst_difference(
     differences = []
     for turn in range(3):
         nodes = [draw[200 + 30 * turn + 10 * row :][: len(PARENTS[row])] for row in rows]
-        cache.aim(rows)
+        cache.set_write_offset(rows)
         hidden = read_trees(reader, cache, nodes)
         for row in rows:
             for leaf in set(range(len(PARENTS[row]))) - set(PARENTS[row]):

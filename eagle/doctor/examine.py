@@ -30,7 +30,7 @@ from eagle.doctor.texts import (
     select_texts,
     split_texts,
 )
-from eagle.doctor.verdict import LOST, MOVED, Diagnosis, Effect, decide
+from eagle.doctor.verdict import MAX_RATE_UNRELATED, MIN_NORM_SHIFT, Diagnosis, Effect, decide
 from eagle.doctor.wiring import Wiring, draft_ids, find_tensors
 from eagle.drafters.outside import UntrustedCode
 from eagle.formats.reading.files import (
@@ -320,7 +320,11 @@ def try_templates(
 
 def _is_untrained(head: Any, figures: Agreement) -> bool:
     """Whether a head knows nothing and its norms are where training starts: what helps it is chance."""
-    return bool(_norm_gains(head)) and figures.rates()[0] < LOST and _norm_shift(head) <= MOVED
+    return (
+        bool(_norm_gains(head))
+        and figures.rates()[0] < MAX_RATE_UNRELATED
+        and _norm_shift(head) <= MIN_NORM_SHIFT
+    )
 
 
 def _norm_gains(head: Any) -> list[Tensor]:

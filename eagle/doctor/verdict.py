@@ -28,17 +28,17 @@ MIN_GREEDY = 0.015  # no change of the healthy heads it was chosen on brought bo
 MIN_GUESSED = (
     0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
 )
-ABLE = (
+MIN_RATE = (
     0.35  # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
 )
 MIN_OF_WEAK = 0.06
 ABLE_OF_WEAK = 0.1
 MIN_WORTH = 0.01  # of what drafts add; a block's attention and MLP were worth 0.04 and more in healthy heads
-HEALTHY = 0.5  # of level 1
-FALLEN = 0.6  # of what later levels would add, were they given the target's states
+HEALTHY_RATE = 0.5  # of level 1
+MIN_OWN_STATE_RATIO = 0.6  # of what later levels would add, were they given the target's states
 EASED = 0.8  # of that; heads that were trained on their own states stand at 0.84 to 1.03
-LOST = 0.05  # of level 1; what has learned for twenty steps is right more often
-MOVED = 0.01  # of norms, which start at 1: after some twenty steps
+MAX_RATE_UNRELATED = 0.05  # of level 1; what has learned for twenty steps is right more often
+MIN_NORM_SHIFT = 0.01  # of norms, which start at 1: after some twenty steps
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Effect:
     @property
     def is_idle(self) -> bool:
         """Whether a branch that the change removes does no good to a head that can draft."""
-        return self.before.rates()[0] >= ABLE and self.min_share >= -MIN_WORTH
+        return self.before.rates()[0] >= MIN_RATE and self.min_share >= -MIN_WORTH
 
     @property
     def is_unchanged(self) -> bool:
@@ -134,7 +134,7 @@ class Effect:
         first_rate = self.after.rates()[0]
         min_sampled = MIN_SAMPLED
         min_greedy = MIN_GUESSED if self.probe.kind == GUESS else MIN_GREEDY
-        if first_rate < ABLE:
+        if first_rate < MIN_RATE:
             min_sampled = min_greedy = MIN_OF_WEAK
         # a head that is sure of its tokens loses its sampled drafts first: greedy ones need only point the same way
         is_clear = self.sampled.errors >= CLEAR and self.sampled.share >= MIN_CLEAR
@@ -226,7 +226,7 @@ def decide(
 
     Args:
         figures: The head's agreement as it is.
-        faults: The changes that help, one after the other, or the branches that do nothing.
+        faults: Repairs that raised agreement, each on top of the one before, or branches whose removal changed nothing.
         fatal: What `inspect` finds in the files.
         norm_shift: How far the head's norms are from where training starts.
     """
@@ -235,29 +235,29 @@ def decide(
     elsewhere = [what for what in fatal if "target" in what and "rope" not in what]
     in_files = [what for what in fatal if what not in elsewhere]
     if any(effect.probe.kind.endswith("rope") for effect in faults):
-        # the change tells more
+        # the rope repair says more than what the files say of the rope
         in_files = [what for what in in_files if not what.startswith("rope")]
     names = [effect.probe.fault for effect in faults]
     broken = f"broken: {'; '.join(names + in_files)}"
     if faults and not in_files and not any(effect.is_sure for effect in faults):
-        # a branch is idle, too, where another one gives it what it was not trained on
+        # an idle branch may also be a symptom: another one may feed it what it was not trained on
         broken = f"broken, cause not found: {'; '.join(names)}; {summary}"
-    if faults and faults[-1].after.rates()[0] >= ABLE:
+    if faults and faults[-1].after.rates()[0] >= MIN_RATE:
         return broken
-    if elsewhere and rates[0] < HEALTHY:
+    if elsewhere and rates[0] < HEALTHY_RATE:
         return f"made for another target: {summary}"
     if faults or in_files:
         return broken
-    if rates[0] < LOST and norm_shift > MOVED:
+    if rates[0] < MAX_RATE_UNRELATED and norm_shift > MIN_NORM_SHIFT:
         return (
             f"made for another target, or broken in a way that was not tried: {summary}, although its norms have moved "
             f"by {norm_shift:.3f} from where training starts"
         )
-    if rates[0] >= ABLE and figures.own_state_ratio < FALLEN:
+    if rates[0] >= MIN_RATE and figures.own_state_ratio < MIN_OWN_STATE_RATIO:
         return (
             f"drafts badly from its own states: {summary}; level 2 is right in {rates[1]:.0%}, fed with the target's "
             f"states in {figures.teacher_forced_rates[1]:.0%}"
         )
-    if rates[0] >= HEALTHY:
+    if rates[0] >= HEALTHY_RATE:
         return f"healthy: {summary}"
     return f"under-trained: {summary}, and no single change mends it"

@@ -61,7 +61,7 @@ class TreeCache(SlotCache, Cache):
         # written by the state that taps, as one more layer
         self.tapped = self.add()
 
-    def aim(
+    def set_write_offset(
         self,
         slots: Sequence[int],
         starts: Sequence[int] | None = None,
@@ -77,7 +77,7 @@ class TreeCache(SlotCache, Cache):
             sizes: the sequences' new tokens without padding.
             commits: whether the forward commits what it reads.
         """
-        super().aim(slots, starts)
+        super().set_write_offset(slots, starts)
         self.new_sizes = sizes
         self.commits = commits
 
@@ -104,11 +104,11 @@ class TreeCache(SlotCache, Cache):
         new: int,
         width: int,
     ) -> Iterator[None]:
-        """A context in which a model's mixers read `new` of `width` uncommitted nodes of each slot at the aim."""
+        """A context in which a model's mixers read the last `new` of `width` uncommitted nodes of each slot."""
         if self.states is None:
             yield
             return
-        # the aim is after the nodes that were read before
+        # the write offset is after the nodes that were read before
         lengths = [start - (width - new) for start in self.starts]
         reading = self.states.open(
             self.slots,

@@ -175,7 +175,7 @@ class TreeReader:
         """Return the cache of a forward over two sequences of three tokens."""
         if cache is not None:
             cache.lengths = [0, 0]
-            cache.aim([0, 1])
+            cache.set_write_offset([0, 1])
         return getattr(self._run_two(cache), self.cache_name, None)
 
     @torch.inference_mode()
@@ -344,7 +344,7 @@ class TreeReader:
             [1, N, D], the LM head's input.
         """
         cache.length = start
-        cache.aim([0], commits=not start)
+        cache.set_write_offset([0], commits=not start)
         positions = start + torch.tensor([depths or range(len(tokens))])
         if tree_mask is not None:
             tree_mask = tree_mask[None]

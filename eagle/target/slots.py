@@ -28,7 +28,7 @@ class Rows:
         self.buffer = torch.empty(0, 0, 0, 0)
 
     def write(self, new: Tensor) -> Tensor:
-        """Write [B, X, N, D] at the cache's aim; return [B, X, S, D], these slots up to the last new column."""
+        """Write [B, X, N, D] at the write offset; return [B, X, S, D], these slots up to the last new column."""
         cache = self.cache
         count, _, columns, width = new.shape
         end = max(cache.starts) + columns
@@ -79,7 +79,7 @@ class SlotCache:
         self.reserved = (1, 0)  # slots and columns that the current sequences may come to
         self.token_positions: Any = None  # positions of the forward that runs
         self.counts_positions = False  # whether the model takes lengths of its cache for positions
-        self.aim([0])
+        self.set_write_offset([0])
 
     def add(self) -> Rows:
         """Add a buffer."""
@@ -99,7 +99,7 @@ class SlotCache:
     @length.setter
     def length(self, length: int) -> None:
         self.lengths[0] = length
-        self.aim([0])
+        self.set_write_offset([0])
 
     @property
     def column_bytes(self) -> int:
@@ -107,7 +107,7 @@ class SlotCache:
         buffers = [rows.buffer for rows in self.written]
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
 
-    def aim(self, slots: Sequence[int], starts: Sequence[int] | None = None) -> None:
+    def set_write_offset(self, slots: Sequence[int], starts: Sequence[int] | None = None) -> None:
         """Direct the next writes to these slots, after their committed columns or from `starts` on."""
         self.slots = list(slots)
         if starts is None:
@@ -119,7 +119,7 @@ class SlotCache:
         self.flat: dict[Any, Tensor] = {}
 
     def from_columns(self, positions: Tensor) -> Tensor:
-        """Convert positions [B, N] of the slots at the aim that count columns to those that the model counts."""
+        """Convert positions [B, N] of the current slots, which count columns, to those that the model counts."""
         if not any(map(self.offsets.get, self.slots)):
             return positions
         offsets = [self.offsets.get(slot, 0) for slot in self.slots]

@@ -406,9 +406,11 @@ class TargetState:
         tokens: Tensor,
         positions: Tensor,
         tree_mask: Tensor | None,
-        **aim: Any,
+        **offset: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the model over tokens [B, N], the last of R at positions [B, R]; `aim` are options of the cache's aim.
+        """Run the model over tokens [B, N], the last of R at positions [B, R].
+
+        `offset` are further arguments of the cache's `set_write_offset`.
 
         Returns:
             The LM head's input [B, N, D], and the tapped states [B, L, N, D] or None.
@@ -419,7 +421,9 @@ class TargetState:
         media: Mapping[str, Any] = {}
         if not self.cache.lengths[slots[0]]:
             media = media_of(self.prompts.get(self.rows[slots[0]], []))
-        self.cache.aim(slots, [self.cache.lengths[slot] + read_before for slot in slots], **aim)
+        self.cache.set_write_offset(
+            slots, [self.cache.lengths[slot] + read_before for slot in slots], **offset
+        )
         tapping: Any = self.reader.tapping(self.taps) if self.taps else nullcontext({})
         with self.target.lock, tapping as tapped:
             if media:

@@ -85,7 +85,7 @@ class TargetView:
         start: int = 0,
         end: int | None = None,
     ) -> Tensor:
-        """Run some layers. Keys and values are written at the cache's aim.
+        """Run some layers. Keys and values are written at the cache's write offset.
 
         Args:
             hidden: [B, N, D], the input of the last N of R uncommitted tokens, which see all committed columns.
@@ -132,7 +132,7 @@ class TargetView:
         Returns:
             [N, D], the output of the last layer.
         """
-        cache.aim([0])
+        cache.set_write_offset([0])
         batch_positions = torch.tensor([positions])
         if mask is None:
             return self.read(hidden[None], batch_positions, None, cache, start, end)[0]
@@ -431,7 +431,7 @@ class TargetTexts:
         starts = [cache.lengths[slot] for slot in slots]
         read_before = len(depths) - tokens.shape[1]
         positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
-        cache.aim(slots, [start + read_before for start in starts])
+        cache.set_write_offset(slots, [start + read_before for start in starts])
         return self.view.read(
             self.view.embed(tokens),
             positions,

@@ -34,7 +34,7 @@ TOLD_ONCE = (
 TAKE_TEXT = ("tensorboard",)
 BESIDE = {
     "tensorboard": "tensorboard",
-    "aim": ".",
+    "set_write_offset": ".",
 }  # folders within a run's, for trackers that need one
 
 

@@ -216,12 +216,14 @@ def test_rows_end_at_stops_of_their_own_time() -> None:
 
 def neighbours_offset(patch: pytest.MonkeyPatch) -> None:
     """A forward writes where another row's text ends."""
-    aim = TreeCache.aim
+    set_write_offset = TreeCache.set_write_offset
 
     def wrong(self: TreeCache, slots: Any, starts: Any = None, *sizes: Any, **options: Any) -> None:
-        aim(self, slots, None if starts is None else [*starts[1:], starts[0]], *sizes, **options)
+        set_write_offset(
+            self, slots, None if starts is None else [*starts[1:], starts[0]], *sizes, **options
+        )
 
-    patch.setattr(TreeCache, "aim", wrong)
+    patch.setattr(TreeCache, "set_write_offset", wrong)
 
 
 def slots_not_cut(patch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ def test_a_copied_text_brings_its_index_keys(indexed: Any) -> None:
     reader, tokens = make_reader(indexed), torch.arange(3, 24)
     cache = reader.new_cache()
     cache.reserve(2, 40)
-    cache.aim([0])
+    cache.set_write_offset([0])
     with torch.inference_mode():
         reader(tokens[None], torch.arange(21)[None], None, cache)
         cache.lengths = [21, 0]
@@ -148,7 +148,7 @@ def test_a_copied_text_brings_its_index_keys(indexed: Any) -> None:
         columns = torch.stack([torch.zeros(21, dtype=torch.long), torch.arange(21)])
         other.copy_columns(cache, columns, columns)
         other.length = 21
-        cache.aim([0, 1])
+        cache.set_write_offset([0, 1])
         first, second = reader(torch.full((2, 1), 7), torch.full((2, 1), 21), None, cache)
         third = reader(torch.full((1, 1), 7), torch.full((1, 1), 21), None, other)[0]
     assert (first - second).norm() < EXACT * first.norm() and (

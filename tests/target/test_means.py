@@ -284,7 +284,7 @@ def test_layers_run_one_by_one(model_type: str) -> None:
         for layer in layers:
             layer._forward_pre_hooks.clear()
     cache = view.new_cache()
-    cache.aim([0], commits=True)
+    cache.set_write_offset([0], commits=True)
     view.read(states[0][:, :7], torch.arange(7)[None], None, cache, 0, 2)
     cache.length = 7
     seen = torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]])

@@ -105,7 +105,7 @@ def test_states_are_read_under_the_targets_lock() -> None:
     target = Target(build("qwen3_next"))
     view = target.view()
     cache = view.new_cache()
-    cache.aim([0])
+    cache.set_write_offset([0])
     hidden, positions = view.embed(torch.tensor([PROMPT])), torch.arange(len(PROMPT))[None]
     expected = view.read(hidden, positions, None, view.new_cache())
     free: list[bool] = []

@@ -83,7 +83,7 @@ class InjectedState(TextState):
         fused = head.fuse_taps(torch.cat(list(features)).to(self.device, self.dtype))
         padded = pad_rows(fused.split(counts) if len(counts) > 1 else [fused])  # [B, T, H]
         tables = rotary_tables(head.rotary, padded, slot_positions(starts, counts, self.device))
-        cache.aim(cache_rows, starts)
+        cache.set_write_offset(cache_rows, starts)
         for block, block_cache in zip(head.layers, self.blocks, strict=True):
             # no block reads the fused features but through its keys and values
             attention = block.self_attn
@@ -118,7 +118,7 @@ class InjectedState(TextState):
             block_mask = block_mask.tril()
         mask = level_mask(committed, block_mask, head.query_groups)
 
-        cache.aim(cache_rows, [start] * len(cache_rows))
+        cache.set_write_offset(cache_rows, [start] * len(cache_rows))
         for block, block_cache in zip(head.layers, self.blocks, strict=True):
             state = block(state, tables, mask, block_cache)
         states: Tensor = head.norm(state[:, head.first_slot :])

@@ -54,32 +54,33 @@ def compare_with(taught: Tensor, objective: Objective, named: Tensor | None = No
 def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
     """Return the sum of a divergence and a likelihood, which leaves the logits as they are."""
 
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         token_loss, token_grad = likelihood(logits, probs.clone())
         loss, grad = divergence(logits, probs)
         return loss + token_loss, grad.add_(token_grad)
 
-    return compare
+    return loss_and_grad
 
 
 def _likelihood(tokens: Tensor, weight: float) -> Compare:
     """Return the cross-entropy from tokens [R, 1] that are right."""
 
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         # log of the sum of exponentials, by the likeliest token alone: max z - log max q
-        norm = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
-        loss = (norm - logits.gather(-1, tokens))[..., 0]
+        log_normalizer = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
+        loss = (log_normalizer - logits.gather(-1, tokens))[..., 0]
         # the gradient is q - e, with e the unit vector of the token
-        grad = probs.scatter_add_(-1, tokens, torch.full_like(norm, -1))
+        grad = probs.scatter_add_(-1, tokens, torch.full_like(log_normalizer, -1))
         if weight == 1:
             return loss, grad
         return weight * loss, grad.mul_(weight)
 
-    return compare
+    return loss_and_grad
 
 
 def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
     """Return the cross-entropy from the target's probs, whose likeliest tokens may count more."""
+    # The loss [R] and its gradient in the logits [R, V] are written over both arguments.
     # with w the weight of each token: loss = sum(w p) logsumexp(z) - sum(w p z), gradient = sum(w p) q - w p
     weight = objective.weight
     weighted = target_probs if weight == 1 else weight * target_probs
@@ -92,16 +93,16 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
         weighted.scatter_add_(-1, best.indices, extra)
         mass = mass + extra.sum(-1)
 
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        norm = logits.amax(-1) - probs.amax(-1).log()
-        loss = mass * norm - logits.mul_(weighted).sum(-1)
+    def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        log_normalizer = logits.amax(-1) - probs.amax(-1).log()
+        loss = mass * log_normalizer - logits.mul_(weighted).sum(-1)
         if isinstance(mass, Tensor):
             probs.mul_(mass[..., None])
         elif mass != 1:
             probs.mul_(mass)
         return loss, probs.sub_(weighted)
 
-    return compare
+    return loss_and_grad
 
 
 def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,27 +120,27 @@ def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
 def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
     """Return 1 - a."""
 
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         overlap, grad = _overlap(probs, target_probs)
         return objective.weight * (1 - overlap[..., 0]), grad.mul_(-objective.weight)
 
-    return compare
+    return loss_and_grad
 
 
 def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
     """Return -log a."""
 
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         overlap, grad = _overlap(probs, target_probs)
         return objective.weight * -overlap[..., 0].log(), grad.mul_(-objective.weight / overlap)
 
-    return compare
+    return loss_and_grad
 
 
 def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
     """Return l KL(p, q) + (1 - l) (1 - a)."""
 
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         overlap, overlap_grad = _overlap(probs, target_probs)
         blend = (
             (-3 * overlap).exp()
@@ -153,7 +154,7 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
         grad = blend * (probs - target_probs) - (1 - blend) * overlap_grad
         return objective.weight * loss, grad.mul_(objective.weight)
 
-    return compare
+    return loss_and_grad
 
 
 def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
@@ -161,7 +162,7 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
     is_jsd = objective.kind == "jsd"
     weight = objective.weight / 2 if is_jsd else objective.weight
 
-    def compare(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         reference = (probs + target_probs).div_(2) if is_jsd else target_probs.clamp(min=TINY)
         # q log q - q log m by two logarithms, as the ratio of two zeros has none
         terms = torch.xlogy(probs, probs) - torch.xlogy(probs, reference)
@@ -175,7 +176,7 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
         # of both kinds: q (log q/m - KL(q, m)), as the derivatives by m cancel out
         return weight * loss, terms.sub_(probs * divergence).mul_(weight)
 
-    return compare
+    return loss_and_grad
 
 
 def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:

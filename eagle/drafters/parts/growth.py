@@ -421,7 +421,7 @@ class _FixedTrees(_Trees):
             0
         )  # [B, nodes], the last level's tokens, those that are left out included
         # [B, nodes], whether all nodes of the path so far had confidence; None where no budget asks
-        self.goes_on: Tensor | None = None
+        self.is_unfinished: Tensor | None = None
 
     def add_level(self, depth: int, logits: Tensor) -> None:
         """Give the nodes of a level the children of the ranks that the shape names."""
@@ -438,14 +438,16 @@ class _FixedTrees(_Trees):
         self.last = best.flatten(1).index_select(1, plan.children)
         is_sure = self.is_sure(depth)
         if is_sure is not None:
-            goes_on = (
+            is_unfinished = (
                 is_sure.expand(-1, self.read_count)
-                if self.goes_on is None
-                else is_sure & self.goes_on
+                if self.is_unfinished is None
+                else is_sure & self.is_unfinished
             )
-            self.goes_on = goes_on.index_select(1, plan.rows)
+            self.is_unfinished = is_unfinished.index_select(1, plan.rows)
         self.tokens.append(
-            self.last if self.goes_on is None else self.last.masked_fill(~self.goes_on, LEFT_OUT)
+            self.last
+            if self.is_unfinished is None
+            else self.last.masked_fill(~self.is_unfinished, LEFT_OUT)
         )
         if probs is not None:
             probs = probs.expand(-1, self.read_count, -1)
@@ -458,7 +460,7 @@ class _FixedTrees(_Trees):
         tokens = _join_levels(self.tokens, rows)[:, None]
         probs = _join_levels(self.draft_probs, rows) if self.draft_probs else None
         parents = self.parents[: 1 + tokens.shape[2]]
-        is_partial = self.goes_on is not None
+        is_partial = self.is_unfinished is not None
         numbers = [self.rows[row] for row in rows]
         return DeviceTrees(numbers, tokens, levels, parents=parents, probs=probs, sheds=is_partial)
 
@@ -467,15 +469,15 @@ class _FixedTrees(_Trees):
         super().keep(indices)
         self.draft_probs = _pick_levels(self.draft_probs, indices)
         self.last = pick_rows(self.last, indices)
-        if self.goes_on is not None:
-            self.goes_on = pick_rows(self.goes_on, indices)
+        if self.is_unfinished is not None:
+            self.is_unfinished = pick_rows(self.is_unfinished, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens [B, K], parents [B, K] and ancestors [B, K, R] of the nodes to read next."""
         plan = self.plans[depth - 1]
         count = len(self.rows)
         self.read_count = len(plan.read)
-        if self.goes_on is not None:
-            self.goes_on = self.goes_on.index_select(1, plan.read)
+        if self.is_unfinished is not None:
+            self.is_unfinished = self.is_unfinished.index_select(1, plan.read)
         parents = plan.parents.expand(count, -1)
         return self.last.index_select(1, plan.read), parents, plan.tree_mask.expand(count, -1, -1)

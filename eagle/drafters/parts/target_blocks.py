@@ -12,7 +12,7 @@ Weights = Callable[[str], Tensor]
 """A target's tensor by its name; KeyError or ValueError where it has none."""
 
 # Tensors that blocks of other families have in addition to a Llama block's.
-FURTHER = (
+NON_LLAMA_TENSORS = (
     *(f"self_attn.{part}_proj.bias" for part in "qkvo"),
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
@@ -24,7 +24,7 @@ FURTHER = (
 )
 KINDS = {"qk_norm": "self_attn.q_norm.weight", "qkv_bias": "self_attn.q_proj.bias"}
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ELSE = "take drafter.start=random where the method has it, or train a head that copies no blocks, as eagle3"
+INSTEAD = "take drafter.start=random where the method has it, or train a head that copies no blocks, as eagle3"
 
 
 def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: Any) -> None:
@@ -50,13 +50,13 @@ def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> 
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation != "silu":
         raise ValueError(
-            f"{config.model_type} has blocks of hidden_act {activation!r}, expected 'silu': {ELSE}"
+            f"{config.model_type} has blocks of hidden_act {activation!r}, expected 'silu': {INSTEAD}"
         )
     parameters = dict(block.named_parameters())
-    for name in FURTHER:
+    for name in NON_LLAMA_TENSORS:
         if name not in parameters and find_tensor(weights, prefix + name) is not None:
             raise ValueError(
-                f"{config.model_type} has {prefix}{name}, which no Llama block has: {ELSE}"
+                f"{config.model_type} has {prefix}{name}, which no Llama block has: {INSTEAD}"
             )
     for name, parameter in parameters.items():
         copy_tensor(parameter, weights, prefix + name, config)
@@ -77,6 +77,6 @@ def copy_tensor(part: Tensor, weights: Weights, name: str, config: Any) -> None:
     if tensor is None or tensor.shape != part.shape or tensor.dtype not in PLAIN:
         got = "none" if tensor is None else f"{list(tensor.shape)} in {tensor.dtype}"
         raise ValueError(
-            f"{config.model_type} has no Llama blocks: {name} is {got}, expected {list(part.shape)}: {ELSE}"
+            f"{config.model_type} has no Llama blocks: {name} is {got}, expected {list(part.shape)}: {INSTEAD}"
         )
     part.copy_(tensor)

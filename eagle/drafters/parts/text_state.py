@@ -203,7 +203,7 @@ class TextState:
         positions = slot_positions([self.text_length(slot) for slot in slots], counts, self.device)
         mask = self._mask(starts, counts)
         tables = rotary_tables(head.rotary, hidden, positions)
-        self.cache.aim(slots, starts)
+        self.cache.set_write_offset(slots, starts)
         states = head.read(tokens, hidden, tables, mask, self.blocks, head.frozen[0])
         for slot, count in zip(slots, new, strict=True):
             self.cache.lengths[slot] += count

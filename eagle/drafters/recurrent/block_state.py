@@ -81,7 +81,7 @@ class BlockState(HeadState):
         counts = [len(rows) for rows in inputs]
         lengths = [cache.lengths[cache_row] for cache_row in cache_rows]
         starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-        cache.aim(cache_rows, starts)
+        cache.set_write_offset(cache_rows, starts)
 
         # every slot sees the whole sequence, later slots included: [B, 1, groups * T, columns]
         committed = self._hide_after(lengths[: count_unlike(lengths)], max(starts) + max(counts))
@@ -192,7 +192,9 @@ class _BlockLevels(Levels):
 
         blocks_before = self.block_mask.shape[2] - count
         start = self.start + blocks_before * size
-        state.cache.aim([self.cache_rows[row] for row in self.rows], [start] * len(self.rows))
+        state.cache.set_write_offset(
+            [self.cache_rows[row] for row in self.rows], [start] * len(self.rows)
+        )
         mask = level_mask(committed, slot_mask, state.head.query_groups)
         output = state.head.read(
             tokens, hidden, tables, mask, state.blocks, frozen=state.head.frozen[0]

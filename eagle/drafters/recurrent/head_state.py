@@ -228,7 +228,9 @@ class Levels(FollowsRows):
         mask = level_mask(committed, tree_mask, head.query_groups)
 
         parent_states = self.hidden.take_along_dim(parents[..., None], 1)
-        state.cache.aim([self.cache_rows[row] for row in rows], [self.start + begin] * len(rows))
+        state.cache.set_write_offset(
+            [self.cache_rows[row] for row in rows], [self.start + begin] * len(rows)
+        )
         self.hidden = head.read(
             tokens, head.next_input(parent_states), tables, mask, state.blocks, head.frozen[0]
         )

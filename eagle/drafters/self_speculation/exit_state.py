@@ -77,13 +77,13 @@ class ExitDrafter(Drafter):
 
         # the context is written once, and every call reads its rows after it
         if context:
-            cache.aim([0], commits=True)
+            cache.set_write_offset([0], commits=True)
             read(slice(0, context))
         cache.length = context
 
         @torch.inference_mode()
         def run() -> Tensor:
-            cache.aim([0])
+            cache.set_write_offset([0])
             states = read(slice(context, None))
             return self.exit_logits(states[0, -scored:], view)
 

@@ -232,7 +232,7 @@ class SparseState:
         # drafted tokens lie after the copied columns, level after level
         cache_rows = [self.rows.index(row) for row in rows]
         drafted = len(depths) - tokens.shape[1]
-        self.cache.aim(
+        self.cache.set_write_offset(
             cache_rows, [self.cache.lengths[cache_row] + drafted for cache_row in cache_rows]
         )
         positions = torch.tensor([self.lengths[row] for row in rows])[:, None] + torch.tensor(
@@ -314,7 +314,7 @@ class SnapState(SparseState):
         if not self.skipped[row]:
             return
         latest = upload(torch.arange(length - OBSERVED, length), self.view.device)
-        self.cache.aim([cache_row], [0])
+        self.cache.set_write_offset([cache_row], [0])
 
         def copy(layer: int, queries: Tensor, keys: Tensor, scale: float) -> None:
             # the last tokens stay, and of those before them the likeliest to be attended to

@@ -335,20 +335,20 @@ class Probe:
         cache = reader.new_cache()
         cache.lengths = [0] * len(prompts)
         cache.reserve(len(prompts), int(lengths.max()) + 3)
-        cache.aim(slots, sizes=lengths.tolist(), commits=True)
+        cache.set_write_offset(slots, sizes=lengths.tolist(), commits=True)
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         # padding takes the position of the last token
         positions = torch.minimum(torch.arange(padded.shape[1])[None], lengths[:, None] - 1)
         reader(padded, positions, None, cache)
         cache.lengths = lengths.tolist()
-        cache.aim(slots)
+        cache.set_write_offset(slots)
         tree_mask = torch.eye(3, dtype=torch.bool).repeat(len(prompts), 1, 1)
         tree_mask[:, :, 0] = True
         hidden = reader(trees, lengths[:, None] + torch.tensor([0, 1, 1]), tree_mask, cache)
         if not reader.mixers.mixers:
             return hidden
         # and a step by one token
-        cache.aim(slots)
+        cache.set_write_offset(slots)
         step = reader(trees[:, :1], lengths[:, None], None, cache)
         return torch.cat([hidden, step], dim=1)
 

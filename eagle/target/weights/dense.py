@@ -64,19 +64,19 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
     if is_quantised:
         unpack_weights(model)
         kind = "is quantised"
-        has_embedding = _is_plain(embedding)
-        has_output = _is_plain(output, model.config.get_text_config().hidden_size)
+        has_embedding = _is_dense(embedding)
+        has_output = _is_dense(output, model.config.get_text_config().hidden_size)
     else:
         kind = "holds no plain matrix"
-        has_embedding = _holds_matrix(embedding)
-        has_output = _holds_matrix(output)
+        has_embedding = _has_matrix(embedding)
+        has_output = _has_matrix(output)
     # quantised weights may have shapes of their own, so that the config tells the sizes
     if not has_embedding:
         rows = (
             model.config.get_text_config().vocab_size if is_quantised else embedding.weight.shape[0]
         )
         matrix = embedding(torch.arange(rows, device=device_of(embedding))).to(model.dtype)
-        _say(f"embedding {kind}", embedding, matrix)
+        _print_copied(f"embedding {kind}", embedding, matrix)
         embedding = nn.Embedding.from_pretrained(matrix)
     if not has_output:
         # the matrix of a head may be of another width than the states are
@@ -84,12 +84,12 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
             model.config.get_text_config().hidden_size if is_quantised else output.weight.shape[1]
         )
         matrix, bias = dense_matrix(output, width, model.dtype)
-        _say(f"LM head {kind}", output, matrix)
+        _print_copied(f"LM head {kind}", output, matrix)
         output = _with_copy(output, matrix, bias)
     return embedding, output
 
 
-def _holds_matrix(layer: nn.Module) -> bool:
+def _has_matrix(layer: nn.Module) -> bool:
     """Return whether a layer holds its weight, rather than makes it of others or reads it from elsewhere."""
     weight = layer._parameters.get("weight")
     return weight is not None and not (weight.is_meta and hasattr(layer, "_hf_hook"))
@@ -113,7 +113,7 @@ def find_tensor(model: Any, name: str) -> Tensor | None:
     module = dict(model.named_modules()).get(owner)
     if kind == "weight" and getattr(model, "is_quantized", False):
         width = getattr(module, "in_features", None)
-        if module is not None and width is not None and not _is_plain(module, width):
+        if module is not None and width is not None and not _is_dense(module, width):
             return dense_matrix(module, width, model.dtype)[0]
     with keep_layout(model):
         tensor: Tensor | None = model.state_dict(keep_vars=True).get(name)
@@ -174,7 +174,7 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
     return matrix, bias
 
 
-def _is_plain(layer: nn.Module, width: int | None = None) -> bool:
+def _is_dense(layer: nn.Module, width: int | None = None) -> bool:
     """Return whether a layer's weight is a plain matrix and all that its forward uses, if it has `width` inputs."""
     weight: Any = getattr(layer, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in PLAIN:
@@ -215,7 +215,7 @@ def _with_copy(output: nn.Module, matrix: Tensor, bias: Tensor | None) -> Quanti
     return head.eval()
 
 
-def _say(fact: str, layer: nn.Module, matrix: Tensor) -> None:
+def _print_copied(fact: str, layer: nn.Module, matrix: Tensor) -> None:
     """Tell that a copy is held."""
     dtype = str(matrix.dtype).removeprefix("torch.")
     size = matrix.nbytes / 1e9

@@ -61,9 +61,9 @@ def test_blocks_are_those_of_transformers(kind: str, path: str) -> None:
         elif path == "cached":
             owner = SlotCache()
             cache = Cache(owner, block)
-            owner.aim([0], [0])
+            owner.set_write_offset([0], [0])
             first = block(x[:, :5], tuple(part[:, :5] for part in tables), None, cache)
-            owner.aim([0], [5])
+            owner.set_write_offset([0], [5])
             rest = block(x[:, 5:], tuple(part[:, 5:] for part in tables), mask[:, :, 5:], cache)
             got = torch.cat([first, rest], dim=1)
         else:
