@@ -168,7 +168,9 @@ def _from_starts(starts: Sequence[int], ends: Sequence[str], tail: str) -> tuple
         for end in ends:
             text = end[start:]
             # White space ends an answer only if nothing else does.
-            texts.append(text.rstrip() if tail.strip() else text)
+            if tail.strip():
+                text = text.rstrip()
+            texts.append(text)
     return tuple(dict.fromkeys(filter(None, texts)))
 
 
@@ -216,7 +218,9 @@ def split_mark(text: str, opening: str, stops: Sequence[str]) -> str:
             break
     shared = next((size for size in range(len(text), 0, -1) if opening.endswith(text[-size:])), 0)
     mark = text[: len(text) - shared].rstrip()
-    return mark if re.fullmatch(r"(\s*(<[^<>\s]+>|\[[^\[\]\s]+\]))+", mark) else ""
+    if re.fullmatch(r"(\s*(<[^<>\s]+>|\[[^\[\]\s]+\]))+", mark):
+        return mark
+    return ""
 
 
 def possible_starts(prompt: str, printed: str, before: str) -> list[int]:
@@ -293,4 +297,6 @@ def decode_run(tokens: list[int], run: tuple[int, int], tokenizer: Any) -> str:
 
 def shorten(text: str) -> str:
     """Return the repr of a text with its middle left out."""
-    return repr(text if len(text) <= 90 else f"{text[:50]} ... {text[-35:]}")
+    if len(text) > 90:
+        text = f"{text[:50]} ... {text[-35:]}"
+    return repr(text)

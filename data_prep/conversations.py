@@ -85,8 +85,20 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """Return the conversations of a file, a folder of files, a hub dataset or a mix, and count them in `tally`.
 
-    With `answered=False` questions alone will do: their answers are yet to come. A file with more than a few damaged
-    lines is an error, unless `allow_broken`. Records with images are read only with `images`.
+    Args:
+        source: A path, the name of a hub dataset, or a mix of such.
+        tally: Counts of what is kept and dropped, to which this adds.
+        limit: The most conversations to return.
+        strict: Whether the first record that would be dropped is an error.
+        split: Which split of a dataset, or of a folder's files by their names.
+        revision: Of a hub dataset.
+        config: Of a hub dataset.
+        answered: With False, questions alone will do: their answers are yet to come.
+        allow_broken: Whether to read on in a file with more than a few damaged lines.
+        images: Whether records with images are read.
+
+    Raises:
+        ValueError: No such source, a dropped record with `strict`, or damage without `allow_broken`.
     """
     if tally is None:
         tally = Tally()
@@ -253,7 +265,9 @@ def _suffix(path: Path) -> str:
 
 
 def _file_records(path: Path) -> Numbered:
-    return _table_records(path) if _suffix(path) in TABLES else json_records(path)
+    if _suffix(path) in TABLES:
+        return _table_records(path)
+    return json_records(path)
 
 
 def _find_loader(what: str) -> Any:
@@ -272,7 +286,9 @@ def _find_loader(what: str) -> Any:
 
 def _hub_records(name: str, split: str, revision: str | None, config: str | None) -> Numbered:
     load_dataset = _find_loader(f"{name}: no file or folder of this name, and a hub dataset")
-    options = {} if config is None else {"name": config}
+    options = {}
+    if config is not None:
+        options["name"] = config
     try:
         dataset = load_dataset(name, split=split, revision=revision, streaming=True, **options)
     except Exception as error:

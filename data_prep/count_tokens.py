@@ -33,7 +33,17 @@ Text = tuple[Tensor, Tensor]
 def count_texts(
     texts: Iterable[Text], vocab_size: int, *, pairs: bool = True, tokenizer: str | None = None
 ) -> Tables:
-    """Return the tables of texts, from one pass that holds only the distinct pairs and about `CHUNK` tokens."""
+    """Return the tables of texts, from one pass that holds only the distinct pairs and about `CHUNK` tokens.
+
+    Args:
+        texts: Tokens, and which of them are counted.
+        vocab_size: The tokens of the target's vocabulary.
+        pairs: Whether pairs of tokens are counted as well as single ones.
+        tokenizer: The identity of the tokenizer, which the tables keep.
+
+    Raises:
+        ValueError: A token is not in the vocabulary.
+    """
     singles = torch.zeros(vocab_size, dtype=torch.int64)
     keys = np.zeros(0, np.int64)
     counts = np.zeros(0, np.int64)

@@ -63,11 +63,16 @@ def store_card(folder: Path, name: str) -> str:
     target = origin.get("target", {"path": "unknown"})
     tokens = sum(store.index["shard_tokens"])
     counts = origin.get("conversations")
-    sections = [
-        describe_target(target, "Hidden features of"),
+    size = (
         f"{len(store):,} examples, {tokens:,} tokens, {len(store.index['shard_tokens'])} shards; inputs of the "
         f"layers {', '.join(map(str, store.taps))} (-1: the state behind the last), width {origin['width']}, "
-        f"as {store.dtype}. " + (count_conversations(counts) if counts else ""),
+        f"as {store.dtype}. "
+    )
+    if counts:
+        size += count_conversations(counts)
+    sections = [
+        describe_target(target, "Hidden features of"),
+        size,
         load_with('from eagle.data.store import FeatureStore\n\nstore = FeatureStore("FOLDER")'),
         f"## Identity\n\nTraining refuses features of anything else.\n\n"
         f"```json\n{json.dumps(store.identity, indent=2)}\n```",

@@ -41,7 +41,9 @@ class Reader:
         self, messages: Sequence[dict[str, Any]], tools: Any, images: Sequence[Source] = ()
     ) -> list[int] | str:
         """Return the token ids up to where the assistant speaks, or the reason why there are none."""
-        num_images = sum(turn["content"].count(MARK) for turn in messages) if images else 0
+        num_images = 0
+        if images:
+            num_images = sum(turn["content"].count(MARK) for turn in messages)
         try:
             if num_images:
                 text = self.render(messages, tools, add_generation_prompt=True, tokenize=False)
@@ -50,16 +52,14 @@ class Reader:
                 ids = self.render(messages, tools, add_generation_prompt=True)
         except Exception as error:
             # A template is a program, and may raise anything.
-            reason = str(error).splitlines()[0] if str(error) else repr(error)
-            return f"cut where the template refuses: {reason}"
+            lines = str(error).splitlines() or [repr(error)]
+            return f"cut where the template refuses: {lines[0]}"
         max_length = min(
             self.data.max_length - SHORTEST_ANSWER, (self.positions or sys.maxsize) - 1
         )
-        return (
-            ids
-            if len(ids) <= max_length
-            else "cut where the text fills data.max_length or the model"
-        )
+        if len(ids) > max_length:
+            return "cut where the text fills data.max_length or the model"
+        return ids
 
     def prints(self, messages: Sequence[dict[str, Any]], tools: Any) -> bool:
         """Return whether the template prints the last message's text as it is, but for space around it."""
@@ -107,8 +107,7 @@ def converse(
         if refusal:
             notes.add(f"cut at {refusal}")
             break
-        message = message_to_keep(answer, section, messages, notes)
-        messages.append(message)
+        messages.append(message_to_keep(answer, section, messages, notes))
         reasons.append(answer.finish)
         tokens += answer.tokens
         if not reader.prints(messages, tools):
@@ -158,7 +157,9 @@ def reason_to_cut(answer: Answer) -> str | None:
         return "an empty answer"
     # Only the target itself gives such answers here: a server is asked again.
     fault = reason_to_drop(answer.message)
-    return f"an answer that cannot be learned from: {fault}" if fault else None
+    if not fault:
+        return None
+    return f"an answer that cannot be learned from: {fault}"
 
 
 def message_to_keep(
@@ -179,7 +180,9 @@ def weight_of(answer: Answer, section: RegenerateSection, *, broken: bool) -> di
     """Return what a record says about learning an answer; of a truncated one also why it has no end."""
     if answer.finish == TRUNCATED:
         return {CUT_OFF: TRUNCATED, "weight": int(section.keep_truncated and not broken)}
-    return {"weight": 0} if broken else {}
+    if broken:
+        return {"weight": 0}
+    return {}
 
 
 class Jobs:
@@ -188,8 +191,10 @@ class Jobs:
     def __init__(
         self, conversations: Iterable[tuple[str, Conversation]], folder: Path | None = None
     ) -> None:
+        if folder is not None and not folder.is_dir():
+            folder = None
         # The folder for temporary files may be in memory. The file goes with this object.
-        self.file = TemporaryFile(dir=folder if folder is not None and folder.is_dir() else None)  # noqa: SIM115
+        self.file = TemporaryFile(dir=folder)  # noqa: SIM115
         self.names: list[str] = []
         for name, conversation in conversations:
             pickle.dump((name, conversation), self.file)
@@ -212,7 +217,9 @@ def make_names_unique(
     used: set[str] = set()
     for i, conversation in enumerate(conversations):
         for sample in range(1, samples + 1):
-            name = conversation.id if samples == 1 else f"{conversation.id}#{sample}"
+            name = conversation.id
+            if samples > 1:
+                name += f"#{sample}"
             while name in used:
                 name += f"#{i}"
             used.add(name)

@@ -140,7 +140,10 @@ def prepare_store(
         target = create_store(recipe, folder, expected, strict=strict)
     if repair:
         store = check_shards(folder)
-        print(store.describe_absent() if store.absent else f"nothing is broken in {folder}")
+        if store.absent:
+            print(store.describe_absent())
+        else:
+            print(f"nothing is broken in {folder}")
         # Shards that are absent are computed as in a first run.
         store.discard(list(store.absent))
     return target

@@ -121,11 +121,11 @@ class ImageReader:
 
     def _placeholder(self, text: str, count: int) -> str:
         """Return what the template prints in the place of an image, as often as there are images."""
-        found = {name: getattr(self.processor, name, None) for name in PLACEHOLDERS}
-        for placeholder in found.values():
+        found = [getattr(self.processor, name, None) for name in PLACEHOLDERS]
+        for placeholder in found:
             if placeholder and text.count(placeholder) == count:
                 return placeholder
-        times = ", ".join(f"{name!r} {text.count(name)} times" for name in found.values() if name)
+        times = ", ".join(f"{name!r} {text.count(name)} times" for name in found if name)
         raise Dropped(f"the template prints {times or 'nothing'} for {count} images")
 
 
@@ -137,7 +137,9 @@ class _Listener:
         self.text = ""
 
     def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self.text = text if isinstance(text, str) else text[0]
+        self.text = text
+        if not isinstance(text, str):
+            self.text = text[0]
         return self.tokenizer(text, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -153,9 +155,10 @@ def find_pieces(pieces: Sequence[str], text: str, gap: int) -> list[tuple[int, i
     template_start = 0
     previous_end = 0
     for i, piece in enumerate(pieces):
-        is_last = i == len(pieces) - 1
         # Between two pieces an image has at least one character.
-        start = len(text) - len(piece) if is_last else text.find(piece, previous_end + (i > 0))
+        start = text.find(piece, previous_end + (i > 0))
+        if i == len(pieces) - 1:
+            start = len(text) - len(piece)
         if (i == 0 and start != 0) or start < previous_end or not text.startswith(piece, start):
             raise Dropped("the processor changes the text around an image")
         found.append((template_start, start, len(piece)))
@@ -183,9 +186,13 @@ def as_text(image: Source, folder: str | None = None) -> str:
     """Return an image as a path, which is then that within a folder, or as a data URL."""
     if isinstance(image, bytes):
         return data_url(image)
+    if image.startswith(DATA_URL):
+        return image
     if is_data(image):
-        return image if image.startswith(DATA_URL) else f"{DATA_URL}png;base64,{image}"
-    return image if folder is None or "://" in image else str(Path(folder, image).absolute())
+        return f"{DATA_URL}png;base64,{image}"
+    if folder is None or "://" in image:
+        return image
+    return str(Path(folder, image).absolute())
 
 
 def is_data(source: str) -> bool:
@@ -200,17 +207,18 @@ def data_url(data: bytes, name: str = "") -> str:
 
 def for_server(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with each image as a data URL in OpenAI's format, as the server may be anywhere."""
-    return [
-        {**turn, "content": list(map(_part_for_server, turn["content"]))}
-        if isinstance(turn["content"], list)
-        else turn
-        for turn in messages
-    ]
+    served = []
+    for turn in messages:
+        if isinstance(turn["content"], list):
+            turn = {**turn, "content": list(map(_part_for_server, turn["content"]))}
+        served.append(turn)
+    return served
 
 
 def _part_for_server(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] != "image":
         return part
-    image = part["image"]
-    url = image if image.startswith(DATA_URL) else data_url(Path(image).read_bytes(), image)
+    url = part["image"]
+    if not url.startswith(DATA_URL):
+        url = data_url(Path(url).read_bytes(), url)
     return {"type": "image_url", "image_url": {"url": url}}

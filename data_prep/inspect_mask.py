@@ -81,20 +81,27 @@ def fold_images(example: Example, tokenizer: Any) -> Iterator[tuple[list[int], s
 
 def show_images(example: Example) -> Iterator[str]:
     """Yield each image of an example in HTML, with the name of its file."""
-    for path, _ in example.shown.images if example.shown else ():
+    if not example.shown:
+        return
+    for path, _ in example.shown.images:
         source = html.escape(data_url(Path(path).read_bytes(), path))
         yield f'<figure><img src="{source}" alt=""><figcaption>{html.escape(Path(path).name)}</figcaption></figure>'
 
 
 def colour_supervised(example: Example, tokenizer: Any, *, coloured: bool = True) -> Text:
     """Return an example for the terminal, its supervised tokens in green; without colours, between two marks."""
-    images = example.shown.images if example.shown else ()
-    text = Text("".join(f"[image {path}]\n" for path, _ in images))
+    heading = ""
+    if example.shown:
+        heading = "".join(f"[image {path}]\n" for path, _ in example.shown.images)
+    text = Text(heading)
     for supervised, run in groupby(fold_images(example, tokenizer), lambda piece: piece[2]):
         content = "".join(show_controls(piece) for _, piece, _ in run)
-        if supervised and not coloured:
-            content = f"{BEGIN}{content}{END}"
-        text.append(content, "black on green" if supervised else "")
+        style = ""
+        if supervised:
+            style = "black on green"
+            if not coloured:
+                content = f"{BEGIN}{content}{END}"
+        text.append(content, style)
     return text
 
 

@@ -42,7 +42,13 @@ def find_overlap(
 ) -> dict[str, int]:
     """Return how many examples share a run of tokens with each prompt, or ask it as a whole, most first.
 
-    `prompts` are tokens by name; `keys` are those of the whole texts. Prompts that share nothing are left out.
+    Args:
+        cache: The training data.
+        prompts: Tokens by name.
+        keys: The hash of each whole prompt (`text_key`), by the same names.
+
+    Returns:
+        The number of examples by name, without prompts that share nothing.
     """
     prompt_runs = list_runs(prompts)
     runs = np.array([run for run, _ in prompt_runs], dtype=np.uint64)

@@ -20,11 +20,13 @@ def is_whole(out: Path, settings: dict[str, Any]) -> bool:
             f"{name} was {old!r}, is {new!r}" for name, old, new in differences(noted, settings)
         ]
         if wrong:
-            note = Path(f"{out}.settings")
-            parts = Path(f"{out}.parts")
+            # The parts are removed once the whole file is there.
+            found = Path(f"{out}.parts")
+            if out.exists():
+                found = out
             raise ValueError(
-                f"{out if out.exists() else parts} was made with other settings: {'; '.join(wrong)}. Give "
-                f"regenerate.out another name, or remove {out}, {note} and {parts}"
+                f"{found} was made with other settings: {'; '.join(wrong)}. Give "
+                f"regenerate.out another name, or remove {out}, {out}.settings and {out}.parts"
             )
     return out.exists()
 
@@ -35,10 +37,14 @@ def read_settings(out: Path) -> dict[str, Any] | None:
     parts = Path(f"{out}.parts")
     if not out.exists() and not parts.exists():
         return None
-    try:
-        noted: Any = json.loads(note.read_text()) if note.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{note} is damaged ({error}): remove {out}, {note} and {parts}") from None
+    noted: Any = {}
+    if note.is_file():
+        try:
+            noted = json.loads(note.read_text())
+        except ValueError as error:
+            raise ValueError(
+                f"{note} is damaged ({error}): remove {out}, {note} and {parts}"
+            ) from None
     if not isinstance(noted, dict):
         raise ValueError(
             f"{note} is damaged (it holds {noted!r:.40}, no settings): remove {out}, {note} and {parts}"
@@ -71,7 +77,9 @@ def _name_in(line: bytes) -> str | None:
     """Return the id in a line, None if the line is damaged."""
     try:
         outcome = json.loads(line)
-        name = outcome["id"] if {"id", "record", "notes", "tokens"} <= outcome.keys() else None
+        if not {"id", "record", "notes", "tokens"} <= outcome.keys():
+            return None
+        name = outcome["id"]
     except (ValueError, AttributeError):
         return None
     return name if isinstance(name, str) else None

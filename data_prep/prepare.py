@@ -20,12 +20,16 @@ def main(argv: list[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     recipe = [args.recipe, *args.overrides]
     if Recipe.load(args.recipe, args.overrides).regenerate is not None:
-        options = ["--without-failed"] if args.without_failed else []
-        regenerate.main([*recipe, *options])
+        words = list(recipe)
+        if args.without_failed:
+            words.append("--without-failed")
+        regenerate.main(words)
     # Of several processes one shows the masks.
     if world()[0] == 0:
-        options = ["--html", args.html] if args.html else []
-        inspect_mask.main([*recipe, "--count", args.count, *options])
+        words = [*recipe, "--count", args.count]
+        if args.html:
+            words += ["--html", args.html]
+        inspect_mask.main(words)
 
 
 if __name__ == "__main__":

@@ -92,16 +92,18 @@ def cache_identity(recipe: Recipe) -> dict[str, Any]:
     data = recipe.data.model_copy(update={"drop_duplicates": False})
     recipe = recipe.model_copy(update={"data": data})
     made_by = {"cache": VERSION, "masks": MASK_RULES, "stop_ids": stop_ids(recipe.target)}
-    images = {}
+    identity = {**made_by, **data_identity(recipe)}
     if data.images is not None:
-        images["images"] = str(Path(data.images).absolute())
-    return {**made_by, **data_identity(recipe), **images}
+        identity["images"] = str(Path(data.images).absolute())
+    return identity
 
 
 def cache_folder(recipe: Recipe, identity: dict[str, Any]) -> Path:
     """Return the folder of a cache: in `data.cache`, or in the cache of Hugging Face's libraries."""
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(recipe.data.cache) / key if recipe.data.cache else assets_folder("tokens", key)
+    if recipe.data.cache:
+        return Path(recipe.data.cache) / key
+    return assets_folder("tokens", key)
 
 
 def fill(folder: Path, recipe: Recipe, identity: dict[str, Any], *, strict: bool) -> None:
@@ -132,7 +134,9 @@ def fill(folder: Path, recipe: Recipe, identity: dict[str, Any], *, strict: bool
 
 def count_processors() -> int:
     """Return the number of processors that this process may use, if the system tells, else of all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def write_shards(folder: Path, recipe: Recipe, jobs: Iterable[Job], workers: int) -> Iterator[Note]:
@@ -163,7 +167,9 @@ def write_shards(folder: Path, recipe: Recipe, jobs: Iterable[Job], workers: int
 
 
 def _result(note: Note | Future[Note]) -> Note:
-    return note.result() if isinstance(note, Future) else note
+    if isinstance(note, Future):
+        return note.result()
+    return note
 
 
 def begin_worker() -> None:
@@ -198,8 +204,9 @@ def prompt_key(conversation: Conversation) -> int:
     text = "\n".join(str(turn.get("content") or "") for turn in asked)
     lines = [text]
     for image in conversation.images[: text.count(MARK)]:
-        content = image if isinstance(image, bytes) else image.encode()
-        lines.append(hashlib.sha256(content).hexdigest())
+        if isinstance(image, str):
+            image = image.encode()
+        lines.append(hashlib.sha256(image).hexdigest())
     return text_key("\n".join(lines))
 
 

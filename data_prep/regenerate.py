@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -78,13 +78,12 @@ def answer_all(
     )
     with open_part(out, index) as part:
         outcomes = answerer.run(dialogues)
-        is_first = index == 0
         for name, outcome in progress(
             outcomes,
             "regenerate",
             len(share),
             unit="conversations",
-            show=is_first,
+            show=index == 0,
             note=answerer.note,
         ):
             if isinstance(outcome, str):
@@ -102,17 +101,22 @@ def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     for line in lines:
-        reasons = line["record"]["finish_reasons"] if line["record"] else []
+        reasons: list[str] = []
+        if line["record"]:
+            reasons = line["record"]["finish_reasons"]
         counts.update(
             {
                 "conversations": bool(reasons),
                 "without an answer": not reasons,
                 "tokens": line["tokens"],
+                "answers": len(reasons),
+                "truncated answers": reasons.count("length"),
             }
         )
-        counts.update({"answers": len(reasons), "truncated answers": reasons.count("length")})
         notes.update(line["notes"])
-    mean = counts.pop("tokens") / counts["answers"] if counts["answers"] else 0.0
+    mean = 0.0
+    if counts["answers"]:
+        mean = counts.pop("tokens") / counts["answers"]
     rows = {**counts, "tokens per answer": f"{mean:.1f}", "failed": missing, **notes}
     return "\n".join(f"{value:>10}  {name}" for name, value in rows.items())
 
@@ -137,7 +141,9 @@ def forecast(
         # A tool result ends a conversation, as it belongs to another call.
         max_answers += list(takewhile(lambda role: role != "tool", roles)).count("assistant")
         if name in sample:
-            end = roles.index("assistant") + 1 if "assistant" in roles else 0
+            end = 0
+            if "assistant" in roles:
+                end = roles.index("assistant") + 1
             first_only = replace(job, messages=job.messages[:end])
             dialogues.append((name, converse(name, first_only, reader, section)))
     start = perf_counter()
@@ -167,7 +173,9 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
         return local, Reader(tokenizer, recipe.data, local.positions)
     key = os.environ.get(section.key_variable, "")
     backoff = Backoff(section.seed)
-    urls = [section.endpoint] if isinstance(section.endpoint, str) else section.endpoint
+    urls: Sequence[str] = section.endpoint
+    if isinstance(urls, str):
+        urls = [urls]
     template_kwargs = recipe.data.template_kwargs
     endpoints = [
         Endpoint(url, recipe.target, section, template_kwargs, backoff=backoff, key=key)
@@ -254,9 +262,10 @@ def regenerate(recipe: Recipe, section: RegenerateSection, args: argparse.Namesp
     )
     for name, reason in list(failed.items())[:5]:
         print(f"failed: {name}: {reason}", file=sys.stderr)
-    print(
-        f"process {index + 1} of {count}: {answerer.summary()}" if count > 1 else answerer.summary()
-    )
+    summary = answerer.summary()
+    if count > 1:
+        summary = f"process {index + 1} of {count}: {summary}"
+    print(summary)
     if index == 0:
         conclude(out, jobs.names, args.without_failed)
         if recipe.data.train != section.out:

@@ -152,9 +152,8 @@ class TokenCache(Sequence[Example]):
         self.firsts = list(accumulate((shard["examples"] for shard in self.shards), initial=0))
         with open_tensors(folder / INDEX) as file:
             self.lengths: np.ndarray = file.get_tensor("lengths").numpy()
-            self.prompts: np.ndarray = file.get_tensor(
-                "prompts"
-            ).numpy()  # keys of all conversations
+            # Keys of all conversations.
+            self.prompts: np.ndarray = file.get_tensor("prompts").numpy()
             is_repeated = file.get_tensor("repeated").numpy()
         # The indices of the examples that are served, None for all.
         self.places: np.ndarray | None = None

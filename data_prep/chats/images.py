@@ -62,7 +62,9 @@ def take_images(record: dict[str, Any]) -> tuple[dict[str, Any], list[Source], s
     # Numbered marks show which images are left when turns are cut.
     numbers = map(chr, count(FIRST))
     turns = [number_marks(turn, numbers) for turn, _ in taken]
-    return {**record, layout: turns[0]["content"] if is_one_text else turns}, images, notes
+    if is_one_text:
+        turns = turns[0]["content"]
+    return {**record, layout: turns}, images, notes
 
 
 def _fill_places(images: Iterable[Source | None], beside: Iterable[Source]) -> list[Source]:
@@ -213,7 +215,9 @@ def sources_of(value: Any) -> Iterator[Source]:
 
 def for_template(messages: Sequence[dict[str, Any]], images: str | None) -> list[dict[str, Any]]:
     """Return messages as the chat template gets them: in parts if `data.images` is set."""
-    return list(messages) if images is None else list(map(with_parts, messages))
+    if images is None:
+        return list(messages)
+    return list(map(with_parts, messages))
 
 
 def with_parts(turn: dict[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,9 @@ def json_records(path: Path) -> Numbered:
 def place_of_damage(path: Path) -> str:
     """Return where JSON that is not in lines is damaged, if that is easily found, else ""."""
     try:
-        text = path.read_bytes() if path.stat().st_size < LARGE else b""
-        json.loads(text.decode(errors="replace"))
+        if path.stat().st_size >= LARGE:
+            return ""
+        json.loads(path.read_bytes().decode(errors="replace"))
     except ValueError as error:
         offset = getattr(error, "pos", 0)
         # Extra data are a second record, and no damage.
@@ -68,9 +69,9 @@ def _read_pieces(path: Path, broken: list[Dropped]) -> Iterator[bytes]:
     """Yield the bytes of a file as UTF-8, unzipped; the reason is added to `broken` if that stops before the end."""
     with path.open("rb") as file:
         zipped = file.peek(3).startswith(b"\x1f\x8b\x08")
-        pieces = (
-            _unzip(cast(IO[bytes], file), broken) if zipped else iter(lambda: file.read(PIECE), b"")
-        )
+        pieces: Iterator[bytes] = iter(lambda: file.read(PIECE), b"")
+        if zipped:
+            pieces = _unzip(cast(IO[bytes], file), broken)
         first = next(pieces, b"")
         pieces = chain([first], pieces)
         if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -104,7 +105,8 @@ def _has_lines(head: bytes) -> bool:
 def _read_lines(pieces: Iterable[bytes]) -> Numbered:
     """Yield the records of JSONL; a damaged line loses no other."""
     for number, line in enumerate(_split_lines(pieces), 1):
-        yield from ((number, record) for record in _parse_line(line))
+        for record in _parse_line(line):
+            yield number, record
 
 
 def _split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -126,12 +128,16 @@ def _parse_line(line: bytes) -> list[Any]:
         return [json.loads(text)] if text else []
     except UnicodeDecodeError as error:
         # The end of the line cannot be missing if its newline is there.
-        return [Dropped(CUT if error.reason == "unexpected end of data" else "not UTF-8")]
+        if error.reason == "unexpected end of data":
+            return [Dropped(CUT)]
+        return [Dropped("not UTF-8")]
     except RecursionError:
         return [Dropped(DEEP)]
     except ValueError:
-        values = _scan_values(iter([text]), NOT_JSON if line.endswith(b"\n") else CUT)
-        return list(values) or [Dropped(NOT_JSON)]
+        fault = CUT
+        if line.endswith(b"\n"):
+            fault = NOT_JSON
+        return list(_scan_values(iter([text]), fault)) or [Dropped(NOT_JSON)]
 
 
 def _read_stream(pieces: Iterable[bytes]) -> Numbered:
@@ -149,7 +155,9 @@ def _unwrap(value: Any) -> list[Any]:
         return [value]
     # Questions about one text, which is beside their list, are no records without it.
     holds_records = any(layout_of(item) not in (None, "question", "query") for item in lists[0])
-    return lists[0] if holds_records else [value]
+    if holds_records:
+        return lists[0]
+    return [value]
 
 
 def _is_record(value: Any) -> bool:
@@ -170,7 +178,9 @@ def _scan_values(texts: Iterator[str], cut: str) -> Iterator[Any]:
         match = (OBJECT if is_lost else VALUE).search(text, position)
         start = match.start() if match else len(text)
         value, end, unsure = _decode_value(text, start)
-        more = _take_text(texts, len(text) - start) if unsure else ""
+        more = ""
+        if unsure:
+            more = _take_text(texts, len(text) - start)
         if more:
             text = text[start:] + more
             position = 0
@@ -178,13 +188,17 @@ def _scan_values(texts: Iterator[str], cut: str) -> Iterator[Any]:
             return
         elif isinstance(value, Dropped):
             if not is_lost:
-                yield Dropped(cut) if unsure and text[start] == "{" else value
+                if unsure and text[start] == "{":
+                    value = Dropped(cut)
+                yield value
             position = start + 1
             is_lost = True
         elif is_lost and not any(map(_is_record, _unwrap(value))):
             position = start + 1
         else:
-            yield Dropped("not UTF-8") if SURROGATE.search(text, start, end) else value
+            if SURROGATE.search(text, start, end):
+                value = Dropped("not UTF-8")
+            yield value
             position = end
             is_lost = False
 

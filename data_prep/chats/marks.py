@@ -7,45 +7,44 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-FINISHES = (
-    "finishreason",
-    "donereason",
-    "stopreason",
-)  # names of keys, in small letters and digits alone
+# Names of keys, in small letters and digits alone.
+FINISHES = ("finishreason", "donereason", "stopreason")
 LISTED_FINISHES = ("finishreasons", "donereasons", "stopreasons")  # a list, one for each answer
-METADATA = (
-    "metadata",
-    "meta",
-    "responsemetadata",
-    "generationinfo",
-)  # what is said of a record or a turn within it
+# What is said of a record or a turn within it.
+METADATA = ("metadata", "meta", "responsemetadata", "generationinfo")
 # Every other reason is that of an answer without its end.
 FINISHED = {
-    *(
-        "",
-        "none",
-        "null",
-        "nan",
-        "unspecified",
-        "stop",
-        "stopped",
-        "stopsequence",
-        "stoptoken",
-        "eos",
-        "eostoken",
-    ),
-    *(
-        "end",
-        "endturn",
-        "endofturn",
-        "endoftext",
-        "endofsequence",
-        "endofmessage",
-        "toolcall",
-        "toolcalls",
-        "tooluse",
-    ),
-    *("functioncall", "done", "complete", "completed", "finish", "finished", "success"),
+    # No reason at all.
+    "",
+    "none",
+    "null",
+    "nan",
+    "unspecified",
+    # A stop token, by whatever name.
+    "stop",
+    "stopped",
+    "stopsequence",
+    "stoptoken",
+    "eos",
+    "eostoken",
+    "end",
+    "endturn",
+    "endofturn",
+    "endoftext",
+    "endofsequence",
+    "endofmessage",
+    # The answer is a call.
+    "toolcall",
+    "toolcalls",
+    "tooluse",
+    "functioncall",
+    # A word for success.
+    "done",
+    "complete",
+    "completed",
+    "finish",
+    "finished",
+    "success",
 }
 # A message's key: why an answer that is learned has no end of its own.
 CUT_OFF = "finish_reason"
@@ -83,11 +82,8 @@ PLACEHOLDER = re.compile(
     r"(?![\s\S]*(?:</(?:image|video|audio)>|\[/IMG\]))",
     re.MULTILINE | re.IGNORECASE,
 )
-
-
-LONE_PLACEHOLDER = re.compile(
-    r"\s*(?:<image>\s*)+", re.IGNORECASE
-)  # an answer that says nothing beside it
+# An answer that says nothing beside it.
+LONE_PLACEHOLDER = re.compile(r"\s*(?:<image>\s*)+", re.IGNORECASE)
 TAG = re.compile(r"<(?:image|img|video|audio)>|\[IMG\]", re.IGNORECASE)
 CLOSING_TAG = re.compile(r"</(?:image|video|audio)>|\[/IMG\]", re.IGNORECASE)
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -168,8 +164,9 @@ def excluding_mark(record: dict[str, Any]) -> str | None:
         ):
             return key
     for _, values in with_names(record, METADATA):
-        judged = with_names(values, ("iscorrect",)) if isinstance(values, dict) else ()
-        if any(is_false(value) for _, value in judged):
+        if not isinstance(values, dict):
+            continue
+        if any(is_false(value) for _, value in with_names(values, ("iscorrect",))):
             return "is_correct"
     return None
 
@@ -185,17 +182,18 @@ def notes_of_marks(record: dict[str, Any], turns: list[Any]) -> set[str]:
     if any(value == 0 and value is not False for _, value in with_names(record, ("label",))):
         notes.add("a label of 0 beside a record may be a class: learned")
     for turn in turns:
-        marks = with_names(turn, ("mask",)) if isinstance(turn, dict) else ()
-        if any(
-            isinstance(value, int | float) and not isinstance(value, bool) for _, value in marks
-        ):
-            notes.add("a mask of 0 or 1 beside a turn may mean either: learned")
+        if not isinstance(turn, dict):
+            continue
+        for _, value in with_names(turn, ("mask",)):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                notes.add("a mask of 0 or 1 beside a turn may mean either: learned")
     return notes
 
 
 def is_broken(text: str, finish: str, history: Sequence[dict[str, Any]]) -> bool:
     """Return whether an answer holds broken characters that were neither asked about nor cut through at its end."""
-    text = text.rstrip(BROKEN) if finish == "length" else text
+    if finish == "length":
+        text = text.rstrip(BROKEN)
     asked = (turn for turn in history if turn.get("role") != "assistant")
     return BROKEN in text and not any(BROKEN in str(turn.get("content")) for turn in asked)
 
@@ -213,7 +211,9 @@ def weight_of(turn: dict[str, Any]) -> int | None:
         return 0
     if any(is_true(value) for _, value in with_names(turn, MASKS)):
         return 0
-    return 1 if any(with_names(turn, WEIGHTS[:1])) else None
+    if any(with_names(turn, WEIGHTS[:1])):
+        return 1
+    return None
 
 
 def media_key(values: dict[str, Any]) -> str | None:
@@ -228,13 +228,19 @@ def media_key(values: dict[str, Any]) -> str | None:
 
 def medium_in(text: str, *, asked: bool) -> str | None:
     """Return the token in a text that stands for a medium; in a question (`asked`) at the edges of lines also a tag."""
-    token = SPECIAL_MEDIUM.search(text) or (
-        PLACEHOLDER.search(text) if asked else LONE_PLACEHOLDER.fullmatch(text)
-    )
-    return token[0].strip() if token else None
+    token = SPECIAL_MEDIUM.search(text)
+    if token is None and asked:
+        token = PLACEHOLDER.search(text)
+    elif token is None:
+        token = LONE_PLACEHOLDER.fullmatch(text)
+    if token is None:
+        return None
+    return token[0].strip()
 
 
 def tag_in(text: str) -> str | None:
     """Return a tag in a text that may stand for a medium, or may be what the text is about."""
     tag = TAG.search(text)
-    return tag[0] if tag and not CLOSING_TAG.search(text) else None
+    if tag is None or CLOSING_TAG.search(text):
+        return None
+    return tag[0]

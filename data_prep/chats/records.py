@@ -206,7 +206,9 @@ def _trim(messages: list[dict[str, Any]], notes: set[str], answered: bool) -> li
     if USER not in roles:
         if "leading user turns cut" in notes:
             raise Dropped("every user turn is empty")
-        raise Dropped("no user turn" if ASSISTANT in roles or not answered else NO_ANSWER)
+        if ASSISTANT in roles or not answered:
+            raise Dropped("no user turn")
+        raise Dropped(NO_ANSWER)
     first = roles.index(USER)
     after_last_question = len(roles) - roles[::-1].index(USER)
     if not answered and ASSISTANT not in roles[after_last_question:]:
@@ -261,7 +263,9 @@ def message_of(turn: Any) -> dict[str, Any]:
     for key in ("name", "tool_call_id"):
         optional[key] = _text(turn.get(key), key)
     message |= {key: value for key, value in optional.items() if value}
-    return message | _weight(turn) if role == ASSISTANT else message
+    if role == ASSISTANT:
+        message |= _weight(turn)
+    return message
 
 
 def says_something(message: dict[str, Any]) -> bool:
@@ -287,7 +291,9 @@ def parts_of(content: Any) -> tuple[str, str, list[dict[str, Any]]]:
     reasoning = ""
     calls = []
     for part in content:
-        kind = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
+        kind = type(part).__name__
+        if isinstance(part, dict):
+            kind = part.get("type") or "text"
         if kind == "text":
             text += _text(first_of(part, "text", "value"), "a text part")
         elif kind in ("reasoning", "thinking"):
@@ -309,14 +315,18 @@ def calls_of(value: Any, name: str) -> list[dict[str, Any]]:
 
 def _call(call: Any) -> dict[str, Any]:
     """Return one tool call with its arguments as an object, since templates print them as JSON themselves."""
-    function = call.get("function") or call if isinstance(call, dict) else None
+    function = None
+    if isinstance(call, dict):
+        function = call.get("function") or call
     function = _check_name(function, "a tool call")
     arguments = parse_json(
         first_of(function, "arguments", "parameters") or {}, "tool call arguments that are"
     )
     if not isinstance(arguments, dict):
         raise Dropped("tool call arguments that are not an object")
-    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    call_id = {}
+    if isinstance(call.get("id"), str):
+        call_id["id"] = call["id"]
     return {
         **call_id,
         "type": "function",
@@ -325,7 +335,9 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    wrapped = tool if isinstance(tool, dict) and "function" in tool else {"function": tool}
+    wrapped = tool
+    if not isinstance(tool, dict) or "function" not in tool:
+        wrapped = {"function": tool}
     _check_name(wrapped["function"], "a tool")
     return {"type": "function", **wrapped}
 
@@ -342,7 +354,9 @@ def _weight(turn: dict[str, Any]) -> dict[str, int]:
         weight = weight_of(turn)
     except ValueError as error:
         raise Dropped(str(error)) from None
-    return {} if weight is None else {"weight": weight}
+    if weight is None:
+        return {}
+    return {"weight": weight}
 
 
 def _text(value: Any, name: str) -> str:

@@ -98,7 +98,10 @@ def ensure_end_mark(
 ) -> tuple[str, int]:
     """Return the text and the end of its last answer, with the end mark that is printed only before another turn."""
     solid_mark = mark.strip()
-    if text[:end].endswith((solid_mark,) if solid_mark else tuple(stops)):
+    marks = tuple(stops)
+    if solid_mark:
+        marks = (solid_mark,)
+    if text[:end].endswith(marks):
         return text, end
     stop = stop_of_next_turn(messages, render, stops)
     if stop:
@@ -174,11 +177,14 @@ def move_behind_prompt(
     """
     extra = prompt[start:]
     says_header = bool(header.strip()) and not prompt.endswith(header)
+    opened = extra
+    answer_start = start + len(header)
     # The model itself says the header if the prompt does not end with it.
-    opened = extra + header if says_header else extra
+    if says_header:
+        opened += header
+        answer_start = start
     is_all_closed = is_closed(opened) or (extra.strip() and is_closed(extra))
     if text.startswith(header, start) and is_all_closed:
-        answer_start = start if says_header else start + len(header)
         return prompt + text[answer_start:], len(prompt)
     notes.add(
         f"the generation prompt ends with {extra!r}, which the template prints before no answer"
@@ -242,7 +248,9 @@ def leading_ends(text: str, stops: Sequence[str]) -> str:
         if special[0] in stops:
             break
         special = SPECIAL.match(text, end)
-    return text[:end] if end > start else ""
+    if end == start:
+        return ""
+    return text[:end]
 
 
 def stop_of_next_turn(messages: list[Message], render: Render, stops: Sequence[str]) -> str:
@@ -273,7 +281,9 @@ def cut_trailer(text: str, start: int, mark: str, trailer: str) -> tuple[str, in
             f"the template prints {trailer[:40]!r} behind some answers and not behind others"
         )
     end = max(start, len(text.removesuffix(trailer).rstrip()))
-    return (text[:end] if trailer.strip() else text), end
+    if trailer.strip():
+        text = text[:end]
+    return text, end
 
 
 def placeholder_answer(turn: Message) -> Message:
@@ -353,13 +363,14 @@ def places_to_learn(conversation: Conversation, turns: str) -> list[int]:
     answers = [i for i, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
     if not answers:
         raise Dropped("no assistant turn")
-    candidates = answers[-1:] if turns == "last" else answers
-    weighted = [i for i in candidates if conversation.messages[i].get("weight", 1) != 0]
-    if not weighted:
-        raise Dropped(
-            "every answer has weight 0" if turns == "all" else "the last answer has weight 0"
-        )
-    return weighted
+    if turns == "last":
+        answers = answers[-1:]
+    weighted = [i for i in answers if conversation.messages[i].get("weight", 1) != 0]
+    if weighted:
+        return weighted
+    if turns == "all":
+        raise Dropped("every answer has weight 0")
+    raise Dropped("the last answer has weight 0")
 
 
 def make_renderer(conversation: Conversation, tokenizer: Any, data: DataSection) -> Render:

@@ -29,10 +29,8 @@ LISTS = ("conversations", "messages", "conversation")
 CALLS = ("function_call", "tool_call")
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), USER),
-    **dict.fromkeys(
-        ("gpt", "assistant", "ai", "chatgpt", "chatbot", "bot", "model", "bard", "bing"), ASSISTANT
-    ),
-    **dict.fromkeys(("claude", *CALLS), ASSISTANT),
+    **dict.fromkeys(("gpt", "assistant", "ai", "model", "chatgpt", "chatbot", "bot"), ASSISTANT),
+    **dict.fromkeys(("bard", "bing", "claude", *CALLS), ASSISTANT),
     **dict.fromkeys(("system", "developer"), SYSTEM),
     **dict.fromkeys(
         ("observation", "tool", "function", "tool_response", "tool_result", "ipython"), TOOL
@@ -100,7 +98,9 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
     ):
         turns = [*turns[:-1], {**turns[-1], "finish_reason": finish}]
     system = first_of(record, "system", "system_prompt")
-    return [{"role": SYSTEM, "content": system}, *turns] if system else turns
+    if system:
+        turns = [{"role": SYSTEM, "content": system}, *turns]
+    return turns
 
 
 def with_reasons(turns: list[Any], record: dict[str, Any], notes: set[str]) -> list[Any]:
@@ -136,8 +136,10 @@ def check_media(values: dict[str, Any]) -> None:
 
 def parse_json(value: Any, name: str) -> Any:
     """Return the value of JSON text; anything but text stays as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value)
     except (ValueError, RecursionError):
         raise Dropped(f"{name} not JSON") from None
 
@@ -173,7 +175,9 @@ def first_of(values: dict[str, Any], *keys: str) -> Any:
 
 def describe(value: Any) -> str:
     """Return a text of the data on one short printable line, or the type of anything else."""
-    return repr(value)[1:-1][:40] if isinstance(value, str) else type(value).__name__
+    if isinstance(value, str):
+        return repr(value)[1:-1][:40]
+    return type(value).__name__
 
 
 def _turns_in(layout: str, record: dict[str, Any], notes: set[str]) -> list[Any]:
@@ -205,7 +209,9 @@ def _questions(values: list[Any]) -> list[Any]:
         return values
     contents: list[Any] = []
     for value in values:
-        text = first_of(value, "content", "value") if isinstance(value, dict) else value
+        text = value
+        if isinstance(value, dict):
+            text = first_of(value, "content", "value")
         if not isinstance(text, str) or not text.strip():
             raise Dropped("turns that are no texts")
         contents += [text, None]
@@ -226,9 +232,9 @@ def _question_and_answer(layout: str, record: dict[str, Any]) -> list[Any]:
     history = record.get("history") or []
     if first_of(record, "choices", "options") is not None:
         raise Dropped("a question with choices")
-    context = (
-        first_of(record, "input", "context") if layout in ("instruction", "question") else None
-    )
+    context = None
+    if layout in ("instruction", "question"):
+        context = first_of(record, "input", "context")
     if context:
         if not isinstance(question, str) or not isinstance(context, str):
             raise Dropped(f"{layout} or input: not text")
@@ -246,7 +252,9 @@ def _question_and_answer(layout: str, record: dict[str, Any]) -> list[Any]:
         if turns is not question:
             # The answer takes the place of the empty one after the last question.
             turns = turns[:-1]
-    answers = answer if _is_list_of(answer, dict) else [{"role": ASSISTANT, "content": answer}]
+    answers = answer
+    if not _is_list_of(answer, dict):
+        answers = [{"role": ASSISTANT, "content": answer}]
     return [*_alternate(chain.from_iterable(history)), *turns, *answers]
 
 
@@ -266,7 +274,9 @@ def _best_path(node: Any, notes: set[str]) -> list[Any]:
 
 def _rank(reply: dict[str, Any]) -> float:
     rank = reply.get("rank")
-    return rank if isinstance(rank, int | float) else float("inf")
+    if isinstance(rank, int | float):
+        return rank
+    return float("inf")
 
 
 def _with_chosen_answer(turns: list[Any], chosen: Any, notes: set[str]) -> list[Any]:

@@ -160,7 +160,9 @@ class Local:
 
     def _answer(self, trace: Trace) -> Answer:
         """Return the message of a finished answer, without its stop token."""
-        tokens = trace.tokens[:-1] if trace.finish == "stop" else trace.tokens
+        tokens = trace.tokens
+        if trace.finish == "stop":
+            tokens = tokens[:-1]
         text = self.tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

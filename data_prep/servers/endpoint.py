@@ -189,7 +189,9 @@ class Endpoint:
         """Return the server's entry for the recipe's target, or for the model that the recipe names for servers."""
         path = self.target.adapter or self.target.path
         name = self.section.model
-        names = [name] if name else [path, Path(path).name, str(Path(path).resolve())]
+        names = [path, Path(path).name, str(Path(path).resolve())]
+        if name:
+            names = [name]
         try:
             models = self._read(
                 models_in, self.transport.send("/models", timeout=self.section.connect_timeout)

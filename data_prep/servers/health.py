@@ -100,11 +100,9 @@ class Health:
             failure.pause > LONGEST_WAIT and self.rested_at == now
         )
         self.was_away |= lost
-        return (
-            f"{failure}. The server is asked again in {self.rest_until - now:.0f} s"
-            if is_news
-            else None
-        )
+        if not is_news:
+            return None
+        return f"{failure}. The server is asked again in {self.rest_until - now:.0f} s"
 
     def _rest(self, failure: Failure, began: float, now: float) -> None:
         """Rest; of requests that were on their way together, all count as one."""

@@ -27,9 +27,8 @@ class Job:
     prompt: Prompt | None = None
     outcome: dict[str, Any] | str | None = None
     attempts: int = 0  # of this prompt
-    ready: dict[str, float] = field(
-        default_factory=dict
-    )  # when each server that failed may be asked again
+    # When each server that failed may be asked again.
+    ready: dict[str, float] = field(default_factory=dict)
     is_trial: bool = False  # of the server that has it
 
     def advance(self, answer: Answer | None) -> None:
@@ -135,7 +134,9 @@ class Queue:
             self._leave(endpoint, job)
             if not is_over:
                 return None
-            return f"{failure} (asked {job.attempts} times)" if job.attempts > 1 else str(failure)
+            if job.attempts > 1:
+                return f"{failure} (asked {job.attempts} times)"
+            return str(failure)
 
     def finished(self, endpoint: Endpoint, job: Job) -> None:
         """Note that a conversation has come to its end."""

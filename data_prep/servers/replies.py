@@ -16,7 +16,9 @@ class OddReply(ValueError):
 
 def models_in(reply: Any) -> list[dict[str, Any]]:
     """Return the models that a server lists, each with its `id` as text."""
-    entries = (reply.get("data") or reply.get("models") or []) if isinstance(reply, dict) else reply
+    entries = reply
+    if isinstance(reply, dict):
+        entries = reply.get("data") or reply.get("models") or []
     if isinstance(entries, dict):
         entries = [entries]
     if not isinstance(entries, list):
@@ -81,7 +83,9 @@ def finish_of(choice: dict[str, Any]) -> str:
     reason = unfinished_reason(choice)
     if reason is None:
         finish_reason = choice.get("finish_reason")
-        return finish_reason if isinstance(finish_reason, str) and finish_reason else "stop"
+        if isinstance(finish_reason, str) and finish_reason:
+            return finish_reason
+        return "stop"
     if is_truncated(reason):
         return TRUNCATED
     if is_filtered(reason):

@@ -83,7 +83,9 @@ def likeliest_mass(probs: list[float], vocab_size: int, temperature: float) -> f
     num_others = max(1, vocab_size - len(probs))
     other_prob = max(0.0, 1 - sum(probs)) / num_others
     mass = sum(prob**power for prob in probs)
-    return min(1.0, mass / (mass + num_others * other_prob**power)) if mass else 0.0
+    if not mass:
+        return 0.0
+    return min(1.0, mass / (mass + num_others * other_prob**power))
 
 
 class SamplerCheck:
@@ -108,9 +110,9 @@ class SamplerCheck:
         """Add one choice of a chat completion, and return what is wrong with the latest ones together."""
         logprobs = choice.get("logprobs")
         content = logprobs.get("content") if isinstance(logprobs, dict) else None
-        tokens = (
-            [token for token in content if has_probs(token)] if isinstance(content, list) else []
-        )
+        tokens = []
+        if isinstance(content, list):
+            tokens = [token for token in content if has_probs(token)]
         text = str((choice.get("message") or {}).get("content") or "")
         with self.lock:
             if tokens:

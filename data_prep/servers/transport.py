@@ -27,9 +27,8 @@ class Kind(Enum):
     """What a failure says about asking again."""
 
     REFUSED = "refused"  # this server will not answer this request
-    ODD = (
-        "odd"  # an error inside the server, or a reply that is none: perhaps of this request alone
-    )
+    # An error inside the server, or a reply that is none: perhaps of this request alone.
+    ODD = "odd"
     BUSY = "busy"  # the server asks for a pause
     SILENT = "silent"  # it took the request, and no whole reply came within the timeout
     AWAY = "away"  # no connection: the request has not reached it
@@ -75,7 +74,9 @@ class Transport:
             request = Request(self.url + path, body, {"Content-Type": "application/json"})
             if self.key:
                 # A redirection must not take the key to another host.
-                credentials = self.key if " " in self.key else f"Bearer {self.key}"
+                credentials = self.key
+                if " " not in credentials:
+                    credentials = f"Bearer {credentials}"
                 request.add_unredirected_header("Authorization", credentials)
             with self.opener.open(request, timeout=timeout) as reply:
                 text = reply.read(LARGEST + 1)
@@ -141,4 +142,6 @@ def parse_date(text: str) -> datetime | None:
         date = parsedate_to_datetime(text)
     except (TypeError, ValueError, IndexError, OverflowError):
         return None
-    return date if date.tzinfo else date.replace(tzinfo=timezone.utc)
+    if not date.tzinfo:
+        date = date.replace(tzinfo=timezone.utc)
+    return date
