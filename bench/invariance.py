@@ -58,7 +58,12 @@ def open_state(target: Target, context: int) -> Any:
 
 
 def time_forwards(targets: dict[str, Target], context: int) -> list[dict[str, Any]]:
-    """Return a row for each number of nodes: medians, and the ratio of both with its range over the repeats."""
+    """Return a row for each number of nodes: medians, and the ratio of both with its range over the repeats.
+
+    Args:
+        targets: The same model under the names "invariant" and "fastest".
+        context: The tokens that the cache holds before each forward.
+    """
     states = {name: open_state(target, context) for name, target in targets.items()}
     rows = []
     for nodes in NODES:
@@ -71,16 +76,14 @@ def time_forwards(targets: dict[str, Target], context: int) -> list[dict[str, An
         warm = {name: values[1:] for name, values in seconds.items()}
         pairs = zip(warm["invariant"], warm["fastest"], strict=True)
         ratios = sorted(invariant / fastest for invariant, fastest in pairs)
+        spread = (ratios[0], median(ratios), ratios[-1])
+        milliseconds = {name: round(1000 * median(values), 2) for name, values in warm.items()}
         rows.append(
             {
                 "context": context,
                 "nodes": nodes,
-                "milliseconds": {
-                    name: round(1000 * median(values), 2) for name, values in warm.items()
-                },
-                "ratio_low_median_high": [
-                    round(ratio, 3) for ratio in (ratios[0], median(ratios), ratios[-1])
-                ],
+                "milliseconds": milliseconds,
+                "ratio_low_median_high": [round(ratio, 3) for ratio in spread],
             }
         )
     return rows
@@ -94,7 +97,16 @@ def find_drafter(name: str, target: Target) -> Any:
 
 
 def count_identical(target: Target, name: str, new_tokens: int) -> dict[str, Any]:
-    """Count drafted answers that are plain decoding's, alone and in batches."""
+    """Count drafted answers that are plain decoding's, alone and in batches.
+
+    Args:
+        target: The model, whose plain decoding is the reference.
+        name: The drafter, as `find_drafter` takes it.
+        new_tokens: The length of every answer.
+
+    Returns:
+        How many `answers` were compared, and how many are `identical`.
+    """
     prompts = [target.chat(question) for question in QUESTIONS]
     drafter = find_drafter(name, target)
     plain = load_drafter("none", target)
@@ -117,7 +129,14 @@ def count_identical(target: Target, name: str, new_tokens: int) -> dict[str, Any
 
 
 def measure(path: str, dtype: str, names: list[str], new_tokens: int) -> None:
-    """Measure one target both ways, print the rows and write them."""
+    """Measure one target both ways, print the rows and write them.
+
+    Args:
+        path: A folder of save_pretrained.
+        dtype: The precision in which it is loaded.
+        names: The drafters whose answers are compared.
+        new_tokens: The length of every answer.
+    """
     targets = {
         "invariant": Target.load(path, dtype=dtype, device="cpu", invariant=True),
         "fastest": Target.load(path, dtype=dtype, device="cpu", invariant=False),

@@ -52,7 +52,13 @@ def clock(device: str) -> float:
 
 
 def measure_peak(dtype: torch.dtype, device: str = "cpu", size: int = 2048) -> float:
-    """Return the operations a second of a matrix product, the best of a square one at two sizes."""
+    """Return the operations a second of a matrix product, the best of a square one at two sizes.
+
+    Args:
+        dtype: Of the factors.
+        device: Where they are multiplied.
+        size: The side of the larger product; the smaller one has a quarter of it.
+    """
     best = 0.0
     # without instructions for bf16 the large product takes a minute, and a small one tells as much
     for side in (size // 4, size):
@@ -75,7 +81,13 @@ def markdown(
     rows: Iterable[Sequence[object]],
     about: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a table as Markdown, with what it was made on below it."""
+    """Return a table as Markdown, with what it was made on below it.
+
+    Args:
+        header: The title of each column.
+        rows: Cells of any type, as many as the header has.
+        about: What `made_on` returned; None leaves the line below the table out.
+    """
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, *rows)]
     lines.insert(1, "|---" * len(header) + "|")
     if about is not None:

@@ -70,7 +70,13 @@ QUESTION = "What is this?"
 
 
 class Rehearsal:
-    """A folder in which all stages run, and what each of them took."""
+    """A folder in which all stages run, and what each of them took.
+
+    Args:
+        folder: Holds everything that the stages make.
+        size: A key of `SIZES`.
+        methods: Keys of `METHODS`; the first has the recipe of the stages that all share.
+    """
 
     def __init__(self, folder: Path, size: str, methods: Sequence[str]) -> None:
         self.folder = folder
@@ -125,7 +131,15 @@ class Rehearsal:
         return [str(recipe), *(f"{key}={value}" for key, value in overrides.items())]
 
     def run(self, stage: str, *commands: Sequence[object]) -> str:
-        """Run a stage's commands, note seconds and peak memory, and return all output; stop at the first that fails."""
+        """Run a stage's commands, note seconds and peak memory, and return all output.
+
+        Args:
+            stage: Its name in the table, from which that of its log follows.
+            commands: What follows the name of the interpreter.
+
+        Raises:
+            ValueError: A command failed; those after it are not run.
+        """
         row: dict[str, Any] = {
             "stage": stage,
             "ok": False,
@@ -179,6 +193,7 @@ class Rehearsal:
         for name in self.methods:
             self.run(f"training, {name}", ["recipes/train_eagle.py", *self.recipe(name)])
             self.note(describe_training(self.folder / name))
+
         for name in self.methods:
             command = [
                 "-m",
@@ -191,11 +206,14 @@ class Rehearsal:
             ]
             options = ["--compare", "--dtype", "bfloat16", "--max-new-tokens", 8]
             self.run(f"generate, {name}", [*command, *options])
+
+        # one run measures the heads of all methods, under the folder of the first
         results = self.folder / self.methods[0]
         self.run("measuring, all", ["-m", "eval.measure", *first])
         self.note(describe_measurement(results / "results.jsonl"))
         self.run("lossless, all", ["-m", "eval.lossless", *first])
         self.note(describe_certificate(results / "lossless.json"))
+
         for name in self.methods:
             self.export_and_import(name)
 
@@ -269,18 +287,26 @@ def write_conversations(folder: Path) -> None:
 
 
 def compare_heads(target_folder: str, head: str, *imported: str) -> None:
-    """Print that all weights are bit-equal and all drafts the same, or stop at the first head that differs."""
+    """Print that all weights are bit-equal and all drafts the same, or stop at the first head that differs.
+
+    Args:
+        target_folder: The model for which the heads draft.
+        head: The head that was exported.
+        imported: What its exports became when they were imported again.
+
+    Raises:
+        SystemExit: One has another weight, or drafts another tree.
+    """
     target = Target.load(target_folder, dtype="bfloat16")
     weights = load_head(head).state_dict()
     expected = draft(target, head)
     for folder in imported:
         again = read_weights(folder)
+        # what only one of them has, then what both have and which differs
         names = sorted(weights.keys() ^ again.keys())
-        names += [
-            name
-            for name in weights
-            if name in again and not torch.equal(weights[name], again[name])
-        ]
+        for name in weights:
+            if name in again and not torch.equal(weights[name], again[name]):
+                names.append(name)
         if names:
             count = f"{len(names)} of {len(weights)} tensors differ"
             raise SystemExit(f"{folder} is not {head}: {count}, as {names[:3]}")
@@ -303,9 +329,9 @@ def read_weights(head: str) -> dict[str, Tensor]:
 def draft(target: Target, head: str) -> list[tuple[list[int], list[int]]]:
     """Return the drafted trees of a short generation, as tokens and parents."""
     target.forget()
-    trace = generate(
-        target, load_drafter(head, target), target.chat(QUESTION), max_new_tokens=6, stop=[]
-    )
+    drafter = load_drafter(head, target)
+    prompt = target.chat(QUESTION)
+    trace = generate(target, drafter, prompt, max_new_tokens=6, stop=[])
     return [(cycle.tree.tokens.tolist(), cycle.tree.parents.tolist()) for cycle in trace.cycles]
 
 

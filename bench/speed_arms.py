@@ -85,7 +85,16 @@ def decode_here(
     sampling: Sampling,
     max_new_tokens: int,
 ) -> Timed:
-    """Return figures and answers of this project's decoder; one prompt is decoded without a batch."""
+    """Return figures and answers of this project's decoder; one prompt is decoded without a batch.
+
+    Args:
+        target: The model that verifies.
+        drafter: What drafts for it.
+        plan: A budget or a policy, None for the drafter's own.
+        prompts: All of them are decoded together.
+        sampling: Of every request.
+        max_new_tokens: The length of every answer, as nothing stops one before.
+    """
     traces = [Trace() for _ in prompts]
     options = {"budget": plan, "sampling": sampling, "max_new_tokens": max_new_tokens, "stop": []}
     # a drafter reuses what the target has read of a prompt before
@@ -100,21 +109,29 @@ def decode_here(
             watch.begin(sum(len(trace.tokens) for trace in traces))
     answers = [trace.checked().tokens for trace in traces]
     figures = watch.figures(sum(map(len, answers)))
-    figures["cycles"] = sum(len(trace.cycles) for trace in traces)
     # each cycle commits the accepted drafts and one more token
-    figures["committed"] = sum(sum(cycle.committed for cycle in trace.cycles) for trace in traces)
+    cycles = [cycle for trace in traces for cycle in trace.cycles]
+    figures["cycles"] = len(cycles)
+    figures["committed"] = sum(cycle.committed for cycle in cycles)
     return figures, answers
 
 
 def decode_there(
     model: Any, options: dict[str, Any], prompts: Prompts, sampling: Sampling, max_new_tokens: int
 ) -> Timed:
-    """Return figures and answers of transformers' `generate`, prompts padded on the left."""
+    """Return figures and answers of transformers' `generate`, prompts padded on the left.
+
+    Args:
+        model: A causal language model of transformers.
+        options: Of `generate`, for prompt lookup or an assistant.
+        prompts: One batch.
+        sampling: Temperature, and the request whose index seeds torch.
+        max_new_tokens: The length of every answer, as nothing stops one before.
+    """
     # B prompts, T tokens of the longest
     width = max(map(len, prompts))
-    ids = torch.tensor(
-        [[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device
-    )
+    padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+    ids = torch.tensor(padded, device=model.device)  # [B, T]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     mask = torch.arange(width, device=model.device) >= width - lengths[:, None]
     draws: dict[str, Any] = {"do_sample": False}
@@ -139,6 +156,10 @@ def widen_drafter(drafter: Drafter, weights: float) -> float:
     """Widen a head or a draft model to its usual share of a target of so many weights; return the share that it has.
 
     A head without an MLP, or a larger one, stays as it is.
+
+    Args:
+        drafter: Of any kind; what is no module has a share of 0.
+        weights: The number of weights of the target.
     """
     if not isinstance(drafter, nn.Module):
         return 0.0
@@ -209,7 +230,13 @@ class WideTarget:
         )
 
     def policy(self, name: str, prompts: Prompts, budget: Budget) -> Policy:
-        """Return a policy that has measured the costs of cycles and learned nothing yet."""
+        """Return a policy that has measured the costs of cycles and learned nothing yet.
+
+        Args:
+            name: The drafter.
+            prompts: As many as will be decoded together.
+            budget: The most that the policy may draft.
+        """
         options: dict[str, Any] = {}
         asked: Any = prompts[0]
         if len(prompts) > 1:

@@ -45,20 +45,27 @@ def compute_cells(
     }
     cells = []
     for arm, rows in arms.items():
+        # transformers does not tell its cycles
+        tau = None
         cycles = total(rows, "cycles")
+        if cycles:
+            tau = round(total(rows, "committed") / cycles, 3)
+
+        # answers at T > 0 are not compared with those of transformers
+        unequal = None
         compared = [row for row in rows if row["unequal"] is not None]
+        if compared:
+            unequal = [total(compared, "unequal"), total(compared, "texts")]
+
         cells.append(
             {
                 "setting": list(setting),
                 "arm": arm,
                 "tokens/s": round(tokens_per_second(rows), 2),
                 **{name: compare(rows, base) for name, base in bases.items()},
-                # transformers does not tell its cycles, and answers at T > 0 are not compared with its own
-                "tau": round(total(rows, "committed") / cycles, 3) if cycles else None,
+                "tau": tau,
                 "cycle": costs.get(arm),
-                "unequal": [total(compared, "unequal"), total(compared, "texts")]
-                if compared
-                else None,
+                "unequal": unequal,
             }
         )
     return cells
@@ -75,7 +82,15 @@ def tokens_per_second(rows: Rows) -> float:
 
 
 def compare(rows: Rows, base: Rows | None) -> list[float | None] | None:
-    """Return the tokens per second of an arm over a base's, with an interval over prompts."""
+    """Return the tokens per second of an arm over a base's, with an interval over prompts.
+
+    Args:
+        rows: The figures of the arm on each batch of prompts.
+        base: Those of the base on the same batches, None if it was not timed.
+
+    Returns:
+        The ratio and the low and high end of its interval; None without a base.
+    """
     if base is None:
         return None
     clusters = {}

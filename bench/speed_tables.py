@@ -89,10 +89,13 @@ class SpeedRun:
         shortest = min(answer.prompt for answer in answers)
         longest = max(len(answer.tokens) for answer in answers)
         context = (shortest + longest) // 2
+
+        # acceptance is the small pair's, costs are the wide pair's
         wide_drafter = self.wide.drafter(name)
         costs = bare_costs(self.wide.target, wide_drafter, (context,), rounds=3)
         tuning = Tuning(small, drafter, answers, costs)
         self.budgets[name] = search(tuning, CANDIDATES).budget
+
         for shape, budget in {**SHAPES, TUNED: self.budgets[name]}.items():
             rows = costs.rows(drafter, budget, PENDING)
             # a drafter without forwards has no modelled cost
@@ -115,14 +118,21 @@ class SpeedRun:
         return self.wide.policy(name, prompts, budget if budget.nodes else chain(3))
 
     def time_arms(self, setting: Setting, arms: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-        """Return the figures of each arm on each batch of prompts."""
+        """Return the figures of each arm on each batch of prompts.
+
+        Args:
+            setting: How the target is asked.
+            arms: Names as `list_arms` gives them, plain decoding first.
+        """
         prompts = read_prompts(self.recipe, self.wide.target, setting.context)
         batches = group_prompts(prompts, setting.batch)
+
         runners = {}
         for arm in arms:
             runners[arm] = self.wide.runner(arm, self.make_plan(arm, batches[0]))
             # not timed: what only a first call does
             runners[arm](batches[0][:1], Sampling(setting.temperature), 4)
+
         figures: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
         for i, batch in enumerate(progress(batches, "time", len(batches), unit="batches")):
             sampling = Sampling(setting.temperature, request=i * setting.batch)
@@ -140,7 +150,14 @@ class SpeedRun:
 def count_unequal(
     arm: str, temperature: float, answers: list[list[int]], plain: list[list[int]]
 ) -> int | None:
-    """Return the number of answers unlike plain decoding's; None where they are not compared."""
+    """Return the number of answers unlike plain decoding's; None where they are not compared.
+
+    Args:
+        arm: What gave the answers.
+        temperature: Of both.
+        answers: The tokens of the arm's answers.
+        plain: Those of plain decoding, in the same order.
+    """
     # transformers samples with noise of its own, so that its answers at T > 0 are others
     if arm == PLAIN or (arm in PEERS and temperature):
         return None

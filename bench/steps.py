@@ -34,7 +34,16 @@ Step = Callable[[int], object]  # an update on batch i
 def llama(
     vocab: int, width: int, mlp: int, heads: int, layers: int = 8, key_heads: int = 0
 ) -> dict[str, Any]:
-    """Return the sizes of a Llama as its config names them."""
+    """Return the sizes of a Llama as its config names them.
+
+    Args:
+        vocab: Tokens of the vocabulary.
+        width: Of the hidden states.
+        mlp: Neurons of each MLP.
+        heads: Of attention.
+        layers: The decoder layers.
+        key_heads: Heads of keys and values; 0 for as many as `heads`.
+    """
     return {
         "vocab_size": vocab,
         "hidden_size": width,
@@ -90,7 +99,13 @@ class Work:
 
 
 def update_step(loss: Callable[[int], Tensor], module: nn.Module, work: Work) -> Step:
-    """Return a step of fused AdamW with gradients clipped by norm, under autocast in bf16."""
+    """Return a step of fused AdamW with gradients clipped by norm, under autocast in bf16.
+
+    Args:
+        loss: Gives the loss of batch i.
+        module: Its parameters that require gradients are trained.
+        work: Names the device and the dtype of autocast.
+    """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 

@@ -37,7 +37,12 @@ SIZES = [(llama(8192, 256, 704, heads=4), 4, 4), (llama(131072, 512, 1408, heads
 
 
 def count_flops(config: dict[str, Any], texts: list[Text]) -> int:
-    """Return the operations of an EAGLE-1 step: what follows a text's last answer is left out, the rest is read."""
+    """Return the operations of an EAGLE-1 step: what follows a text's last answer is left out, the rest is read.
+
+    Args:
+        config: The sizes of the target, as `llama` gives them.
+        texts: The conversations of one step.
+    """
     width = config["hidden_size"]
     supervised = 0
     keys = 0  # positions whose keys are read
@@ -50,10 +55,10 @@ def count_flops(config: dict[str, Any], texts: list[Text]) -> int:
     fc = keys * 2 * width**2
     logits = supervised * config["vocab_size"] * width
     key_width = config["num_key_value_heads"] * config["head_dim"]
+    # keys and values of what is read; queries, output and MLP of what is supervised; attention itself
     block = keys * 2 * width * key_width
-    block += (
-        supervised * (2 * width**2 + 3 * width * config["intermediate_size"]) + 2 * pairs * width
-    )
+    block += supervised * (2 * width**2 + 3 * width * config["intermediate_size"])
+    block += 2 * pairs * width
     forward = fc + 2 * logits + block
     # the weights of fc, the input of the student's logits, weights and inputs of the block
     backward = fc + logits + 2 * block
@@ -79,7 +84,11 @@ def working_memory(step: Step) -> float:
 
 
 def measure(work: Work, rounds: int) -> Row:
-    """Return memory and tokens per second of both sides."""
+    """Return memory and tokens per second of both sides.
+
+    Raises:
+        ValueError: They do not train the same number of weights.
+    """
     sides = {"published": published_side(work), "ours": our_side(work)}
     trained = {}
     row: Row = {}
@@ -98,7 +107,7 @@ def measure(work: Work, rounds: int) -> Row:
             for i in range(len(work.batches)):
                 step(i)
             seconds[name].append(process_time() - start)
-    tokens = sum(length for texts in work.batches for length, _ in texts)
+    tokens = sum(length for length, _ in chain.from_iterable(work.batches))
     for name, times in seconds.items():
         row[name] = tokens / median(times)
     return row
@@ -107,7 +116,14 @@ def measure(work: Work, rounds: int) -> Row:
 def measure_rows(
     dtypes: list[str], lengths: list[int], rounds: int, texts: list[Text]
 ) -> Iterator[Row]:
-    """Yield a row for real texts cut at each length, and for a text without padding."""
+    """Yield a row for real texts cut at each length, and for a text without padding.
+
+    Args:
+        dtypes: Keys of `DTYPES`.
+        lengths: The tokens at which texts are cut.
+        rounds: How often each side is timed.
+        texts: The lengths and answers of real conversations.
+    """
     for dtype, (config, batch, num_batches), length in product(dtypes, SIZES, lengths):
         real = cut_all(texts, length)[: batch * num_batches]
         batches = [real[i : i + batch] for i in range(0, len(real), batch)]
@@ -132,9 +148,9 @@ def describe_work(work: Work) -> Row:
     """Return the share of supervised tokens, that of padded positions which hold a token, and the limit."""
     texts = list(chain.from_iterable(work.batches))
     tokens = sum(length for length, _ in texts)
-    supervised = sum(
-        stop - start for start, stop in chain.from_iterable(spans for _, spans in texts)
-    )
+    supervised = 0
+    for _, spans in texts:
+        supervised += sum(stop - start for start, stop in spans)
     # the published step reads every text of a batch to the end of the longest
     padded = sum(len(batch) * max(batch)[0] for batch in work.batches)
     peak = find_peak(work.dtype)

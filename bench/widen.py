@@ -39,6 +39,13 @@ def widen(model: nn.Module, weights: float) -> int:
     """Widen every MLP equally until the model has so many weights; return the neurons of an MLP.
 
     The new input weights are random with the spread of the old ones. The new output weights are zero.
+
+    Args:
+        model: Is changed in place.
+        weights: The number of weights that it has in the end, but for rounding to whole neurons.
+
+    Raises:
+        ValueError: It has no MLP, MLPs of different sizes, or so many weights already.
     """
     mlps = find_mlps(model)
     if not mlps:

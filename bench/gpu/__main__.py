@@ -21,11 +21,10 @@ from pathlib import Path
 from time import monotonic, time_ns
 from typing import NamedTuple, TextIO
 
-from bench.gpu.page import PAGE, RESULTS, write_page
+from bench.gpu.page import PAGE, RESULTS, ROOT, write_page
 from bench.gpu.worker import UNFINISHED, Context, list_units, read_units, result_file, write_unit
 from eagle.device import best_device
 
-ROOT = Path(__file__).parent.parent.parent
 MIN_SECONDS = 10  # a worker is not started in the last seconds of a stage
 
 
@@ -66,9 +65,8 @@ class Worker:
     def end(self, deadline: float) -> str:
         """Wait until the deadline, end the process, and return why a unit may be unfinished."""
         try:
-            reason = (
-                f"the worker ended with status {self.process.wait(max(deadline - monotonic(), 0))}"
-            )
+            status = self.process.wait(max(deadline - monotonic(), 0))
+            reason = f"the worker ended with status {status}"
         except subprocess.TimeoutExpired:
             reason = "not done at the end of the stage's time"
         with contextlib.suppress(ProcessLookupError):
@@ -82,23 +80,33 @@ def list_pending(stage: Stage, context: Context) -> list[str]:
     """Return the units without a result, then those that failed in an earlier call."""
     names = list_units(stage.name, context)
     units = read_units(context.results, stage.name)
-    failed = [
-        name
-        for name, figures in units.items()
-        if "error" in figures and figures["call"] != context.call
-    ]
-    return [name for name in names if name not in units] + [
-        name for name in names if name in failed
-    ]
+    fresh = []
+    failed = []
+    for name in names:
+        if name not in units:
+            fresh.append(name)
+        elif "error" in units[name] and units[name]["call"] != context.call:
+            failed.append(name)
+    return fresh + failed
 
 
 def run_stage(stage: Stage, context: Context, deadline: float) -> None:
-    """Run units until each has a result or the deadline is near."""
+    """Run units until each has a result or the deadline is near.
+
+    Args:
+        stage: What is measured, and by how many workers at once.
+        context: What the units are run with.
+        deadline: By the monotonic clock.
+
+    Raises:
+        ValueError: A worker ended before its first unit began.
+    """
     while deadline - monotonic() > MIN_SECONDS:
         names = list_pending(stage, context)
         if not names:
             break
         count = 1 if context.rehearse else min(stage.workers, len(names))
+        # worker i gets every `count`-th unit from the i-th on
         workers = [Worker(stage, context, names[i::count]) for i in range(count)]
         for i, worker in enumerate(workers):
             reason = worker.end(deadline)
@@ -143,6 +151,7 @@ def run_stages(args: argparse.Namespace, context: Context) -> int:
     start = monotonic()
     end = start + 60 * args.minutes
     stages = [stage for stage in STAGES if stage.name in args.stages]
+
     for stage in stages:
         if stage.name in args.again:
             result_file(context.results, stage.name).unlink(missing_ok=True)
@@ -151,16 +160,17 @@ def run_stages(args: argparse.Namespace, context: Context) -> int:
             print(f"{stage.name:10} {kept} units have a result: kept", flush=True)
         # a rehearsal on a busy CPU takes the time that it needs
         run_stage(stage, context, context.pick(min(end, monotonic() + stage.seconds), end))
+
     # a second pass gives the time that is left to what did not fit into its budget
     for stage in stages:
         run_stage(stage, context, end)
+
     left = {stage.name: len(list_pending(stage, context)) for stage in stages}
     left = {name: count for name, count in left.items() if count}
     failed = 0
     for stage in stages:
-        failed += sum(
-            "error" in figures for figures in read_units(context.results, stage.name).values()
-        )
+        units = read_units(context.results, stage.name)
+        failed += sum("error" in figures for figures in units.values())
     print(
         f"{monotonic() - start:.0f} s; units left for another call: {left or 'none'}; {failed} failed"
     )

@@ -68,7 +68,14 @@ def units(context: Context) -> dict[str, Unit]:
 
 
 def check_waits(expression: str) -> Figures:
-    """Run the tests of the host's waits that an expression chooses; without CUDA they are skipped."""
+    """Run the tests of the host's waits that an expression chooses; without CUDA they are skipped.
+
+    Args:
+        expression: As `pytest -k` takes it.
+
+    Raises:
+        RuntimeError: pytest itself failed, or found no such test.
+    """
     command = [
         sys.executable,
         "-m",
@@ -107,7 +114,17 @@ def check_method(kind: str, device: torch.device) -> Figures:
 def check_lossless(
     family: str, dtype: torch.dtype, device: torch.device, new_tokens: int
 ) -> Figures:
-    """Compare drafted answers, alone and in a batch, with those of the untouched model token by token."""
+    """Compare drafted answers, alone and in a batch, with those of the untouched model token by token.
+
+    Args:
+        family: A small random model of `tests.families`.
+        dtype: Its precision.
+        device: Where both decode.
+        new_tokens: The length of every answer.
+
+    Returns:
+        The counts, and every difference with what may explain it.
+    """
     model = build(family, dtype).to(device)
     target = Target(copy.deepcopy(model))
     # untrained heads are right now and then, as the vocabulary is small
@@ -116,6 +133,7 @@ def check_lossless(
     # prompts repeat themselves, so that n-grams draft
     prompts = [2 * random_tokens(length, seed=length) for length in PROMPT_LENGTHS]
 
+    # one answer of the model is compared with those of all drafters
     @cache
     def decode_model(i: int, sampling: Sampling) -> ModelAnswer:
         return decode_untouched(model, Choose(sampling), prompts[i], stop=[], count=new_tokens)
@@ -139,6 +157,7 @@ def check_lossless(
             )
             if difference is not None:
                 differences.append(difference)
+
     identical = answers - len(differences)
     gaps = [difference.gap or 0.0 for difference in differences if difference.is_rounding]
     line = f"{identical} of {answers} identical, {len(gaps)} near-ties of at most {max(gaps, default=0.0):.2g}"

@@ -44,9 +44,9 @@ ALL_SHAPES = {
 def units(context: Context) -> dict[str, Unit]:
     """Return the arms, single requests of the large model first, and what torch compiles last."""
     cases = []
-    for size, batch in product(
-        context.pick(list(SIZES), ["8 B"]), context.pick((1, 8, 32), (1, 2))
-    ):
+    sizes = context.pick(list(SIZES), ["8 B"])
+    batches = context.pick((1, 8, 32), (1, 2))
+    for size, batch in product(sizes, batches):
         cases += [(size, batch, arm) for arm in list_arms(context, batch)]
     if not context.rehearse:
         cases += [("8 B", 1, f"{arm}, {COMPILED}") for arm in (PLAIN, "eagle1, chain 3")]
@@ -106,9 +106,8 @@ def make_inputs(folder: Path) -> Path:
         write_conversations(folder / "data")
         make_target(folder / "target", "small")
         target = Target.load(folder / "target", dtype="bfloat16", device="cpu")
-        save_head(
-            folder / "eagle1/head", Eagle1.for_target(Eagle1.Settings(), target.config), "", {}
-        )
+        head = Eagle1.for_target(Eagle1.Settings(), target.config)
+        save_head(folder / "eagle1/head", head, "", {})
     return folder
 
 
@@ -124,7 +123,14 @@ def decode_plain(
 
 
 def measure_arm(context: Context, size: str, batch: int, arm: str) -> Figures:
-    """Time the answers of one arm, and compare them with plain decoding's in the same dtype."""
+    """Time the answers of one arm, and compare them with plain decoding's in the same dtype.
+
+    Args:
+        context: What the units of this call are run with.
+        size: A key of `SIZES`.
+        batch: How many prompts are decoded together.
+        arm: A drafter and its shape, perhaps captured or compiled, or one of `PEERS`.
+    """
     wide, _ = open_target(context, size)
     prompts, expected = decode_plain(context, size, batch)
     new_tokens = context.pick(64, 8)
@@ -150,7 +156,14 @@ def measure_arm(context: Context, size: str, batch: int, arm: str) -> Figures:
 
 
 def time_parts(wide: WideTarget, name: str, plan: Any, prompt: list[int]) -> dict[str, float]:
-    """Return the mean seconds of each part of a cycle."""
+    """Return the mean seconds of each part of a cycle.
+
+    Args:
+        wide: The target and its drafters.
+        name: The drafter.
+        plan: The budget or policy of its cycles.
+        prompt: Is decoded once more, with each part timed.
+    """
     trace = generate(
         wide.target,
         wide.drafter(name),

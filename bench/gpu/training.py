@@ -69,6 +69,12 @@ def time_step(step: Step, device: str, steps: int = 4, windows: int = 3) -> floa
     """Return the median seconds of a step, over windows of several steps with one wait at the end.
 
     A wait after every step would hide that the host runs ahead of the device.
+
+    Args:
+        step: Runs on batch 0 or 1, in turns.
+        device: Whose clock is read.
+        steps: How many are timed together.
+        windows: How often that is repeated.
     """
     times = []
     for _ in range(windows):
@@ -110,6 +116,7 @@ def measure_step(work: Work, compiled: bool = False) -> Figures:
     """Measure the steps of a head, and compare memory with what `eagle forecast` counts."""
     peak = find_peak(work.device)
     is_gpu = work.device != "cpu"
+    # what other units left behind is no memory of this step
     held = 0
     if is_gpu:
         torch.accelerator.empty_cache()
@@ -122,12 +129,15 @@ def measure_step(work: Work, compiled: bool = False) -> Figures:
     for i in range(2):
         # these compile attention, and make the moments
         step(i)
+
     seconds = time_step(step, work.device)
     memory = 0
     if is_gpu:
         memory = torch.accelerator.max_memory_allocated() - held
     tokens = sum(length for length, _ in work.batches[0])
     operations = profile_step(step, work.device)
+
+    # the forecast needs the head alone
     del step
     gc.collect()
     footprint = forecast_step(work, head)

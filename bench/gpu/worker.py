@@ -94,7 +94,16 @@ def describe_device() -> Figures:
 
 
 def main(stage: str, context: Context, names: list[str]) -> None:
-    """Measure units until one fails; each begins with a line that stays if the process ends within it."""
+    """Measure units until one fails; each begins with a line that stays if the process ends within it.
+
+    Args:
+        stage: A module of `bench.gpu`, or the full name of another.
+        context: What the units are run with.
+        names: The units, in their order.
+
+    Raises:
+        SystemExit: A unit failed, and those after it were not begun.
+    """
     terminal = os.fdopen(os.dup(1), "w", buffering=1)
     # whatever a unit prints goes to the log
     os.dup2(2, 1)
@@ -106,7 +115,8 @@ def main(stage: str, context: Context, names: list[str]) -> None:
         write_unit(context.results, stage, {**figures, "seconds": 0.0, "error": UNFINISHED})
         try:
             figures |= units[name]()
-        except Exception as error:  # of any kind: it is the unit's result
+        except Exception as error:
+            # of any kind: it is the unit's result
             traceback.print_exc()
             figures |= {
                 "error": f"{type(error).__name__}: {error}",
