@@ -162,7 +162,7 @@ def test_planted_waits_are_seen(fast: dict[str, Any]) -> None:
     curious = fast["decode curious, greedy, grown"]
     assert waits(training) == {"train._advance": 3}
     assert (
-        waits(decoding)["row_errors.run_rows"] >= decoding["steps"] - 1
+        waits(decoding)["drafter.propose_row"] >= decoding["steps"] - 1
     )  # the last cycle drafts nothing
     assert waits(curious)[EARLY] >= curious["steps"] - 1
     for line in (training, decoding, curious):
