@@ -27,7 +27,7 @@ from eagle.log import interrupted_by_user, progress, script
 from eagle.shipped import commit
 from eagle.training.trackers import Trackers, check_trackers
 from eval.comparison.compare_decode import Decoder
-from eval.comparison.compare_plan import Arm, Comparison
+from eval.comparison.compare_plan import Arm, Comparison, with_train
 from eval.comparison.compare_rows import Rows
 from eval.comparison.compare_table import ComparisonTable, markdown
 from eval.comparison.compare_train import is_trained, store_features, train_arm
@@ -80,7 +80,14 @@ def begin(rows: Rows, about: dict[str, Any]) -> None:
 
 
 def run(comparison: Comparison) -> str:
-    """Prepare, train and measure what is missing, seed by seed; return the table."""
+    """Prepare, train and measure what is missing, seed by seed.
+
+    Returns:
+        The table in Markdown, which is in the comparison's folder too.
+
+    Raises:
+        ValueError: The file holds results of another target, or a required file cannot be made.
+    """
     rows = Rows(comparison.folder)
     for arm in comparison.arms.values():
         check_trackers(arm.recipe.train)
@@ -88,6 +95,7 @@ def run(comparison: Comparison) -> str:
     decoder = Decoder(comparison, rows)
     begin(rows, header(comparison, decoder))
     store_features(comparison)
+
     every = _list_work(comparison)
     for work, arm, seed in progress(every, "compare", len(every), unit="arms"):
         if work == "train" and not is_trained(rows, arm, seed):
@@ -97,7 +105,9 @@ def run(comparison: Comparison) -> str:
             train_arm(comparison, rows, arm, seed)
         elif work == "measure" and not decoder.is_done(arm, seed):
             decoder.measure(arm, seed)
+            # after every arm, so that a look at the file tells how far it is
             report(comparison, rows)
+
     table = report(comparison, rows)
     log_comparison(comparison, table)
     return table
@@ -114,6 +124,7 @@ def _list_work(comparison: Comparison) -> list[tuple[str, Arm, int]]:
             work.append(("measure", arm, seeds[0]))
         elif arm.curve is None:
             groups[0].append(arm)
+
     for seed, group in product(seeds, groups):
         work += [("train", arm, seed) for arm in group]
         work += [("measure", arm, seed) for arm in group]
@@ -125,11 +136,9 @@ def log_comparison(comparison: Comparison, table: str) -> None:
     recipe = comparison.recipe
     if not recipe.train.trackers:
         return
-    train = recipe.train.model_copy(update={"out": str(comparison.folder)})
-    trackers = Trackers(recipe.model_copy(update={"train": train}))
-    files = [
-        comparison.folder / name for name in ("comparison.md", "comparison.json", "curves.svg")
-    ]
+    folder = comparison.folder
+    trackers = Trackers(with_train(recipe, {"out": str(folder)}))
+    files = [folder / name for name in ("comparison.md", "comparison.json", "curves.svg")]
     trackers.send([path for path in files if path.is_file()], table)
     trackers.finish()
 
@@ -145,10 +154,8 @@ def report(comparison: Comparison, rows: Rows) -> str:
     if curves:
         figures["curves"] = curves
         write_text(comparison.folder / "curves.svg", draw_curves(curves))
-    write_text(
-        comparison.folder / "comparison.json",
-        json.dumps(figures, indent=1, ensure_ascii=False) + "\n",
-    )
+    text = json.dumps(figures, indent=1, ensure_ascii=False) + "\n"
+    write_text(comparison.folder / "comparison.json", text)
     write_text(comparison.folder / "comparison.md", table + "\n")
     return table
 

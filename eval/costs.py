@@ -39,9 +39,15 @@ def model_seconds(
 ) -> list[float]:
     """Return the modelled seconds of each answer without prefill, by the budgets of its cycles.
 
-    A cycle that texts share is split evenly among them. Its forwards read all texts' rows padded to the most, behind
+    A cycle that texts share is split evenly among them. Its forwards read all texts' rows padded to the most, after
     contexts padded to the longest. Drafts whose forwards have no costs take the mean seconds of those recorded with as
     many texts, nodes and levels.
+
+    Args:
+        costs: Seconds of bare forwards on the machine that is modelled.
+        answers: Rows with their "cycles", and a "session" where answers shared them.
+        budgets: What each cycle of each answer asked for.
+        drafter: Whose forwards drafts take.
     """
     shared: dict[Place, list[tuple[Cycle, Rows]]] = defaultdict(list)
     places: list[list[Place]] = []
@@ -56,11 +62,13 @@ def model_seconds(
             of_answer.append(place)
             shared[place].append((cycle, rows))
         places.append(of_answer)
+
     recorded = []
     for texts in shared.values():
         recorded.append([cycle for cycle, _ in texts])
     drafts = draft_seconds(recorded)
     seconds = {place: _share_cycle(costs, texts, drafts) for place, texts in shared.items()}
+
     totals = []
     for of_answer in places:
         totals.append(sum(seconds[place] for place in of_answer))
@@ -70,7 +78,13 @@ def model_seconds(
 def asked_budgets(
     cycles: Sequence[Cycle], budget: Budget | None, limit: int | None = None
 ) -> list[Budget]:
-    """Return what each cycle asked for. With the answer's limit of tokens, its end leaves room for fewer levels."""
+    """Return what each cycle asked for.
+
+    Args:
+        cycles: Those of one answer, in order.
+        budget: The drafter's; None where nothing was drafted.
+        limit: The most tokens of the answer, whose end leaves room for fewer levels; None for no such end.
+    """
     if budget is None:
         return [NOT_DRAFTING] * len(cycles)
     if limit is None:
@@ -111,6 +125,7 @@ def _share_cycle(
     shape = shape_of(cycles)
     num_texts, nodes, _ = shape
     context = max(cycle["context"] for cycle in cycles)
+
     drafting = 0.0
     asked = [rows for _, rows in texts if rows]
     if asked:
@@ -120,4 +135,7 @@ def _share_cycle(
         drafting = costs.draft((pending, *levels), context, len(asked))
     elif any(rows is None for _, rows in texts):
         drafting = drafts.get(shape, 0.0)
-    return (drafting + costs.read(nodes + 1, context, num_texts)) / num_texts
+
+    # the target reads the root too
+    verification = costs.read(nodes + 1, context, num_texts)
+    return (drafting + verification) / num_texts

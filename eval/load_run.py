@@ -31,7 +31,8 @@ from eval.prompts import Question, encode_prompt, question_sets
 from eval.result_files.results import device_name
 
 HEAD = ("config.json", "model.safetensors")
-POLICY_PROMPTS = 16  # on which the costs of a policy are measured
+# on which the costs of a policy are measured
+POLICY_PROMPTS = 16
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,12 @@ class MeasuredDrafter:
         weights = None
         if folders:
             weights = fingerprint([folder_of(name, None, HEAD) / HEAD[1] for name in folders])
+
         described: dict[str, Any] = {"head": self.head}
         if self.options:
             described["options"] = self.options
-        codes = []
-        for part in self.drafter.drafters if isinstance(self.drafter, FirstOf) else [self.drafter]:
-            # a method from outside the package is known by its code
-            code = describe_code(type(part))
-            if code is not None:
-                codes.append(code)
+        parts = self.drafter.drafters if isinstance(self.drafter, FirstOf) else [self.drafter]
+        codes = codes_of(*map(type, parts))
         if codes:
             described["code"] = codes
         described |= {"weights": weights, "budget": asdict(self.budget)}
@@ -77,8 +75,26 @@ class MeasuredDrafter:
         return described
 
 
+def codes_of(*methods: type[Any] | None) -> list[dict[str, str]]:
+    """Return the code of methods from outside the package, since a file that was edited is another method."""
+    codes = []
+    for method in filter(None, methods):
+        code = describe_code(method)
+        if code is not None:
+            codes.append(code)
+    return codes
+
+
 def load_target(recipe: Recipe, **options: Any) -> Target:
-    """Load the recipe's target; `options` of `Target.load` go before the recipe's."""
+    """Load the recipe's target.
+
+    Args:
+        recipe: Names the target and its chat template.
+        options: Of `Target.load`; they go before the recipe's.
+
+    Raises:
+        ValueError: The recipe makes a new target, which another recipe names.
+    """
     if recipe.joint is not None:
         served = Path(recipe.train.out) / "head/recipe.yaml"
         raise ValueError(
@@ -100,7 +116,12 @@ def settle_threads(
 ) -> ThreadsOfLongWork | None:
     """Set the number of threads to that of an earlier run's header, else to the fastest for this target on a CPU.
 
-    Return what times them again, or None on another device.
+    Args:
+        target: Whose forwards are timed.
+        header: That of the results that rows will be added to; None to choose anew.
+
+    Returns:
+        What times the threads again, or None on another device.
     """
     max_threads = torch.get_num_threads()
     on_cpu = target.device.type == "cpu"
@@ -125,7 +146,11 @@ def settle_threads(
 
 
 def load_drafters(recipe: Recipe, target: Target) -> dict[str, MeasuredDrafter]:
-    """Load `none`, then the drafters that the recipe names, or ngram and its own head."""
+    """Load `none`, then the drafters that the recipe names, or ngram and its own head.
+
+    Raises:
+        ValueError: The recipe gives the name `none` to a drafter.
+    """
     default = {"ngram": MeasuredSection(head="ngram")}
     default[DRAFTERS.registered_name(recipe.drafter.kind)] = MeasuredSection()
     sections = recipe.eval.drafters or default
@@ -165,9 +190,11 @@ def add_policies(
         prompt = encode_prompt(recipe, target, question.turns[:1], question.images)
         if prompt is not None:
             prompts.append(prompt)
+
     # smaller sizes too: the end of a prompt set does not fill a batch
     largest = max(recipe.eval.batch_size)
     sizes = sorted({*recipe.eval.batch_size, *(size for size in BATCH_SIZES if size < largest)})
+
     added = dict(drafters)
     for name, measured in drafters.items():
         if not measured.budget.is_empty:

@@ -42,8 +42,10 @@ from eval.prompts import KEY_NAMES, Case, Key, cases, encode_prompt, questions
 
 Truth = Literal["steps", "whole texts"]
 TEMPERATURES = (0.0, 1.0)
-REMEMBERED = 32  # steps whose logits show how the model rounds
-QUESTIONS_AT_A_TIME = 2  # that are answered before they are compared, for each text at a time
+# steps whose logits show how the model rounds
+REMEMBERED = 32
+# that are answered before they are compared, for each text at a time
+QUESTIONS_AT_A_TIME = 2
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,8 @@ class Divergence:
     texts: tuple[str, str]
     gap: float | None  # by how much the model prefers its own token, in units of plain logits
     rounding: float  # largest difference of the model's logits between reading token by token and all at once
-    is_models_own: bool = (
-        False  # the model itself writes the drafted tokens where it decodes in its other way
-    )
+    # the model itself writes the drafted tokens where it decodes in its other way
+    is_models_own: bool = False
     ulps: float | None = None  # the gap in units of the last place of the larger logit
 
     @property
@@ -183,7 +184,14 @@ def decode_untouched(
 ) -> ModelAnswer:
     """Decode with the model alone; only the rule of choice is this project's.
 
-    It takes "steps" of one token over its own cache, as in `generate`, or reads "whole texts", always with images.
+    Args:
+        model: A causal language model of transformers.
+        choose: The rule that drafted output follows, with its noise.
+        prompt: Token ids.
+        stop: Tokens that end an answer.
+        count: The most tokens of the answer.
+        truth: "steps" of one token over the model's cache, as in `generate`, or a forward over "whole texts" for each
+            token, which a prompt with images always takes.
     """
     name = cache_name_of(model)
     tokens: list[int] = []
@@ -226,7 +234,14 @@ def find_divergence(
 ) -> Divergence | None:
     """Return the first difference of drafted tokens from the model's answer, or None.
 
-    A model whose `steps_differ` from its forwards over whole texts is compared with its steps alone.
+    Args:
+        model: The untouched model.
+        tokenizer: Shows the two tokens as text.
+        key: Names the answer.
+        answer: The model's answer.
+        drafted: The drafted answer's tokens.
+        steps_differ: Whether the model's steps by one token differ from its forwards over whole texts; if so, it is
+            compared with its steps alone.
     """
     if drafted == answer.tokens:
         return None
@@ -266,8 +281,7 @@ def _logits_at(model: Any, answer: ModelAnswer, position: int, *, steps: bool) -
 def _decode_token(tokenizer: Any, token: int | None) -> str:
     if token is None:
         return ""
-    text: str = tokenizer.decode([token])
-    return text
+    return str(tokenizer.decode([token]))
 
 
 def _compare_steps(
@@ -331,11 +345,35 @@ def certify(
 ) -> list[Verdict]:
     """Compare every drafter at every temperature with the model's own single answers to the recipe's questions.
 
-    They are compared with plain decoding by this library, too, and with the model `in_float32` where it is given.
+    Args:
+        recipe: Names the questions, temperatures and seeds.
+        target: Decodes with every drafter, and plainly.
+        model: The untouched model, of which no forward reads a tree.
+        drafters: What is compared, by name.
+        batch_sizes: How many prompts are decoded at once.
+        truth: How the untouched model answers.
+        in_float32: The model in fp32, which answers are then compared with too.
+
+    Returns:
+        A verdict for each temperature, batch size and drafter whose drafts are not sampled.
     """
-    return _Certifier(recipe, target, model, drafters, truth=truth, in_float32=in_float32).certify(
-        batch_sizes
-    )
+    certifier = _Certifier(recipe, target, model, drafters, truth=truth, in_float32=in_float32)
+    # asked before anything is decoded, which may change what is known
+    variance = target.variance()
+    plain = MeasuredDrafter(load_drafter("none", target), Budget(), "none")
+    # a few at a time: the model's answers hold logits
+    size = QUESTIONS_AT_A_TIME * max(batch_sizes)
+
+    verdicts = []
+    for temperature in sorted({*TEMPERATURES, *recipe.eval.temperatures}):
+        at_temperature = certifier.open_verdicts(temperature, batch_sizes, variance)
+        every = cases(recipe, questions(recipe), [temperature])
+        groups = [every[start : start + size] for start in range(0, len(every), size)]
+        title = f"compare at T = {temperature:g}"
+        for group in progress(groups, title, len(every), unit="questions", size=len):
+            certifier.compare_group(group, at_temperature, plain)
+        verdicts += at_temperature
+    return verdicts
 
 
 @dataclass(frozen=True)
@@ -349,26 +387,7 @@ class _Certifier:
     truth: Truth
     in_float32: Any
 
-    def certify(self, batch_sizes: Sequence[int]) -> list[Verdict]:
-        """Return a verdict for each temperature, batch size and drafter."""
-        verdicts = []
-        # asked before anything is decoded, which may change what is known
-        variance = self.target.variance()
-        plain = MeasuredDrafter(load_drafter("none", self.target), Budget(), "none")
-        for temperature in sorted({*TEMPERATURES, *self.recipe.eval.temperatures}):
-            at_temperature = self._open_verdicts(temperature, batch_sizes, variance)
-            every = cases(self.recipe, questions(self.recipe), [temperature])
-            # a few at a time: the model's answers hold logits
-            size = QUESTIONS_AT_A_TIME * max(batch_sizes)
-            groups = [every[start : start + size] for start in range(0, len(every), size)]
-            for group in progress(
-                groups, f"compare at T = {temperature:g}", len(every), unit="questions", size=len
-            ):
-                self._compare_group(group, at_temperature, plain)
-            verdicts += at_temperature
-        return verdicts
-
-    def _open_verdicts(
+    def open_verdicts(
         self, temperature: float, batch_sizes: Sequence[int], variance: str | None
     ) -> list[Verdict]:
         """Return the verdicts of one temperature, without answers."""
@@ -388,7 +407,7 @@ class _Certifier:
             verdicts.append(verdict)
         return verdicts
 
-    def _compare_group(
+    def compare_group(
         self, group: Sequence[Case], verdicts: Sequence[Verdict], plain: MeasuredDrafter
     ) -> None:
         """Answer some questions in every way, and add the comparison to the verdicts."""
@@ -403,6 +422,7 @@ class _Certifier:
                     left_out += 1
                 else:
                     answered.append((case.key(turn), self._add_float32(answer)))
+
         answers = [answer for _, answer in answered]
         plain_tokens = list(self._decode(plain, answers, 1))
         for verdict in verdicts:
@@ -499,6 +519,7 @@ def main(argv: list[str]) -> None:
         help="compare with the model in float32 too, which needs memory for a third set of weights",
     )
     args = parser.parse_intermixed_args(argv)
+
     overrides = list(args.overrides)
     if args.batch_size is not None:
         overrides.append(f"eval.batch_size={args.batch_size}")
@@ -511,10 +532,7 @@ def main(argv: list[str]) -> None:
         drafters = add_policies(recipe, target, drafters, questions(recipe))
     in_float32 = None
     if args.with_float32:
-        wide = recipe.model_copy(
-            update={"target": recipe.target.model_copy(update={"dtype": "float32"})}
-        )
-        in_float32 = load_target(wide, packed=False).model
+        in_float32 = load_target(recipe, packed=False, dtype="float32").model
     batch_sizes = sorted(set(recipe.eval.batch_size))
     verdicts = certify(
         recipe,
@@ -525,6 +543,7 @@ def main(argv: list[str]) -> None:
         truth=args.truth,
         in_float32=in_float32,
     )
+
     print(*verdicts, sep="\n")
     print(f"Trees are read by {target.describe()}; the untouched model answered by {args.truth}")
     for name, measured in drafters.items():
@@ -532,6 +551,7 @@ def main(argv: list[str]) -> None:
             print(
                 f"{name} above T = 0: drafts are sampled, so the output keeps the model's distribution, not each token"
             )
+
     header = {
         **describe_start(recipe, args.recipe),
         **describe_run(recipe, target, drafters),

@@ -43,7 +43,8 @@ from eval.result_files.answer_rows import Row, row_of
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from eval.result_files.write_results import ResultsWriter, merge_parts, part_of, read_stored
 
-WARM_UP = 16  # tokens of a generation that is not counted
+# tokens of a generation that is not counted
+WARM_UP = 16
 GOES_ON = "finished answers are kept, and the same command goes on"
 
 
@@ -82,17 +83,18 @@ def _answers(measurement: Measurement, case: Case, order: list[str]) -> Iterator
             measurement.missing[case.question.set] += len(measurement.drafters)
             # later turns are longer still
             return
+
         stored = measurement.answers(case, turn, 1)
-        new = {
-            name: _answer(measurement, case, turn, name, prompt=prompt)
-            for name in order
-            if name not in stored
-        }
+        new = {}
+        for name in order:
+            if name not in stored:
+                new[name] = _answer(measurement, case, turn, name, prompt=prompt)
         if "none" in new:
             plain, plain_trace = new["none"]
             measurement.plain_tokens[case.key(turn), 1] = plain_trace.tokens
         else:
             plain = stored["none"]
+
         # rows are written in the order of the drafters, whoever answered first
         for name in measurement.drafters:
             if name in new:
@@ -119,7 +121,17 @@ def _answer(
 def time_answer(
     target: Target, measured: MeasuredDrafter, prompt: list[int], options: dict[str, Any]
 ) -> tuple[Trace, float, float]:
-    """Decode an answer; return its trace, wall seconds and CPU seconds."""
+    """Decode an answer.
+
+    Args:
+        target: The model that answers.
+        measured: What drafts, and how much.
+        prompt: Token ids.
+        options: Further arguments of `generate`.
+
+    Returns:
+        The trace, wall seconds and CPU seconds.
+    """
     # without a cache of the prompt, whose prefill is part of the time
     target.forget()
     wall = perf_counter()
@@ -129,7 +141,12 @@ def time_answer(
 
 
 def costs_of(measurement: Measurement) -> dict[str, Any]:
-    """Return the costs by drafter. Drafters without forwards share the target's."""
+    """Return the costs by drafter. Drafters without forwards share the target's.
+
+    Returns:
+        For each drafter the fields of `Costs`, and by depth of the draft its rows of "forwards" and its rows "unread"
+        after each number of accepted tokens; both are None where it runs no forwards.
+    """
     prompts, tables = _cost_tables(measurement)
     options = {"max_new_tokens": measurement.recipe.eval.max_new_tokens}
     by_drafter: dict[Drafter | None, Costs] = {}
@@ -148,6 +165,8 @@ def costs_of(measurement: Measurement) -> dict[str, Any]:
             unread = []
             for level in levels:
                 unread.append([head.unread(accepted, level) for accepted in range(level + 1)])
+
+        # the same forwards are timed once
         if head not in by_drafter:
             by_drafter[head], _ = measure_costs(
                 measurement.target, measured.drafter, prompts, budget, options=options, **tables
@@ -166,7 +185,9 @@ def _cost_tables(measurement: Measurement) -> tuple[list[list[int]], dict[str, A
         max_turns = max(max_turns, len(question.turns))
         if prompt is not None:
             prompts.append(prompt)
+    # something must be timed, even where no prompt fits
     prompts = prompts or [[1]]
+
     # contexts from the shortest prompt to the end of the longest answer
     lengths = [len(prompt) for prompt in prompts]
     shortest = min(lengths)
@@ -188,11 +209,22 @@ def results_file(recipe: Recipe) -> Path:
 def measure(
     recipe: Recipe, path: str, *, again: bool = False, processes: Processes = ALONE
 ) -> Path:
-    """Measure what a recipe asks for and is not measured yet; return the results file."""
+    """Measure what a recipe asks for and is not measured yet.
+
+    Args:
+        recipe: What is measured.
+        path: Where the recipe lies, for the header.
+        again: Whether rows that are there are moved aside and measured again.
+        processes: Those that share the questions.
+
+    Returns:
+        The results file; with several processes it still lacks the rows in their own files.
+    """
     target = load_target(recipe)
     stored = processes.share(lambda: read_stored(results_file(recipe)))
     threads = settle_threads(target, None if again else stored.header)
     torch.set_num_threads(processes.share(torch.get_num_threads))
+
     drafters = load_drafters(recipe, target)
     asked = questions(recipe)
     if recipe.eval.goodput_policy:
@@ -200,6 +232,7 @@ def measure(
     settings = describe_run(recipe, target, drafters, processes.count)
     if "trees" in settings and processes.is_first:
         print(f"trees are read by {settings['trees']}")
+
     results = processes.share(lambda: ResultsWriter(stored, settings, again=again))
     measurement = Measurement(
         recipe=recipe,
@@ -212,6 +245,7 @@ def measure(
     if measurement.has_all():
         print(f"all answers are in {results.path} already: --again measures anew")
         return results.path
+
     costs = processes.share(lambda: {"costs": costs_of(measurement)} if recipe.eval.costs else {})
     if processes.is_first:
         results.begin({**describe_start(recipe, path), "prompts": len(asked), **costs})
@@ -235,6 +269,7 @@ def _measure_missing(measurement: Measurement, threads: ThreadsOfLongWork | None
             for batch_size in measurement.batch_sizes:
                 total += len(measurement.drafters)
                 done += len(measurement.answers(case, turn, batch_size))
+
     show = measurement.processes.is_first
     reported = None
     for _ in progress(_rows(measurement), "measure", total, unit="answers", done=done, show=show):
@@ -268,11 +303,13 @@ def log_measurement(recipe: Recipe, path: Path, table: str) -> None:
         return
     out = path.with_name("report.html")
     write_text(out, page([path]))
+
     measured: dict[str, float] = {}
     for group in read_results(path).groups():
         prefix = f"T{group.temperature:g}/batch{group.batch_size}/{group.drafter}"
         measured[f"{prefix}/tau"] = group.estimate(ACCEPTANCE_LENGTH).value
         measured[f"{prefix}/speed_up"] = group.estimate(SPEED_UP).value
+
     trackers = Trackers(recipe)
     trackers.log({"measured": measured})
     trackers.send([out, path], table)

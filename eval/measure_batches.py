@@ -17,7 +17,8 @@ from eval.measurement import Measurement
 from eval.prompts import Case
 from eval.result_files.answer_rows import Row, batch_row_of
 
-WARM_UP = 4  # tokens of each text of a batch that is not counted
+# tokens of each text of a batch that is not counted
+WARM_UP = 4
 
 
 @dataclass
@@ -37,12 +38,14 @@ class Batches:
 
     def __init__(self, measurement: Measurement, name: str, batch_size: int) -> None:
         self.measurement, self.name, self.batch_size = measurement, name, batch_size
-        self.session = secrets.token_hex(4)  # of this decoding: its cycles count from 0
+        # of this decoding: its cycles count from 0
+        self.session = secrets.token_hex(4)
         self.decoding = open_decoding(measurement, measurement.drafters[name], batch_size)
         self.texts: dict[int, Text] = {}
         self.asked = 0
         self.step = 0
-        self.since: dict[str, Any] = {}  # sums over the steps since lines were written last
+        # sums over the steps since lines were written last
+        self.since: dict[str, Any] = {}
 
     def answer(self, cases: list[Case]) -> Iterator[Row]:
         """Yield the missing rows as answers end; each is in the file when it is yielded."""
@@ -65,13 +68,14 @@ class Batches:
         """Queue the next missing turn of a question, if there is one and it fits the model."""
         measurement = self.measurement
         turns = range(len(case.question.turns))
-        missing = [
-            turn
-            for turn in turns
-            if self.name not in measurement.answers(case, turn, self.batch_size)
-        ]
+        missing = []
+        for turn in turns:
+            if self.name not in measurement.answers(case, turn, self.batch_size):
+                missing.append(turn)
         if not missing:
             return
+
+        # one turn at a time: the next one's prompt holds its answer
         turn = missing[0]
         prompt = measurement.prompt(case, turn, self.batch_size)
         if prompt is None:
@@ -95,6 +99,7 @@ class Batches:
         new = self.decoding.step()
         wall = perf_counter() - wall
         cpu = process_time() - cpu
+
         # a request that ended in this step has left the decoding's rows, but was in it
         active = {request for request, _ in new} | self.decoding.rows.keys()
         for request in active:
@@ -102,6 +107,7 @@ class Batches:
             text.share += wall / len(active)
             text.cpu_share += cpu / len(active)
             text.latency += wall
+
         self.step += 1
         num_tokens = sum(len(tokens) for _, tokens in new)
         sums = {
@@ -112,6 +118,7 @@ class Batches:
             "cpu_seconds": cpu,
         }
         self.since = {name: self.since.get(name, 0) + value for name, value in sums.items()}
+
         ended = [request for request, _ in new if self.texts[request].trace.finish != "running"]
         return [self.texts.pop(request) for request in ended]
 
@@ -119,6 +126,8 @@ class Batches:
         """Return seconds and tokens of the steps since the last call, unfinished requests included."""
         sums = self.since
         self.since = {}
+        for name in ("seconds", "cpu_seconds"):
+            sums[name] = round(sums[name], 6)
         return {
             "session": self.session,
             "step": self.step,
@@ -127,11 +136,7 @@ class Batches:
             "temperature": case.temperature,
             "seed": case.seed,
             "batch_size": self.batch_size,
-            "steps": sums["steps"],
-            "texts": sums["texts"],
-            "tokens": sums["tokens"],
-            "seconds": round(sums["seconds"], 6),
-            "cpu_seconds": round(sums["cpu_seconds"], 6),
+            **sums,
         }
 
     def _row(self, text: Text) -> Row:
@@ -149,6 +154,8 @@ class Batches:
         # the pieces are those of every batch size, so one keeps them
         if self.batch_size == measurement.batch_sizes[0] and measurement.is_in_pieces(case):
             row["pieces"] = text.trace.pieces()
+
+        # plain decoding goes first, and its own answer is compared with itself
         if self.name == "none":
             plain = row
             measurement.plain_tokens[case.key(text.turn), self.batch_size] = text.trace.tokens
@@ -173,13 +180,19 @@ def open_decoding(measurement: Measurement, measured: MeasuredDrafter, batch_siz
 
 
 def measure_batches(measurement: Measurement, batch_size: int) -> Iterator[Row]:
-    """Yield the missing rows of one batch size, set by set."""
+    """Yield the missing rows of one batch size, set by set.
+
+    Args:
+        measurement: The questions, and the answers so far; rows are added to its results.
+        batch_size: The most requests at once.
+    """
     every = sorted(measurement.cases(), key=_set_of)
     left = [case for case in every if not measurement.is_done(case, batch_size)]
     if not left:
         return
     for measured in measurement.drafters.values():
         _warm_up(measurement, measured, batch_size)
+
     others = [name for name in measurement.drafters if name != "none"]
     for i, (_, group) in enumerate(groupby(left, key=_set_of)):
         asked = list(group)

@@ -17,7 +17,8 @@ from eval.prompts import KEY_NAMES, Case, Question, cases, encode_prompt
 from eval.result_files.answer_rows import Row
 from eval.result_files.write_results import ResultsWriter
 
-IN_PIECES = 2  # questions of each set whose answers are also kept in pieces
+# questions of each set whose answers are also kept in pieces
+IN_PIECES = 2
 
 
 @dataclass
@@ -30,18 +31,15 @@ class Measurement:
     questions: list[Question]
     results: ResultsWriter
     processes: Processes = ALONE
-    missing: Counter[str] = field(
-        default_factory=Counter
-    )  # answers by set, for which the model has no positions
-    plain_tokens: dict[Any, list[int]] = field(
-        default_factory=dict
-    )  # of this run, by question and batch size
+    # answers by set, for which the model has no positions
+    missing: Counter[str] = field(default_factory=Counter)
+    # of this run, by question and batch size
+    plain_tokens: dict[Any, list[int]] = field(default_factory=dict)
 
     def cases(self) -> list[Case]:
         """Return this process's questions at all temperatures with all seeds."""
-        return cases(
-            self.recipe, self.processes.part(self.questions), self.recipe.eval.temperatures
-        )
+        asked = self.processes.part(self.questions)
+        return cases(self.recipe, asked, self.recipe.eval.temperatures)
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -75,7 +73,11 @@ class Measurement:
         return encode_prompt(self.recipe, self.target, turns, case.question.images)
 
     def first_prompt(self) -> list[int]:
-        """Return the first prompt that fits."""
+        """Return the first prompt that fits.
+
+        Raises:
+            ValueError: None fits into the model's positions.
+        """
         for question in self.questions:
             prompt = encode_prompt(self.recipe, self.target, question.turns[:1], question.images)
             if prompt is not None:
@@ -96,12 +98,21 @@ class Measurement:
         return case.question in of_set[:IN_PIECES]
 
     def compare(self, row: Row, plain: Row, case: Case, turn: int, *, trace: Trace) -> None:
-        """Record in a row whether it equals plain decoding's answer, and how near the tie is where they differ."""
+        """Record in a row whether it equals plain decoding's answer, and how near the tie is where they differ.
+
+        Args:
+            row: A drafter's answer, which gets the columns.
+            plain: Plain decoding's answer to the same prompt.
+            case: The question.
+            turn: Its turn that was answered.
+            trace: The drafter's answer with its tokens, which rows do not hold.
+        """
         drafts = self.drafters[row["drafter"]]
         if drafts.is_sampled and case.temperature > 0:
             # sampled drafts keep the distribution, not each token
             row["identical"] = None
             return
+
         row["identical"] = row["digest"] == plain["digest"]
         # rows hold no token ids: the tie is known only where this run has decoded plainly, too
         plain_tokens = self.plain_tokens.get((case.key(turn), row.get("batch_size", 1)))

@@ -35,6 +35,7 @@ class Processes:
         """Return a value that the first process makes, for all processes; they wait for it here."""
         if self.count == 1:
             return make()
+        # the others' value is overwritten by the broadcast
         box = [make() if self.is_first else None]
         dist.broadcast_object_list(box)
         return box[0]  # type: ignore[return-value]

@@ -21,6 +21,7 @@ from eagle.target.target import Target
 
 NAMES = ("question_id", "prompt_id", "task_id", "id")
 TASKS = ("category", "task")
+# the tasks of MT-bench, which Spec-Bench holds too
 MT_BENCH = {
     "writing",
     "roleplay",
@@ -66,7 +67,11 @@ class Case(NamedTuple):
 
 
 def question_sets(recipe: Recipe) -> dict[str, str]:
-    """Return the recipe's prompt sources by the names of their sets."""
+    """Return the recipe's prompt sources by the names of their sets.
+
+    Raises:
+        ValueError: The recipe names no prompts.
+    """
     prompts = recipe.eval.prompts or recipe.data.heldout
     if prompts is None:
         raise ValueError(
@@ -84,11 +89,14 @@ def question_sets(recipe: Recipe) -> dict[str, str]:
 
 
 def questions(recipe: Recipe) -> list[Question]:
-    """Read at most `eval.count` questions of each of the recipe's sets."""
-    seeing = recipe.data.images is not None
+    """Read at most `eval.count` questions of each of the recipe's sets.
+
+    Raises:
+        ValueError: A set has no question.
+    """
     asked = []
     for name, source in question_sets(recipe).items():
-        asked += _read_questions(name, source, recipe.eval.split, recipe.eval.count, seeing=seeing)
+        asked += _read_questions(name, source, recipe)
     return asked
 
 
@@ -117,7 +125,17 @@ def chat_prompt(
 def encode_prompt(
     recipe: Recipe, target: Target, turns: Sequence[str], images: Sequence[Source] = ()
 ) -> list[int] | None:
-    """Return the prompt of these turns and images, or None where an answer would exceed the model's positions."""
+    """Encode a conversation as a prompt.
+
+    Args:
+        recipe: Says how long an answer may be, and how the chat template is filled.
+        target: Whose tokenizer and positions count.
+        turns: Messages of the user and the assistant by turns, the user's first and last.
+        images: Those that the turns have marks for, in order.
+
+    Returns:
+        Token ids, or None where an answer would exceed the model's positions.
+    """
     prompt = chat_prompt(recipe, target, turns, images)
     end = len(prompt) + recipe.eval.max_new_tokens
     if target.max_positions is not None and end > target.max_positions:
@@ -125,18 +143,19 @@ def encode_prompt(
     return prompt
 
 
-def _read_questions(
-    name: str, source: str, split: str, count: int, *, seeing: bool
-) -> list[Question]:
-    """Read the first `count` questions; where questions have tasks, the tasks take turns."""
+def _read_questions(name: str, source: str, recipe: Recipe) -> list[Question]:
+    """Read the first questions of a source; where questions have tasks, the tasks take turns."""
+    count = recipe.eval.count
+    seeing = recipe.data.images is not None
     dropped: Counter[str] = Counter()
-    stream = _parse_questions(name, source, split, dropped, seeing=seeing)
+    stream = _parse_questions(name, source, recipe.eval.split, dropped, seeing=seeing)
     chosen = list(islice(stream, 1))
     if chosen and chosen[0].task is not None:
         # the whole source is read, since tasks may follow one another
         chosen = _alternate_tasks(chain(chosen, stream))[:count]
     elif chosen:
         chosen += islice(stream, count - 1)
+
     if dropped:
         reasons = ", ".join(f"{reason} ({times})" for reason, times in dropped.most_common())
         print(f"{name}: {dropped.total()} records of {source} are no questions: {reasons}")
@@ -171,6 +190,7 @@ def _parse_question(name: str, record: Any, place: str, seeing: bool) -> Questio
             turns.append(message["content"])
         elif message["role"] == "assistant" and says_something(message):
             is_answered = True
+
     task = _first_value(record, TASKS)
     record_id = _first_value(record, NAMES)
     question = Question(

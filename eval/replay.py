@@ -22,7 +22,8 @@ from eagle.drafters.none import NoDrafter
 from eagle.target.talk import first_tokens, with_answer
 from eagle.target.target import Target
 
-NOWHERE = -1  # the token after the last: no draft equals it
+# the token after the last: no draft equals it
+NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,17 @@ def replay(
 ) -> list[tuple[DraftTree, list[int]]]:
     """Return the trees that decoding this answer would verify, each with the path that would be accepted.
 
-    A draft depends on the committed text alone, so these are the cycles of decoding. Drafts that are sampled are
-    refused, since the target's random numbers decide how much of them is kept.
-    The seconds of each draft are appended to `seconds`; a drafter is not asked where nothing may be drafted.
+    A draft depends on the committed text alone, so these are the cycles of decoding.
+
+    Args:
+        target: The model that has answered.
+        drafter: Any drafter.
+        target_answer: The answer, with the features that the drafter reads.
+        budget: What may be drafted, or a policy that decides; a drafter is not asked where nothing may be.
+        seconds: The seconds of each draft are appended to it.
+
+    Raises:
+        ValueError: Drafts are sampled above temperature 0: the target's random numbers decide how much is kept.
     """
     if drafter.reads.choices or drafter.reads.texts:
         # known from forwards of the target alone
@@ -96,12 +105,14 @@ def replay(
         raise ValueError(
             f"draw is 'sampled': only decoding shows how much of such drafts is kept; got {budget}"
         )
+
     learn = getattr(budget, "learn", None)
     if drafter.reads.view:
         drafter.bind_target(target.view())
     # drafts may be ranked by the target's own noise, which the drafter is offered as in decoding
     state = drafter.begin(Choose(target_answer.sampling).offer(target.vocab_size, target.device))
     now = clock_of(target.device)
+
     tokens = target_answer.tokens
     read = 0  # tokens that the drafter has read
     root = target_answer.prompt
@@ -118,6 +129,7 @@ def replay(
             read = root
         if seconds is not None:
             seconds.append(now() - start)
+
         path = walk(tree, _choices(tree, tokens, root))
         cycles.append((tree, path))
         if learn is not None:
@@ -192,7 +204,14 @@ def plain(target_answer: Answer) -> list[dict[str, Any]]:
 
 
 def rates_by_rank(cycles: Iterable[tuple[DraftTree, list[int]]]) -> list[list[float]]:
-    """Return how often, after an accepted node of each depth, the target chooses the child of each rank."""
+    """Return how often, after an accepted node of each depth, the target chooses the child of each rank.
+
+    Args:
+        cycles: As `replay` returns them.
+
+    Returns:
+        For each depth a rate for each rank.
+    """
     drafted: list[Counter[int]] = []
     accepted: list[Counter[int]] = []
     for tree, path in cycles:

@@ -58,7 +58,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 
 
 def page(paths: Sequence[str | Path]) -> str:
-    """Return the whole page for one results file, or for several that are compared."""
+    """Return the whole page for one results file, or for several that are compared.
+
+    Raises:
+        ValueError: The files hold no answers, or one is given twice.
+    """
     report = ReportData.load(paths)
     links = []
     content = []
@@ -68,6 +72,7 @@ def page(paths: Sequence[str | Path]) -> str:
         # a section without data is empty, and has no link
         if part:
             links.append(tag("a", title, href=f"#{name}"))
+
     body = tag("main", _top(report, links), content)
     style = Html((Path(__file__).parent / "page/page.css").read_text(encoding="utf-8"))
     head = [
@@ -92,10 +97,11 @@ def _top(report: ReportData, links: list[Html]) -> Html:
         facts.append(
             f"sections below are of {batch_size} texts at a time unless they say otherwise"
         )
-    line = tag("p", "Target ", tag("code", _target(report)), ". ", ", ".join(facts), class_="soft")
-    return html(
-        [tag("header", tag("h1", "Acceptance report"), line, tag("nav", links)), verdicts(report)]
-    )
+
+    target = tag("code", _target(report))
+    line = tag("p", ["Target ", target, ". ", ", ".join(facts)], class_="soft")
+    header = tag("header", tag("h1", "Acceptance report"), line, tag("nav", links))
+    return html([header, verdicts(report)])
 
 
 def _target(report: ReportData) -> str:
@@ -116,6 +122,7 @@ def markdown(path: str | Path) -> str:
         lines += ["", *_batch_lines(every)]
     for buckets in EVERY:
         lines += _bucket_lines([group for group in groups if group.drafts], buckets)
+
     # nested values would not fit a line
     header = [
         f"{key} {value}"
@@ -129,9 +136,8 @@ def _overall_lines(groups: Sequence[Group]) -> list[str]:
     """Return a table by temperature and drafter."""
     speeds = {"speed-up": SPEED_UP}
     # CPU seconds are of interest where wall time was disturbed
-    if any(group.had_to_wait for group in groups) and all(
-        group.has_cpu_seconds for group in groups
-    ):
+    disturbed = any(group.had_to_wait for group in groups)
+    if disturbed and all(group.has_cpu_seconds for group in groups):
         speeds["in CPU seconds"] = CPU_SPEED_UP
     if groups and all(group.is_modelled for group in groups):
         speeds["in modelled time"] = MODELLED_SPEED_UP
@@ -146,10 +152,16 @@ def _overall_lines(groups: Sequence[Group]) -> list[str]:
     ]
     lines = [_row(columns), "|" + "---|" * len(columns)]
     for group in groups:
-        cells = [f"{group.temperature:g}", f"`{group.drafter}`", _format(group, ACCEPTANCE_LENGTH)]
-        cells.append(_format(group, TOKENS_PER_SECOND, digits=0))
-        cells += [_format_gain(group, metric) for metric in speeds.values()]
-        lines.append(_row([*cells, _output(group), f"{group.looping:.0%}"]))
+        cells = [
+            f"{group.temperature:g}",
+            f"`{group.drafter}`",
+            _format(group, ACCEPTANCE_LENGTH),
+            _format(group, TOKENS_PER_SECOND, digits=0),
+            *(_format_gain(group, metric) for metric in speeds.values()),
+            _output(group),
+            f"{group.looping:.0%}",
+        ]
+        lines.append(_row(cells))
     return lines
 
 
@@ -188,8 +200,9 @@ def _bucket_lines(groups: Sequence[Group], buckets: Buckets) -> list[str]:
     lines = ["", _row(columns), "|---|---|" + "---:|" * len(shown)]
     for group, length in zip(groups, lengths, strict=True):
         # a drafter has no figure where it has too few cycles
-        cells = [format_number(length[bucket]) if bucket in length else "–" for bucket in shown]
-        lines.append(_row([f"{group.temperature:g}", f"`{group.drafter}`", *cells]))
+        cells = [f"{group.temperature:g}", f"`{group.drafter}`"]
+        cells += [format_number(length[bucket]) if bucket in length else "–" for bucket in shown]
+        lines.append(_row(cells))
     return lines
 
 
@@ -202,15 +215,20 @@ def _format(group: Group, metric: Metric, unit: str = "", digits: int = 2) -> st
 
 
 def _format_gain(group: Group, metric: Metric) -> str:
-    return _format(group, metric, " ×") if group.drafts else "1.00 ×"
+    if not group.drafts:
+        return "1.00 ×"
+    return _format(group, metric, " ×")
 
 
 def _output(group: Group) -> str:
     """Describe whether the answers are those of `none`, in bold where rounding cannot be the reason."""
     if not group.differing:
         return "identical" if group.identical else "same distribution"
-    text = f"{group.identical} of {group.identical + group.differing} identical; {group.parting}"
-    return f"**{text}**" if group.parts_widely else text
+    compared = group.identical + group.differing
+    text = f"{group.identical} of {compared} identical; {group.parting}"
+    if group.parts_widely:
+        return f"**{text}**"
+    return text
 
 
 def main(argv: list[str]) -> None:

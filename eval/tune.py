@@ -38,14 +38,14 @@ NODES = (2, 3, 4, 6, 8, 12, 16, 25, 40, 60)
 DEPTHS = (1, 2, 3, 4, 6, 8)
 TOP_K = (2, 3, 4, 6, 10)
 CHAINS = range(1, 9)
-GUESS = (
-    (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01),
-)  # acceptance by rank, before any is known
-WIDE = best_tree(
-    GUESS, 500, 6
-)  # where it is looked for: many ranks behind likely nodes, few behind others
-TRIAL = Budget(8, 4, 3)  # whose cycles show what is spent beside forwards
-MARGIN = 1.03  # a smaller gain on paper may be none
+# acceptance by rank, before any is known
+GUESS = ((0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01),)
+# where it is looked for: likely nodes have many children, others few
+WIDE = best_tree(GUESS, 500, 6)
+# whose cycles show what is spent beside forwards
+TRIAL = Budget(8, 4, 3)
+# a smaller gain on paper may be none
+MARGIN = 1.03
 
 
 def chain(length: int) -> Budget:
@@ -66,10 +66,9 @@ def dynamic() -> list[Budget]:
 
 def fixed(rates: Sequence[Sequence[float]]) -> list[Budget]:
     """Return the best shapes of each size and depth for acceptance by rank."""
+    trees = [best_tree(rates, *size) for size in product(NODES, DEPTHS)]
     # several sizes and depths have the same best shape
-    shapes = dict.fromkeys(
-        best_tree(rates, nodes, depth) for nodes, depth in product(NODES, DEPTHS)
-    )
+    shapes = dict.fromkeys(trees)
     return [Budget.fixed(shape) for shape in shapes if shape]
 
 
@@ -101,17 +100,23 @@ class Tuning:
     drafter: Drafter
     answers: list[Answer]
     costs: Costs
-    records: dict[Budget, list[list[dict[str, Any]]]] = field(
-        default_factory=dict
-    )  # cycles of the first few answers
+    # cycles of the first few answers
+    records: dict[Budget, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
     def trial(self, budget: Budget, count: int | None = None, task: str | None = None) -> Trial:
-        """Try the budget on the first `count` answers, or those of them that belong to a task."""
+        """Try a budget on some of the answers.
+
+        Args:
+            budget: What may be drafted.
+            count: The first answers are tried, this many; all by default.
+            task: Of these only the answers that belong to a task; all by default.
+        """
         answers = self.answers[:count]
         # the search tries a budget on more and more answers: a replay is not repeated
         records = self.records.setdefault(budget, [])
         for target_answer in answers[len(records) :]:
             records.append(self._replay_answer(target_answer, budget))
+
         cycles: list[dict[str, Any]] = []
         recorded = []
         budgets = []
@@ -144,9 +149,9 @@ class Tuning:
         drafting = 0.0
         if rows is None:
             drafting = self._recorded_draft_seconds(budget)
-        return (self.costs.cycle(budget.nodes, rows or (), context) + drafting) / self.costs.read(
-            1, context
-        )
+        seconds = self.costs.cycle(budget.nodes, rows or (), context) + drafting
+        # a step of plain decoding reads one token
+        return seconds / self.costs.read(1, context)
 
     def _recorded_draft_seconds(self, budget: Budget) -> float:
         """Return the mean seconds of a budget's replayed drafts, 0 before the first replay."""
@@ -166,11 +171,17 @@ class Tuning:
 def search(
     tuning: Tuning, candidates: Sequence[Budget], note: Callable[[str], None] = print
 ) -> Trial:
-    """Return the fastest of candidates and no draft, by successive halving."""
+    """Return the fastest of candidates and no draft, by successive halving.
+
+    Args:
+        tuning: What a budget is measured with; it keeps the cycles that were replayed.
+        candidates: The budgets to choose from.
+        note: Takes a sentence on how many of them are tried.
+    """
     left = [NOT_DRAFTING, *filter(tuning.could_pay, candidates)]
-    note(
-        f"{len(candidates) + 1 - len(left)} of {len(candidates)} shapes cost more than they could ever bring"
-    )
+    num_dropped = len(candidates) + 1 - len(left)
+    note(f"{num_dropped} of {len(candidates)} shapes cost more than they could ever bring")
+
     count = min(max(len(tuning.answers) // 8, 2), len(tuning.answers))
     # all on a few answers, the better half on twice as many
     while True:
@@ -203,6 +214,7 @@ def tuning_questions(recipe: Recipe) -> list[Question]:
             f"the sets have no more than the {len(measured)} questions that are measured: they are tuned on, too"
         )
         asked = measured
+
     # the sets take turns: the search begins with the first few, which are of all sets
     ranks: Counter[str] = Counter()
     ranked = []
@@ -218,7 +230,14 @@ def answer_prompts(
 ) -> list[Answer]:
     """Return the target's own answers to the first turns of the tuning questions, at the recipe's temperatures.
 
-    `threads` are timed again where other jobs come or go.
+    Args:
+        recipe: Names the questions and the temperatures.
+        target: The model that answers.
+        taps: The layers whose features the drafter reads.
+        threads: Timed again where other jobs come or go.
+
+    Raises:
+        ValueError: No answer has more than one token.
     """
     asked = tuning_questions(recipe)
     limit = recipe.eval.max_new_tokens
@@ -276,10 +295,11 @@ def chains_by_task(tuning: Tuning) -> str:
             trial = tuning.trial(budget, task=task)
             line += f"{f'{trial.acceptance_length:.2f}, {trial.speed / plain_speed:.2f} x':>13}"
         lines.append(line)
-    lines.append(
-        f"{'break-even tau':22}"
-        + "".join(f"{tuning.break_even(budget):>13.2f}" for budget in budgets)
-    )
+
+    line = f"{'break-even tau':22}"
+    for budget in budgets:
+        line += f"{tuning.break_even(budget):>13.2f}"
+    lines.append(line)
     return "\n".join(lines)
 
 
@@ -289,9 +309,8 @@ def _tasks(tuning: Tuning) -> list[str]:
 
 def ranking(tuning: Tuning, count: int = 12) -> str:
     """Return the fastest of the budgets that were replayed along every answer."""
-    whole = [
-        budget for budget, records in tuning.records.items() if len(records) == len(tuning.answers)
-    ]
+    num_answers = len(tuning.answers)
+    whole = [budget for budget, cycles in tuning.records.items() if len(cycles) == num_answers]
     whole.sort(key=lambda budget: -tuning.trial(budget).speed)
     lines = [_line(name_budget(budget), tuning, budget) for budget in whole[:count]]
     return "\n".join([_heading("fastest, modelled"), *lines])
@@ -310,8 +329,11 @@ def _heading(title: str) -> str:
 def _line(name: str, tuning: Tuning, budget: Budget, task: str | None = None) -> str:
     trial = tuning.trial(budget, task=task)
     gain = trial.speed / tuning.trial(NOT_DRAFTING, task=task).speed
-    line = f"{name[:43]:44}{trial.acceptance_length:8.2f}{tuning.break_even(budget, task):12.2f}{gain:10.2f} x"
-    return f"{line}  slower than no draft" if gain < 1 else line
+    even = tuning.break_even(budget, task)
+    line = f"{name[:43]:44}{trial.acceptance_length:8.2f}{even:12.2f}{gain:10.2f} x"
+    if gain < 1:
+        return f"{line}  slower than no draft"
+    return line
 
 
 def verdict(tuning: Tuning, best: Trial) -> tuple[Budget, str]:
@@ -366,6 +388,7 @@ def main(argv: list[str]) -> None:
         raise ValueError(
             f"--write is for the recipe's head: put the budget into eval.drafters.{args.drafter}.budget"
         )
+
     threads = settle_threads(target)
     drafter = (
         load_named(recipe, target, args.drafter) if args.drafter else load_drafter(head, target)
@@ -374,6 +397,7 @@ def main(argv: list[str]) -> None:
     if threads is not None:
         # for the last time: from here on all that is timed is compared
         threads.settle()
+
     tuning = Tuning(target, drafter, answers, time_forwards(target, drafter, answers))
     rates = acceptance_by_rank(tuning)
     candidates = [*map(chain, CHAINS), *dynamic(), *fixed(rates)]
@@ -381,6 +405,7 @@ def main(argv: list[str]) -> None:
         candidates.insert(0, drafter.budget)
     candidates = list(dict.fromkeys(candidates))
     best = search(tuning, candidates)
+
     print(by_rank(rates), chains_by_task(tuning), ranking(tuning), sep="\n\n")
     chains = [tuning.trial(chain(length)) for length in CHAINS]
     fastest = max(chains, key=lambda trial: trial.speed)

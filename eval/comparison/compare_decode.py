@@ -34,9 +34,8 @@ class Decoder:
         self.rows = rows
         self.recipe = comparison.recipe
         self.questions = questions(comparison.recipe)
-        self.prompts: dict[
-            tuple[Any, ...], list[int]
-        ] = {}  # by the keys of their answers: rows hold no images
+        # by the keys of their answers: rows hold no images
+        self.prompts: dict[tuple[Any, ...], list[int]] = {}
         parts: list[Any] = [[question.turns for question in self.questions], self.recipe.eval.seeds]
         images = [list(map(as_text, question.images)) for question in self.questions]
         # digests of questions without images are those of earlier releases
@@ -56,6 +55,7 @@ class Decoder:
         answers = []
         for case in progress(every, "answers", len(every), unit="questions"):
             answers += self._answer_case(case)
+
         num_turns = sum(len(case.question.turns) for case in every)
         if len(answers) < num_turns:
             print(
@@ -74,7 +74,12 @@ class Decoder:
         return all(self._marks(arm, seed, shape, temperature) for shape, temperature in columns)
 
     def measure(self, arm: Arm, seed: int) -> None:
-        """Measure an arm in the shapes and at the temperatures that the file does not hold yet."""
+        """Measure an arm in the shapes and at the temperatures that the file does not hold yet.
+
+        Args:
+            arm: One arm, whose head is trained.
+            seed: That of its training.
+        """
         head = arm.section.untrained or str(arm.folder(self.comparison.folder, seed) / "last")
         for temperature in self.recipe.eval.temperatures:
             rows = [row for row in self.answers if row["temperature"] == temperature]
@@ -82,6 +87,7 @@ class Decoder:
             for shape, budget in self.comparison.shapes.items():
                 if self._marks(arm, seed, shape, temperature):
                     continue
+
                 # a fresh one for each shape, because some drafters remember what they drafted
                 drafter = load_drafter(head, self.target, **arm.section.options)
                 # features do not depend on the shape
@@ -107,6 +113,7 @@ class Decoder:
                 self._write_answer(about, prompt, case.sampling(turn))
             answer = self.rows.of("answer", **about)[-1]
             answers.append(answer)
+
             # the next turn follows the target's own answer
             turns.append(answer["text"])
         return answers
@@ -126,15 +133,15 @@ class Decoder:
     def _with_features(self, row: Entry, taps: tuple[int, ...]) -> Answer:
         """Return an answer with the target's features that a drafter reads along it."""
         prompt = self.prompts[tuple(row[name] for name in KEY)]
+        # rows hold the ids of a prompt, and not the images in it
         tokens = with_answer(prompt, row["tokens"][len(prompt) :])
+        sampling = Sampling(row["temperature"], seed=row["sampling_seed"], request=row["request"])
         return Answer(
             task="",
             tokens=tokens,
             prompt=row["prompt"],
             features=features_of(self.target, tokens, taps),
-            sampling=Sampling(
-                row["temperature"], seed=row["sampling_seed"], request=row["request"]
-            ),
+            sampling=sampling,
             limit=self.recipe.eval.max_new_tokens,
         )
 
@@ -164,9 +171,8 @@ class Decoder:
         }
 
     def _marks(self, arm: Arm, seed: int, shape: str, temperature: float) -> list[Entry]:
-        return self.rows.of(
-            "done", **self._about(arm, seed, shape), temperature=temperature, asked=self.asked
-        )
+        about = self._about(arm, seed, shape)
+        return self.rows.of("done", **about, temperature=temperature, asked=self.asked)
 
     def _record(
         self,
@@ -182,20 +188,23 @@ class Decoder:
         stored = set()
         for row in self.rows.of("row", **about):
             stored.add(tuple(row[name] for name in KEY))
+
         rows = []
         for answer, (committed, cycles) in lengths:
             key = {name: answer[name] for name in KEY}
             # a run that was killed, or asked for less, has stored some of them
-            if tuple(key.values()) not in stored:
-                rows.append(
-                    {
-                        "arm": arm.name,
-                        **about,
-                        "shape": shape,
-                        **key,
-                        "committed": committed,
-                        "cycles": cycles,
-                    }
-                )
+            if tuple(key.values()) in stored:
+                continue
+            row = {
+                "arm": arm.name,
+                **about,
+                "shape": shape,
+                **key,
+                "committed": committed,
+                "cycles": cycles,
+            }
+            rows.append(row)
+
+        # the mark comes last, so that rows without it are completed later
         self.rows.add("row", rows)
         self.rows.add("done", [{**about, "temperature": temperature, "asked": self.asked}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -17,14 +17,13 @@ from pydantic import Field
 from eagle.core.budget import Budget
 from eagle.data.identity import fingerprint
 from eagle.drafters import DRAFTERS, settings_of
-from eagle.drafters.outside import describe_code
 from eagle.formats.checkpoint import check_options, method_without_files
 from eagle.recipe import BudgetSection, Recipe, Section, parse_section
 from eagle.recipe.plain_yaml import lay_over, read_yaml
 from eagle.shipped import find_recipe
 from eagle.training.launch import resolve_dtype
 from eagle.training.resume import decisive_settings
-from eval.load_run import budget_of
+from eval.load_run import budget_of, codes_of
 
 # sections that count of a recipe file that one arm names
 OF_AN_ARM = ("drafter", "features", "train")
@@ -111,7 +110,7 @@ class Arm:
             # a stem that training has not left, or that was cleared, is made again
             if (stem / "stem").is_dir():
                 train["stem"] = str(stem)
-        return self.recipe.model_copy(update={"train": self.recipe.train.model_copy(update=train)})
+        return with_train(self.recipe, train)
 
     def folder(self, folder: Path, seed: int) -> Path:
         """Return where a training run of this arm lies."""
@@ -137,7 +136,15 @@ class Comparison:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Comparison:
-        """Load a comparison from YAML with overrides, and name every mistake before anything runs."""
+        """Load a comparison from YAML, and name every mistake before anything runs.
+
+        Args:
+            path: A file, or the name of a comparison that comes with eagle.
+            overrides: Values that are laid over the file's, as `key=value`.
+
+        Raises:
+            ValueError: A key is unknown, or arms, pairs and budgets contradict each other.
+        """
         values = _read_yaml(str(path))
         for override in overrides:
             lay_over(values, override)
@@ -159,6 +166,7 @@ class Comparison:
             raise ValueError(
                 f"{self.source} has tokens and seconds, expected one budget for all arms"
             )
+
         dtypes = set()
         for arm in self.arms.values():
             if arm.is_trained:
@@ -182,6 +190,7 @@ class Comparison:
                         f"{key}.{relation} is {name!r}, expected a trained arm that comes before"
                     )
                 related.append(self.section.arms[name])
+
         budgets = _budgets(arm)
         if len(budgets) > 1:
             raise ValueError(f"{key} has {' and '.join(budgets)}, expected one budget")
@@ -218,6 +227,7 @@ class Comparison:
                 shared = {"tokens": self.section.tokens, "seconds": self.section.seconds}
                 section = section.model_copy(update=shared)
             recipe = resolve_dtype(self._recipe_of(name, section))
+            # a curve is one arm of the file, and several here
             if isinstance(section.tokens, tuple):
                 arms |= self._list_points(name, section, recipe)
                 continue
@@ -244,8 +254,9 @@ class Comparison:
                 f"{self.source}: arms.{name} is a curve and train.warmup is {train.warmup:g}, expected a number of "
                 "steps, which all counts of tokens have in common"
             )
+
         # warm-up, stable, decay: the points share the steps before each one's rate falls
-        recipe = recipe.model_copy(update={"train": train.model_copy(update={"schedule": "wsd"})})
+        recipe = with_train(recipe, {"schedule": "wsd"})
         points: dict[str, Arm] = {}
         stem = None
         for count in sorted(section.tokens):  # type: ignore[arg-type]
@@ -316,6 +327,11 @@ class Comparison:
         return Recipe.parse(_merge_sections(values, arm.recipe), source)
 
 
+def with_train(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with other settings of training."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})
+
+
 def _budgets(arm: ArmSection) -> list[str]:
     """Return the names of the budgets that an arm has of its own."""
     return [key for key in BUDGETS if getattr(arm, key) is not None]
@@ -346,7 +362,7 @@ def _decisive(recipe: Recipe, section: ArmSection) -> list[Any]:
         train.pop("init", None)
     values["train"] = train
     budget = {"tokens": section.tokens, "seconds": section.seconds}
-    return [values, budget, *_codes(DRAFTERS.find(recipe.drafter.kind))]
+    return [values, budget, *codes_of(DRAFTERS.find(recipe.drafter.kind))]
 
 
 def _decisive_untrained(untrained: str, options: dict[str, Any]) -> list[Any]:
@@ -355,23 +371,13 @@ def _decisive_untrained(untrained: str, options: dict[str, Any]) -> list[Any]:
     decisive: list[Any] = [untrained]
     if options:
         decisive.append(options)
-    decisive += _codes(*map(method_without_files, names))
+    decisive += codes_of(*map(method_without_files, names))
     weights: list[Path] = []
     for name in names:
         weights += sorted(Path(name).glob("*.safetensors"))
     if weights:
         decisive.append(fingerprint(weights))
     return decisive
-
-
-def _codes(*methods: type[Any] | None) -> list[dict[str, str]]:
-    """Return the code of methods from outside the package, because a file that was edited makes another arm."""
-    codes = []
-    for method in methods:
-        code = None if method is None else describe_code(method)
-        if code is not None:
-            codes.append(code)
-    return codes
 
 
 def digest_of(*parts: Any) -> str:

@@ -18,7 +18,8 @@ class Rows:
         self.path = folder / "results.jsonl"
         self.by_kind: dict[str, list[Entry]] = {}
         data = self.path.read_bytes() if self.path.exists() else b""
-        self.length = data.rfind(b"\n") + 1  # of the whole lines
+        # of the whole lines
+        self.length = data.rfind(b"\n") + 1
         for line_number, line in enumerate(data[: self.length].splitlines(), start=1):
             try:
                 [(kind, row)] = json.loads(line).items()
@@ -30,7 +31,7 @@ class Rows:
             self.by_kind.setdefault(kind, []).append(row)
 
     def of(self, kind: str, **fields: Any) -> list[Entry]:
-        """Return the rows of a kind that have these values."""
+        """Return the rows of a kind that have these values; a row that lacks a field has None in it."""
         rows = self.by_kind.get(kind, [])
         for name, value in fields.items():
             rows = [row for row in rows if row.get(name) == value]
@@ -44,10 +45,9 @@ class Rows:
     def add(self, kind: str, rows: Iterable[Entry]) -> None:
         """Add rows that belong together; they are on the disk when this returns."""
         rows = list(rows)
-        lines = "".join(
-            json.dumps({kind: row}, separators=(",", ":"), ensure_ascii=False) + "\n"
-            for row in rows
-        )
+        lines = ""
+        for row in rows:
+            lines += json.dumps({kind: row}, separators=(",", ":"), ensure_ascii=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             # a torn last line is cut off
@@ -56,5 +56,6 @@ class Rows:
             file.flush()
             os.fsync(file.fileno())
             self.length = file.tell()
+
         # as they will be read: tuples become lists
         self.by_kind.setdefault(kind, []).extend(json.loads(json.dumps(rows)))

@@ -18,10 +18,8 @@ from eval.result_files.statistics import Estimate, Row, estimate, estimate_diffe
 
 Key = tuple[Any, ...]  # seed, set, conversation, turn, sampling seed
 NO_DATA = "–"
-SIZES = {
-    "weights": "weights",
-    "token_bytes": "bytes a token",
-}  # of a head, and of what it reads; not in older files
+# of a head, and of what it reads; not in older files
+SIZES = {"weights": "weights", "token_bytes": "bytes a token"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,16 @@ class ComparisonTable:
         return list(product(self.comparison.shapes, self.comparison.recipe.eval.temperatures))
 
     def lengths(self, arm: Arm, shape: str, temperature: float) -> dict[Key, Row]:
-        """Return tokens and cycles of each answer to the newest run's prompts, by seed."""
+        """Return tokens and cycles of each answer to the newest run's prompts, by seed.
+
+        Args:
+            arm: One arm of the comparison.
+            shape: The name of a draft tree.
+            temperature: One at which answers were measured.
+
+        Returns:
+            Empty where nothing is measured yet.
+        """
         asked = {tuple(prompt) for prompt in self.rows.of("run")[-1]["prompts"]}
         seeds = self.comparison.section.seeds
         digest = self.comparison.row_digest(arm, shape)
@@ -66,7 +73,12 @@ class ComparisonTable:
     def split_by_context(
         self, lengths: Mapping[Key, Row], temperature: float
     ) -> dict[str, dict[Key, Row]]:
-        """Return the answers of each bucket with enough cycles."""
+        """Return the answers of each bucket with enough cycles.
+
+        Args:
+            lengths: As `lengths` returns them.
+            temperature: That of these answers.
+        """
         num_cycles: dict[int, float] = defaultdict(float)
         parts: dict[int, dict[Key, Row]] = {}
         for key, row in lengths.items():
@@ -75,6 +87,7 @@ class ComparisonTable:
             bucket = self.contexts[answer]
             num_cycles[bucket] += row[1]
             parts.setdefault(bucket, {})[key] = row
+
         enough = [bucket for bucket in sorted(parts) if num_cycles[bucket] >= ENOUGH]
         return {CONTEXT.name(bucket): parts[bucket] for bucket in enough}
 
@@ -110,11 +123,14 @@ class ComparisonTable:
                 last = self.rows.find_training(arm.digest, seed) or {}
                 # rows of early releases have no sizes
                 sizes |= {name: last[name] for name in SIZES if name in last}
+
+        # an arm that no seed has trained yet has no costs
         means: dict[str, float | None] = {"tokens": None, "steps": None, "seconds": None}
         if trained:
-            means = {
-                name: sum(training[name] for training in trained) / len(trained) for name in means
-            }
+            for name in means:
+                total = sum(training[name] for training in trained)
+                means[name] = total / len(trained)
+
         tau = {}
         for shape, temperature in self.columns:
             lengths = self.lengths(arm, shape, temperature)
@@ -125,6 +141,7 @@ class ComparisonTable:
                     "by_seed": _ratios(lengths),
                     "by_context": {name: _tau(part)._asdict() for name, part in parts.items()},
                 }
+
         return {
             "arm": arm.name,
             "trained": arm.is_trained,
@@ -140,11 +157,14 @@ class ComparisonTable:
         for shape, temperature in self.columns:
             less = self.lengths(self.comparison.arms[first], shape, temperature)
             more = self.lengths(self.comparison.arms[second], shape, temperature)
+            # arms that share no answer have no difference
             if less.keys() & more.keys():
                 less_parts = self.split_by_context(less, temperature)
                 more_parts = self.split_by_context(more, temperature)
-                shared = [name for name in more_parts if name in less_parts]
-                by_context = {name: _compare(less_parts[name], more_parts[name]) for name in shared}
+                by_context = {}
+                for name, part in more_parts.items():
+                    if name in less_parts:
+                        by_context[name] = _compare(less_parts[name], part)
                 tau[column_name(shape, temperature)] = {
                     **_compare(less, more),
                     "by_context": by_context,
@@ -190,12 +210,18 @@ def _ratios(lengths: Mapping[Key, Row]) -> dict[str, float]:
     ratios = {}
     for seed in sorted(rows):
         committed = sum(row[0] for row in rows[seed])
-        ratios[str(seed)] = committed / max(sum(row[1] for row in rows[seed]), 1)
+        num_cycles = sum(row[1] for row in rows[seed])
+        # the keys of a JSON object are text
+        ratios[str(seed)] = committed / max(num_cycles, 1)
     return ratios
 
 
 def markdown(figures: Mapping[str, Any]) -> str:
-    """Return the figures as a table, and a second one by context where answers have several."""
+    """Return the figures as a table in Markdown, and a second one by context where answers have several.
+
+    Args:
+        figures: As `ComparisonTable.figures` returns them, or as `comparison.json` holds them.
+    """
     # arms of a comparison that goes on have different columns
     names: dict[str, None] = {}
     sizes = []
@@ -205,6 +231,7 @@ def markdown(figures: Mapping[str, Any]) -> str:
         if any(name in arm for arm in figures["arms"]):
             sizes.append(name)
     columns = list(names)
+
     titles = ["seeds", "tokens", "steps", "seconds", *(SIZES[name] for name in sizes)]
     lines = [
         f"| acceptance length τ | {' | '.join([*titles, *columns])} |",
@@ -213,19 +240,20 @@ def markdown(figures: Mapping[str, Any]) -> str:
     for arm in figures["arms"]:
         cells = [arm["arm"], *_training_cells(arm)]
         cells += [f"{arm[name]:,}" if name in arm else NO_DATA for name in sizes]
-        cells += [
-            f"{arm['tau'][column]['value']:.2f}" if column in arm["tau"] else NO_DATA
-            for column in columns
-        ]
+        for column in columns:
+            tau = arm["tau"].get(column)
+            cells.append(NO_DATA if tau is None else f"{tau['value']:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
+
+    # a pair has no training of its own, so these cells are empty
+    empty = "| " * len(titles)
     for pair in figures["pairs"]:
-        differences = [_difference(pair["tau"].get(column)) for column in columns]
-        lines.append(
-            f"| {pair['second']} over {pair['first']} {'| ' * len(titles)}| {' | '.join(differences)} |"
-        )
-    return "\n".join(
-        [*lines, *_context_lines(figures), "", f"<sub>{', '.join(_about(figures))}</sub>"]
-    )
+        cells = [_difference(pair["tau"].get(column)) for column in columns]
+        lines.append(f"| {pair['second']} over {pair['first']} {empty}| {' | '.join(cells)} |")
+
+    lines += _context_lines(figures)
+    lines += ["", f"<sub>{', '.join(_about(figures))}</sub>"]
+    return "\n".join(lines)
 
 
 def _context_lines(figures: Mapping[str, Any]) -> list[str]:
@@ -237,14 +265,19 @@ def _context_lines(figures: Mapping[str, Any]) -> list[str]:
     if len({context for _, context in columns}) < 2:
         return []
     titles = " | ".join(f"{column}, {context}" for column, context in columns)
-    lines = ["", f"| τ by {CONTEXT.title} | {titles} |", "|---|" + "---:|" * len(columns)]
+    lines = [
+        "",
+        f"| τ by {CONTEXT.title} | {titles} |",
+        "|---|" + "---:|" * len(columns),
+    ]
     for arm in figures["arms"]:
         by_context = _contexts(arm)
-        cells = [
-            format_number(Estimate(**by_context[key])) if key in by_context else NO_DATA
-            for key in columns
-        ]
+        cells = []
+        for key in columns:
+            tau = by_context.get(key)
+            cells.append(NO_DATA if tau is None else format_number(Estimate(**tau)))
         lines.append(f"| {arm['arm']} | {' | '.join(cells)} |")
+
     for pair in figures["pairs"]:
         by_context = _contexts(pair)
         cells = [_difference(by_context.get(key)) for key in columns]
@@ -281,7 +314,10 @@ def _difference(more: Mapping[str, float] | None) -> str:
     if isinf(more["low"]):
         return f"{more['value']:+.2f}"
     text = f"{more['value']:+.2f} ({more['low']:+.2f} to {more['high']:+.2f})"
-    return f"**{text}**" if Estimate(more["value"], more["low"], more["high"]).sign else text
+    difference = Estimate(more["value"], more["low"], more["high"])
+    if difference.sign:
+        return f"**{text}**"
+    return text
 
 
 def _about(figures: Mapping[str, Any]) -> Iterator[str]:

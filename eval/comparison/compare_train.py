@@ -31,10 +31,11 @@ from eagle.training.first_head import first_head
 from eagle.training.launch import launch, splits_weights
 from eagle.training.plan import Plan
 from eagle.training.train import train
-from eval.comparison.compare_plan import Arm, Comparison
+from eval.comparison.compare_plan import Arm, Comparison, with_train
 from eval.comparison.compare_rows import Entry, Rows
 
-ENOUGH = 10**6  # epochs, where a budget decides the steps
+# epochs, where a budget decides the steps
+ENOUGH = 10**6
 
 
 def store_features(comparison: Comparison) -> None:
@@ -43,6 +44,7 @@ def store_features(comparison: Comparison) -> None:
     for arm in comparison.arms.values():
         if arm.is_trained and arm.recipe.features.store:
             stores.setdefault(arm.recipe.features.store, []).append(arm.recipe)
+
     for store, recipes in stores.items():
         target = recipes[0].target
         config = target_config(
@@ -71,14 +73,18 @@ class TrainingRun:
         accelerator = launch(recipe.train)
         settings = _settings(recipe)
         target, features = open_features(recipe, settings, partial(read_examples, recipe))
+
         # the head's first weights are part of the run
         torch.manual_seed(recipe.train.seed)
         head = first_head(recipe, settings, target, features)
         if head.follows_progress:
             # its loss depends on the length of the run, so counts share no steps
-            recipe = _with_train(recipe, stem=None)
+            recipe = with_train(recipe, {"stem": None})
+
         split = splits_weights(accelerator, recipe.train)
         features = follow_head(recipe, settings, target, features, head=head, weights_split=split)
+
+        # a position that is not supervised teaches nothing, and counts for no budget
         slots = []
         for i in range(len(features)):
             mask = trim_mask(gate_mask(features.mask(i), recipe.train.gate))
@@ -111,7 +117,14 @@ class TrainingRun:
         return steps
 
     def train(self, steps: int | None) -> Entry:
-        """Train or resume; return steps, supervised tokens, seconds and sizes."""
+        """Train or resume.
+
+        Args:
+            steps: How many; None for those of the recipe.
+
+        Returns:
+            Steps, supervised tokens, seconds and sizes, as the comparison's file holds them.
+        """
         plan = self.plan(steps)
         recipe = self.recipe.model_copy(update={"train": plan.settings})
         done = _count_saved_steps(recipe)
@@ -124,6 +137,7 @@ class TrainingRun:
             features=self.features,
             commit=commit(),
         )
+
         # seconds of a resumed run are scaled up to all of its steps
         seconds = (_seconds() - begin) * len(plan) / max(len(plan) - done, 1)
         self.accelerator.free_memory()
@@ -143,12 +157,8 @@ class TrainingRun:
             self.head.shape.hidden_size,
             texts,
         )
-        return {
-            "weights": sum(
-                weight.numel() for weight in self.head.parameters() if weight.requires_grad
-            ),
-            "token_bytes": round(token_bytes),
-        }
+        trained = [weight.numel() for weight in self.head.parameters() if weight.requires_grad]
+        return {"weights": sum(trained), "token_bytes": round(token_bytes)}
 
     def timed_step(self) -> Callable[[int], float]:
         """Return a function that times a training step, reading included. The trained weights are discarded."""
@@ -164,6 +174,7 @@ class TrainingRun:
         def step(step_index: int) -> float:
             # on-policy texts are written for several steps at once, and count in each of these
             written = writing(step_index)
+
             begin = _seconds()
             # the seed names the texts that are written
             torch.manual_seed(settings.seed + step_index)
@@ -172,6 +183,7 @@ class TrainingRun:
             batch = collate(self.features.read(batch_indices), self.features.taps, seeds)
             with torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
                 losses = head(batch.to(device), self.frozen)
+
             losses["total"].backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), settings.clip)
             optimizer.step()
@@ -187,6 +199,7 @@ class TrainingRun:
         if policy is None:
             return lambda _: 0.0
         self.head.register_forward_hook(DraftsLoss(policy, settings.dtype))
+
         # only features of texts that the head writes have `write`
         features = cast(Any, self.features)
         share = 0.0
@@ -220,9 +233,14 @@ def _count_saved_steps(recipe: Recipe) -> int:
 
 
 def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
-    """Train one arm with one seed for its budget, and record what it took."""
+    """Train one arm with one seed for its budget, and record what it took.
+
+    Raises:
+        ValueError: The arm's start has used up its budget.
+    """
     run = TrainingRun.open(arm.for_seed(comparison.folder, seed))
     learned = sum(_find_training(rows, start, seed)["tokens"] for start in arm.line()[:-1])
+
     steps: int | None = None
     # without a budget the recipe's epochs decide
     if arm.section.tokens is not None:
@@ -234,7 +252,9 @@ def train_arm(comparison: Comparison, rows: Rows, arm: Arm, seed: int) -> None:
             f"arms.{arm.name} has no training left: its start has learned from {learned:,} tokens, and a budget "
             "counts those: give it a larger one, or its start a smaller one"
         )
-    rows.add("trained", [{"arm": arm.name, "digest": arm.digest, "seed": seed, **run.train(steps)}])
+    row = {"arm": arm.name, "digest": arm.digest, "seed": seed, **run.train(steps)}
+    rows.add("trained", [row])
+
     # nothing goes on from here
     shutil.rmtree(Path(run.recipe.train.out) / "checkpoints", ignore_errors=True)
     if arm.stem is not None:
@@ -281,6 +301,8 @@ def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:
             if arm.as_long_as is not None:
                 concerned += arm.as_long_as.line()
             timed |= {part.digest: part for part in concerned}
+
+    # a file that knows all of them is not measured again
     for row in rows.of("clock"):
         if timed.keys() <= row.keys():
             return row
@@ -288,7 +310,9 @@ def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:
     for digest, arm in timed.items():
         recipe = arm.for_seed(comparison.folder, comparison.section.seeds[0])
         # a step takes as long from fresh weights, and the start may not be trained yet
-        steps[digest] = TrainingRun.open(_with_train(recipe, init=None)).timed_step()
+        run = TrainingRun.open(with_train(recipe, {"init": None}))
+        steps[digest] = run.timed_step()
+
     count = comparison.section.clock_steps
     warm_up = max(count // 10, 1)
     seconds = dict.fromkeys(steps, 0.0)
@@ -299,6 +323,7 @@ def _clock(comparison: Comparison, rows: Rows) -> dict[str, float]:
             spent = step(i + arm_index * (warm_up + count))
             if i >= warm_up:
                 seconds[digest] += spent
+
     rows.add("clock", [{digest: total / count for digest, total in seconds.items()}])
     return rows.of("clock")[-1]
 
@@ -313,7 +338,3 @@ def _seconds() -> float:
 
 def _settings(recipe: Recipe) -> Any:
     return settings_of(recipe.drafter.model_dump(), "recipe")
-
-
-def _with_train(recipe: Recipe, **changes: Any) -> Recipe:
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=changes)})

@@ -18,16 +18,25 @@ LEFT = 34
 NAMES = 120
 TOP = 30
 BOTTOM = 34
-APART = 13  # between names beside the ends of curves
+# between names beside the ends of curves
+APART = 13
 
 
 def draw_curves(columns: Sequence[dict[str, Any]]) -> str:
-    """Draw all panels in two columns; the vertical bars are 95% intervals over prompts."""
+    """Draw all panels in two columns; the vertical bars are 95% intervals over prompts.
+
+    Args:
+        columns: As `describe_curves` returns them; those without curves have no panel.
+
+    Returns:
+        An SVG file.
+    """
     shown = [column for column in columns if column["curves"]]
     # a curve has one colour in all panels
     names: dict[str, None] = {}
     for column in shown:
         names |= dict.fromkeys(column["curves"])
+
     panels = ""
     for i, column in enumerate(shown):
         panel = "".join(_Panel(column, list(names)).draw())
@@ -51,6 +60,7 @@ class _Panel:
             self.curves[name] = curve["points"]
             points += curve["points"]
         self.counts = sorted({point["tokens"] for point in points})
+
         # τ in halves; at least one half, for heads of which nothing is accepted
         self.low = floor(min(point["low"] for point in points) * 2) / 2
         self.high = max(ceil(max(point["high"] for point in points) * 2) / 2, self.low + 0.5)
@@ -63,9 +73,9 @@ class _Panel:
 
     def y(self, tau: float) -> float:
         """Return the coordinate of an acceptance length."""
-        return round(
-            HEIGHT - BOTTOM - (tau - self.low) / (self.high - self.low) * (HEIGHT - BOTTOM - TOP), 1
-        )
+        share = (tau - self.low) / (self.high - self.low)
+        # pixels count downwards
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP), 1)
 
     def draw(self) -> Iterator[str]:
         """Yield title, axes and curves as SVG."""
@@ -77,9 +87,10 @@ class _Panel:
         for tokens in self.counts:
             label = _short(tokens)
             yield f'<text x="{self.x(tokens)}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>'
-        heights = _spread(
-            {name: self.y(points[-1]["value"]) for name, points in self.curves.items()}
-        )
+
+        # a name stands where its curve ends, unless another name is there
+        ends = {name: self.y(points[-1]["value"]) for name, points in self.curves.items()}
+        heights = _spread(ends)
         for name, points in self.curves.items():
             yield from self._draw_curve(name, points, heights[name])
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.comparison.compare_plan import Arm
 from eval.comparison.compare_table import (
     NO_DATA,
     ComparisonTable,
@@ -23,9 +22,12 @@ from eval.result_files.statistics import Row, column_sums, draw_counts
 
 EXPONENTS = torch.logspace(-2, 0.5, 120, dtype=torch.float64)  # [B]
 DRAWS = 1000
-TAIL = 0.025  # at each end of an interval
-SURE = 0.95  # of the samples: curves that cross in fewer may not cross
-FEWEST = 4  # counts, to fit three numbers
+# at each end of an interval
+TAIL = 0.025
+# of the samples: curves that cross in fewer may not cross
+SURE = 0.95
+# counts, to fit three numbers
+FEWEST = 4
 # the last point is predicted from those of at most 1/8 of its tokens, or from the fewest
 HELD_BACK = 8
 WITH_INTERVAL = "{value:.2f} ({low:.2f} to {high:.2f})"
@@ -35,7 +37,11 @@ CROSSING = "{value:,} tokens ({low:,} to {high:,})"
 
 
 def describe_curves(table: ComparisonTable) -> list[dict[str, Any]]:
-    """Return points, fits, predictions and crossings of all curves, for each shape and temperature."""
+    """Return points, fits, predictions and crossings of all curves, for each shape and temperature.
+
+    Returns:
+        What `comparison.json` holds as "curves", and what `draw_curves` and `curve_lines` take.
+    """
     if not table.comparison.curves:
         return []
     columns = []
@@ -55,17 +61,16 @@ def describe_column(table: ComparisonTable, shape: str, temperature: float) -> d
             lengths = table.lengths(arm, shape, temperature)
             # a comparison that goes on lacks the last points
             if lengths:
-                counts.append(_tokens(arm))
+                # the count that its budget names: heads of one count are compared with one another
+                counts.append(arm.section.tokens)
                 taus.append(draw_taus(lengths))
         if counts:
             curves[name] = torch.tensor(counts, dtype=torch.float64), torch.stack(taus)
+
+    # a cycle commits at most one token of every level, and the target's own
     max_tau = float(table.comparison.shapes[shape].depth + 1)
-    return {
-        "curves": {
-            name: describe_curve(counts, taus, max_tau) for name, (counts, taus) in curves.items()
-        },
-        "crossings": list(find_crossings(curves)),
-    }
+    described = {name: describe_curve(*points, max_tau) for name, points in curves.items()}
+    return {"curves": described, "crossings": list(find_crossings(curves))}
 
 
 def draw_taus(lengths: dict[Key, Row]) -> Tensor:
@@ -78,11 +83,22 @@ def draw_taus(lengths: dict[Key, Row]) -> Tensor:
 
 
 def describe_curve(counts: Tensor, taus: Tensor, most: float) -> dict[str, Any]:
-    """Return points and fit with their intervals, and how well the first points predict the last."""
+    """Return points and fit with their intervals, and how well the first points predict the last.
+
+    Args:
+        counts: Training tokens of each point, in order  # [N]
+        taus: The acceptance length of all answers, then of each sample  # [N, 1 + D]
+        most: The acceptance length that no head can exceed.
+
+    Returns:
+        The "points"; with enough of them a "fit" and what "a doubling more" of tokens would add; and how the last
+        point is "predicted" from the first ones.
+    """
     points = [
         {"tokens": int(count), **_estimate(tau)} for count, tau in zip(counts, taus, strict=True)
     ]
     figures: dict[str, Any] = {"points": points}
+
     last = counts[-1:]
     if len(counts) >= FEWEST:
         fitted = fit(counts, taus, most)
@@ -92,7 +108,9 @@ def describe_curve(counts: Tensor, taus: Tensor, most: float) -> dict[str, Any]:
             "scale": _estimate(scale),
             "exponent": _estimate(exponent),
         }
-        figures["a doubling more"] = _estimate(curve(2 * last, fitted)[0] - curve(last, fitted)[0])
+        gain = curve(2 * last, fitted) - curve(last, fitted)
+        figures["a doubling more"] = _estimate(gain[0])
+
     # the fit is checked on a point that it has not seen
     few = max(int((counts <= counts[-1] / HELD_BACK).sum()), FEWEST)
     if few < len(counts):
@@ -111,6 +129,14 @@ def fit(counts: Tensor, taus: Tensor, most: float) -> Tensor:
 
     The scale is not below 0, so that no curve falls. The ceiling is not above `most`, the tokens of a cycle that
     accepts the deepest path.
+
+    Args:
+        counts: Training tokens of each point  # [N]
+        taus: Acceptance lengths of each point, one for each sample  # [N, D]
+        most: The highest ceiling.
+
+    Returns:
+        Ceiling, scale and exponent of each sample.
     """
     # each exponent of a grid leaves a straight line in `falls`, whose slope and offset have a closed form
     falls = (counts / 1000) ** -EXPONENTS[:, None]  # [B, N]
@@ -120,11 +146,15 @@ def fit(counts: Tensor, taus: Tensor, most: float) -> Tensor:
     slope = (centred @ (taus - means)) / centred.square().sum(1, keepdim=True)  # [B, D]
     scale = (-slope).clamp(min=0)
     ceiling = means + scale * mean_fall
+
     # where that is too high, the best scale under the highest ceiling
     bounded = (falls @ (most - taus)) / falls.square().sum(1, keepdim=True)
     scale = torch.where(ceiling > most, bounded.clamp(min=0), scale)
     ceiling = ceiling.clamp(max=most)
-    errors = (ceiling[:, None] - scale[:, None] * falls[..., None] - taus).square().sum(1)  # [B, D]
+
+    # each sample takes the exponent of the grid that leaves the least squared error
+    fitted = ceiling[:, None] - scale[:, None] * falls[..., None]  # [B, N, D]
+    errors = (fitted - taus).square().sum(1)  # [B, D]
     best = errors.argmin(0)
     samples = torch.arange(taus.shape[1])
     return torch.stack([ceiling[best, samples], scale[best, samples], EXPONENTS[best]], dim=1)
@@ -137,29 +167,36 @@ def curve(counts: Tensor, fitted: Tensor) -> Tensor:
 
 
 def find_crossings(curves: dict[str, tuple[Tensor, Tensor]]) -> Iterator[dict[str, Any]]:
-    """Yield where the second of two curves overtakes the first, between their measured points."""
-    for (first, (first_counts, first_taus)), (second, (second_counts, second_taus)) in combinations(
-        curves.items(), 2
-    ):
+    """Yield where the second of two curves overtakes the first, between their measured points.
+
+    Args:
+        curves: Counts of tokens [N] and acceptance lengths [N, 1 + D] by the curve's name.
+    """
+    for first, second in combinations(curves, 2):
+        first_counts, first_taus = curves[first]
+        second_counts, second_taus = curves[second]
         shared = [count for count in first_counts.tolist() if count in second_counts.tolist()]
         # a crossing lies between two points
         if len(shared) < 2:
             continue
         differences = []
         for count in shared:
-            differences.append(
-                second_taus[second_counts == count][0] - first_taus[first_counts == count][0]
-            )
+            first_tau = first_taus[first_counts == count][0]
+            second_tau = second_taus[second_counts == count][0]
+            differences.append(second_tau - first_tau)
         gaps = torch.stack(differences)  # [N, D]
         crossed = cross(torch.tensor(shared, dtype=torch.float64), gaps)
-        if crossed.isfinite()[0]:
-            crossings = crossed[crossed.isfinite()]
+        crosses = crossed.isfinite()
+        # the first is that of all answers: without it no sample's crossing counts
+        if crosses[0]:
+            crossings = crossed[crosses]
             yield {
                 "first": first,
                 "second": second,
                 "overtakes": second if gaps[-1, 0] > 0 else first,
                 **{name: round(value) for name, value in _estimate(crossings).items()},
-                "share": len(crossings) / len(crossed),  # of the samples in which they cross
+                # of the samples in which they cross
+                "share": len(crossings) / len(crossed),
             }
 
 
@@ -167,11 +204,16 @@ def cross(counts: Tensor, gaps: Tensor) -> Tensor:
     """Return the tokens at which a gap last changes its sign, straight between points over log tokens  # [D]
 
     NaN where it does not.
+
+    Args:
+        counts: Training tokens that both curves were measured at  # [N]
+        gaps: The second acceptance length minus the first  # [N, D]
     """
     logs = counts.log10()[:, None].expand_as(gaps)  # [N, D]
     changes = (gaps[:-1] > 0) != (gaps[1:] > 0)  # [N - 1, D]
     share = gaps[:-1] / (gaps[:-1] - gaps[1:])
     at = logs[:-1] + share * (logs[1:] - logs[:-1])
+
     # argmax finds the first change, so the order is reversed
     last = len(changes) - 1 - changes.flip(0).int().argmax(0)
     return torch.where(changes.any(0), 10 ** at.gather(0, last[None])[0], torch.nan)
@@ -179,15 +221,12 @@ def cross(counts: Tensor, gaps: Tensor) -> Tensor:
 
 def _estimate(drawn: Tensor) -> dict[str, float]:
     """Return the figure, which is the first, and its interval over the samples."""
-    samples = drawn[1:] if len(drawn) > 1 else drawn
-    low, high = torch.quantile(samples, torch.tensor([TAIL, 1 - TAIL]).double()).tolist()
+    samples = drawn
+    if len(drawn) > 1:
+        samples = drawn[1:]
+    ends = torch.tensor([TAIL, 1 - TAIL]).double()
+    low, high = torch.quantile(samples, ends).tolist()
     return {"value": float(drawn[0]), "low": low, "high": high}
-
-
-def _tokens(arm: Arm) -> float:
-    """Return the count that an arm's budget names: heads of one count are compared with one another."""
-    assert isinstance(arm.section.tokens, int)
-    return float(arm.section.tokens)
 
 
 def curve_table(figures: Mapping[str, Any]) -> str:
@@ -207,20 +246,28 @@ def curve_lines(columns: Sequence[dict[str, Any]]) -> Iterator[str]:
         counts = sorted(set[int]().union(*curves.values()))
         titles = [f"{column['column']}, tokens", *(f"{count:,}" for count in counts)]
         titles += ["the last, predicted", "ceiling", "a doubling more"]
-        yield from ("", f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1))
+        yield ""
+        yield f"| {' | '.join(titles)} |"
+        yield "|---|" + "---:|" * (len(titles) - 1)
         for name, points in curves.items():
             cells = [name, *(points.get(count, NO_DATA) for count in counts)]
             cells += _fitted_cells(column["curves"][name])
             yield f"| {' | '.join(cells)} |"
+
         for crossing in column["crossings"]:
             if crossing["share"] >= SURE:
                 ahead = crossing["overtakes"]
-                behind = crossing["first"] if ahead == crossing["second"] else crossing["second"]
-                yield from ("", f"{ahead} overtakes {behind} at {CROSSING.format(**crossing)}.")
+                behind = crossing["first"]
+                if ahead == behind:
+                    behind = crossing["second"]
+                yield ""
+                yield f"{ahead} overtakes {behind} at {CROSSING.format(**crossing)}."
 
 
 def _fitted_cells(curve: dict[str, Any]) -> list[str]:
-    cells = [PREDICTED.format(**curve["predicted"]) if "predicted" in curve else NO_DATA]
+    cells = [NO_DATA]
+    if "predicted" in curve:
+        cells = [PREDICTED.format(**curve["predicted"])]
     # both need a fit
     if "fit" not in curve:
         return [*cells, NO_DATA, NO_DATA]

@@ -13,6 +13,7 @@ from eval.page.page_parts import (
     by_temperature,
     cell,
     code,
+    drafter_panels,
     figures_by_task,
     missing,
     panels,
@@ -22,14 +23,17 @@ from eval.page.page_parts import (
 )
 from eval.page.page_theory import count_level, count_shapes
 from eval.result_files.buckets import ENOUGH, EVERY, several_buckets
-from eval.result_files.figures import Points, Scale, draw_bars, draw_plot, draw_tree, legend
+from eval.result_files.figures import Points, Scale, draw_bars, draw_plot, draw_tree
 from eval.result_files.results import ACCEPTANCE_LENGTH, Answer, Group, Metric, cycles, prompt_key
 from eval.result_files.statistics import Row, estimate
 
 SHARE = Scale(0, 1, percent=True, step=0.2)
-BINS = 8  # of equally many drafted tokens
-NODES = 16  # most used nodes shown
-RARE = 0.01  # nodes that a smaller share of the cycles reached are not shown
+# of equally many drafted tokens
+BINS = 8
+# most used nodes shown
+NODES = 16
+# nodes that a smaller share of the cycles reached are not shown
+RARE = 0.01
 
 
 def positions(report: ReportData) -> Html:
@@ -56,11 +60,17 @@ def positions(report: ReportData) -> Html:
                 axes=("position in the draft", "accepted"),
             )
             figures.append(figure)
-    return section("position", title, lead, legend(report.names), panels(*figures))
+    return section("position", title, lead, drafter_panels(report, figures))
 
 
 def by_position(group: Group, reached: bool) -> Points:
-    """Return the share of cycles that accepted each level, of all or of those that accepted the level before it."""
+    """Return the share of cycles that accepted each level.
+
+    Args:
+        group: Answers with recorded cycles.
+        reached: Whether the share is of the cycles that accepted the level before and had this one, not of all.
+    """
+    # counted once for all levels
     shapes = {id(answer): count_shapes(cycles(answer)) for answer in group.answers}
     num_levels = max(cycle["depth"] for cycle in group.cycles)
 
@@ -77,12 +87,12 @@ def by_task(report: ReportData) -> Html:
     rows = []
     for heading, groups in by_temperature(report.drafting):
         for group in groups:
-            rows.append(
-                (code(group.name), heading, group.rule, cell(group.estimate(ACCEPTANCE_LENGTH)))
-            )
+            length = cell(group.estimate(ACCEPTANCE_LENGTH))
+            rows.append((code(group.name), heading, group.rule, length))
     by_rule = table(["drafter", "temperature", "children drafted", "τ"], [("", rows)])
+
     title = "Acceptance by task, temperature and rule"
-    return section("task", title, lead, legend(report.names), panels(*figures), by_rule)
+    return section("task", title, lead, [drafter_panels(report, figures), by_rule])
 
 
 def by_bucket(report: ReportData) -> Html:
@@ -94,15 +104,16 @@ def by_bucket(report: ReportData) -> Html:
             lengths = [buckets.acceptance_lengths(group) for group in groups]
             rows: Rows = []
             for bucket in several_buckets(lengths):
-                points = [
-                    (report.series[group.name], length[bucket])
-                    for group, length in zip(groups, lengths, strict=True)
-                    if bucket in length
-                ]
+                points = []
+                # a drafter has no figure where it has too few cycles
+                for group, length in zip(groups, lengths, strict=True):
+                    if bucket in length:
+                        points.append((report.series[group.name], length[bucket]))
                 rows.append((buckets.name(bucket), points))
             if rows:
                 lines[heading] = rows
         figures += side_by_side(f"τ by {buckets.title}", lines, start=1)
+
     # all answers are in one bucket
     if not figures:
         return Html()
@@ -111,7 +122,7 @@ def by_bucket(report: ReportData) -> Html:
         "Tokens per target forward by what stood before it: tokens of prompt and answer, and tokens of the answer "
         f"alone. A drafter with fewer than {ENOUGH} cycles in a range is left out there."
     )
-    return section("context", title, lead, legend(report.names), panels(*figures))
+    return section("context", title, lead, drafter_panels(report, figures))
 
 
 def lengths(report: ReportData) -> Html:
@@ -123,6 +134,7 @@ def lengths(report: ReportData) -> Html:
     shares_by_group = [accepted_lengths(group) for group in groups]
     # one axis for all panels, so that their bars can be compared
     y = Scale.over([max(shares) for shares in shares_by_group], percent=True)
+
     figures = []
     for group, shares in zip(groups, shares_by_group, strict=True):
         mean = sum(length * share for length, share in enumerate(shares))
@@ -141,7 +153,9 @@ def lengths(report: ReportData) -> Html:
 def accepted_lengths(group: Group) -> list[float]:
     """Return the share of cycles that accepted 0, 1, 2 ... drafted tokens."""
     counts = Counter(cycle["accepted"] for cycle in group.cycles)
-    return [counts[length] / counts.total() for length in range(max(counts, default=-1) + 1)]
+    total = counts.total()
+    longest = max(counts, default=-1)
+    return [counts[length] / total for length in range(longest + 1)]
 
 
 def calibration(report: ReportData) -> Html:
@@ -164,6 +178,7 @@ def calibration(report: ReportData) -> Html:
         errors = ", ".join(
             f"{name} {_calibration_error(bins):.0%}" for name, bins in bins_by_name.items()
         )
+
         # points on the diagonal are as often right as the draft believes
         figure = draw_plot(
             f"Accepted by confidence, T = {temperature:g}",
@@ -175,7 +190,7 @@ def calibration(report: ReportData) -> Html:
             diagonal=True,
         )
         figures.append(figure)
-    return section("calibration", "Calibration", lead, legend(report.names), panels(*figures))
+    return section("calibration", "Calibration", lead, drafter_panels(report, figures))
 
 
 def _calibration_error(bins: Points) -> float:
@@ -194,6 +209,7 @@ def bin_confidences(group: Group) -> Points:
         rows: dict[object, list[Row]] = {}
         for conversation, _, accepted in tokens[left:right]:
             rows.setdefault(conversation, []).append((accepted, 1))
+
         total = sum(confidence for _, confidence, _ in tokens[left:right])
         points.append((total / (right - left), estimate(rows)))
     return points
@@ -219,10 +235,13 @@ def nodes(report: ReportData) -> Html:
         # the root alone is no tree
         if len(shares) > 1:
             figures.append(draw_tree(f"{group.name}, T = {group.temperature:g}", shares))
+
+    content = panels(*figures)
     if not figures:
-        note = "These results keep no paths: a cycle's “path” would be the ranks of its accepted tokens among siblings."
-        return section("nodes", "Most used nodes", lead, missing(note))
-    return section("nodes", "Most used nodes", lead, panels(*figures))
+        content = missing(
+            "These results keep no paths: a cycle's “path” would be the ranks of its accepted tokens among siblings."
+        )
+    return section("nodes", "Most used nodes", lead, content)
 
 
 def most_used_nodes(group: Group) -> dict[tuple[int, ...], float]:
@@ -232,6 +251,7 @@ def most_used_nodes(group: Group) -> dict[tuple[int, ...], float]:
     for path in paths:
         # an accepted path passes every node on its way
         counts.update(path[:length] for length in range(len(path) + 1))
+
     # a parent is never rarer than its child, and comes first where they are level: so no node lacks its parent
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     common = [path for path in order[: NODES + 1] if counts[path] >= RARE * len(paths)]

@@ -11,13 +11,13 @@ from eval.page.page_parts import (
     by_temperature,
     cell,
     code,
+    drafter_panels,
     missing,
-    panels,
     section,
     table,
 )
 from eval.page.page_speed import describe_output
-from eval.result_files.figures import Points, Scale, draw_plot, legend
+from eval.result_files.figures import Points, Scale, draw_plot
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     LATENCY,
@@ -62,30 +62,22 @@ def batches(report: ReportData) -> Html:
         "bootstrap over conversations: what texts of one batch share is not in them."
     )
     if max(group.batch_size for group in report.every) == 1:
-        return section(
-            "batches",
-            title,
-            lead,
-            missing("One text at a time: eval.batch_size=[1, 4, 16] adds batches."),
-        )
+        note = missing("One text at a time: eval.batch_size=[1, 4, 16] adds batches.")
+        return section("batches", title, lead, note)
     parts = []
     figures = []
     for heading, groups in by_temperature(report.every):
         # results that were added to hold their batch sizes in any order
         by_size = sorted(groups, key=lambda group: group.batch_size)
         parts.append((heading, [_row(group) for group in by_size]))
+
         drafting = [group for group in groups if group.drafts]
-        figures.append(
-            _draw(f"Speed-up, {heading}", report, drafting, SPEED_UP, unit="× plain decoding")
-        )
-        figures.append(
-            _draw(
-                f"Tokens per second, {heading}", report, groups, TOKENS_PER_SECOND, unit="tokens/s"
-            )
-        )
-    return section(
-        "batches", title, lead, table(COLUMNS, parts), legend(report.names), panels(*figures)
-    )
+        name = f"Speed-up, {heading}"
+        figures.append(_draw(name, report, drafting, SPEED_UP, unit="× plain decoding"))
+        name = f"Tokens per second, {heading}"
+        figures.append(_draw(name, report, groups, TOKENS_PER_SECOND, unit="tokens/s"))
+
+    return section("batches", title, lead, [table(COLUMNS, parts), drafter_panels(report, figures)])
 
 
 def _row(group: Group) -> list[object]:

@@ -10,8 +10,10 @@ from eagle.markup import Html, html, tag
 from eval.page.page_parts import ReportData, code, missing, section, table, task_of
 from eval.result_files.results import Answer, Group, count_cycles
 
+# that are shown
 ANSWERS = 6
-LETTERS = 4000  # of one answer
+# of one answer
+LETTERS = 4000
 
 
 def answers(report: ReportData) -> Html:
@@ -24,14 +26,13 @@ def answers(report: ReportData) -> Html:
     for group in report.drafting:
         with_pieces = [answer for answer in group.answers if answer.get("pieces")]
         ranked += [(rank, group, answer) for rank, answer in enumerate(with_pieces)]
-    if not ranked:
-        return section(
-            "answers", "Some answers", lead, missing("These results keep no answers in pieces.")
-        )
     # one of each drafter and temperature first, then the next of each
     ranked.sort(key=lambda item: item[0])
     figures = [_answer(group, answer) for _, group, answer in ranked[:ANSWERS]]
-    return section("answers", "Some answers", lead, tag("div", figures, class_="answers"))
+    content = tag("div", figures, class_="answers")
+    if not figures:
+        content = missing("These results keep no answers in pieces.")
+    return section("answers", "Some answers", lead, content)
 
 
 def _answer(group: Group, answer: Answer) -> Html:
@@ -68,15 +69,11 @@ def losslessness(report: ReportData) -> Html:
     text = f"Of the drafters' answers {same} are plain decoding's token by token, {differing} part from it"
     # the rest need not be identical
     sampled = total - same - differing
-    text += f", {sampled} were sampled from q." if sampled else "."
-    note = tag("p", text, class_="warn" if differing else None)
-    return section(
-        "lossless",
-        "Nothing lost?",
-        lead,
-        note,
-        [_certificate(report, label) for label in report.runs],
-    )
+    if sampled:
+        text += f", {sampled} were sampled from q"
+    note = tag("p", f"{text}.", class_="warn" if differing else None)
+    certificates = [_certificate(report, label) for label in report.runs]
+    return section("lossless", "Nothing lost?", lead, [note, certificates])
 
 
 def _certificate(report: ReportData, label: str) -> Html:
@@ -105,6 +102,7 @@ def _certificate(report: ReportData, label: str) -> Html:
             _divergence(verdict["divergences"]),
         )
         rows.append(row)
+
     columns = [
         "drafter",
         "T",
@@ -112,16 +110,18 @@ def _certificate(report: ReportData, label: str) -> Html:
         "identical to plain decoding",
         "to the model's own",
         "to the model in fp32",
+        "verdict",
+        "first divergence",
     ]
-    columns += ["verdict", "first divergence"]
-    return html(
-        [tag("h3", name, "certificate against the untouched model"), table(columns, [("", rows)])]
-    )
+    title = tag("h3", name, "certificate against the untouched model")
+    return html([title, table(columns, [("", rows)])])
 
 
 def _identical(count: int | None, answers: int) -> str:
     """Return how many of the answers are identical, or a dash where that was not compared."""
-    return "–" if count is None else f"{count} of {answers}"
+    if count is None:
+        return "–"
+    return f"{count} of {answers}"
 
 
 def _divergence(divergences: list[dict[str, Any]]) -> object:
@@ -129,7 +129,10 @@ def _divergence(divergences: list[dict[str, Any]]) -> object:
     if not divergences:
         return "none"
     worst = min(divergences, key=lambda divergence: divergence["is_rounding"])
-    gap = "no logit gap to tell" if worst["gap"] is None else f"logit gap {worst['gap']:.2g}"
+    # the end of an answer has no logit
+    gap = "no logit gap to tell"
+    if worst["gap"] is not None:
+        gap = f"logit gap {worst['gap']:.2g}"
     drafted, expected = worst["texts"]
     position = f"{worst['set']}, {worst['conversation']}, turn {worst['turn'] + 1}, token {worst['position'] + 1}: "
     rounding = f", {gap} (rounding {worst['rounding']:.2g})"

@@ -11,6 +11,7 @@ from eval.page.page_parts import (
     by_temperature,
     cell,
     code,
+    drafter_panels,
     figures_by_task,
     missing,
     panels,
@@ -19,7 +20,7 @@ from eval.page.page_parts import (
     table,
 )
 from eval.page.page_theory import cycle_seconds
-from eval.result_files.figures import draw_stack, legend
+from eval.result_files.figures import draw_stack
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     CPU_SPEED_UP,
@@ -31,7 +32,9 @@ from eval.result_files.results import (
 )
 from eval.result_files.statistics import Estimate
 
+# of a cycle's seconds; the style sheet has a colour for each
 PARTS = ("draft", "target", "verify", "other")
+# by the sign of the difference from plain decoding
 AGAINST_PLAIN = {
     1: "the speed of plain decoding",
     0: "the speed of plain decoding: no difference shown",
@@ -41,9 +44,8 @@ AGAINST_PLAIN = {
 
 def verdicts(report: ReportData) -> Html:
     """Show the fastest drafter at every temperature in large letters, also where plain decoding is faster."""
-    return tag(
-        "ul", [_verdict(*part) for part in by_temperature(report.drafting)], class_="verdicts"
-    )
+    items = [_verdict(*part) for part in by_temperature(report.drafting)]
+    return tag("ul", items, class_="verdicts")
 
 
 def _verdict(heading: str, groups: list[Group]) -> Html:
@@ -57,18 +59,16 @@ def _verdict(heading: str, groups: list[Group]) -> Html:
             names += [", level with ", code(group.name)]
     # a speed-up of 1 is the speed of plain decoding
     sign = Estimate(speed.value - 1, speed.low - 1, speed.high - 1).sign
-    modelled = Html()
-    if best.is_modelled:
-        value, low, high = best.estimate(MODELLED_SPEED_UP)
-        modelled = tag("p", f"{value:.2f} × in modelled time ({low:.2f} to {high:.2f})")
-    return tag(
-        "li",
+    parts = [
         tag("span", names, class_="when"),
         tag("span", f"{speed.value:.2f} ×", class_="big"),
         tag("p", f"{AGAINST_PLAIN[sign]} (95% interval {speed.low:.2f} to {speed.high:.2f})"),
-        modelled,
-        tag("p", f"{length.value:.2f} tokens per target forward; output {describe_output(best)}"),
-    )
+    ]
+    if best.is_modelled:
+        value, low, high = best.estimate(MODELLED_SPEED_UP)
+        parts.append(tag("p", f"{value:.2f} × in modelled time ({low:.2f} to {high:.2f})"))
+    text = f"{length.value:.2f} tokens per target forward; output {describe_output(best)}"
+    return tag("li", parts, tag("p", text))
 
 
 def _speed(group: Group) -> float:
@@ -78,7 +78,8 @@ def _speed(group: Group) -> float:
 def describe_output(group: Group) -> str:
     """Describe whether the group's answers are those of `none`."""
     if group.differing:
-        return f"identical in {group.identical} of {group.identical + group.differing}; {group.parting}"
+        compared = group.identical + group.differing
+        return f"identical in {group.identical} of {compared}; {group.parting}"
     if group.identical:
         return f"identical in {group.identical} of {len(group.answers)}"
     return "of the same distribution"
@@ -105,16 +106,18 @@ def headline(report: ReportData) -> Html:
     parts = []
     for heading, groups in by_temperature(report.groups):
         parts.append((heading, [_headline_row(group, waited, has_modelled) for group in groups]))
+
     lines: dict[str, Rows] = {}
     for heading, groups in by_temperature(report.drafting):
-        lines[heading] = [
-            (group.name, [(report.series[group.name], group.estimate(SPEED_UP))])
-            for group in groups
-        ]
+        # a row of one point for each drafter
+        rows: Rows = []
+        for group in groups:
+            point = (report.series[group.name], group.estimate(SPEED_UP))
+            rows.append((group.name, [point]))
+        lines[heading] = rows
     figures = side_by_side("Speed-up", lines, unit=" ×", note="The dashed line is plain decoding.")
-    return section(
-        "headline", "How fast, and how sure", lead, table(columns, parts), panels(*figures)
-    )
+    content = [table(columns, parts), panels(*figures)]
+    return section("headline", "How fast, and how sure", lead, content)
 
 
 def _headline_row(group: Group, waited: bool, has_modelled: bool) -> list[object]:
@@ -135,7 +138,9 @@ def _headline_row(group: Group, waited: bool, has_modelled: bool) -> list[object
 
 
 def _gain(group: Group, metric: Metric, is_measured: bool, otherwise: str = "–") -> object:
-    return cell(group.estimate(metric), " ×") if is_measured else otherwise
+    if not is_measured:
+        return otherwise
+    return cell(group.estimate(metric), " ×")
 
 
 def comparison(report: ReportData) -> Html:
@@ -165,7 +170,9 @@ def _pairs(groups: list[Group]) -> list[tuple[Group, Group]]:
     for group in groups:
         by_run.setdefault(group.run, []).append(group)
         by_drafter.setdefault(group.drafter, []).append(group)
+
     pairs = []
+    # within a run, where both drafters met the same machine
     for of_run in by_run.values():
         fastest, *slower = sorted(of_run, key=lambda group: -_speed(group))
         pairs += [(fastest, other) for other in slower]
@@ -198,7 +205,7 @@ def speed_by_task(report: ReportData) -> Html:
     figures = figures_by_task(report, "Speed-up", SPEED_UP, unit=" ×")
     if all(group.is_modelled for group in report.drafting):
         figures += figures_by_task(report, "Modelled speed-up", MODELLED_SPEED_UP, unit=" ×")
-    return section("speed", "Speed by task", lead, legend(report.names), panels(*figures))
+    return section("speed", "Speed by task", lead, drafter_panels(report, figures))
 
 
 def time_split(report: ReportData) -> Html:
@@ -212,12 +219,14 @@ def time_split(report: ReportData) -> Html:
     timed = [group for group in report.groups if cycle_seconds(group.cycles)]
     if not timed:
         return section("time", title, lead, missing("These results keep no seconds per cycle."))
+
     chips = [tag("li", tag("i", class_=part), tag("span", part)) for part in PARTS]
     figures = []
     for heading, groups in by_temperature(timed):
         rows = [(group.name, mean_milliseconds(group)) for group in groups]
         figures.append(draw_stack(f"Milliseconds per cycle, {heading}", rows, "ms"))
-    return section("time", title, lead, tag("ul", chips, class_="legend"), panels(*figures))
+    content = [tag("ul", chips, class_="legend"), panels(*figures)]
+    return section("time", title, lead, content)
 
 
 def mean_milliseconds(group: Group) -> list[tuple[str, float]]:

@@ -15,12 +15,12 @@ from eval.page.page_parts import (
     by_temperature,
     cell,
     code,
+    drafter_panels,
     missing,
-    panels,
     section,
     table,
 )
-from eval.result_files.figures import Scale, draw_plot, legend
+from eval.result_files.figures import Scale, draw_plot
 from eval.result_files.results import ACCEPTANCE_LENGTH, MODELLED_SPEED_UP, SPEED_UP, Group, cycles
 from eval.result_files.statistics import Estimate
 
@@ -32,11 +32,14 @@ Shapes = Counter[tuple[int, int]]  # cycles by accepted tokens and levels of the
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Return the tokens per target forward of a chain of `gamma` tokens, accepted independently with rate `alpha`.
 
-    (1 - alpha^(gamma+1)) / (1 - alpha), equation 1 of Leviathan et al. 2023 (arXiv 2211.17192).
+    Raises:
+        ValueError: `alpha` is no probability, or `gamma` is negative.
     """
     check_rate(alpha, gamma)
+    # the limit of the formula, which divides by zero there
     if alpha == 1:
         return gamma + 1.0
+    # equation 1 of Leviathan et al. 2023 (arXiv 2211.17192)
     return (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
@@ -64,7 +67,10 @@ def count_shapes(recorded: Iterable[Cycle]) -> Shapes:
 def count_level(shapes: Shapes, level: int, reached: bool = True) -> tuple[int, int]:
     """Return the cycles that accepted a level's token, and those that tried it.
 
-    All cycles count as tried, or those that accepted the level before and had this one.
+    Args:
+        shapes: Cycles by accepted tokens and levels of the tree.
+        level: A level of the tree, from 1.
+        reached: Whether only cycles that accepted the level before and had this one count as tried, not all.
     """
     accepted = 0
     tried = 0
@@ -87,10 +93,9 @@ class Rates:
     @classmethod
     def count(cls, group: Group) -> Rates:
         """Count over the cycles of a group."""
-        shapes = count_shapes(group.cycles)
-        depths: Counter[int] = Counter()
-        for (_, depth), times in shapes.items():
-            depths[depth] += times
+        recorded = group.cycles
+        shapes = count_shapes(recorded)
+        depths = Counter[int](cycle["depth"] for cycle in recorded)
         total_accepted = 0
         total_tried = 0
         by_level = []
@@ -118,9 +123,8 @@ class Rates:
         return self._mean(lambda depth: tokens_of_rates(self.by_level[:depth]))
 
     def _mean(self, value: Callable[[int], float]) -> float:
-        return (
-            sum(value(depth) * times for depth, times in self.depths.items()) / self.depths.total()
-        )
+        total = sum(value(depth) * times for depth, times in self.depths.items())
+        return total / self.depths.total()
 
 
 def theory(report: ReportData) -> Html:
@@ -145,6 +149,7 @@ def theory(report: ReportData) -> Html:
         lead += "Predicted speed-up is τ over break-even: the header has no bare costs (eval.costs) to model it from."
     columns = ["drafter", "α", "levels", "τ by α", "τ by position", "τ measured", "break-even τ"]
     columns += ["predicted", "measured"]
+
     parts = []
     lengths = Agreement()
     speeds = Agreement()
@@ -164,9 +169,7 @@ def theory(report: ReportData) -> Html:
     figures = [_draw_agreement("τ", "from α", lengths, low=1)]
     if speeds:
         figures.append(_draw_agreement("Speed-up", how, speeds, low=0))
-    return section(
-        "theory", title, lead, table(columns, parts), legend(report.names), panels(*figures)
-    )
+    return section("theory", title, lead, [table(columns, parts), drafter_panels(report, figures)])
 
 
 def _row(group: Group, rates: Rates, even: float | None, predicted: float | None) -> list[object]:

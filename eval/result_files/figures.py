@@ -9,7 +9,8 @@ from math import ceil, floor, isfinite, log10
 from eagle.markup import Html, tag
 from eval.result_files.statistics import Estimate
 
-WIDTH = 340  # of every figure: a phone's column, so that its text is as large there as on a desk
+# of every figure: a phone's column, so that its text is as large there as on a desk
+WIDTH = 340
 # margins around the plotted area
 LEFT = 40
 RIGHT = 10
@@ -22,6 +23,7 @@ MARKS = (
     "M0-5L5 0L0 5L-5 0z",
     "M0-5L4.6 3.4H-4.6z",
 )
+# those of the style sheet, that of `none` included
 COLOURS = 6
 Points = Sequence[tuple[float, Estimate]]
 Position = tuple[float, float]  # x and y, in the figure's pixels
@@ -41,15 +43,24 @@ class Scale:
 
     @classmethod
     def over(cls, values: Sequence[float], low: float = 0, percent: bool = False) -> Scale:
-        """Return a scale from `low` to a round value that holds all finite values."""
+        """Return a scale from `low` to a round value that holds all finite values.
+
+        Args:
+            values: What the axis shows; infinite ends of intervals do not count.
+            low: The beginning of the axis.
+            percent: Whether the axis shows its numbers as percentages.
+        """
         top = max(filter(isfinite, values), default=low)
         if top <= low:
             top = low + 1
+
+        # the axis ends at a tick, so that its last number stands at its end
         scale = cls(low, top, percent=percent)
         ticks = scale.ticks()
         step = scale.high - low
         if len(ticks) > 1:
             step = ticks[-1] - ticks[-2]
+
         # floats that are a whole number of steps but for rounding get no further step
         num_steps = ceil((scale.high - low) / step - 1e-6)
         return replace(scale, high=low + num_steps * step)
@@ -63,6 +74,7 @@ class Scale:
     def ticks(self) -> list[float]:
         """Return about five round values."""
         step = self.step or self._round_step()
+        # an end of the axis that rounding moved past a tick keeps the tick
         first = ceil(self.low / step - 1e-6)
         last = floor(self.high / step + 1e-6)
         return [round(i * step, 9) for i in range(first, last + 1)]
@@ -75,11 +87,19 @@ class Scale:
 
     def format(self, value: float) -> str:
         """Return a number as the axis shows it."""
-        return f"{value:.0%}" if self.percent else f"{value:g}"
+        if self.percent:
+            return f"{value:.0%}"
+        return f"{value:g}"
 
 
 def format_number(value: Estimate, unit: str = "", digits: int = 2) -> str:
-    """Return a number with its interval as text."""
+    """Return a number with its interval as text.
+
+    Args:
+        value: A figure; one without a finite interval is shown alone.
+        unit: What stands after the number, and not after its interval.
+        digits: Decimal places of the number and of its interval.
+    """
     text = f"{value.value:.{digits}f}{unit}"
     if not isfinite(value.low):
         return text
@@ -114,10 +134,17 @@ def draw_dots(
 ) -> Html:
     """Draw a row for each name, with a point and its interval for each series.
 
-    A single point has its value in words.
+    Args:
+        title: Stands above the figure, and names it to a screen reader.
+        rows: A name, and its points as series and value. A single point has its value in words.
+        scale: The values that the width shows.
+        reference: The value of the dashed line.
+        unit: What stands after every number.
+        note: A sentence below the title.
     """
     scale = replace(scale, start=8, end=WIDTH - 14)
     parts = []
+    # the top of the next row, in pixels
     y = 0.0
     for name, points in rows:
         parts += _label(name, points, y + 14, unit)
@@ -125,27 +152,34 @@ def draw_dots(
             # series below each other, so that intervals do not hide each other
             at = y + 26 + 12 * i
             hint = f"{name}: {format_number(value, unit)}"
-            mark = _mark(series, (scale(value.value), at), hint)
-            parts.append(
-                _point(series, value, (scale(value.low), at), (scale(value.high), at), mark=mark)
-            )
+            positions = [(scale(figure), at) for figure in value]
+            parts.append(_point(series, value, positions, hint))
         y += 26 + 12 * len(points)
         parts.append(_line((scale.start, y - 3), (scale.end, y - 3), "rule"))
+
+    foot = y - 3
     ticks = []
     grid = []
     for tick in scale.ticks():
-        grid.append(_line((scale(tick), 4), (scale(tick), y - 3), "grid"))
-        ticks.append(_text((scale(tick), y + 12), scale.format(tick) + unit, "tick", "middle"))
-    grid.append(_line((scale(reference), 4), (scale(reference), y - 3), "reference"))
-    return _figure(title, note, y + 18, grid, parts, ticks)
+        x = scale(tick)
+        grid.append(_line((x, 4), (x, foot), "grid"))
+        ticks.append(_text((x, y + 12), scale.format(tick) + unit, "tick", "middle"))
+    x = scale(reference)
+    grid.append(_line((x, 4), (x, foot), "reference"))
+    # points are drawn over the grid
+    return _figure(title, note, y + 18, [grid, parts, ticks])
 
 
 def _label(name: str, points: Sequence[tuple[int, Estimate]], y: float, unit: str) -> list[Html]:
     """Write the name of a row, and the value of a single point beside it."""
     if len(points) != 1:
         return [_text((0, y), _shorten(name, 44), "label")]
-    value = _text((WIDTH, y), format_number(points[0][1], unit), "value", "end")
-    return [_text((0, y), _shorten(name, 28), "label"), value]
+    [(_, value)] = points
+    number = format_number(value, unit)
+    return [
+        _text((0, y), _shorten(name, 28), "label"),
+        _text((WIDTH, y), number, "value", "end"),
+    ]
 
 
 def draw_plot(
@@ -159,31 +193,50 @@ def draw_plot(
     joined: bool = True,
     diagonal: bool = False,
 ) -> Html:
-    """Draw points with vertical intervals, joined by lines or not; both axes agree on the diagonal."""
+    """Draw points with vertical intervals.
+
+    Args:
+        title: Stands above the figure, and names it to a screen reader.
+        series: The number of a series, which decides colour and shape, and its points.
+        x: The values that the width shows.
+        y: The values that the height shows.
+        axes: The titles of x and y.
+        note: A sentence below the title.
+        joined: Whether a line joins the points of a series.
+        diagonal: Whether a dashed line shows where x and y are equal.
+    """
     height = 226
     x = replace(x, start=LEFT + 8, end=WIDTH - RIGHT)
+    # pixels count downwards, so the axis starts at its larger coordinate
     y = replace(y, start=height - BOTTOM, end=TOP)
     parts = _axes(x, y, height, axes)
+
     if diagonal:
         low = max(x.low, y.low)
         high = min(x.high, y.high)
         parts.append(_line((x(low), y(low)), (x(high), y(high)), "reference"))
+
     for i, (series_index, points) in enumerate(series):
         aside = 0.0
         if joined:
             # side by side, so that intervals at the same value do not hide each other
             aside = 3 * (i - (len(series) - 1) / 2)
-        finite = [(round(x(at) + aside, 1), value) for at, value in points if isfinite(value.value)]
+        finite = []
+        for at, value in points:
+            if isfinite(value.value):
+                finite.append((round(x(at) + aside, 1), value))
+
+        # the line is drawn first, below the points
         if joined and len(finite) > 1:
             path = "M" + "L".join(f"{at} {y(value.value)}" for at, value in finite)
             trace = tag("path", d=path, class_="trace")
             parts.append(tag("g", trace, class_=_colour(series_index)))
         for at, value in finite:
-            hint = format_percent(value) if y.percent else format_number(value)
-            mark = _mark(series_index, (at, y(value.value)), hint)
-            parts.append(
-                _point(series_index, value, (at, y(value.low)), (at, y(value.high)), mark=mark)
-            )
+            hint = format_number(value)
+            if y.percent:
+                hint = format_percent(value)
+            positions = [(at, y(figure)) for figure in value]
+            parts.append(_point(series_index, value, positions, hint))
     return _figure(title, note, height, parts)
 
 
@@ -196,38 +249,57 @@ def draw_bars(
     axes: tuple[str, str],
     note: str = "",
 ) -> Html:
-    """Draw a bar for 0, 1, 2 ... with its share above it."""
+    """Draw a bar for 0, 1, 2 ... with its share above it.
+
+    Args:
+        title: Stands above the figure, and names it to a screen reader.
+        shares: The heights of the bars, from 0 to 1.
+        y: The shares that the height shows.
+        series: Decides the colour.
+        axes: The titles of x and y.
+        note: A sentence below the title.
+    """
     height = 168
     x = Scale(-0.5, len(shares) - 0.5, LEFT, WIDTH - RIGHT, step=1)
     y = replace(y, start=height - BOTTOM, end=TOP)
     width = min((x.end - x.start) / len(shares) - 4, 34)
     bars = []
     for i, share in enumerate(shares):
+        top = y(share)
         bar = tag(
             "rect",
             x=round(x(i) - width / 2, 1),
-            y=y(share),
+            y=top,
             width=round(width, 1),
-            height=round(y.start - y(share), 1),
+            height=round(y.start - top, 1),
             class_="bar",
         )
         # a share that would be shown as 0% has no text
         label = f"{share:.0%}" if share >= 0.005 else ""
-        bars.append(tag("g", bar, _text((x(i), y(share) - 4), label, "tick", "middle")))
-    return _figure(
-        title, note, height, _axes(x, y, height, axes), tag("g", bars, class_=_colour(series))
-    )
+        bars.append(tag("g", bar, _text((x(i), top - 4), label, "tick", "middle")))
+
+    parts = _axes(x, y, height, axes)
+    parts.append(tag("g", bars, class_=_colour(series)))
+    return _figure(title, note, height, parts)
 
 
 def draw_stack(
     title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str
 ) -> Html:
-    """Draw a bar for each name, cut into parts whose names are classes of the style sheet."""
+    """Draw a bar for each name, cut into parts.
+
+    Args:
+        title: Stands above the figure, and names it to a screen reader.
+        rows: A name, and its parts as name and value. A part's name is a class of the style sheet.
+        unit: What stands after every number.
+    """
     totals = []
     for _, values in rows:
         totals.append(sum(value for _, value in values))
     scale = replace(Scale.over(totals), start=0, end=WIDTH - 8)
+
     bars = []
+    # the top of the next row, in pixels
     y = 0.0
     for (name, values), total in zip(rows, totals, strict=True):
         bars.append(_text((0, y + 14), _shorten(name, 30), "label"))
@@ -241,23 +313,29 @@ def draw_stack(
             hint = tag("title", f"{name}: {part} {value:.3g} {unit}")
             bars.append(tag("rect", hint, x=left, y=y + 20, width=width, height=12, class_=part))
         y += 42
+
     ticks = scale.ticks()
     grid = [_line((scale(value), 18), (scale(value), y - 4), "grid") for value in ticks]
+    numbers = []
     # the first and the last number would be cut off at the figure's edge
-    numbers = [
-        _text((scale(value), y + 10), scale.format(value), "tick", "middle")
-        for value in ticks[1:-1]
-    ]
-    return _figure(title, "", y + 16, grid, bars, numbers)
+    for value in ticks[1:-1]:
+        numbers.append(_text((scale(value), y + 10), scale.format(value), "tick", "middle"))
+    return _figure(title, "", y + 16, [grid, bars, numbers])
 
 
 def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
-    """Draw a tree from left to right, with each node's rank among its siblings and how often it was accepted."""
+    """Draw a tree from left to right, with each node's rank among its siblings and how often it was accepted.
+
+    Args:
+        title: Stands above the figure, and names it to a screen reader.
+        shares: How often each node was accepted, the root and every node's parent included.
+    """
     depth = max(map(len, shares))
     column = (WIDTH - 40) / max(depth, 1)
     positions = {}
     for path, row in assign_rows(shares).items():
         positions[path] = (14 + len(path) * column, 22 + 36 * row)
+
     edges = []
     nodes = []
     for path, (x, y) in positions.items():
@@ -271,11 +349,12 @@ def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
         hint = tag("title", f"{name}: {shares[path]:.1%}")
         circle = tag("circle", hint, cx=round(x, 1), cy=round(y, 1), r=9, class_="node")
         inside = _text((x, y + 4), rank, "rank", "middle")
-        nodes.append(
-            tag("g", circle, inside, _text((x, y + 20), f"{shares[path]:.0%}", "tick", "middle"))
-        )
+        below = _text((x, y + 20), f"{shares[path]:.0%}", "tick", "middle")
+        nodes.append(tag("g", circle, inside, below))
+
     lowest = max(y for _, y in positions.values())
-    return _figure(title, "", lowest + 26, edges, nodes)
+    # edges end at the centres of nodes, so the nodes are drawn over them
+    return _figure(title, "", lowest + 26, [edges, nodes])
 
 
 def _edge(start: Position, end: Position, column: float, share: float) -> Html:
@@ -283,7 +362,8 @@ def _edge(start: Position, end: Position, column: float, share: float) -> Html:
     # a cubic curve that leaves and arrives horizontally: both control points lie halfway between the columns
     u, v = start
     x, y = end
-    bend = f"M{u:.1f} {v:.1f}C{u + column / 2:.1f} {v:.1f} {x - column / 2:.1f} {y:.1f} {x:.1f} {y:.1f}"
+    half = column / 2
+    bend = f"M{u:.1f} {v:.1f}C{u + half:.1f} {v:.1f} {x - half:.1f} {y:.1f} {x:.1f} {y:.1f}"
     return tag("path", d=bend, class_="edge", stroke_width=round(1 + 9 * share, 1))
 
 
@@ -306,26 +386,30 @@ def assign_rows(shares: Mapping[Path, float]) -> dict[Path, int]:
     return rows
 
 
-def _figure(title: str, note: str, height: float, *parts: object) -> Html:
-    """Return a drawing of the common width under its title and a note."""
-    drawing = tag(
-        "svg", tag("title", title), parts, viewBox=f"0 0 {WIDTH} {ceil(height)}", role="img"
-    )
-    caption = tag(
-        "figcaption", tag("strong", title), tag("span", note, class_="note") if note else ""
-    )
+def _figure(title: str, note: str, height: float, parts: Sequence[object]) -> Html:
+    """Return a drawing of the common width under its title and a note; later parts cover earlier ones."""
+    view_box = f"0 0 {WIDTH} {ceil(height)}"
+    drawing = tag("svg", tag("title", title), parts, viewBox=view_box, role="img")
+    below = tag("span", note, class_="note") if note else ""
+    caption = tag("figcaption", tag("strong", title), below)
     return tag("figure", caption, drawing)
 
 
 def _axes(x: Scale, y: Scale, height: float, titles: tuple[str, str]) -> list[Html]:
     """Draw both axes with their numbers and titles."""
-    # numbers stand in the margins, so that lines and points do not cross them
     foot = height - BOTTOM
     right = WIDTH - RIGHT
+    grid = []
+    numbers = []
+    # numbers stand in the margins, so that lines and points do not cross them
+    for value in y.ticks():
+        grid.append(_line((LEFT, y(value)), (right, y(value)), "grid"))
+        numbers.append(_text((LEFT - 6, y(value) + 4), y.format(value), "tick", "end"))
+    for value in x.ticks():
+        numbers.append(_text((x(value), foot + 16), x.format(value), "tick", "middle"))
     return [
-        *[_line((LEFT, y(value)), (right, y(value)), "grid") for value in y.ticks()],
-        *[_text((LEFT - 6, y(value) + 4), y.format(value), "tick", "end") for value in y.ticks()],
-        *[_text((x(value), foot + 16), x.format(value), "tick", "middle") for value in x.ticks()],
+        *grid,
+        *numbers,
         _line((LEFT, foot), (right, foot), "rule"),
         _text((right, height - 5), titles[0], "title", "end"),
         _text((0, 11), titles[1], "title"),
@@ -342,16 +426,17 @@ def _colour(series: int) -> str:
 def _mark(series: int, position: Position, hint: str = "") -> Html:
     """Draw a point. Its colour and its shape both tell the series."""
     x, y = position
-    shape = tag(
-        "path", d=MARKS[series % len(MARKS)], transform=f"translate({x} {y})", class_="point"
-    )
+    outline = MARKS[series % len(MARKS)]
+    shape = tag("path", d=outline, transform=f"translate({x} {y})", class_="point")
     return tag("g", tag("title", hint) if hint else "", shape, class_=_colour(series))
 
 
-def _point(series: int, value: Estimate, low: Position, high: Position, *, mark: Html) -> Html:
-    """Draw a mark on its interval, if it has one."""
+def _point(series: int, value: Estimate, positions: Sequence[Position], hint: str) -> Html:
+    """Draw a mark on its interval, if it has one; the positions are those of the value and of both ends."""
+    centre, low, high = positions
+    # under the mark, which stays whole
     whisker = _line(low, high, "whisker") if isfinite(value.low) else ""
-    return tag("g", whisker, mark, class_=_colour(series))
+    return tag("g", whisker, _mark(series, centre, hint), class_=_colour(series))
 
 
 def _text(position: Position, value: object, kind: str, anchor: str = "start") -> Html:

@@ -31,15 +31,9 @@ from eval.result_files.statistics import (
 Answer = dict[str, Any]  # one row of a results file
 GroupKey = tuple[int, float, str]  # batch size, temperature, drafter
 Key = tuple[Any, ...]  # set, conversation, turn, temperature, seed, batch size
-ANSWER = {
-    "drafter",
-    "temperature",
-    "tokens",
-    "seconds",
-    "cycles",
-    "loops",
-    "identical",
-}  # what every row has
+# what every row has
+ANSWER = {"drafter", "temperature", "tokens", "seconds", "cycles", "loops", "identical"}
+# how the children of a node were drawn, by the budget's `draw`
 RULES = {
     "noise": "ranked with the target's own noise",
     "likeliest": "the likeliest, as point masses",
@@ -61,7 +55,7 @@ def device_name(device: str) -> str:
 
 
 def ends_in_loop(tokens: Sequence[int], window: int = 64, period: int = 16) -> bool:
-    """Return whether the last `window` tokens repeat with a period of at most `period`."""
+    """Return whether the last `window` tokens repeat with a period of at most `period`; a short answer does not."""
     tail = list(tokens[-window:])
     if len(tail) < window:
         return False
@@ -149,9 +143,8 @@ class Group:
     rule: str  # how the draft was drawn
     answers: list[Answer]
     batch_size: int = 1
-    steps: tuple[
-        Answer, ...
-    ] = ()  # what steps of the batches took, those of interrupted answers included
+    # what steps of the batches took, those of interrupted answers included
+    steps: tuple[Answer, ...] = ()
 
     @property
     def name(self) -> str:
@@ -181,14 +174,14 @@ class Group:
         return estimate(rows, metric.statistic)
 
     def compare(self, other: Group, metric: Metric) -> Difference:
-        """Return the metric of this group minus that of another, over the prompts that both answered."""
+        """Return the metric of this group minus that of another, over the prompts that both answered.
+
+        Raises:
+            ValueError: No prompt was answered by both.
+        """
         mine = {prompt_key(row): metric.columns(row) for row in self.answers}
         others = {prompt_key(row): metric.columns(row) for row in other.answers}
         return estimate_difference(others, mine, lambda key: key[:2], metric.statistic)
-
-    def select(self, keep: Callable[[Answer], bool]) -> Group:
-        """Return a group of the answers that `keep` accepts."""
-        return replace(self, answers=[answer for answer in self.answers if keep(answer)])
 
     @property
     def has_cpu_seconds(self) -> bool:
@@ -301,10 +294,18 @@ class Results:
         return drafters.get(drafter) or {}
 
     def groups(self, label: str = "") -> list[Group]:
-        """Group the answers by batch size, temperature and drafter; add modelled seconds where costs are known."""
+        """Group the answers by batch size, temperature and drafter; add modelled seconds where costs are known.
+
+        Args:
+            label: Names this run among several; empty for a run alone.
+
+        Raises:
+            ValueError: A prompt lacks plain decoding's answer.
+        """
         baselines = {
             prompt_key(answer): answer for answer in self.answers if answer["drafter"] == "none"
         }
+
         answers: dict[GroupKey, list[Answer]] = {}
         # answers are copied, so that reading the groups twice adds to fresh rows
         for answer in self.answers:
@@ -315,14 +316,13 @@ class Results:
                     "every figure needs its baseline in the same run: let eval.measure finish, then report again"
                 )
             paired = {**answer, "baseline": baselines[key]}
-            answers.setdefault((key[-1], answer["temperature"], answer["drafter"]), []).append(
-                paired
-            )
+            group_key = (key[-1], answer["temperature"], answer["drafter"])
+            answers.setdefault(group_key, []).append(paired)
         steps: dict[GroupKey, list[Answer]] = {}
         for batch in self.batches:
-            steps.setdefault(
-                (batch["batch_size"], batch["temperature"], batch["drafter"]), []
-            ).append(batch)
+            group_key = (batch["batch_size"], batch["temperature"], batch["drafter"])
+            steps.setdefault(group_key, []).append(batch)
+
         groups = []
         for group_key, rows in answers.items():
             batch_size, temperature, drafter = group_key
@@ -344,6 +344,7 @@ class Results:
         bare = (self.header.get("costs") or {}).get(drafter)
         if bare is None or (batch_size > 1 and not bare.get("batches")):
             return
+
         costs = Costs.parse(bare)
         settings = self.settings(drafter)
         values = dict(settings["budget"])
@@ -356,6 +357,7 @@ class Results:
         seconds = self._model_seconds(costs, answers, Budget(**values))
         baselines = [answer["baseline"] for answer in answers]
         baseline_seconds = self._model_seconds(costs, baselines, None)
+
         for i, answer in enumerate(answers):
             tokens, _ = count_cycles(answer)
             baseline_tokens, _ = count_cycles(answer["baseline"])
@@ -381,7 +383,11 @@ class Results:
 
 
 def read_results(path: str | Path) -> Results:
-    """Read a results file: runs with an id add up over restarts; of runs without one the last counts."""
+    """Read a results file: runs with an id add up over restarts; of runs without one the last counts.
+
+    Raises:
+        ValueError: There is no such file, or a line of it is no part of a results file.
+    """
     headers: list[dict[str, Any]] = []
     answers: dict[Any, Answer] = {}
     batches: dict[Key, Answer] = {}
@@ -412,6 +418,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 yield line_number, _parse_line(path, line_number, line)
             except ValueError:
+                # only the last line can lack its end
                 if line.endswith(b"\n"):
                     raise
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 Row = Sequence[float]  # numbers that one answer adds: cycles, tokens, seconds
 Clusters = Mapping[Any, Sequence[Row]]  # the rows of every conversation
-Statistic = Callable[
-    [Any], Any
-]  # of the sums of the columns; a sum is a number, or a tensor [draws]
+# of the sums of the columns; a sum is a number, or a tensor [D]
+Statistic = Callable[[Any], Any]
 
 
 class Estimate(NamedTuple):
@@ -52,7 +51,18 @@ def interval(
     seed: int = 0,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """Return the bootstrap interval of a statistic of column sums, infinite for a single cluster."""
+    """Return the bootstrap interval of a statistic of column sums.
+
+    Args:
+        values_by_cluster: The rows of every conversation.
+        statistic: Of the sums of the columns over all rows.
+        draws: The number of bootstrap samples.
+        seed: Of the samples.
+        level: The share of the samples that the interval holds, for many clusters.
+
+    Returns:
+        Both ends, which are infinite for a single cluster.
+    """
     num_clusters = len(values_by_cluster)
     if num_clusters < 2:
         return -inf, inf
@@ -64,9 +74,8 @@ def interval(
     if not len(samples):
         return -inf, inf
     tail = _tail(num_clusters, level)
-    low, high = torch.quantile(
-        samples, torch.tensor([tail, 1 - tail], dtype=samples.dtype)
-    ).tolist()
+    ends = torch.tensor([tail, 1 - tail], dtype=samples.dtype)
+    low, high = torch.quantile(samples, ends).tolist()
     return low, high
 
 
@@ -89,7 +98,16 @@ def estimate_difference(
 ) -> Difference:
     """Return the second's statistic minus the first's, over the prompts that both have.
 
-    `cluster` maps a prompt to its conversation.
+    Args:
+        first: A row by prompt.
+        second: A row by prompt.
+        cluster: Maps a prompt to its conversation.
+        statistic: Of the sums of the columns.
+        draws: The number of bootstrap samples.
+        seed: Of the samples.
+
+    Raises:
+        ValueError: They have no prompt in common.
     """
     shared = [prompt for prompt in first if prompt in second]
     if not shared:

@@ -36,6 +36,7 @@ def merge_parts(path: Path) -> None:
     parts = _parts(path)
     if not parts:
         return
+
     known = {item_key(json.loads(line)) for line in path.read_bytes().splitlines()}
     for part in parts:
         lines = part.read_bytes().splitlines(keepends=True)
@@ -68,7 +69,8 @@ class ResultsWriter:
         self.path = stored.path
         self.id = secrets.token_hex(4)
         self.settings = json.loads(json.dumps(settings))
-        self.rows: dict[Key, dict[str, Row]] = {}  # by key and drafter
+        # by key and drafter
+        self.rows: dict[Key, dict[str, Row]] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if stored.headers and not again and self._is_same(stored.header):
             self.id = stored.header["id"]
@@ -83,7 +85,11 @@ class ResultsWriter:
             print(f"what {self.path} held is in {aside} now, and measuring begins anew")
 
     def begin(self, start: dict[str, Any]) -> None:
-        """Write the header of the rows that follow."""
+        """Write the header of the rows that follow.
+
+        Args:
+            start: What may differ in a run that goes on: amount and date, beside the settings, which may not.
+        """
         self._append([{"run": {"id": self.id, **start, **self.settings}}])
 
     def add(self, *rows: Row) -> None:
@@ -91,11 +97,17 @@ class ResultsWriter:
         self.add_batch(None, rows)
 
     def add_batch(self, batch: dict[str, Any] | None, rows: Iterable[Row]) -> None:
-        """Write the seconds of a batch's steps, and the answers that ended in the last of them."""
+        """Write the seconds of a batch's steps, and the answers that ended in the last of them.
+
+        Args:
+            batch: The sums of the steps; None for answers that were decoded alone.
+            rows: The answers; all of them are in the file when this returns.
+        """
         rows = list(rows)
         lines = [{"run": self.id, **row} for row in rows]
         if batch is not None:
             lines.insert(0, {"run": self.id, "batch": batch})
+        # in one write, so that an interruption does not part them
         self._append(lines)
         for row in rows:
             self._remember(row)
