@@ -42,7 +42,7 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def comments_of(model: type) -> dict[str, str]:
-    """Return the comment on the line of each field, those of the classes it is made from included."""
+    """Return the comment of each field, on its line or above it; those of the base classes included."""
     comments: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         if not issubclass(owner, BaseModel) or owner is BaseModel:
@@ -59,6 +59,9 @@ def comments_of(model: type) -> dict[str, str]:
             ):
                 name = field.target.id
                 comment = lines[field.end_lineno - 1].partition("  # ")[2]
+                above = lines[field.lineno - 2].strip()
+                if not comment and above.startswith("# "):
+                    comment = above.removeprefix("# ")
                 # a class may set another default without saying again what the key means
                 comments[name] = comment or comments.get(name, "")
     return comments

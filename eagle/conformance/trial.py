@@ -22,9 +22,8 @@ class Fault(AssertionError):
     """What a method does and must not: what was found, what is expected, what to do."""
 
 
-TIE_BREAKING = (
-    1e-3  # of a matrix's spread: enough to order equal parts, too little to change what they draft
-)
+# of a matrix's spread: enough to order equal parts, too little to change what they draft
+TIE_BREAKING = 1e-3
 
 
 def make_head(name: str, target: Target, seed: int = 0, **changed_settings: Any) -> Any:

@@ -25,12 +25,10 @@ class Budget:
     top_k: int = 10  # children of a node, and candidates of a level
     paths: Paths | None = None  # a fixed tree: the ranks on the way to each node; see `fixed`
     draw: Draw = "noise"  # how children are chosen where the target samples
-    sharpness: float | None = (
-        None  # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
-    )
-    confidence: float | None = (
-        None  # no children of nodes whose children are kept less likely, as the drafter says
-    )
+    # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
+    sharpness: float | None = None
+    # no children of nodes whose children are kept less likely, as the drafter says
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         # a frozen dataclass sets its own fields by way of object

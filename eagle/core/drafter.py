@@ -33,9 +33,8 @@ class Parts:
         tuple[str, str], ...
     ] = ()  # pairs of parameters of one shape beside those of blocks
     tokens: tuple[str, ...] = ()  # settings that name a token of the vocabulary
-    levels: int | None = (
-        None  # so many tokens are guessed in one forward; None where each level reads the one before
-    )
+    # so many tokens are guessed in one forward; None where each level reads the one before
+    levels: int | None = None
 
 
 class HeadShape(Protocol):
@@ -99,12 +98,10 @@ class Committed:
     tokens: Tensor  # [A]
     features: Tensor | None  # [A, L, D], the taps that the drafter asked for
     root: int  # chosen by the target, not yet read by it
-    tree: DraftTree | None = (
-        None  # that the target read last, where the drafter reads choices or states
-    )
-    choices: Tensor | None = (
-        None  # [N, C], the target's choice after each node of the tree, then what comes next
-    )
+    # that the target read last, where the drafter reads choices or states
+    tree: DraftTree | None = None
+    # [N, C], the target's choice after each node of the tree, then what comes next
+    choices: Tensor | None = None
     states: Tensor | None = None  # [N, L, D], the target's states after each node of the tree
 
     @classmethod
@@ -151,9 +148,8 @@ class Drafter:
     """
 
     taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
-    stored_as: Literal["nothing", "files", "head"] = (
-        "nothing"  # "files" are read by its own `load(folder, target)`
-    )
+    # "files" are read by its own `load(folder, target)`
+    stored_as: Literal["nothing", "files", "head"] = "nothing"
     reads: Reads = Reads()
     budget: Budget | None = None  # what it was tuned to
     rates_nodes = False  # whether it says how likely a child of a node is kept, which `Budget.confidence` asks for
@@ -266,15 +262,12 @@ class TrainableDrafter(nn.Module, Drafter):
 
     teacher_taps: tuple[int, ...] = (-1,)
     stored_as = "head"
-    counts_by_forward = (
-        False  # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
-    )
-    drafts: Tensor | None = (
-        None  # [D], the draft vocabulary, whose tokens its logits have; None for all tokens
-    )
-    follows_progress = (
-        False  # whether its loss depends on `batch.progress`: a step of a longer run is another one
-    )
+    # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
+    counts_by_forward = False
+    # [D], the draft vocabulary, whose tokens its logits have; None for all tokens
+    drafts: Tensor | None = None
+    # whether its loss depends on `batch.progress`: a step of a longer run is another one
+    follows_progress = False
     Settings: type  # what a recipe may say about it
 
     def __init__(self, settings: Any, shape: HeadShape) -> None:

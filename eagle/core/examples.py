@@ -30,9 +30,8 @@ class Drafts:
     drafted: Tensor  # [A], how many it has; what stands behind them counts for nothing, on the host
     tokens: Tensor  # [A, K]
     states: Tensor  # [A, K, L, D]
-    divisor: float | None = (
-        None  # supervised tokens of the step that they are a part of; None for those of the batch
-    )
+    # supervised tokens of the step that they are a part of; None for those of the batch
+    divisor: float | None = None
 
     @classmethod
     def join(cls, parts: Sequence[Drafts | None], lengths: Sequence[int]) -> Drafts | None:
@@ -90,13 +89,11 @@ class Batch:
     taps: tuple[int, ...]  # which target state each of the L is
     seeds: tuple[int, ...]  # random seed of each text
     progress: float = 0.0  # how much of the training is done, from 0 to 1
-    divisors: tuple[float, ...] | None = (
-        None  # of the step that this is a part of, as the head's `divisors` sum them
-    )
+    # of the step that this is a part of, as the head's `divisors` sum them
+    divisors: tuple[float, ...] | None = None
     drafts: Drafts | None = None  # of a head, in texts that were written with it
-    branches: Tensor | None = (
-        None  # [N, K], the places of the tokens drafted from each slot, where slots read drafts
-    )
+    # [N, K], the places of the tokens drafted from each slot, where slots read drafts
+    branches: Tensor | None = None
 
     @property
     def slots(self) -> int:

@@ -117,9 +117,8 @@ class Sampling:
     rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
     # LOSSY: with either of these the output does not follow the target's distribution
     lenience: float = 1.0  # LOSSY below 1
-    typical: tuple[float, float] | None = (
-        None  # LOSSY: typical acceptance, by its epsilon and delta
-    )
+    # LOSSY: typical acceptance, by its epsilon and delta
+    typical: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         # numpy's whole numbers become ints, so that equal samplings are equal

@@ -23,9 +23,8 @@ class TargetHead:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
-    width: int | None = (
-        None  # of the layers' states, where it is known; some embeddings have another
-    )
+    # of the layers' states, where it is known; some embeddings have another
+    width: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
         """Return itself, so that a copied head shares the target."""

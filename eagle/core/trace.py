@@ -23,9 +23,8 @@ class Cycle:
     kept: tuple[int, ...]  # accepted nodes of the tree
     committed: int  # new tokens of the output, after cutting at a stop
     context: int  # tokens in the target's cache before
-    seconds: dict[str, float] | None = (
-        None  # of the whole cycle, which texts that are written side by side share
-    )
+    # of the whole cycle, which texts that are written side by side share
+    seconds: dict[str, float] | None = None
     number: int = field(default=0, compare=False)  # of that cycle
     rows: int = field(default=1, compare=False)  # texts in it
 

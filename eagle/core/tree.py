@@ -70,12 +70,10 @@ class DraftTree:
 
     tokens: Tensor  # [N]
     parents: Tensor  # [N], parents[0] == -1
-    draft_probs: Tensor | None = (
-        None  # [N, V], what nodes were sampled from, siblings without replacement
-    )
-    likelihoods: Tensor | None = (
-        None  # [N], the drafter's log-probability of each node's path; 0 at the root
-    )
+    # [N, V], what nodes were sampled from, siblings without replacement
+    draft_probs: Tensor | None = None
+    # [N], the drafter's log-probability of each node's path; 0 at the root
+    likelihoods: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_tensor("tokens", self.tokens, 1, "whole numbers")

@@ -45,9 +45,8 @@ from eagle.target.talk import prepare_media
 from eagle.target.taps import find_feature_fault
 from eagle.target.target import Target
 
-BATCH_TOKENS = (
-    8192  # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
-)
+# tokens of one forward on an accelerator; a CPU is fastest with one text at a time
+BATCH_TOKENS = 8192
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORECAST_BATCHES = 64
 FORECAST_SECONDS = 5.0

@@ -52,9 +52,8 @@ FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which fi
     "data.images.files": "the names and sizes of the images in data.images",
     "data.images.processor": "the target's preprocessor_config.json and processor_config.json",
 }
-MASK_RULES = (
-    3  # version of the rules by which answers are masked; features of other versions are refused
-)
+# version of the rules by which answers are masked; features of other versions are refused
+MASK_RULES = 3
 
 
 def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:

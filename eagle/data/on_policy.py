@@ -34,9 +34,8 @@ class OnPolicyFeatures(LiveFeatures):
         self.head = head
         # read within the step, with the weights of the step
         self.together = True
-        self.student: Target | None = (
-            None  # the draft model as what decodes, from the first step on
-        )
+        # the draft model as what decodes, from the first step on
+        self.student: Target | None = None
 
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples with new answers, and the target's features of them."""

@@ -185,9 +185,8 @@ class Field(NamedTuple):
     name: str
     dtype: torch.dtype
     code: str  # of safetensors
-    per: int | None = (
-        1  # numbers of a state that `entries` entries hold; None: one entry for each state
-    )
+    # numbers of a state that `entries` entries hold; None: one entry for each state
+    per: int | None = 1
     entries: int = 1
 
     def shape(self, rows: int, taps: int, width: int) -> list[int]:

@@ -11,9 +11,8 @@ from operator import mul
 from eagle.core.trace import Cycle
 from eagle.decoding.forward_costs import CostTable
 
-MIN_WEIGHT = (
-    2.0  # least weight of an average, in cycles; with 8 a policy starts and adapts too slowly
-)
+# least weight of an average, in cycles; with 8 a policy starts and adapts too slowly
+MIN_WEIGHT = 2.0
 GUESS = 0.1  # acceptance of a drafter of which nothing is known, as if of one cycle; a higher one is dear if it fails
 PRIOR = 4.0  # cycles of its own after which a row's average weighs as much as that of all
 ROW_MEMORY = 30.0  # cycles over which a row's own averages are taken, at most

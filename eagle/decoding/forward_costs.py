@@ -31,12 +31,10 @@ class Costs:
     contexts: tuple[int, ...]
     sizes: tuple[int, ...]
     target: Table
-    first: Table | None = (
-        None  # the drafter's over what was committed: right after the target, one row scored
-    )
-    level: Table | None = (
-        None  # the drafter's over a level of the tree: after a forward of its own, all rows scored
-    )
+    # the drafter's over what was committed: right after the target, one row scored
+    first: Table | None = None
+    # the drafter's over a level of the tree: after a forward of its own, all rows scored
+    level: Table | None = None
     # by levels: rows of each forward after a draft's first, of the drafter and budget that were measured
     forwards: Rows | None = field(default=None, kw_only=True)
     unread: Rows | None = field(
@@ -164,9 +162,8 @@ class CycleCosts:
     contexts: tuple[int, ...]
     draft: Grid
     read: Grid
-    catch_up: float = (
-        0.0  # seconds of a draft for each token that its first forward reads beyond PENDING ones
-    )
+    # seconds of a draft for each token that its first forward reads beyond PENDING ones
+    catch_up: float = 0.0
 
     @classmethod
     def of_one(cls, draft: Sequence[float], read: Sequence[float]) -> CycleCosts:

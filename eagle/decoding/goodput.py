@@ -25,9 +25,8 @@ from eagle.decoding.forward_costs import PENDING, CycleCosts, count_nodes
 from eagle.target.target import Target
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
-FIRST_ANSWERS = (
-    5  # answers like the one ahead whose share of exploring a new policy may spend at once
-)
+# answers like the one ahead whose share of exploring a new policy may spend at once
+FIRST_ANSWERS = 5
 TOKENS_AHEAD = 50  # tokens that are counted on ahead: a request may end long before its limit
 TOKENS_PER_CYCLE = 2.0  # with a draft, which tells the number of cycles ahead
 ONLY = 0  # the number of a row by itself

@@ -23,9 +23,8 @@ from eagle.target.target import Target
 
 TEMPERATURES = (0.0, 1.0)
 KEEP = 0.9  # of what drafts add; heads of other seeds differ by 0.05 of it, so that less is hardly worth a run
-TRAIN_ON = (
-    0.25  # of it: a head that kept 0.26 was a better start than fresh weights; no less was tried
-)
+# of it: a head that kept 0.26 was a better start than fresh weights; no less was tried
+TRAIN_ON = 0.25
 SIZES = ("hidden_size", "num_hidden_layers")
 
 

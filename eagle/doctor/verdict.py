@@ -25,12 +25,10 @@ SURE_BESIDE_CLEAR = 1.0
 # shares of what drafts add to the acceptance length, from which on a gain is a fault
 MIN_SAMPLED = 0.005
 MIN_GREEDY = 0.015  # no change of the healthy heads it was chosen on brought both
-MIN_GUESSED = (
-    0.06  # along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
-)
-MIN_RATE = (
-    0.35  # of level 1; below, a head stands at no optimum, and accidents of some percent are usual
-)
+# along a rope's theta nothing is sharp: heads trained on short texts lie on a slope
+MIN_GUESSED = 0.06
+# of level 1; below, a head stands at no optimum, and accidents of some percent are usual
+MIN_RATE = 0.35
 MIN_OF_WEAK = 0.06
 ABLE_OF_WEAK = 0.1
 MIN_WORTH = 0.01  # of what drafts add; a block's attention and MLP were worth 0.04 and more in healthy heads

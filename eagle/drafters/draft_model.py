@@ -60,15 +60,13 @@ class DraftModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["draft_model"] = "draft_model"
-    model: str | None = (
-        None  # a causal language model to start from; by default fresh weights of the sizes below
-    )
+    # a causal language model to start from; by default fresh weights of the sizes below
+    model: str | None = None
     layers: int = Field(2, ge=1)  # of a fresh model
     hidden_size: int | None = None  # of a fresh model; by default the target's
     intermediate_size: int | None = None  # of a fresh model's MLP
-    divergence: Divergence = (
-        "forward_kl"  # what is minimized; "tokens": cross-entropy with the text
-    )
+    # what is minimized; "tokens": cross-entropy with the text
+    divergence: Divergence = "forward_kl"
     samples: Literal["data", "own"] = "data"  # learn on the data's answers, or on the model's own
 
 

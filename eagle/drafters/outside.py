@@ -31,9 +31,8 @@ class UntrustedCode(ValueError):
 class Methods(dict[str, type[Any]]):
     """Methods by name; `find` loads and registers those that the package does not know."""
 
-    trusts_heads = (
-        False  # whether the code in any head's folder may be run, as `eagle --trust-code` asks
-    )
+    # whether the code in any head's folder may be run, as `eagle --trust-code` asks
+    trusts_heads = False
 
     def find(self, kind: str) -> type[Any] | None:
         """Return the method of a name or of `PATH.py:CLASS`, relative to the working directory; None if unknown.

@@ -43,9 +43,8 @@ class Layout:
     config: Config
     tensors: dict[str, Tensor]
     serve: str = ""  # where HEAD, TARGET and DEPTH stand for themselves
-    file: str = (
-        "model.safetensors"  # of the weights; one that torch.save writes by any other ending
-    )
+    # of the weights; one that torch.save writes by any other ending
+    file: str = "model.safetensors"
     deepest: int | None = None  # the longest chain that can be drafted with it
     at_once: bool = False  # whether one forward drafts all of it
     whole: bool = False  # whether it guesses otherwise where fewer tokens are asked for

@@ -37,16 +37,14 @@ class TargetSection(Section):
 
     path: str  # a folder or a hub id
     revision: str | None = None  # a branch, tag or commit of the hub id
-    dtype: str = (
-        "auto"  # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it
-    )
+    # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it
+    dtype: str = "auto"
     trust_remote_code: bool = False  # run modeling code that the checkpoint brings
     adapter: str | None = None  # a LoRA adapter, merged into the model at load
     device_map: str | None = None  # "auto" spreads a target that no single device holds
     images: bool = False  # the class that sees, where the model's type has one for text alone, too
-    packed: bool | None = (
-        None  # weights on a CPU in a layout that is faster to read; null: in bfloat16 alone
-    )
+    # weights on a CPU in a layout that is faster to read; null: in bfloat16 alone
+    packed: bool | None = None
 
 
 class DataSection(Section):
@@ -55,27 +53,21 @@ class DataSection(Section):
     train: str  # conversations: a file, a folder of files, a hub dataset, or a mix of such
     heldout: str | None = None  # conversations kept apart for measuring; no stage learns from them
     split: str = "train"  # the split of a hub dataset
-    revision: str | None = (
-        None  # the commit of a hub dataset; if pinned, a change of the data is noticed
-    )
+    # the commit of a hub dataset; if pinned, a change of the data is noticed
+    revision: str | None = None
     limit: int | None = Field(None, ge=1)  # use only the first conversations, this many
-    allow_broken: bool = (
-        False  # go on with what can be read of files that are damaged beyond a few lines
-    )
-    images: str | None = (
-        None  # the folder of the images that records name; null: records with images are dropped
-    )
+    # go on with what can be read of files that are damaged beyond a few lines
+    allow_broken: bool = False
+    # the folder of the images that records name; null: records with images are dropped
+    images: str | None = None
     max_length: int = Field(2048, ge=8)  # tokens of a conversation; what follows is cut off
-    turns: Literal["all", "last"] = (
-        "all"  # which answers are learned: all of a conversation, or only the last
-    )
-    template: str | None = (
-        None  # a Jinja file, for tokenizers without a chat template or with a wrong one
-    )
+    # which answers are learned: all of a conversation, or only the last
+    turns: Literal["all", "last"] = "all"
+    # a Jinja file, for tokenizers without a chat template or with a wrong one
+    template: str | None = None
     drop_duplicates: bool = False  # leave out conversations that ask what an earlier one asks
-    cache: str | None = (
-        None  # the folder for tokens and masks, made once; null: within Hugging Face's cache of assets
-    )
+    # the folder for tokens and masks, made once; null: within Hugging Face's cache of assets
+    cache: str | None = None
     num_proc: int | None = Field(None, ge=1)  # processes that tokenise; null: as many as processors
     template_kwargs: dict[
         str, Any
@@ -90,15 +82,12 @@ class RegenerateSection(Section):
 
     source: str  # conversations whose answers are replaced, as in data.train, which names `out`
     out: str  # the file that gets the new conversations
-    endpoint: Addresses | None = (
-        None  # OpenAI-compatible servers, as http://localhost:8000/v1; if null, decode here
-    )
-    model: str | None = (
-        None  # the model to ask a server for; by default the one it lists that is the target
-    )
-    key_variable: str = (
-        "EAGLE_API_KEY"  # the environment variable with the servers' API key, if they want one
-    )
+    # OpenAI-compatible servers, as http://localhost:8000/v1; if null, decode here
+    endpoint: Addresses | None = None
+    # the model to ask a server for; by default the one it lists that is the target
+    model: str | None = None
+    # the environment variable with the servers' API key, if they want one
+    key_variable: str = "EAGLE_API_KEY"
     in_flight: int = Field(32, ge=1)  # requests to each server at a time
     timeout: float = Field(600.0, gt=0)  # seconds in which a server must give a whole answer
     connect_timeout: float = Field(
@@ -108,9 +97,8 @@ class RegenerateSection(Section):
         6, ge=1
     )  # how often an answer is asked for before its conversation counts as failed
     batch_size: int = Field(16, ge=1)  # conversations decoded at a time, without an endpoint
-    drafter: str = (
-        "none"  # a method or a head's folder that speeds up decoding here; several by commas
-    )
+    # a method or a head's folder that speeds up decoding here; several by commas
+    drafter: str = "none"
     max_tokens_in_cache: int | None = Field(
         None, ge=1
     )  # limit on the tokens of a batch, padding included
@@ -120,15 +108,13 @@ class RegenerateSection(Section):
         1.0, gt=0, le=1
     )  # sample from the likeliest tokens of this total probability
     seed: int = 0  # of the sampling
-    keep_truncated: bool = (
-        True  # learn from answers that were cut off, too: what they say, and no end
-    )
+    # learn from answers that were cut off, too: what they say, and no end
+    keep_truncated: bool = True
     samples: int = Field(
         1, ge=1
     )  # conversations made of each one, with other answers; needs a temperature above 0
-    reasoning: Literal["keep", "drop"] = (
-        "keep"  # what a server tells apart as the reasoning before an answer
-    )
+    # what a server tells apart as the reasoning before an answer
+    reasoning: Literal["keep", "drop"] = "keep"
 
     @model_validator(mode="after")
     def _check_addresses(self) -> RegenerateSection:
@@ -149,9 +135,8 @@ class RegenerateSection(Section):
 class FeaturesSection(Section):
     """Where the target's hidden states are kept, and how."""
 
-    store: str | None = (
-        None  # the folder of stored hidden states; if null, they are computed while training
-    )
+    # the folder of stored hidden states; if null, they are computed while training
+    store: str | None = None
     dtype: Literal["float32", "bfloat16", "float8", "float6"] = "bfloat16"  # of the stored states
     shard_bytes: int = Field(1_000_000_000, ge=1)  # size of one file of the store
     batch_tokens: int | None = Field(
@@ -184,12 +169,10 @@ class OnPolicySection(Section):
     depth: int = Field(5, ge=1)  # tokens of a draft
     temperature: float = Field(1.0, ge=0)  # of the answers
     weight: float = Field(1.0, ge=0)  # of what is learned from drafts, beside the loss of the texts
-    accepted: Divergence = (
-        "cross_entropy"  # from the target's probs, for what drew a token that the target accepted
-    )
-    rejected: Divergence = (
-        "reverse_kl"  # and for what drew one that it did not, or one behind such a token
-    )
+    # from the target's probs, for what drew a token that the target accepted
+    accepted: Divergence = "cross_entropy"
+    # and for what drew one that it did not, or one behind such a token
+    rejected: Divergence = "reverse_kl"
     decay: float = Field(
         0.8, ge=0, le=1
     )  # weight of each token behind the first rejected one, relative to the last
@@ -200,9 +183,8 @@ class TrainSection(Section):
 
     out: str  # the folder of the run: checkpoints, metrics and the head
     init: str | None = None  # a head to start from, instead of fresh weights
-    stem: str | None = (
-        None  # a shorter run with schedule `wsd`, to go on from where its learning rate began to fall
-    )
+    # a shorter run with schedule `wsd`, to go on from where its learning rate began to fall
+    stem: str | None = None
     processes: int | None = Field(None, ge=1)  # refuse to start with another number of processes
     compile: bool = False  # compile parts of the head with torch.compile
     shard_head: bool = False  # spread the head's weights, gradients and moments over all processes
@@ -212,19 +194,16 @@ class TrainSection(Section):
     accumulation: int = Field(
         1, ge=1
     )  # parts of a step, computed in turn; more parts need less memory
-    dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # of the matrix products; weights stay in float32
-    )
+    # of the matrix products; weights stay in float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     lr: float = Field(3e-5, gt=0)  # the highest learning rate
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: float = Field(0.0, ge=0)  # of AdamW
     clip: float = Field(0.5, gt=0)  # limit on the gradients; .inf for none
-    clip_by: Literal["norm", "value"] = (
-        "norm"  # whether `clip` limits the norm of all gradients, or each value
-    )
-    schedule: Literal["linear", "cosine", "constant", "wsd"] = (
-        "linear"  # how the learning rate falls after warm-up
-    )
+    # whether `clip` limits the norm of all gradients, or each value
+    clip_by: Literal["norm", "value"] = "norm"
+    # how the learning rate falls after warm-up
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
     decay_share: float = Field(
         0.2, gt=0, le=1
     )  # the last share of the steps, in which `wsd` falls linearly
@@ -233,12 +212,10 @@ class TrainSection(Section):
     )  # steps that the schedule is made for; by default those of the run
     warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
     final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`
-    mean_over: Literal["step", "texts", "all"] = (
-        "step"  # of the loss: a step's slots, each text's, or all its tokens
-    )
-    gate: Literal["predicted", "read"] = (
-        "predicted"  # a slot counts if the token that it predicts (or reads) does
-    )
+    # of the loss: a step's slots, each text's, or all its tokens
+    mean_over: Literal["step", "texts", "all"] = "step"
+    # a slot counts if the token that it predicts (or reads) does
+    gate: Literal["predicted", "read"] = "predicted"
     seed: int = 0  # of weights, order of the data and noise
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
     validate_every: int | None = Field(
@@ -247,15 +224,13 @@ class TrainSection(Section):
     decode: int | None = Field(
         None, ge=0
     )  # held-out prompts to decode; by default 24 where the target is in memory
-    choose: Literal["best", "last"] = (
-        "best"  # what `head/` is: the head that accepts most, or the last
-    )
+    # what `head/` is: the head that accepts most, or the last
+    choose: Literal["best", "last"] = "best"
     patience: int | None = Field(
         None, ge=1
     )  # end the run when so many validations brought no better head
-    on_policy: OnPolicySection | None = (
-        None  # learn from the head's own drafts, too; {} for the defaults
-    )
+    # learn from the head's own drafts, too; {} for the defaults
+    on_policy: OnPolicySection | None = None
     checkpoint_every: int | None = Field(
         None, ge=1
     )  # steps between checkpoints; by default once an epoch
@@ -264,9 +239,8 @@ class TrainSection(Section):
         str, ...
     ] = ()  # trackers beside metrics.jsonl: wandb, tensorboard, mlflow, trackio, comet
     project: str = "eagle"  # the project of the trackers in which the run is logged
-    wandb: str | None = (
-        None  # log to this project of Weights & Biases, as `log_with` does with `project`
-    )
+    # log to this project of Weights & Biases, as `log_with` does with `project`
+    wandb: str | None = None
 
     @field_validator("log_with", mode="before")
     @classmethod
@@ -297,9 +271,8 @@ class TrainSection(Section):
 class JointSection(Section):
     """Training a target together with heads, by `recipes/train_medusa2.py`: what comes out is another target."""
 
-    loss: Literal["kl", "tokens"] = (
-        "kl"  # of the target: stay close to what it was, or learn the text's own next token
-    )
+    # of the target: stay close to what it was, or learn the text's own next token
+    loss: Literal["kl", "tokens"] = "kl"
     heads: float = Field(0.01, gt=0)  # weight of the heads' loss beside the target's
     rise: bool = True  # raise that weight from 0 over the run, by a sine
     head_lr: float = Field(
@@ -316,33 +289,28 @@ class BudgetSection(Section):
     nodes: int | None = Field(None, ge=0)  # tokens drafted in a cycle, the root not counted
     depth: int | None = Field(None, ge=0)  # levels of the tree
     top_k: int | None = Field(None, ge=0)  # candidates a level
-    paths: tuple[tuple[int, ...], ...] | None = (
-        None  # a fixed tree: for every node the ranks on its way from the root
-    )
-    draw: Literal["noise", "likeliest", "sampled"] | None = (
-        None  # how children are chosen where the target samples
-    )
+    # a fixed tree: for every node the ranks on its way from the root
+    paths: tuple[tuple[int, ...], ...] | None = None
+    # how children are chosen where the target samples
+    draw: Literal["noise", "likeliest", "sampled"] | None = None
     sharpness: float | None = Field(None, gt=0)  # of trees without paths: 1 is EAGLE-2's rule
 
 
 class MeasuredSection(Section):
     """A drafter that is measured."""
 
-    head: str | None = (
-        None  # a folder, a hub id, or a method without weights; by default the run's own head
-    )
+    # a folder, a hub id, or a method without weights; by default the run's own head
+    head: str | None = None
     options: dict[str, Any] = {}  # of methods without weights, as `load_drafter` takes them
-    budget: BudgetSection | None = (
-        None  # by default that of the head, else nodes, depth and top_k of `eval`
-    )
+    # by default that of the head, else nodes, depth and top_k of `eval`
+    budget: BudgetSection | None = None
 
 
 class EvalSection(Section):
     """The prompts to decode, the drafters and the limits."""
 
-    prompts: str | dict[str, str] | None = (
-        None  # a file, folder or hub dataset; several by name; else data.heldout
-    )
+    # a file, folder or hub dataset; several by name; else data.heldout
+    prompts: str | dict[str, str] | None = None
     split: str = "train"  # the split of a hub dataset
     count: int = Field(8, ge=1)  # prompts of each set, evenly over its tasks
     max_new_tokens: int = Field(64, ge=1)  # tokens of one answer

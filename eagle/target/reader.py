@@ -52,12 +52,10 @@ from eagle.target.twin import share_weights, with_own_hooks
 from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
 LEAST_BYTES = 2**30  # of states that a tree's nodes may take by levels; else as many as the weights
-WHOLE_PROMPTS = (
-    "max_inference_chunksize"  # beyond it layers run on pieces of a prompt, which taps would miss
-)
-STEP_TOKENS = (
-    16  # of a prompt that take as long as one token by itself: 4 in fp32 and 12 in bf16 on a CPU
-)
+# beyond it layers run on pieces of a prompt, which taps would miss
+WHOLE_PROMPTS = "max_inference_chunksize"
+# of a prompt that take as long as one token by itself: 4 in fp32 and 12 in bf16 on a CPU
+STEP_TOKENS = 16
 
 
 class TreeReader:
@@ -74,9 +72,8 @@ class TreeReader:
         self.checked = False
         self.tolerance = 0.0
         self.refusal: str | None = None  # why no mode was found: it is looked for once
-        self.follows_steps = (
-            False  # whether the truth is the model's own steps by one token, as in `generate`
-        )
+        # whether the truth is the model's own steps by one token, as in `generate`
+        self.follows_steps = False
         self.reads_rows: bool | None = None  # None: not tried yet
         self.layouts: dict[int, Layout] = {}  # of the taps that a forward has shown
         self.arguments = inspect.signature(type(base_of(model)).forward).parameters

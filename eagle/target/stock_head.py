@@ -21,9 +21,8 @@ from eagle.target.twin import share_weights
 class StockHead(TargetHead):
     """The target's embedding and the part of its forward above its base; gradients go through that forward too."""
 
-    model: Any = (
-        None  # the target's modules over its own weights, with a `PassThrough` for its base
-    )
+    # the target's modules over its own weights, with a `PassThrough` for its base
+    model: Any = None
     matrix: Tensor | None = None  # [V, D'], of the last linear layer
     rows: Tensor | slice | None = None  # of the vocabulary; None for all
 

@@ -72,9 +72,8 @@ class Target(ChatMixin):
         self.config = self.model.config.get_text_config()
         self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
         self.sharded = False
-        self.adapter: str | None = (
-            None  # that it reads with, over weights that it shares with another target
-        )
+        # that it reads with, over weights that it shares with another target
+        self.adapter: str | None = None
         self.draws = Counter[
             tuple[int, int]
         ]()  # uses of private random numbers, by seed and request

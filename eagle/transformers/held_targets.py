@@ -12,9 +12,8 @@ from eagle.core.drafter import Drafter
 from eagle.core.trace import Trace
 from eagle.target.target import Target
 
-ATTRIBUTE = (
-    "_eagle_held"  # of a model; anything else that held a target would keep the model's weights
-)
+# of a model; anything else that held a target would keep the model's weights
+ATTRIBUTE = "_eagle_held"
 
 
 class Held:

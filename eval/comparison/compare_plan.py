@@ -36,18 +36,15 @@ Count = Annotated[int, Field(ge=1)]
 class ArmSection(Section):
     """One way to a drafter: a method, its data, and how long it is trained."""
 
-    base: str | None = (
-        None  # a recipe file whose drafter, features and train sections this arm takes
-    )
+    # a recipe file whose drafter, features and train sections this arm takes
+    base: str | None = None
     recipe: dict[str, Any] = Field({})  # laid over the recipe of the comparison, for this arm alone
-    untrained: str | None = (
-        None  # a drafter that is not trained here: a method without weights, a folder, a hub id
-    )
+    # a drafter that is not trained here: a method without weights, a folder, a hub id
+    untrained: str | None = None
     options: dict[str, Any] = Field({})  # of an untrained method, as `load_drafter` takes them
     start: str | None = None  # the arm whose head this one goes on from
-    tokens: Count | tuple[Count, ...] | None = (
-        None  # supervised, its start's included; several are a curve
-    )
+    # supervised, its start's included; several are a curve
+    tokens: Count | tuple[Count, ...] | None = None
     seconds: float | None = Field(None, gt=0)  # of training, its start's included
     as_long_as: str | None = None  # the arm whose seconds of training this one has
 
@@ -71,9 +68,8 @@ class ComparisonSection(Section):
     )  # steps in which arms with a budget of time are timed, in turns
     shapes: dict[str, BudgetSection] = Field(min_length=1)  # draft trees to measure, by name
     arms: dict[str, ArmSection] = Field(min_length=1)  # what is compared, by name
-    compare: tuple[tuple[str, str], ...] | None = (
-        None  # second minus first; by default all minus the first arm
-    )
+    # second minus first; by default all minus the first arm
+    compare: tuple[tuple[str, str], ...] | None = None
 
 
 @dataclass(frozen=True)

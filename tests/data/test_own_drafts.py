@@ -164,9 +164,8 @@ def naive_losses(
     for text, slot, accepted, drafted in replays(batch):
         features = states_of(target, text, batch.taps)
         mask = torch.zeros(len(text), dtype=torch.bool)
-        mask[slot + 2 :] = (
-            True  # a text is cut behind what is supervised; its first slot is the draft's
-        )
+        # a text is cut behind what is supervised; its first slot is the draft's
+        mask[slot + 2 :] = True
         alone = collate([Example(text, mask, features)], batch.taps)
         levels = head.draft_levels(alone, target.head, drafted)
         for level, (states, logits_of) in enumerate(levels):

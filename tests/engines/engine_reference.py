@@ -39,9 +39,8 @@ class Job:
 class Rule:
     """When an engine drafts, and from what. All count a whole draft, including what a limit or a stop then cuts off."""
 
-    from_prompt: bool = (
-        False  # the first draft follows the prompt's last token, not the answer's first
-    )
+    # the first draft follows the prompt's last token, not the answer's first
+    from_prompt: bool = False
     stops: Collection[int] = ()  # tokens that end an answer
     reads: Collection[
         str

@@ -211,13 +211,11 @@ class DSparkSettings(InjectedSettings):
     slots: int = Field(
         7, ge=2, le=MOST_LEVELS
     )  # tokens read at once: the last accepted token, then mask tokens
-    sample_from_anchor: bool = (
-        True  # each slot predicts the next token; else the token at its own place
-    )
+    # each slot predicts the next token; else the token at its own place
+    sample_from_anchor: bool = True
     decay: float | None = Field(4.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
-    markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = (
-        "vanilla"  # what makes biases from the token before
-    )
+    # what makes biases from the token before
+    markov: Literal["none", "vanilla", "gated", "rnn", "domino"] = "vanilla"
     rank: int = Field(256, ge=1)  # of that network's matrix
     gru_size: int = Field(1024, ge=1)  # of the GRU of "domino"
     unbiased: int = Field(1, ge=0)  # levels that "domino" leaves as they are

@@ -64,32 +64,26 @@ ANCHORS_AT_ONCE = 256  # anchors whose blocks are read at a time where no gradie
 class InjectedSettings(Section):
     """Settings of such a head in a recipe."""
 
-    taps: tuple[int, ...] | None = (
-        None  # layers whose inputs it reads; by default five, evenly spread
-    )
+    # layers whose inputs it reads; by default five, evenly spread
+    taps: tuple[int, ...] | None = None
     blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
     slots: int = Field(
         16, ge=2, le=MOST_LEVELS
     )  # tokens read at once: the last accepted token, then mask tokens
-    sample_from_anchor: bool = (
-        False  # each slot predicts the next token; else the token at its own place
-    )
+    # each slot predicts the next token; else the token at its own place
+    sample_from_anchor: bool = False
     causal: bool = False  # a slot sees only earlier slots of its block
     qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does
-    mask_token: int | None = (
-        None  # the token that mask slots read; by default the last of the vocabulary
-    )
-    intermediate_size: int | None = (
-        None  # of the MLPs; by default the target's, but for mixtures of experts
-    )
-    linears: Linears = (
-        "uniform"  # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
-    )
+    # the token that mask slots read; by default the last of the vocabulary
+    mask_token: int | None = None
+    # of the MLPs; by default the target's, but for mixtures of experts
+    intermediate_size: int | None = None
+    # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    linears: Linears = "uniform"
     anchors: int = Field(512, ge=1)  # places of a text from which blocks are trained
     decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
-    divisor: Divisor = (
-        "weights"  # of the loss: the sum of the weights, or "reached": how many places have one
-    )
+    # of the loss: the sum of the weights, or "reached": how many places have one
+    divisor: Divisor = "weights"
 
 
 class InjectedHead(CompiledParts, TrainableDrafter):
@@ -101,9 +95,8 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     teacher_taps = (-1,)
     reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
     sharpness = 1.0
-    open_levels: type[Any] = (
-        SlotLevels  # what makes logits of the states of a block, level by level
-    )
+    # what makes logits of the states of a block, level by level
+    open_levels: type[Any] = SlotLevels
     Settings: type[Any]
 
     def __init__(self, settings: InjectedSettings, shape: HeadShape) -> None:

@@ -56,12 +56,10 @@ class PeagleSettings(FusedSettings):
         0.7, gt=0, le=1
     )  # in training, share of the slots with d masks that get one more
     keep_least: float = Field(0.2, ge=0, le=1)  # lowest share of all slots, at every depth
-    mask_token: int | None = (
-        None  # the token that mask slots read; by default the last of the vocabulary
-    )
-    divisor: Literal["texts", Divisor] = (
-        "texts"  # of the loss: each text a mean over its rows, or "reached": all alike
-    )
+    # the token that mask slots read; by default the last of the vocabulary
+    mask_token: int | None = None
+    # of the loss: each text a mean over its rows, or "reached": all alike
+    divisor: Literal["texts", Divisor] = "texts"
 
 
 class Peagle(FusedHead):

@@ -41,12 +41,10 @@ from eagle.recipe import Section
 class LevelSettings(Section):
     """Settings of all such heads in a recipe."""
 
-    loss: Loss = (
-        "cross_entropy"  # towards the target's probs, or "tokens": towards the text's own tokens
-    )
-    divisor: Divisor = (
-        "slots"  # of the loss: all supervised slots, or "levels": for each level what it reaches
-    )
+    # towards the target's probs, or "tokens": towards the text's own tokens
+    loss: Loss = "cross_entropy"
+    # of the loss: all supervised slots, or "levels": for each level what it reaches
+    divisor: Divisor = "slots"
 
 
 class LevelHeads(TrainableDrafter):

@@ -15,9 +15,8 @@ from eagle.core.drafter import HeadShape, TargetHead
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
 
-FALLING = (
-    0.8  # what a level weighs relative to the one before in the published recipes of joint training
-)
+# what a level weighs relative to the one before in the published recipes of joint training
+FALLING = 0.8
 
 
 class MedusaSettings(LevelSettings):
@@ -26,9 +25,8 @@ class MedusaSettings(LevelSettings):
     kind: Literal["medusa"] = "medusa"
     levels: int = Field(5, ge=1)  # levels that are drafted, one token each
     layers: int = Field(1, ge=1)  # residual blocks of each level
-    lm_head: Literal["own", "target"] = (
-        "own"  # a matrix for each level that starts from the target's, or the target's
-    )
+    # a matrix for each level that starts from the target's, or the target's
+    lm_head: Literal["own", "target"] = "own"
     weights: Literal["equal", "falling"] = "equal"  # of the levels; "falling" is 0.8, 0.64, ...
 
 

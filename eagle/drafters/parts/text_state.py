@@ -22,9 +22,8 @@ from eagle.target.slots import SlotCache, with_room
 
 SHORT = 16  # tokens up to which rows are read together, however different in number
 MOST = 4096  # tokens of one forward, padding included, unless a row alone has more
-PART = (
-    512  # tokens of a text that blocks with a window read at a time, whose columns are then dropped
-)
+# tokens of a text that blocks with a window read at a time, whose columns are then dropped
+PART = 512
 
 
 class TextHead(Protocol):

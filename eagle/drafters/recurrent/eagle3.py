@@ -33,9 +33,8 @@ class Eagle3Settings(FusedSettings):
         0.0, ge=0
     )  # weight of Smooth-L1 between what its LM head reads and the target's does
     norm_output: bool = False  # EAGLE-3.1: the next level reads the normed state
-    window: Window | None = (
-        None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
-    )
+    # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    window: Window | None = None
 
 
 class Eagle3(FusedHead):

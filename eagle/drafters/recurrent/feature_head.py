@@ -42,12 +42,10 @@ class FeatureSettings(BaseModel):
     fc_bias: bool = True  # a bias in the layer that joins token and feature; vLLM has none
     noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512
     noise_as_published: bool = False  # T as it is: texts of 16 tokens get 32 times the noise
-    intermediate_size: int | None = (
-        None  # of its MLP; by default the target's, but for mixtures of experts
-    )
-    window: Window | None = (
-        None  # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
-    )
+    # of its MLP; by default the target's, but for mixtures of experts
+    intermediate_size: int | None = None
+    # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
+    window: Window | None = None
     regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
     cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
 

@@ -33,26 +33,21 @@ from eagle.target.weights.packed import PackedHead, pack_head
 class FusedSettings(Section):
     """Settings of such a network in a recipe."""
 
-    taps: tuple[int, ...] | None = (
-        None  # layers whose inputs it reads; by default 2, the middle one, the last but two
-    )
-    draft_vocab: int | str | None = (
-        None  # so many of the most frequent tokens, or a file of data_prep.draft_vocab
-    )
+    # layers whose inputs it reads; by default 2, the middle one, the last but two
+    taps: tuple[int, ...] | None = None
+    # so many of the most frequent tokens, or a file of data_prep.draft_vocab
+    draft_vocab: int | str | None = None
     lm_head: Literal["target", "random"] = "target"  # what its LM head starts from
     train_lm_head: bool = True  # train its LM head
-    queries: Literal["keys", "random"] = (
-        "keys"  # what half of them start as: from random, few find their own token
-    )
-    linears: Linears = (
-        "uniform"  # how its other linear layers start: as torch draws them, or "normal": N(0, 0.02)
-    )
+    # what half of them start as: from random, few find their own token
+    queries: Literal["keys", "random"] = "keys"
+    # how its other linear layers start: as torch draws them, or "normal": N(0, 0.02)
+    linears: Linears = "uniform"
     fc_norm: bool = False  # EAGLE-3.1: a norm on each tap
     norm_before_residual: bool = False  # attention is added to the normed state
     loss: Kind = "cross_entropy"  # how far its probs are from the target's
-    intermediate_size: int | None = (
-        None  # of its MLP; by default the target's, but for mixtures of experts
-    )
+    # of its MLP; by default the target's, but for mixtures of experts
+    intermediate_size: int | None = None
 
 
 class FusedHead(UnrolledDrafter):

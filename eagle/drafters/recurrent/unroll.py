@@ -55,9 +55,8 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
 
     rotary: Rotary
     layers: Any  # the blocks of a level
-    capture: Capture | None = (
-        None  # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
-    )
+    # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
+    capture: Capture | None = None
 
     @property
     def stack(self) -> dict[str, Any]:

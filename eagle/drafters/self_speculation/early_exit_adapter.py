@@ -35,9 +35,8 @@ class EarlyExitAdapterSettings(Section):
 
     kind: Literal["early_exit_adapter"] = "early_exit_adapter"
     layers: int | None = Field(None, ge=1)  # of the target that draft; by default a third of them
-    adapter: Literal["norm", "linear", "mlp"] = (
-        "mlp"  # a norm alone, or with a linear layer or MLP before it
-    )
+    # a norm alone, or with a linear layer or MLP before it
+    adapter: Literal["norm", "linear", "mlp"] = "mlp"
     loss: Kind = "cross_entropy"  # how far its probs are from the target's
 
 

@@ -123,9 +123,8 @@ class Network:
     methods: tuple[str, ...] = ()  # of this project whose heads these are
     # what it is recognised by: any of the four is enough
     tensors: str = "$^"  # begins the name of one, `model.` taken off
-    words: str = (
-        "^$"  # stands in architectures, model_type, speculators_model_type or projector_type
-    )
+    # stands in architectures, model_type, speculators_model_type or projector_type
+    words: str = "^$"
     keys: tuple[str, ...] = ()  # of config.json
     common: tuple[str, ...] = ()  # keys that a language model may have too
     # its tensors
@@ -145,9 +144,8 @@ class Network:
     # its config
     has_block: bool = True  # whether the sizes of a Llama block are there
     rotates: bool = True  # whether the rotary parameters there are those of its attention
-    lists_all: bool = (
-        False  # whether tensors are compared with its sizes where something else is wrong too
-    )
+    # whether tensors are compared with its sizes where something else is wrong too
+    lists_all: bool = False
     takes_taps: bool = False  # whether an import may say which layers it reads
     takes_positions: bool = False  # whether an import takes the target's number of positions
     # where it differs from most

@@ -62,12 +62,10 @@ class NetworkLayout:
     until: str = ""  # the last version of the engine that reads it, where a later one does not
     blocks: int = 1  # the most that a head may have: none of several was run in any engine
     slides: bool = False  # whether it reads a window without sinks from layer_types
-    finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = (
-        None  # what this engine alone needs
-    )
-    writer: Callable[[Any, Any, str], Layout] | None = (
-        None  # of a head, a target's config and the engine's name
-    )
+    # what this engine alone needs
+    finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = None
+    # of a head, a target's config and the engine's name
+    writer: Callable[[Any, Any, str], Layout] | None = None
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Return the layout of a head; ValueError with the settings that the engine cannot serve."""

@@ -29,9 +29,8 @@ class FoundFault(NamedTuple):
     fault: Fault
     values: dict[str, Any]
     fatal: bool
-    affects: Callable[[Any], bool] | None = (
-        None  # engines with such a layout; None for those whose tables name it
-    )
+    # engines with such a layout; None for those whose tables name it
+    affects: Callable[[Any], bool] | None = None
 
 
 def find(

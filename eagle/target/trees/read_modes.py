@@ -39,12 +39,10 @@ ROWS = "attention as rows"
 NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
 LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
 COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
-FORGOTTEN = (
-    0.2  # of a state's norm: a step that differs by more has not seen all that the forward has
-)
-DIFFERENCE = (
-    20.0  # times rounding: beyond it a model's step by one token is not its forward over a sequence
-)
+# of a state's norm: a step that differs by more has not seen all that the forward has
+FORGOTTEN = 0.2
+# times rounding: beyond it a model's step by one token is not its forward over a sequence
+DIFFERENCE = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +50,15 @@ class TreeReadMode:
     """One way in which a model reads trees."""
 
     grouped: bool = False  # attention by `grouped_attention`, else the model's own
-    levels: bool = (
-        False  # modules that keep a state read one depth at a time, else all paths at once
-    )
+    # modules that keep a state read one depth at a time, else all paths at once
+    levels: bool = False
     cheaper: bool = False  # both are right, and each forward takes the cheaper one
     whole: bool = False  # the whole model reads paths as rows, with its own cache
     singly: bool = False  # and rows of one token by themselves
     # half precision whose bits do not depend on rows, padding and columns
     invariant: bool = False  # attention by `invariant_attention`
-    sums: bool = (
-        False  # all sums of products in fp64, where attention cannot be replaced, or not everywhere
-    )
+    # all sums of products in fp64, where attention cannot be replaced, or not everywhere
+    sums: bool = False
     extras: tuple[str, ...] = ()
 
     @property

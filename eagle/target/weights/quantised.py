@@ -18,9 +18,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 GUIDE = "docs/quantised.md"
 INSTEAD = f"take the plain weights, or a format of {GUIDE} that loads here"
 UNFIT = (ImportError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError)
-MIXING = (
-    0.0  # of llm_int8_threshold: above it the rows of one forward decide together what is rounded
-)
+# of llm_int8_threshold: above it the rows of one forward decide together what is rounded
+MIXING = 0.0
 BITS = re.compile(r'"(?:bits|num_bits|nbits|w_bits)": (\d+)|"_type": "[A-Za-z]+?(\d)')
 
 
