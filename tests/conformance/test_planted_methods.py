@@ -23,9 +23,9 @@ METHOD = next(
     for text in blocks(ROOT / "docs/adding-a-method.md", "python")
     if "class Recurrent(" in text
 )
-GROWN = (
-    "return grow(update.root, frozen.logits(states)[0], level, budget, self.noise, self.length + 1)"
-)
+GROWN = """return grow(
+            update.root, frozen.logits(states)[0], level, budget, self.noise, self.length + 1
+        )"""
 VALIDATED = (
     "return validate_batch(batch, states, ([frozen.logits] * deepest, frozen.logits), trees)"
 )
@@ -43,7 +43,7 @@ class Mixed(EachText):
 # what is written instead of what, the check that names it, and words of its sentence
 FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
     "rooted elsewhere": (
-        {"return grow(update.root,": "return grow(update.root + 1,"},
+        {"update.root, frozen.logits": "update.root + 1, frozen.logits"},
         "a tree is rooted",
         "a tree is rooted at 8, expected 7",
     ),
@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
         "it counts what loss_mask leaves out",
     ),
     "noise of the wrong place": (
-        {"self.length + 1)": "self.length)"},
+        {"self.noise, self.length + 1": "self.noise, self.length"},
         "noise is that of the places",
         "with the noise of the places [5, 6, 7], expected [6, 7, 8]",
     ),
