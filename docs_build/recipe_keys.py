@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from docs_build.comments import read_field_comment
 from eagle.core.drafter import TrainableDrafter
 from eagle.drafters import DRAFTERS
 from eagle.recipe import BudgetSection, MeasuredSection, OnPolicySection, Recipe
@@ -58,10 +59,7 @@ def comments_of(model: type) -> dict[str, str]:
                 and field.end_lineno
             ):
                 name = field.target.id
-                comment = lines[field.end_lineno - 1].partition("  # ")[2]
-                above = lines[field.lineno - 2].strip()
-                if not comment and above.startswith("# "):
-                    comment = above.removeprefix("# ")
+                comment = read_field_comment(lines, field.lineno, field.end_lineno)
                 # a class may set another default without saying again what the key means
                 comments[name] = comment or comments.get(name, "")
     return comments

@@ -10,6 +10,7 @@ import pytest
 from pydantic import Field
 
 from docs_build import commands, recipe_keys
+from docs_build.comments import read_field_comment
 from eagle.__main__ import VERBS, overview
 from eagle.recipe import Section
 
@@ -71,3 +72,18 @@ def test_the_page_of_commands_has_every_verb() -> None:
 def test_the_page_of_commands_is_what_help_prints() -> None:
     """A new option needs `python -m docs_build.commands`."""
     subprocess.run([sys.executable, "-m", "docs_build.commands", "--check"], cwd=ROOT, check=True)
+
+
+def test_the_comment_of_a_field_is_on_its_line_or_above() -> None:
+    """Both are read, a longer one above whole, and none of a neighbour's."""
+    lines = [
+        "one: int  # of one",
+        "# of two,",
+        "# and more",
+        "two: int = (",
+        "    2",
+        ")",
+        "three: int",
+    ]
+    found = [read_field_comment(lines, *span) for span in ((1, 1), (4, 6), (7, 7))]
+    assert found == ["of one", "of two, and more", ""]
