@@ -67,13 +67,22 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Mark the cases that `quick` and `not_long` do not name; reverse the order where asked."""
-    for item in items:
-        for named, mark in (("quick", "slow"), ("not_long", "long")):
+    for named, mark in (("quick", "slow"), ("not_long", "long")):
+        patterns: dict[tuple[str, str], bool] = {}  # of each test, and whether it names a case
+        for item in items:
             marker = item.get_closest_marker(named)
-            if marker and not any(
-                fnmatchcase(item.callspec.id, pattern) for pattern in marker.args
-            ):
+            if marker is None:
+                continue
+            test = item.nodeid.partition("[")[0]
+            matches = {text: fnmatchcase(item.callspec.id, text) for text in marker.args}
+            for text, is_match in matches.items():
+                patterns[test, text] = patterns.get((test, text), False) or is_match
+            if not any(matches.values()):
                 item.add_marker(mark)
+        unused = [f"{test}: {text!r}" for (test, text), is_used in patterns.items() if not is_used]
+        # a command line that names single cases collects no others
+        if unused and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"the mark {named} names no case by {', '.join(unused)}")
     if config.getoption("reversed"):
         items.reverse()
 
