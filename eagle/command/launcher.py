@@ -15,13 +15,14 @@ USAGE = """\
   --config_file FILE   settings of accelerate: a file, or ddp, zero2, zero3, two_machines; with N the default is ddp
   --machine_rank N, --main_process_ip IP, --main_process_port PORT   for two_machines"""
 
+# whose work several processes share
 SHARED = {
     "prepare",
     "regenerate",
     "extract",
     "measure",
     "lossless",
-}  # whose work several processes share
+}
 
 
 def launcher_options(argv: list[str]) -> tuple[list[str], list[str]]:

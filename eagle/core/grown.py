@@ -39,9 +39,8 @@ class NodeShape:
 
 def find_shape(parents: Tensor, levels: int) -> NodeShape:
     """Return the shape of trees of at most so many levels, from parents [B, N]; the root's do not matter."""
-    parents = parents.clamp(
-        0, parents.shape[1] - 1
-    )  # what is wrong is refused once the host has it
+    # what is wrong is refused once the host has it
+    parents = parents.clamp(0, parents.shape[1] - 1)
     # reach[i, j]: node j is at most one step above node i
     reach = torch.zeros(*parents.shape, parents.shape[1], device=parents.device)
     reach.scatter_(2, parents[..., None], 1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-BYTE = re.compile(
-    r"<0x[0-9A-Fa-f]{2}>"
-)  # a token that is one byte, where a vocabulary falls back to bytes
+# a token that is one byte, where a vocabulary falls back to bytes
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Spelling:

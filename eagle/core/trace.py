@@ -76,9 +76,8 @@ class Trace:
     finish: str = "running"  # at the end "stop", "length", or "error"
     tokenizer: Any = field(default=None, repr=False)
     stop_string: str | None = None
-    error: Exception | None = field(
-        default=None, compare=False
-    )  # that ended this text alone, among several
+    # that ended this text alone, among several
+    error: Exception | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         facts = [

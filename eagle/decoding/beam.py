@@ -184,9 +184,8 @@ class _Search:
         self.beams = beams
         self.processors = processors
         self.budget = budget
-        self.width = max(
-            budget.nodes // max(budget.depth, 1), 1
-        )  # nodes of each level, of all beams
+        # nodes of each level, of all beams
+        self.width = max(budget.nodes // max(budget.depth, 1), 1)
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.texts = target.open(drafter.taps)

@@ -23,6 +23,7 @@ from eagle.decoding.loop import Decoding
 from eagle.target.target import Target
 
 CONTEXTS = (128, 512, 1024)
+# small ones are not smooth: 3 rows may cost more than 4
 SIZES = (
     1,
     2,
@@ -39,7 +40,7 @@ SIZES = (
     26,
     41,
     61,
-)  # small ones are not smooth: 3 rows may cost more than 4
+)
 UNREAD = 64  # tokens of a prompt that a drafter reads at once, to be timed
 ROUNDS = 6  # of all numbers of levels, in every batch
 SINGLE_ROUNDS = 20  # of one sequence, whose cycles are short
@@ -52,9 +53,8 @@ class TimedCycle(NamedTuple):
     """One cycle of all rows of a batch, which asked all of them for as many levels."""
 
     levels: int
-    rows: (
-        tuple[int, ...] | None
-    )  # of each sequence in the draft's forwards; None where they have no costs
+    # of each sequence in the draft's forwards; None where they have no costs
+    rows: tuple[int, ...] | None
     nodes: int  # of the largest tree
     context: int  # of the longest sequence
     seconds: dict[str, float]

@@ -215,9 +215,8 @@ class Batch:
         """Return the number of rows that draft each level, maximising tokens minus `price` times seconds."""
         # by level from the deepest, and by the most rows there may be: the best number of rows
         choices: list[list[int]] = []
-        worth = [0.0] * (
-            len(self.texts) + 1
-        )  # of this level and those below it, by the most rows there may be
+        # of this level and those below it, by the most rows there may be
+        worth = [0.0] * (len(self.texts) + 1)
         for level in reversed(range(deepest)):
             level_worth = []
             level_choices = []

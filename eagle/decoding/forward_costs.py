@@ -37,16 +37,13 @@ class Costs:
     level: Table | None = None
     # by levels: rows of each forward after a draft's first, of the drafter and budget that were measured
     forwards: Rows | None = field(default=None, kw_only=True)
-    unread: Rows | None = field(
-        default=None, kw_only=True
-    )  # by levels and accepted: rows of the next first forward
+    # by levels and accepted: rows of the next first forward
+    unread: Rows | None = field(default=None, kw_only=True)
     texts: int = field(default=1, kw_only=True)  # that each forward of the target reads in a batch
-    batches: tuple[Costs, ...] = field(
-        default=(), kw_only=True
-    )  # the target's with more texts, fewest first
-    catch_up: float = field(
-        default=0.0, kw_only=True
-    )  # of the drafter's first forward for each of many tokens
+    # the target's with more texts, fewest first
+    batches: tuple[Costs, ...] = field(default=(), kw_only=True)
+    # of the drafter's first forward for each of many tokens
+    catch_up: float = field(default=0.0, kw_only=True)
     # seconds outside the forwards: of a cycle, and of each forward of a draft
     outside: tuple[float, float] = field(default=(0.0, 0.0), kw_only=True)
 

@@ -192,9 +192,8 @@ class Goodput:
 
     def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
         """Return (expected tokens, expected seconds) of a cycle by the number of levels that each row drafts."""
-        new_rows = range(
-            -texts, 0
-        )  # numbers that no row has, so that no rates of its own are known
+        # numbers that no row has, so that no rates of its own are known
+        new_rows = range(-texts, 0)
         batch = self._make_batch(
             new_rows, self.context if context is None else context, [0.0] * texts
         )

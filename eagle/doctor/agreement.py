@@ -138,9 +138,8 @@ def visit_slots(accepted: Tensor, in_seq: Tensor, seq_ids: Tensor) -> Tensor:
     padded = accepted.new_zeros(levels, len(counts), int(counts.max()) + levels + 1)
     padded[:, seq_ids, columns] = accepted * in_seq
     at_least = torch.cat([torch.ones_like(padded[:1]), padded.cumprod(0)])
-    exactly = torch.cat(
-        [at_least[:-1] - at_least[1:], at_least[-1:]]
-    )  # [K + 1, M, ..], so many drafts accepted
+    # [K + 1, M, ..], so many drafts accepted
+    exactly = torch.cat([at_least[:-1] - at_least[1:], at_least[-1:]])
     begins = torch.zeros_like(padded[0])
     begins[:, 1] = 1.0
     begins[counts == 1, 0] = 1.0

@@ -107,7 +107,6 @@ def reorder_blocks(matrix: Tensor, order: tuple[int, ...]) -> Tensor:
 def reorder_rows(matrix: Tensor, width: int, interleaved: bool) -> Tensor:
     """Return the matrix with the rows of each attention head in halves if they were `interleaved`, or the reverse."""
     split = (width // 2, 2) if interleaved else (2, width // 2)
-    rows = matrix.unflatten(0, (-1, width)).unflatten(
-        1, split
-    )  # [heads, w / 2, 2, ..] or [heads, 2, w / 2, ..]
+    # [heads, w / 2, 2, ..] or [heads, 2, w / 2, ..]
+    rows = matrix.unflatten(0, (-1, width)).unflatten(1, split)
     return rows.transpose(1, 2).flatten(1, 2).flatten(0, 1)

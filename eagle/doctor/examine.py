@@ -152,9 +152,8 @@ def borrow_embedding(folder: str | Path, target: Target) -> TargetHead:
     if not count_differing_rows(rows, target_rows):
         return target.head
     embedding = nn.Embedding.from_pretrained(rows.to(weight))
-    return replace(
-        target.head, embedding=embedding, embed_scale=1.0
-    )  # engines multiply only the target's own
+    # engines multiply only the target's own
+    return replace(target.head, embedding=embedding, embed_scale=1.0)
 
 
 def diagnose(

@@ -35,16 +35,18 @@ Found = Iterator[tuple[str, str, Change]]  # kind, fault and change
 TensorPairs = list[tuple[str, str]]  # names of tensors that are alike
 
 THETA = "rope_theta"
+# the two conventions are one apart
 COUNTED = {
     1: " (outputs were counted)",
     -1: " (they were taken for outputs)",
-}  # the two conventions are one apart
+}
 GUESS = "another rope"  # of values that nothing speaks for
 ATTENTION = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
+# the last matrix of what adds to the residual
 BRANCHES = {
     "mlp.down_proj": "MLP",
     "self_attn.o_proj": "attention",
-}  # the last matrix of what adds to the residual
+}
 LAST_TOKENS = 4  # of a vocabulary, where those are that no sequence has
 MAX_TOKENS = 24  # that are tried in place of a mask token
 
@@ -218,10 +220,11 @@ def probe_fc_bias(head: Any, wiring: Wiring, target: Target) -> Found:
 
 def probe_halves(head: Any, wiring: Wiring, target: Target) -> Found:
     """Exchange the columns of a matrix that reads token and state together."""
+    # as it is trained, and as it may have been written
     order = [
         "embedding; state",
         "state; embedding",
-    ]  # as it is trained, and as it may have been written
+    ]
     if reads_state_first(head):
         order.reverse()
     for names in head.parts.halves:

@@ -49,8 +49,7 @@ def export(
     # refused layouts leave no folder
     with lock_folder(out):
         write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")
-        write_tensors(
-            out / layout.file, layout.tensors, {"format": "pt"}
-        )  # which older transformers insist on
+        # which older transformers insist on
+        write_tensors(out / layout.file, layout.tensors, {"format": "pt"})
         for name, text in texts.items():
             write_text(out / name, text)

@@ -31,6 +31,7 @@ STATUS = {
     429: "it was asked too often: wait some minutes, and give the same command again",
 }
 AGAIN = "give the same command again: what has arrived is not sent twice"
+# whose errors tell of no answer
 OFFLINE = (
     "httpx",
     "httpx2",
@@ -38,7 +39,7 @@ OFFLINE = (
     "httpcore2",
     "requests",
     "urllib3",
-)  # whose errors tell of no answer
+)
 
 
 def check_name(name: str) -> str:

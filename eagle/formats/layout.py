@@ -14,11 +14,12 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.target.stock_head import StockHead
 
 Config = dict[str, Any]  # of config.json, whose values are of any kind
+# heads turn whole vectors in one way
 PER_TARGET = (
     "partial_rotary_factor",
     "full_attention",
     "sliding_attention",
-)  # heads turn whole vectors in one way
+)
 
 
 class TargetConfig(Protocol):

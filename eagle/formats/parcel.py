@@ -76,16 +76,13 @@ class Parcel:
     home: Path
     files: dict[str, Sent] = field(default_factory=dict)
     stays: dict[str, str] = field(default_factory=dict)
-    hidden: dict[str, str] = field(
-        default_factory=dict
-    )  # what others need not know, and what stands there instead
+    # what others need not know, and what stands there instead
+    hidden: dict[str, str] = field(default_factory=dict)
     changed: dict[str, list[str]] = field(default_factory=dict)  # file -> what was hidden in it
-    named: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # file -> paths of this machine that it still names
-    frozen: set[str] = field(
-        default_factory=set
-    )  # files that go as they are, as checksums or data do
+    # file -> paths of this machine that it still names
+    named: dict[str, list[str]] = field(default_factory=dict)
+    # files that go as they are, as checksums or data do
+    frozen: set[str] = field(default_factory=set)
 
     def add(self, name: str, source: Path | bytes, why: str, root: Path | None = None) -> None:
         """Add a file; two of one name are refused, and links that leave its root, by default the folder around it."""

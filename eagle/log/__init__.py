@@ -40,24 +40,27 @@ OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
 LOST_AFTER = 10.0  # seconds after which a Ctrl-C that ended nothing comes again
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
+# in gloo's and NCCL's words
 LOST = (
     "Connection reset by peer",
     "Connection closed by peer",
     "remote process exited",
-)  # in gloo's and NCCL's words
+)
+# whose errors in LOADING are of what they load
 LOADERS = {
     "transformers",
     "huggingface_hub",
     "peft",
     "tokenizers",
-}  # whose errors in LOADING are of what they load
+}
 LOADING = {"from_pretrained", "snapshot_download", "cached_files"}
+# as they call it
 LOADED = (
     "pretrained_model_name_or_path",
     "repo_id",
     "path_or_repo_id",
     "model_id",
-)  # as they call it
+)
 ADVICE = {
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room, or name a folder on another disk"

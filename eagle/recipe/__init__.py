@@ -90,29 +90,24 @@ class RegenerateSection(Section):
     key_variable: str = "EAGLE_API_KEY"
     in_flight: int = Field(32, ge=1)  # requests to each server at a time
     timeout: float = Field(600.0, gt=0)  # seconds in which a server must give a whole answer
-    connect_timeout: float = Field(
-        10.0, gt=0
-    )  # seconds in which a server must take a connection, and list its models
-    attempts: int = Field(
-        6, ge=1
-    )  # how often an answer is asked for before its conversation counts as failed
+    # seconds in which a server must take a connection, and list its models
+    connect_timeout: float = Field(10.0, gt=0)
+    # how often an answer is asked for before its conversation counts as failed
+    attempts: int = Field(6, ge=1)
     batch_size: int = Field(16, ge=1)  # conversations decoded at a time, without an endpoint
     # a method or a head's folder that speeds up decoding here; several by commas
     drafter: str = "none"
-    max_tokens_in_cache: int | None = Field(
-        None, ge=1
-    )  # limit on the tokens of a batch, padding included
+    # limit on the tokens of a batch, padding included
+    max_tokens_in_cache: int | None = Field(None, ge=1)
     max_new_tokens: int = Field(1024, ge=1)  # tokens of one answer
     temperature: float = Field(0.0, ge=0)  # 0 takes the likeliest token; above 0 samples
-    top_p: float = Field(
-        1.0, gt=0, le=1
-    )  # sample from the likeliest tokens of this total probability
+    # sample from the likeliest tokens of this total probability
+    top_p: float = Field(1.0, gt=0, le=1)
     seed: int = 0  # of the sampling
     # learn from answers that were cut off, too: what they say, and no end
     keep_truncated: bool = True
-    samples: int = Field(
-        1, ge=1
-    )  # conversations made of each one, with other answers; needs a temperature above 0
+    # conversations made of each one, with other answers; needs a temperature above 0
+    samples: int = Field(1, ge=1)
     # what a server tells apart as the reasoning before an answer
     reasoning: Literal["keep", "drop"] = "keep"
 
@@ -139,9 +134,8 @@ class FeaturesSection(Section):
     store: str | None = None
     dtype: Literal["float32", "bfloat16", "float8", "float6"] = "bfloat16"  # of the stored states
     shard_bytes: int = Field(1_000_000_000, ge=1)  # size of one file of the store
-    batch_tokens: int | None = Field(
-        None, ge=1
-    )  # tokens of one forward of the target; by default what suits it
+    # tokens of one forward of the target; by default what suits it
+    batch_tokens: int | None = Field(None, ge=1)
     shard_target: bool = False  # without a store: spread the target's layers over all processes
 
 
@@ -160,12 +154,10 @@ Divergence = Literal[
 class OnPolicySection(Section):
     """Learning from the head's own drafts, where the target writes answers with them during training."""
 
-    share: float = Field(
-        0.5, gt=0, le=1
-    )  # of a step's conversations that get a new answer; the others are the data's
-    every: int = Field(
-        16, ge=1
-    )  # steps whose answers are written at once, with the head as it is then
+    # of a step's conversations that get a new answer; the others are the data's
+    share: float = Field(0.5, gt=0, le=1)
+    # steps whose answers are written at once, with the head as it is then
+    every: int = Field(16, ge=1)
     depth: int = Field(5, ge=1)  # tokens of a draft
     temperature: float = Field(1.0, ge=0)  # of the answers
     weight: float = Field(1.0, ge=0)  # of what is learned from drafts, beside the loss of the texts
@@ -173,9 +165,8 @@ class OnPolicySection(Section):
     accepted: Divergence = "cross_entropy"
     # and for what drew one that it did not, or one behind such a token
     rejected: Divergence = "reverse_kl"
-    decay: float = Field(
-        0.8, ge=0, le=1
-    )  # weight of each token behind the first rejected one, relative to the last
+    # weight of each token behind the first rejected one, relative to the last
+    decay: float = Field(0.8, ge=0, le=1)
 
 
 class TrainSection(Section):
@@ -191,9 +182,8 @@ class TrainSection(Section):
     epochs: int = Field(1, ge=1)  # passes over the data
     max_steps: int | None = Field(None, ge=1)  # stop after so many steps
     batch_size: int = Field(4, ge=1)  # conversations in a step, over all processes
-    accumulation: int = Field(
-        1, ge=1
-    )  # parts of a step, computed in turn; more parts need less memory
+    # parts of a step, computed in turn; more parts need less memory
+    accumulation: int = Field(1, ge=1)
     # of the matrix products; weights stay in float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     lr: float = Field(3e-5, gt=0)  # the highest learning rate
@@ -204,12 +194,10 @@ class TrainSection(Section):
     clip_by: Literal["norm", "value"] = "norm"
     # how the learning rate falls after warm-up
     schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
-    decay_share: float = Field(
-        0.2, gt=0, le=1
-    )  # the last share of the steps, in which `wsd` falls linearly
-    schedule_steps: int | None = Field(
-        None, ge=1
-    )  # steps that the schedule is made for; by default those of the run
+    # the last share of the steps, in which `wsd` falls linearly
+    decay_share: float = Field(0.2, gt=0, le=1)
+    # steps that the schedule is made for; by default those of the run
+    schedule_steps: int | None = Field(None, ge=1)
     warmup: float = Field(0.05, ge=0)  # steps of warm-up; below 1, a share of `schedule_steps`
     final_lr: float = Field(0.0, ge=0, le=1)  # where the schedule ends, as a share of `lr`
     # of the loss: a step's slots, each text's, or all its tokens
@@ -218,22 +206,18 @@ class TrainSection(Section):
     gate: Literal["predicted", "read"] = "predicted"
     seed: int = 0  # of weights, order of the data and noise
     validation: float = Field(0.05, ge=0, lt=1)  # share of the conversations that is held out
-    validate_every: int | None = Field(
-        None, ge=1
-    )  # steps between validations; by default once an epoch
-    decode: int | None = Field(
-        None, ge=0
-    )  # held-out prompts to decode; by default 24 where the target is in memory
+    # steps between validations; by default once an epoch
+    validate_every: int | None = Field(None, ge=1)
+    # held-out prompts to decode; by default 24 where the target is in memory
+    decode: int | None = Field(None, ge=0)
     # what `head/` is: the head that accepts most, or the last
     choose: Literal["best", "last"] = "best"
-    patience: int | None = Field(
-        None, ge=1
-    )  # end the run when so many validations brought no better head
+    # end the run when so many validations brought no better head
+    patience: int | None = Field(None, ge=1)
     # learn from the head's own drafts, too; {} for the defaults
     on_policy: OnPolicySection | None = None
-    checkpoint_every: int | None = Field(
-        None, ge=1
-    )  # steps between checkpoints; by default once an epoch
+    # steps between checkpoints; by default once an epoch
+    checkpoint_every: int | None = Field(None, ge=1)
     keep: int = Field(2, ge=1)  # checkpoints that stay on the disk
     log_with: tuple[
         str, ...
@@ -275,9 +259,8 @@ class JointSection(Section):
     loss: Literal["kl", "tokens"] = "kl"
     heads: float = Field(0.01, gt=0)  # weight of the heads' loss beside the target's
     rise: bool = True  # raise that weight from 0 over the run, by a sine
-    head_lr: float = Field(
-        1.0, gt=0
-    )  # learning rate of the heads' matrices, in units of `train.lr`
+    # learning rate of the heads' matrices, in units of `train.lr`
+    head_lr: float = Field(1.0, gt=0)
     rank: int = Field(32, ge=1)  # of the LoRA adapters, on all linear layers but the LM head
     alpha: int = Field(16, ge=1)  # of the LoRA adapters
     dropout: float = Field(0.05, ge=0, lt=1)  # of what an adapter reads
@@ -314,12 +297,10 @@ class EvalSection(Section):
     split: str = "train"  # the split of a hub dataset
     count: int = Field(8, ge=1)  # prompts of each set, evenly over its tasks
     max_new_tokens: int = Field(64, ge=1)  # tokens of one answer
-    temperatures: tuple[float, ...] = Field(
-        (0.0,), min_length=1
-    )  # each prompt is answered at each temperature
-    seeds: tuple[int, ...] = Field(
-        (0,), min_length=1
-    )  # answers of a prompt above temperature 0, one for each seed
+    # each prompt is answered at each temperature
+    temperatures: tuple[float, ...] = Field((0.0,), min_length=1)
+    # answers of a prompt above temperature 0, one for each seed
+    seeds: tuple[int, ...] = Field((0,), min_length=1)
     drafters: dict[
         str, MeasuredSection
     ] = {}  # what is measured, by name; by default ngram and the run's head
@@ -328,12 +309,10 @@ class EvalSection(Section):
     top_k: int = Field(4, ge=0)  # candidates a level
     costs: bool = False  # time single forwards too, for the modelled speed
     goodput_policy: bool = False  # measure each drafter once more with an adaptive draft length
-    batch_size: tuple[PositiveInt, ...] = Field(
-        (1,), min_length=1
-    )  # texts at a time: a number, or several in turn
-    max_tokens_in_cache: int | None = Field(
-        None, ge=1
-    )  # limit on the tokens of a batch, padding included
+    # texts at a time: a number, or several in turn
+    batch_size: tuple[PositiveInt, ...] = Field((1,), min_length=1)
+    # limit on the tokens of a batch, padding included
+    max_tokens_in_cache: int | None = Field(None, ge=1)
 
     @field_validator("batch_size", mode="before")
     @classmethod

@@ -17,9 +17,8 @@ class SourceSection(Section):
     config: str | None = None  # of a hub dataset that has several
     split: str = "train"  # of a hub dataset, or of the files in a folder
     revision: str | None = None  # of a hub dataset
-    weight: float = Field(
-        1.0, gt=0
-    )  # how often each conversation counts: 0.5 takes every second, 2 each twice
+    # how often each conversation counts: 0.5 takes every second, 2 each twice
+    weight: float = Field(1.0, gt=0)
     limit: int | None = Field(None, ge=1)  # use only the first conversations, this many
 
 

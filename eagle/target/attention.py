@@ -84,9 +84,8 @@ SWITCH = "_attn_implementation_internal"  # where a config holds the name of its
 Observe = Callable[[int, Tensor, Tensor, float], None]
 """Gets a layer's index, its rotated queries [B, H, N, D] and keys [B, K, S, D], and the scale of their product."""
 OBSERVED = "eagle_observed"
-OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar(
-    "observer"
-)  # with the name of the attention that it looks at
+# with the name of the attention that it looks at
+OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")
 
 
 def observed_attention(
@@ -135,13 +134,11 @@ def can_group(model: Any, config: Any) -> bool:
     )
 
 
-STATEFUL = re.compile(
-    "linear|mamba|conv|recurrent|^(moe|mlp)$"
-)  # layers of these types attend to nothing
+# layers of these types attend to nothing
+STATEFUL = re.compile("linear|mamba|conv|recurrent|^(moe|mlp)$")
 WINDOWED = re.compile("sliding|compressed|^any$")
-SPARSE = re.compile(
-    "chunk|index|sparse|compressed"
-)  # their attention looks at the mask, so it must be there
+# their attention looks at the mask, so it must be there
+SPARSE = re.compile("chunk|index|sparse|compressed")
 PLAIN = {"any", "full_attention", "sliding_attention"}
 
 
@@ -169,9 +166,8 @@ def layer_windows(config: Any) -> dict[str, int | None]:
 LIMIT_NAMES = re.compile(
     r"window(?!_layers)|chunk|block_size|local_attention|index\w*_(topk|budget)|compress_rates"
 )
-BLOCK_NAMES = re.compile(
-    "index_block_size|compress_rates"
-)  # tokens for each of the entries that "topk" counts
+# tokens for each of the entries that "topk" counts
+BLOCK_NAMES = re.compile("index_block_size|compress_rates")
 
 
 def attention_limits(config: Any) -> set[int]:
@@ -194,9 +190,8 @@ def attention_limits(config: Any) -> set[int]:
     return {*limits, *(budget * block for budget in budgets)}
 
 
-FAR_NAMES = re.compile(
-    "^(sliding_window|attention_chunk_size|floor_scale)$"
-)  # numbers of tokens, read in each forward
+# numbers of tokens, read in each forward
+FAR_NAMES = re.compile("^(sliding_window|attention_chunk_size|floor_scale)$")
 
 
 @contextmanager

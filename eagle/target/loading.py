@@ -36,9 +36,8 @@ COMPUTED = re.compile(
     r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^(model\.)?mtp(_layers)?\."
 )
 MAX_NAMED = 4  # tensors that an error lists
-NO_CODE = {
-    "trust_remote_code": False
-}  # without it transformers asks in the terminal whether to run code
+# without it transformers asks in the terminal whether to run code
+NO_CODE = {"trust_remote_code": False}
 
 
 def load_model(

@@ -104,9 +104,8 @@ class TreeReader:
         self.mixers = self._make_mixers(mode)
         # of the forward that runs, for models that count by themselves
         self.token_positions: TokenPositions | None = None
-        self.origin = (
-            first_position(self) if ORIGIN in mode.extras else 0
-        )  # of a sequence's first token
+        # of a sequence's first token
+        self.origin = first_position(self) if ORIGIN in mode.extras else 0
         if TABLES in mode.extras:
             place_tables(self)
         if mode.keeps_bits:

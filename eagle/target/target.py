@@ -90,9 +90,8 @@ class Target(ChatMixin):
         if wants_invariant is None:
             wants_invariant = self.device.type == "cpu"
         self.reader = TreeReader(model, self.config, invariant=wants_invariant)
-        self.vocab_size = output.get_parameter("weight").shape[
-            0
-        ]  # may be more than the tokenizer knows
+        # may be more than the tokenizer knows
+        self.vocab_size = output.get_parameter("weight").shape[0]
         # a first forward tells the layers' inputs, and what it sets in the model by itself
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
         reader_mark = ModelMark(self.reader.model, self.config, set())

@@ -12,9 +12,8 @@ from torch import nn
 
 from eagle.target.structure import holder_of
 
-MAX_CLONED = (
-    2**16
-)  # numbers of a buffer that each tree has for itself; larger ones are constants, as causal masks
+# numbers of a buffer that each tree has for itself; larger ones are constants, as causal masks
+MAX_CLONED = 2**16
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 SEPARATE = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", *HOOKS)
 

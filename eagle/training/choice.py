@@ -13,9 +13,8 @@ from accelerate.utils import broadcast_object_list
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
 
-Counts = dict[
-    str, list[list[int]]
-]  # by temperature, as metrics name them: tokens and cycles of each prompt
+# by temperature, as metrics name them: tokens and cycles of each prompt
+Counts = dict[str, list[list[int]]]
 
 
 class Decoding(Protocol):
@@ -64,14 +63,12 @@ class Choice:
 
     step: int = 0
     score: float = -inf
-    counts: Counts = field(
-        default_factory=dict
-    )  # what it was judged by; nothing where nothing is decoded
+    # what it was judged by; nothing where nothing is decoded
+    counts: Counts = field(default_factory=dict)
     loss: float = nan  # its cross-entropy on the held-out conversations
     stale: int = 0  # validations since
-    start: Counts = field(
-        default_factory=dict
-    )  # what the head of `train.init` decoded, before the first step
+    # what the head of `train.init` decoded, before the first step
+    start: Counts = field(default_factory=dict)
 
     @classmethod
     def parse(cls, state: Any) -> Choice:

@@ -12,9 +12,8 @@ from torch.nn import Module
 
 from eagle.shipped import STAGES
 
-CURVES = (
-    STAGES / "docs/results/compare_curves.json"
-)  # `eagle compare recipes/compare/curves.yaml` writes it
+# `eagle compare recipes/compare/curves.yaml` writes it
+CURVES = STAGES / "docs/results/compare_curves.json"
 COLUMN = "tree of 25, T = 1"
 WORTH = 0.04  # of what drafts bring, a doubling: below it more tokens cost more than they bring
 FAR = 4  # doublings ahead

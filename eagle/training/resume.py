@@ -26,12 +26,13 @@ from eagle.recipe import Recipe, TrainSection
 MARK = "complete.json"
 WHOLE = "model.safetensors"  # all weights, beside all moments: read by any number of processes
 MAKE_ROOM = "Make room on the disk, and give the same command again"
+# what the writers raise on a full disk
 DISK_FAULTS = (
     OSError,
     RuntimeError,
     SafetensorError,
     DiskError,
-)  # what the writers raise on a full disk
+)
 
 
 # training settings that may change between a run and its continuation

@@ -27,15 +27,17 @@ from eagle.recipe import Recipe, TrainSection
 NOTE = "trackers.json"  # in a run's folder: the id of its run in every tracker, by which it goes on
 WANDB_SECONDS = 10
 OFFERED = ("wandb", "tensorboard", "mlflow", "trackio", "comet_ml")
+# of hyper-parameters: one adds them each time, one refuses changes
 TOLD_ONCE = (
     "tensorboard",
     "mlflow",
-)  # of hyper-parameters: one adds them each time, one refuses changes
+)
 TAKE_TEXT = ("tensorboard",)
+# folders within a run's, for trackers that need one
 BESIDE = {
     "tensorboard": "tensorboard",
     "set_write_offset": ".",
-}  # folders within a run's, for trackers that need one
+}
 
 
 def check_trackers(settings: TrainSection) -> None:

@@ -37,10 +37,11 @@ from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem, run_identity
 from eagle.training.trackers import TrackedMetrics
 
+# validation predicts their acceptance lengths
 TREES = {
     "chain": chain_paths(4),
     "tree": PUBLISHED_TREE,
-}  # validation predicts their acceptance lengths
+}
 DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 

@@ -23,9 +23,8 @@ class Held:
         self.lock = RLock()
         self.target: Target | None = None
         self.built: Any = None  # the model's build that the target was made for
-        self.drafters: WeakKeyDictionary[Any, Drafter] = (
-            WeakKeyDictionary()
-        )  # by the callable that loaded them
+        # by the callable that loaded them
+        self.drafters: WeakKeyDictionary[Any, Drafter] = WeakKeyDictionary()
         self.callables: dict[Any, Any] = {}  # of folders, by folder, revision and state of files
         self.traces: list[Trace] = []
 

@@ -31,12 +31,13 @@ PREPARED |= {"mm_encoder_outputs"}  # of images, which the target encodes by its
 STATES = ("output_attentions", "output_hidden_states")
 TYPES = "token_type_ids"
 CHECKPOINTS = "transformers_modules"  # the package of code that came with a checkpoint
+# no inputs of the model
 ALONE = {
     "tokenizer",
     "assistant_tokenizer",
     "synced_gpus",
     "assistant_model",
-}  # no inputs of the model
+}
 # other modes, and what asks for them
 OTHER_MODES = {
     "beam_sample": "num_beams with do_sample",

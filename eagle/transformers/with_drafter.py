@@ -38,11 +38,12 @@ from eagle.transformers.request import Request, read_request
 from eagle.transformers.stepwise import RowLogits, Stepwise
 
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+# of `generate_with`, which a call of a folder may name, too
 OPTIONS = (
     "seed",
     "budget",
     "stateless",
-)  # of `generate_with`, which a call of a folder may name, too
+)
 BEAM_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 

@@ -53,19 +53,16 @@ class ComparisonSection(Section):
     """Arms, and what they have in common."""
 
     out: str  # the folder of the comparison
-    prepare: dict[str, str] = Field(
-        {}
-    )  # a file or folder that is needed, and the Python command that makes it
+    # a file or folder that is needed, and the Python command that makes it
+    prepare: dict[str, str] = Field({})
     base: str | None = None  # a recipe file that all arms share
     recipe: dict[str, Any] = Field({})  # sections laid over it, or the whole recipe
     seeds: tuple[int, ...] = Field((0,), min_length=1)  # each arm is trained once for each seed
     tokens: Count | tuple[Count, ...] | None = None  # of each arm that names no budget of its own
-    seconds: float | None = Field(
-        None, gt=0
-    )  # of training, of each arm that names no budget of its own
-    clock_steps: int = Field(
-        20, ge=1
-    )  # steps in which arms with a budget of time are timed, in turns
+    # of training, of each arm that names no budget of its own
+    seconds: float | None = Field(None, gt=0)
+    # steps in which arms with a budget of time are timed, in turns
+    clock_steps: int = Field(20, ge=1)
     shapes: dict[str, BudgetSection] = Field(min_length=1)  # draft trees to measure, by name
     arms: dict[str, ArmSection] = Field(min_length=1)  # what is compared, by name
     # second minus first; by default all minus the first arm

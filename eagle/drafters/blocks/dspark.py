@@ -160,9 +160,8 @@ class PathLevels(FollowsRows):
         self.tokens = self.roots  # [B, R], of the last level
         # a head without biases remembers nothing
         memory_size = 0 if head.bias is None else head.bias.memory_size
-        self.memory = states.new_zeros(
-            len(states), 1, memory_size
-        )  # [B, R, M], of the paths up to these
+        # [B, R, M], of the paths up to these
+        self.memory = states.new_zeros(len(states), 1, memory_size)
         self.first = self._read_tokens(0)[:, 0]  # [B, V]
         self.first_memory = self.memory
 
@@ -208,9 +207,8 @@ class DSparkSettings(InjectedSettings):
     """Settings of the head in a recipe."""
 
     kind: Literal["dspark"] = "dspark"
-    slots: int = Field(
-        7, ge=2, le=MOST_LEVELS
-    )  # tokens read at once: the last accepted token, then mask tokens
+    # tokens read at once: the last accepted token, then mask tokens
+    slots: int = Field(7, ge=2, le=MOST_LEVELS)
     # each slot predicts the next token; else the token at its own place
     sample_from_anchor: bool = True
     decay: float | None = Field(4.0, gt=0)  # level d has the weight e^(-d / decay) in the loss

@@ -67,9 +67,8 @@ class InjectedSettings(Section):
     # layers whose inputs it reads; by default five, evenly spread
     taps: tuple[int, ...] | None = None
     blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
-    slots: int = Field(
-        16, ge=2, le=MOST_LEVELS
-    )  # tokens read at once: the last accepted token, then mask tokens
+    # tokens read at once: the last accepted token, then mask tokens
+    slots: int = Field(16, ge=2, le=MOST_LEVELS)
     # each slot predicts the next token; else the token at its own place
     sample_from_anchor: bool = False
     causal: bool = False  # a slot sees only earlier slots of its block

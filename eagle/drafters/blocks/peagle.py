@@ -49,12 +49,10 @@ class PeagleSettings(FusedSettings):
 
     kind: Literal["peagle"] = "peagle"
     blocks: int = Field(4, ge=1)  # transformer blocks that are stacked
-    depths: int = Field(
-        8, ge=1, le=MOST_LEVELS
-    )  # levels that are drafted: of the root, then of masks
-    keep: float = Field(
-        0.7, gt=0, le=1
-    )  # in training, share of the slots with d masks that get one more
+    # levels that are drafted: of the root, then of masks
+    depths: int = Field(8, ge=1, le=MOST_LEVELS)
+    # in training, share of the slots with d masks that get one more
+    keep: float = Field(0.7, gt=0, le=1)
     keep_least: float = Field(0.2, ge=0, le=1)  # lowest share of all slots, at every depth
     # the token that mask slots read; by default the last of the vocabulary
     mask_token: int | None = None

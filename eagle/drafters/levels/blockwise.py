@@ -28,9 +28,8 @@ class BlockwiseSettings(LevelSettings):
 
     kind: Literal["blockwise"] = "blockwise"
     levels: int = Field(4, ge=1)  # levels that are drafted, one token each
-    inner_dim: int | None = Field(
-        None, ge=1
-    )  # hidden units of a level; by default those of the target's MLP
+    # hidden units of a level; by default those of the target's MLP
+    inner_dim: int | None = Field(None, ge=1)
     drawn: bool = False  # train one level a step, drawn uniformly
 
 
@@ -79,9 +78,8 @@ class Blockwise(LevelHeads):
         """Return the loss of all levels, or that of one sampled level times their number (the same in expectation)."""
         if not (self.settings.drawn and self.training):
             return super().forward(batch, frozen)
-        level = int(
-            torch.randint(self.levels, (), device="cpu")
-        )  # on the host, which is seeded in every step
+        # on the host, which is seeded in every step
+        level = int(torch.randint(self.levels, (), device="cpu"))
         places, hidden = self.level_states(batch, frozen)
         weights = self.levels * self.slot_weights(batch, places)[level : level + 1]
         teacher, teacher_head, objective = choose_teacher(self.settings.loss, batch, places, frozen)

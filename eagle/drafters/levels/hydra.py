@@ -46,9 +46,8 @@ class HydraSettings(LevelSettings):
     prefix: bool = False  # put a Llama block over the target's states first, as Hydra++ does
     loss: Loss = "cross_entropy"  # towards the target's probs, as Hydra++; "tokens" is Hydra's own
     dropout: float = Field(0.0, ge=0, lt=1)  # in training, before every block and LM head
-    regression: float = Field(
-        0.0, ge=0
-    )  # weight of Smooth-L1 between LM head inputs and the target's states
+    # weight of Smooth-L1 between LM head inputs and the target's states
+    regression: float = Field(0.0, ge=0)
 
 
 class Gated(nn.Linear):

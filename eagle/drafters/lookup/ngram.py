@@ -109,9 +109,8 @@ class NgramText:
             positions = list(islice(self._positions(size), LATEST))
             if self.drafter.pick == "frequent":
                 times = Counter(text[position] for position in positions)
-                positions.sort(
-                    key=lambda position: -times[text[position]]
-                )  # of equals the latest first
+                # of equals the latest first
+                positions.sort(key=lambda position: -times[text[position]])
             for position in positions:
                 if text[position] not in first_tokens:
                     first_tokens.add(text[position])

@@ -33,9 +33,8 @@ RowsLevel = Callable[[int, list[int], Tensor, Tensor, Tensor], Tensor]
 Confidence = Callable[[int, list[int]], Tensor]
 """Depth and these rows -> how likely a child of each node is kept whose logits were given last, [B, K] or [B, 1]."""
 
-NOTHING = int(
-    torch.tensor(-math.inf).view(torch.int32)
-)  # the bits of a log-likelihood of minus infinity
+# the bits of a log-likelihood of minus infinity
+NOTHING = int(torch.tensor(-math.inf).view(torch.int32))
 
 
 class FollowsRows:
@@ -115,9 +114,8 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
     nodes = {path: 0 for path in above}  # of the whole tree, by path
     parents = [-1]
     for length in range(1, depth + 1):
-        level = sorted(
-            path for path in set(paths) if len(path) == length
-        )  # siblings in the order of their ranks
+        # siblings in the order of their ranks
+        level = sorted(path for path in set(paths) if len(path) == length)
         for path in level:
             parents.append(nodes[path[:-1]])
             nodes[path] = len(nodes)
@@ -329,12 +327,10 @@ class _DynamicTrees(_Trees):
         self.totals = torch.zeros(
             len(self.rows), 1, dtype=torch.float32, device=self.device
         )  # [B, K]
-        self.frontier = torch.zeros(
-            len(self.rows), 1, dtype=torch.long, device=self.device
-        )  # [B, K]
-        self.tree_mask = torch.zeros(
-            len(self.rows), 1, 0, dtype=torch.bool, device=self.device
-        )  # [B, K, R]
+        # [B, K]
+        self.frontier = torch.zeros(len(self.rows), 1, dtype=torch.long, device=self.device)
+        # [B, K, R]
+        self.tree_mask = torch.zeros(len(self.rows), 1, 0, dtype=torch.bool, device=self.device)
 
     def add_level(self, depth: int, logits: Tensor) -> None:
         """Make the best children of the nodes that were read last candidates."""
@@ -417,9 +413,8 @@ class _FixedTrees(_Trees):
         self.draft_probs: list[
             Tensor
         ] = []  # of each level [B, nodes, V], what its nodes were sampled from
-        self.last = torch.empty(
-            0
-        )  # [B, nodes], the last level's tokens, those that are left out included
+        # [B, nodes], the last level's tokens, those that are left out included
+        self.last = torch.empty(0)
         # [B, nodes], whether all nodes of the path so far had confidence; None where no budget asks
         self.is_unfinished: Tensor | None = None
 

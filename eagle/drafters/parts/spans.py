@@ -27,9 +27,8 @@ from eagle.drafters.parts.window import Window
 # 24 / 30 / 35 ms with 64 / 128 / 256 rows in fp32, 12.6 / 10.4 / 10.2 ms in bf16; PyTorch's fused attention 30 and 22.
 PIECE = {torch.float32: 64, torch.float64: 64}
 PIECE_ELSE = 128
-COLUMNS = {
-    torch.bfloat16: 64
-}  # a piece sees a multiple of this: CPUs prepare each new shape of products in bf16
+# a piece sees a multiple of this: CPUs prepare each new shape of products in bf16
+COLUMNS = {torch.bfloat16: 64}
 FUSED = 128  # rows and columns of a fused kernel's blocks
 Own = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [k, S, w] of every earlier step: row i of each belongs to wanted row i alone."""
@@ -48,9 +47,8 @@ class Spans:
     stride: int = 1  # from one row of a run to the next
     window: Window | None = None  # what a row sees of its text so far; without one, all
     scattered: tuple[list[int], ...] = ()  # the rows of each run, where they may lie anywhere in it
-    block_masks: dict[int, Any] = field(
-        default_factory=dict
-    )  # by how many rows of their own the rows see
+    # by how many rows of their own the rows see
+    block_masks: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def of(

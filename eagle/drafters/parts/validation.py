@@ -44,9 +44,8 @@ def validate_text(
         trees: Trees whose acceptance is counted.
     """
     students, teacher = logits
-    choices = _in_chunks(
-        lambda rows: teacher(rows).max(-1).indices, true
-    )  # [T], the target's token after each token
+    # [T], the target's token after each token
+    choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, true)
     slots = counted[2:].nonzero()[:, 0].to(tokens.device)
     sums = {"slots": torch.tensor(float(len(slots)), dtype=torch.float64)}
     sums |= _compare(states[0], true[slots + 1], students[0], teacher)

@@ -132,13 +132,11 @@ class _BlockLevels(Levels):
         self.rows = list(range(count))
         self.states = self.root_states  # of the last blocks, [B, F, k, H]
         self.logits = self.root_logits  # [B, F, k, V]
-        self.block_index = torch.zeros(
-            count, 1, dtype=torch.long, device=device
-        )  # [B, K], which one a node follows
+        # [B, K], which one a node follows
+        self.block_index = torch.zeros(count, 1, dtype=torch.long, device=device)
         self.path: list[Tensor] = []  # the tokens [B, K] after it, level by level
-        self.block_mask = torch.zeros(
-            count, 1, 0, dtype=torch.bool, device=device
-        )  # [B, F, R], blocks of its path
+        # [B, F, R], blocks of its path
+        self.block_mask = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)
 
     def __call__(
         self,
@@ -178,13 +176,11 @@ class _BlockLevels(Levels):
         block_index = self.block_index[..., None]
         itself = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
         self.block_mask = torch.cat([self.block_mask.take_along_dim(block_index, 1), itself], dim=2)
-        slot_mask = self.block_mask.repeat_interleave(size, dim=1).repeat_interleave(
-            size, dim=2
-        )  # [B, K * k, R * k]
+        # [B, K * k, R * k]
+        slot_mask = self.block_mask.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
 
-        hidden = self.states.take_along_dim(block_index[..., None], 1).flatten(
-            1, 2
-        )  # [B, K * k, H]
+        # [B, K * k, H]
+        hidden = self.states.take_along_dim(block_index[..., None], 1).flatten(1, 2)
         tokens = torch.stack(self.path, dim=2).flatten(1)  # [B, K * k]
         # k positions, the same for all blocks
         (cosine, sine), committed = self._inputs_at(slice(depth - size, depth))

@@ -29,9 +29,8 @@ class Eagle3Settings(FusedSettings):
     kind: Literal["eagle3"] = "eagle3"
     steps: int = Field(7, ge=1)  # levels that it is trained on its own states
     decay: float = Field(0.8, gt=0, le=1)  # weight of each step relative to the one before
-    regression: float = Field(
-        0.0, ge=0
-    )  # weight of Smooth-L1 between what its LM head reads and the target's does
+    # weight of Smooth-L1 between what its LM head reads and the target's does
+    regression: float = Field(0.0, ge=0)
     norm_output: bool = False  # EAGLE-3.1: the next level reads the normed state
     # {sinks: S, recent: R}: attend to the first S and the latest R tokens only
     window: Window | None = None

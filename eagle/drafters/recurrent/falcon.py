@@ -57,9 +57,8 @@ class FalconSettings(Section):
     kind: Literal["falcon"] = "falcon"
     k: int = Field(2, ge=2, le=MOST_LEVELS)  # slots of a block, which one forward reads
     levels: int = Field(8, ge=1, le=MOST_LEVELS)  # levels that are drafted, one token each
-    glance_from: float = Field(
-        0.45, ge=0, lt=1
-    )  # share of wrong slots that read the answer, at the start
+    # share of wrong slots that read the answer, at the start
+    glance_from: float = Field(0.45, ge=0, lt=1)
     glance_to: float = Field(0.1, ge=0, lt=1)  # the same share at the end of training
     dropout: float = Field(0.1, ge=0, lt=1)  # between the gates
     noise: float = 0.1  # noise U(-noise, noise) * 512 / T on features in training, T at least 512

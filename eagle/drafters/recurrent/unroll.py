@@ -154,9 +154,8 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
             self.layers[-1], inputs, tables_at(positions), context[-1], spans=spans, run=self._run
         )
         states = [state]
-        step_pairs: list[list[Pair]] = [
-            [] for _ in self.layers
-        ]  # keys and values of the steps so far, by block
+        # keys and values of the steps so far, by block
+        step_pairs: list[list[Pair]] = [[] for _ in self.layers]
         for step in range(1, steps):
             following = batch.places_behind(places, 1 + step)
             above = state.detach() if detach else state

@@ -140,9 +140,8 @@ class LookaheadText:
             self.columns.extend([token] for token in random.Random(0).choices(tokens, k=count))
         else:
             del tokens[0]
-            self.columns.rotate(
-                1 - len(tokens)
-            )  # each column keeps its position; those passed come last
+            # each column keeps its position; those passed come last
+            self.columns.rotate(1 - len(tokens))
         for token in tokens:
             self.end.append(token)
             if drafter.from_prompt and len(self.end) == drafter.level:

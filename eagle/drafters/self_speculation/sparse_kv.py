@@ -285,9 +285,8 @@ class SparseState:
         column_positions = torch.arange(count).repeat(len(rows), 1)
         for row, positions in zip(rows, column_positions, strict=True):
             end = self.lengths[row]
-            latest = torch.arange(
-                max(end - self.ring, min(self.sinks, end)), end
-            )  # none while the sinks fill
+            # none while the sinks fill
+            latest = torch.arange(max(end - self.ring, min(self.sinks, end)), end)
             positions[self._columns(row, latest)] = latest
             positions[self._held(row)] = end
         return column_positions

@@ -59,14 +59,12 @@ class SpireSettings(Section):
 
     kind: Literal["spire"] = "spire"
     blocks: int = Field(2, ge=1)  # the target's last blocks, this many
-    window: Window | None = Window(
-        sinks=1, recent=64
-    )  # attend to the first S and the latest R tokens
+    # attend to the first S and the latest R tokens
+    window: Window | None = Window(sinks=1, recent=64)
     steps: int = Field(4, ge=2)  # passes of training, each of which predicts the next token
     stride: int = Field(4, ge=1)  # train every so many-th supervised slot
-    cross_entropy: float = Field(
-        0.5, ge=0, le=1
-    )  # its share of the loss; the rest is 1 - sum min(p, q)
+    # its share of the loss; the rest is 1 - sum min(p, q)
+    cross_entropy: float = Field(0.5, ge=0, le=1)
 
 
 class Spire(TrainableDrafter):
@@ -88,9 +86,8 @@ class Spire(TrainableDrafter):
         count = shape.num_hidden_layers
         self.layers = nn.ModuleList([NormedBlock(shape) for _ in range(count)])
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.mix = nn.Parameter(
-            torch.zeros(count, 1 + count)
-        )  # of a block's memory, before the softmax
+        # of a block's memory, before the softmax
+        self.mix = nn.Parameter(torch.zeros(count, 1 + count))
         self.rotary = Rotary(shape)
 
     @classmethod
@@ -220,9 +217,8 @@ class Spire(TrainableDrafter):
         ]
         places = slots.index_select(0, spans.rows)
         positions = positions.index_select(0, spans.rows)
-        memory_pairs: list[list[Pair]] = [
-            [] for _ in self.layers
-        ]  # keys and values of the passes so far, by block
+        # keys and values of the passes so far, by block
+        memory_pairs: list[list[Pair]] = [[] for _ in self.layers]
         pass_states: list[Tensor] = []
         for step in range(1, steps + 1):
             tables = tables_at(positions + step)

@@ -11,11 +11,12 @@ from eagle.formats.layout import Config, Layout, TargetConfig, rotary_of
 from eagle.formats.networks.network_layout import NetworkLayout, network_of
 from eagle.formats.reading.faults import Fault
 
+# rotary ones that most engines read; longrope is chosen by length, by none
 SCALINGS = (
     "linear",
     "llama3",
     "yarn",
-)  # rotary ones that most engines read; longrope is chosen by length, by none
+)
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,8 @@ class Engine:
     ignored_rotary: tuple[str, ...] = ()  # keys that would change what is computed
     faults: tuple[Fault, ...] = ()  # of checkpoints that others read as they are meant
     unknown: str = "no layout for {kind!r}: {advice}"  # of a network that it does not read
-    past: Mapping[str, str] = field(
-        default_factory=dict
-    )  # which network was served once, and by what
+    # which network was served once, and by what
+    past: Mapping[str, str] = field(default_factory=dict)
 
     def layout(self, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
         """Return the head in this engine's layout; ValueError if the engine would serve it badly."""

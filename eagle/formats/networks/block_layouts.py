@@ -219,9 +219,8 @@ class InjectedLayout(NetworkLayout):
     """One reader's layout of block drafters."""
 
     blocks: int = 64  # all of that code has any number
-    styles: Mapping[tuple[str, bool], Style] = field(
-        default_factory=dict
-    )  # by drafter.markov and sample_from_anchor
+    # by drafter.markov and sample_from_anchor
+    styles: Mapping[tuple[str, bool], Style] = field(default_factory=dict)
     causal: bool = False  # whether it reads that slots see no later ones
     confidence: bool = False  # whether it needs one
     copies: bool = False  # whether embedding and LM head are part of it

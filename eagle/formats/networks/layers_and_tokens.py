@@ -14,9 +14,8 @@ from eagle.formats.reading.faults import FoundFault, find
 from eagle.formats.reading.head_folder import HeadFolder
 
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")  # of EAGLE-3's network
-MIDLAYER_NAMES = {
-    "layers.0.*": "midlayer.*"
-}  # most engines call the block so, and all of them know it by that name
+# most engines call the block so, and all of them know it by that name
+MIDLAYER_NAMES = {"layers.0.*": "midlayer.*"}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MIN_VOCAB = 16  # tokens of a draft vocabulary, below which chance may look like ids
 

@@ -67,10 +67,11 @@ def _refuse_blocks_that_differ(tensors: Mapping[str, Tensor], first: int, engine
 
 # -- Medusa: residual blocks and an LM head a level -------------------------------------------------------------------
 
+# both in one row
 MEDUSA_AUTHORS = {
     "blocks.#.#.*": "#.#.linear.*",
     "heads.#.weight": "#.{layers}.weight",
-}  # both in one row
+}
 MEDUSA_VLLM = {
     "blocks.#.#.*": "blocks.#.layers.#.*",
     "heads.#.weight": "lm_heads.#.weight",

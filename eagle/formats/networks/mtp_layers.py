@@ -48,13 +48,14 @@ MIMO_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     OUTPUT: OUTPUT,
 }
+# whose norms multiply with the weight as it is
 PLAIN_FAMILIES = (
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
     "mimo",
-)  # whose norms multiply with the weight as it is
+)
 
 
 def _find_numbers(head: HeadFolder, pattern: str) -> list[str]:

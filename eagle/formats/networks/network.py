@@ -117,9 +117,8 @@ class Network:
 
     name: str  # as `inspect` prints it
     method: str
-    read_settings: Callable[
-        [HeadFolder], Config
-    ]  # as a recipe would state them, from tensors and config
+    # as a recipe would state them, from tensors and config
+    read_settings: Callable[[HeadFolder], Config]
     methods: tuple[str, ...] = ()  # of this project whose heads these are
     # what it is recognised by: any of the four is enough
     tensors: str = "$^"  # begins the name of one, `model.` taken off
@@ -130,16 +129,13 @@ class Network:
     # its tensors
     spellings: tuple[tuple[str, Spelling], ...] = ()  # by who writes them
     prefixes: tuple[str, ...] = ("model.",)  # that may stand in front of any name
-    spare: Mapping[str, str] = field(
-        default_factory=lambda: ROTARY
-    )  # patterns of what is not needed, and why
-    borrowed: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: BORROWED
-    )  # of the target, by our names
+    # patterns of what is not needed, and why
+    spare: Mapping[str, str] = field(default_factory=lambda: ROTARY)
+    # of the target, by our names
+    borrowed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BORROWED)
     trains_embedding: bool = False  # whether its copy may differ from the target's
-    optional: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # what else may be there, with its sides
+    # what else may be there, with its sides
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     remedies: Mapping[str, str] = field(default_factory=dict)  # of missing tensors
     # its config
     has_block: bool = True  # whether the sizes of a Llama block are there

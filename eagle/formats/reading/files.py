@@ -218,9 +218,8 @@ class FolderTensors:
     """All tensors of a folder by name, read on demand."""
 
     stored: dict[str, TensorEntry] = field(default_factory=dict)
-    pickled: dict[Path, dict[str, Tensor]] = field(
-        default_factory=dict
-    )  # of .bin files, mapped and not read
+    # of .bin files, mapped and not read
+    pickled: dict[Path, dict[str, Tensor]] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)  # as they are called in the folder
 
     def load(self, name: str) -> Tensor:

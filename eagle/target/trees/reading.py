@@ -150,9 +150,8 @@ class Reading:
             output, states = self._run(mixer, inputs, states, rows)
             node_states |= dict(zip(level, states, strict=True))
             outputs.append(output)
-        self.inputs[mixer] = self._join_inputs(
-            mixer, inputs
-        )  # for more nodes than can be read by levels
+        # for more nodes than can be read by levels
+        self.inputs[mixer] = self._join_inputs(mixer, inputs)
         return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_rows(outputs), nodes)
 
     def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:

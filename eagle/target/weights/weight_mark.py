@@ -29,9 +29,8 @@ class WeightMark:
 
     def read(self) -> list[Any] | None:
         """Return the mark; None if there is none."""
-        mark: list[Any] = [
-            tuple(hooks) for hooks in self.hooks if hooks
-        ]  # by the numbers of their handles
+        # by the numbers of their handles
+        mark: list[Any] = [tuple(hooks) for hooks in self.hooks if hooks]
         try:
             for owner in self.owners:
                 for weight in owner.values():
