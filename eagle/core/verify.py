@@ -18,7 +18,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from eagle.core.noise import DrafterNoise, Noise, mix64
+from eagle.core.noise import DrafterNoise, Noise, fill_rows, mix64
 from eagle.core.row_errors import run_rows
 from eagle.core.sampling import Sampling, in_fp32, penalise, penalise_nodes, warp
 from eagle.core.tree import DraftTree, TargetOutput
@@ -86,7 +86,14 @@ class Choose:
 
     def pick_tokens(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """Return the tokens [K] chosen after `nodes`, on the device of the logits; `NAN` where these are nan."""
-        return _pick_best(self._score(output, nodes))
+        if self.noise is None or must_wait(output.logits.device):
+            return _pick_best(self._score(output, nodes))
+        # on a CPU, noise is made only where a token can still win
+        tokens = []
+        for row, node in zip(self.logits_after(output, nodes), nodes, strict=True):
+            token = self.noise.pick(row, output.positions[node])
+            tokens.append(NAN if token is None else token)
+        return torch.tensor(tokens)
 
     def pick_where_it_lies(
         self, output: TargetOutput, tokens: Tensor, seen: Tensor, depths: Tensor
@@ -204,6 +211,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
         at_once = [
             row for row, pair in enumerate(rows) if _is_walked(*pair) and not _is_lazy(pair[0])
         ]
+        _fill_noise([rows[row] for row in at_once])
         tokens = []
         for row in at_once:
             output, choose = rows[row]
@@ -216,6 +224,16 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
         return verify(output, choose, choices_by_row.get(row))
 
     return [*run_rows(range(len(rows)), verify_row).values()]
+
+
+def _fill_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> None:
+    """Make the noise of all rows that sample at once: on a device, a row by itself costs as many kernels as all."""
+    requests = [
+        (choose.noise, output.positions) for output, choose in rows if choose.noise is not None
+    ]
+    if requests:
+        logits = rows[0][0].logits
+        fill_rows(requests, logits.shape[-1], logits.device)
 
 
 def verify(
