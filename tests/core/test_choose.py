@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 from transformers.generation import logits_process as processors
 
@@ -293,8 +292,8 @@ def test_noise_has_gumbels_law() -> None:
 class SameEverywhere(Noise):
     """A planted fault: the position is forgotten."""
 
-    def _row(self, position: int, vocab_size: int, device: torch.device) -> Tensor:
-        return super()._row(0, vocab_size, device)
+    def key(self, position: int) -> int:
+        return super().key(0)
 
 
 class SharedByRequests(Noise):
