@@ -261,7 +261,7 @@ def main(argv: list[str]) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of a method without weights",
+        help="of the drafter: of a method without weights, or draft_vocab=FILE of a head",
     )
     parser.add_argument(
         "--dtype", default="auto", help="of the target; by default what is fastest here"

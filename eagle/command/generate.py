@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of a method without weights",
+        help="of the drafter: of a method without weights, or draft_vocab=FILE of a head",
     )
     parser.add_argument(
         "--policy", action="store_true", help="draft as many levels in each cycle as pay, or none"

@@ -54,8 +54,9 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     if drafter.taps:
         target.check_taps(drafter.taps)
     for head in drafter.frozen[:1]:
-        bound = head.weight.shape
-        expected = target.head.weight.shape
+        # the LM head may be narrowed to a draft vocabulary, the embedding is whole
+        bound = head.embedding.get_parameter("weight").shape
+        expected = target.head.embedding.get_parameter("weight").shape
         if bound != expected:
             raise ValueError(
                 f"the head is bound to a target of {bound[0]} tokens and width {bound[1]}, this one has "

@@ -266,6 +266,8 @@ class TrainableDrafter(nn.Module, Drafter):
     counts_by_forward = False
     # [D], the draft vocabulary, whose tokens its logits have; None for all tokens
     drafts: Tensor | None = None
+    # whether the logits of its drafts are those of the target's LM head alone, of which it may compute a part
+    borrows_logits = False
     # whether its loss depends on `batch.progress`: a step of a longer run is another one
     follows_progress = False
     Settings: type  # what a recipe may say about it

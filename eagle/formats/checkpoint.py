@@ -31,6 +31,7 @@ from eagle.device import in_dtype
 from eagle.disk import write_tensors, write_text, write_whole
 from eagle.drafters import DRAFTERS, stored_settings
 from eagle.drafters.outside import METHOD_FILE, SPELLED, code_text, describe_code
+from eagle.drafters.recurrent.reduced_vocab import load_draft_vocab
 from eagle.drafters.several import FirstOf
 from eagle.formats.layout import check_fit
 from eagle.formats.reading.files import (
@@ -44,8 +45,10 @@ from eagle.formats.reading.files import (
     read_text,
 )
 from eagle.target.target import Target
+from eagle.target.weights.packed import PackedHead, pack_head
 
 WEIGHTS = "model.safetensors"
+HEAD_OPTIONS = ["draft_vocab"]  # of `load_drafter`, for a folder
 ON_HUB = ("config.json", WEIGHTS, "recipe.yaml", "provenance.json", "README.md", METHOD_FILE)
 MAX_WEIGHTS = 4_000  # tensors of any head
 MAX_LAYERS = 1_000_000  # that a config may name: some configs make a list of them
@@ -340,7 +343,8 @@ def load_drafter(
         target: The model that the drafter drafts for.
         revision: The revision of a head on the hub.
         trust_code: Whether a head may bring the file of its method, which is run.
-        options: What methods without weights take.
+        options: What methods without weights take. A head that borrows the target's LM head takes `draft_vocab`, a
+            file of `eagle draft-vocab`: it then drafts these tokens alone, and computes no logits of others.
     """
     if not isinstance(target, Target):
         raise ValueError(
@@ -377,16 +381,17 @@ def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
     accepted: dict[str, list[str]] = {}
     for drafter_name in names:
         method = method_without_files(drafter_name)
-        accepted[drafter_name] = []
+        accepted[drafter_name] = HEAD_OPTIONS
         if method:
             accepted[drafter_name] = [*inspect.signature(method).parameters]
     valid = sorted({option for of_one in accepted.values() for option in of_one})
     for option in options:
         if option not in valid:
-            usual = "none: options belong to " + ", ".join(_names_stored_as("nothing"))
+            usual = ", ".join(valid) or "none"
+            if valid == HEAD_OPTIONS:
+                usual += "; other options belong to " + ", ".join(_names_stored_as("nothing"))
             raise ValueError(
-                f"{', '.join(names)} has no option {option}{nearest(option, valid)}: expected one of "
-                f"{', '.join(valid) or usual}"
+                f"{', '.join(names)} has no option {option}{nearest(option, valid)}: expected one of {usual}"
             )
     return accepted
 
@@ -423,12 +428,57 @@ def _load_one(
     folder = Path(name)
     _check_name(name)
     method = _method_of_files(folder)
+    draft_vocab = options.get("draft_vocab")
     if method is not None:
+        if draft_vocab is not None:
+            raise ValueError(
+                f"{name} is a {method.__name__}: got the option draft_vocab, expected it for a trained head alone"
+            )
         return method.load(folder, target)
     head = from_pretrained(folder, revision, trust_code=trust_code)
     head = in_dtype(head.to(target.device), target.model.dtype)
     check_fit(head, target.config, str(folder))
-    return head.bind(target.head)
+    bound = head.bind(target.head)
+    if draft_vocab is not None:
+        restrict_drafts(bound, draft_vocab)
+    return bound
+
+
+def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
+    """Let a bound head draft the tokens of a file of `eagle draft-vocab` alone, as FR-Spec (Zhao et al. 2025).
+
+    The target's LM head costs a small head most of a level; only its rows for these tokens are then read. Output stays
+    lossless: tokens that cannot be drafted have a draft probability of 0.
+
+    Raises:
+        ValueError: if the head's logits are not the target's, or the file belongs to another vocabulary.
+    """
+    kind = head.settings.kind
+    if not head.borrows_logits:
+        raise ValueError(
+            f"draft_vocab is {draft_vocab}, and {kind} does not draft by the target's LM head alone: expected one of "
+            f"{', '.join(_names_that_borrow())}; others choose their draft vocabulary before they are trained"
+        )
+    _, t2d = load_draft_vocab(draft_vocab)
+    (frozen,) = head.frozen
+    vocab_size = len(frozen.weight)
+    if len(t2d) != vocab_size:
+        raise ValueError(
+            f"the draft vocabulary {draft_vocab} is of {len(t2d)} tokens, and the target's LM head has {vocab_size}: "
+            "make one with this target's recipe by `eagle draft-vocab`"
+        )
+    tokens = t2d.nonzero()[:, 0].to(frozen.weight.device)
+    narrowed = frozen.narrow(tokens)
+    # rows that are faster to read in oneDNN's layout stay so
+    if isinstance(frozen.output, PackedHead):
+        pack_head(narrowed.output)
+    head.frozen = (narrowed,)
+    head.drafts = tokens
+
+
+def _names_that_borrow() -> list[str]:
+    """Return the registered methods whose drafts have the logits of the target's LM head."""
+    return [kind for kind, method in DRAFTERS.items() if getattr(method, "borrows_logits", False)]
 
 
 def _method_of_files(folder: Path) -> Any:

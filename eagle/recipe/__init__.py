@@ -284,7 +284,8 @@ class MeasuredSection(Section):
 
     # a folder, a hub id, or a method without weights; by default the run's own head
     head: str | None = None
-    options: dict[str, Any] = {}  # of methods without weights, as `load_drafter` takes them
+    # of methods without weights, or draft_vocab of a head, as `load_drafter` takes them
+    options: dict[str, Any] = {}
     # by default that of the head, else nodes, depth and top_k of `eval`
     budget: BudgetSection | None = None
 

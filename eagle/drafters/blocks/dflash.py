@@ -26,6 +26,7 @@ class DFlashSettings(InjectedSettings):
 class DFlash(InjectedHead):
     """Blocks over root and masks whose slots attend to one another; with `causal`, JetSpec's network."""
 
+    borrows_logits = True
     Settings = DFlashSettings
     settings: DFlashSettings
 

@@ -56,6 +56,7 @@ class FeatureHead(UnrolledDrafter):
     settings: FeatureSettings
     taps = (-1,)
     teacher_taps = (-1,)
+    borrows_logits = True
 
     def __init__(self, settings: FeatureSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)

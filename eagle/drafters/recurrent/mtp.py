@@ -92,6 +92,7 @@ class Mtp(UnrolledDrafter):
 
     taps = (-1,)
     teacher_taps = (-1,)
+    borrows_logits = True
     reads = Reads(weights=True)
     Settings = MtpSettings
     settings: MtpSettings
