@@ -234,3 +234,15 @@ def test_the_origin_is_written(gguf_file: Path) -> None:
     """The folder says which file it was made from."""
     origin = json.loads((Path(model_folder(gguf_file)) / "gguf.json").read_text())
     assert origin == {"file": gguf_file.name, "sha256": sha256(gguf_file)}
+
+
+def test_a_model_that_transformers_unpacked_itself_is_served(gguf_file: Path) -> None:
+    """Without kernels for packed weights transformers dequantises them, and still calls the model quantised."""
+    stock = AutoModelForCausalLM.from_pretrained(
+        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
+    )
+    target = Target(stock)
+    prompt = [10, 20, 30, 10, 20]
+    expected = stock.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+    trace = generate(target, load_drafter("ngram", target), prompt, max_new_tokens=12)
+    assert trace.tokens == expected[0, len(prompt) :].tolist()
