@@ -23,6 +23,7 @@ from eagle.core.examples import Example, count_shared
 from eagle.data.identity import stop_ids
 from eagle.log import progress
 from eagle.recipe import DataSection, Recipe
+from eagle.target.gguf import model_folder
 
 # Keys of a loaded tokenizer's `init_kwargs`: what puts images into texts, and the stop tokens of the target.
 IMAGES = "image_reader"
@@ -33,8 +34,9 @@ def load_tokenizer(recipe: Recipe) -> Any:
     """Return the target's tokenizer, with the recipe's chat template if it names one."""
     target = recipe.target
     template = recipe.data.template
+    folder = model_folder(target.path, target.revision)
     tokenizer = AutoTokenizer.from_pretrained(
-        target.path, revision=target.revision, trust_remote_code=target.trust_remote_code
+        folder, revision=target.revision, trust_remote_code=target.trust_remote_code
     )
     if template:
         if not Path(template).is_file():

@@ -26,6 +26,7 @@ from eagle.log import script
 from eagle.recipe import DataSection, Recipe, TargetSection
 from eagle.recipe.command_lines import recipe_parser
 from eagle.shipped import RECIPES, STAGES
+from eagle.target.gguf import model_folder
 from eagle.target.weights.quantised import quantization_of, weight_bits
 from recipes.footprint import EmptyRun, Footprint, empty_target_head
 from recipes.text_memory import TextMemory, count_in_words, table_of_states, text_memory
@@ -278,7 +279,7 @@ def sizes_of(path: str, revision: str | None = None, *, trust_remote_code: bool 
     if path in table and revision is None:
         return read_sizes(table[path])
     config = AutoConfig.from_pretrained(
-        path, revision=revision, trust_remote_code=trust_remote_code
+        model_folder(path, revision), revision=revision, trust_remote_code=trust_remote_code
     )
     return replace(
         sizes_of_config(config.get_text_config()), bits=weight_bits(quantization_of(config))

@@ -17,6 +17,7 @@ from eagle.disk import sha256
 from eagle.log import progress
 from eagle.recipe import Recipe, TargetSection
 from eagle.recipe.mixes import files_of
+from eagle.target.gguf import gguf_checksum, is_gguf, model_folder
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = (
@@ -43,7 +44,7 @@ NOT_IDENTITY = {
     "images",
 }
 FINGERPRINTS = {  # fields of an identity that are fingerprints, and of which files
-    "target.weights": "the target's weights (*.safetensors or *.bin)",
+    "target.weights": "the target's weights (*.safetensors or *.bin, or its GGUF file)",
     "target.config": "the target's config.json",
     "target.adapter": "the adapter's weights and adapter_config.json",
     "tokenizer": "the target's tokenizer (tokenizer*, vocab*, merges.txt, *.model and the like)",
@@ -81,8 +82,10 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
     adapter = None
     if section.adapter:
         adapter = fingerprint(_matching(section.adapter, None, (*WEIGHTS, "adapter_config.json")))
+    # the float weights of a GGUF target are made from its file
+    checksum = gguf_checksum(folder)
     return {
-        "weights": fingerprint(weights),
+        "weights": checksum[:16] if checksum else fingerprint(weights),
         "config": fingerprint([folder / "config.json"]),
         "dtype": section.dtype,
         "quantization": config.get("quantization_config"),
@@ -190,7 +193,12 @@ def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> lis
 
 
 def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """Return the local folder of a model, downloading the files that match if it is a hub id."""
+    """Return the local folder of a model, downloading the files that match if it is a hub id.
+
+    A GGUF file is unpacked whole.
+    """
+    if is_gguf(path):
+        return Path(model_folder(path, revision))
     if Path(path).is_dir():
         return Path(path)
     try:

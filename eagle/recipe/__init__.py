@@ -35,7 +35,7 @@ class Section(BaseModel):
 class TargetSection(Section):
     """The frozen model that a head is made for."""
 
-    path: str  # a folder or a hub id
+    path: str  # a folder, a hub id, or a GGUF file: one on disk, or owner/name:file.gguf of the hub
     revision: str | None = None  # a branch, tag or commit of the hub id
     # float32, bfloat16 or float16; "auto" is bfloat16 where the device multiplies in it
     dtype: str = "auto"

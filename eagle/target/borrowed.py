@@ -22,6 +22,7 @@ from transformers.utils import (
 
 from eagle.core.drafter import TargetHead
 from eagle.disk import open_tensors, sha256, write_tensors, write_whole
+from eagle.target.gguf import is_gguf, model_folder
 from eagle.target.stock_head import StockHead, stock_head
 from eagle.target.structure import FAILURES, base_of, describe_failure
 from eagle.target.weights.dense import PLAIN
@@ -164,15 +165,21 @@ def target_config(
     trust_remote_code: bool = False,
 ) -> Any:
     """Return the text config of a target, without its weights."""
-    return AutoConfig.from_pretrained(
-        path, revision=revision, trust_remote_code=trust_remote_code
+    config = AutoConfig.from_pretrained(
+        model_folder(path, revision), revision=revision, trust_remote_code=trust_remote_code
     ).get_text_config()
+    if is_gguf(path):
+        config.name_or_path = path
+    return config
 
 
 def is_local_model(path: str, revision: str | None = None) -> bool:
     """Return whether a target's weights can be read without a download: from a folder, or from the hub's cache."""
     if Path(path).exists():
         return True
+    # one file of a hub, which is fetched with all else that is in it
+    if is_gguf(path):
+        return False
     faults = ("missing_entries", "gated_repo", "connection_errors")
     quiet: dict[str, Any] = {f"_raise_exceptions_for_{fault}": False for fault in faults}
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from eagle.target.gguf import hint_files, is_gguf, model_folder
 from eagle.target.structure import base_of, decoder_layers
 from eagle.target.twin import share_weights
 from eagle.target.weights.dense import keep_layout, unpack_weights
@@ -52,7 +53,7 @@ def load_model(
     """Load a model; what a quantised one needs is checked beforehand.
 
     Args:
-        path: a save_pretrained folder or a hub id.
+        path: a save_pretrained folder, a hub id, or a GGUF file as in `model_folder`.
         dtype: of the weights.
         adapter: an adapter that is merged; None for none.
         device: where a quantised model is loaded to, unless a device_map says otherwise.
@@ -66,7 +67,10 @@ def load_model(
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(
             f"{path} is no model: got a folder without config.json, expected one of save_pretrained"
+            f"{hint_files(Path(path))}"
         )
+    name = str(path)
+    path = model_folder(path, source.get("revision"))
     quantization = read_quantization(path, **source)
     if quantization is not None:
         check_quantised(path, quantization, device, dtype)
@@ -80,6 +84,9 @@ def load_model(
             **source,
         )
     check_weights(path, model, report)
+    # heads and exports name the file that the user named, not the folder that it was unpacked into
+    if is_gguf(name):
+        model.config.name_or_path = name
     if adapter is None:
         return model
     # packed weights take no adapter
@@ -215,7 +222,8 @@ def _find_file(config: Any, name: str) -> str | None:
         "revision": getattr(config, "_commit_hash", None),
         "_raise_exceptions_for_missing_entries": False,
     }
-    path: str | None = cached_file(config.name_or_path, name, **options)
+    folder = model_folder(config.name_or_path, options["revision"])
+    path: str | None = cached_file(folder, name, **options)
     return path
 
 
@@ -353,6 +361,7 @@ def settle_weights(model: Any, device: torch.device) -> None:
 
 def tokenizer_of(path: str | Path, **source: Any) -> Any:
     """Return the tokenizer of a model's folder, or None; only `chat`, stop strings and text output need one."""
+    path = model_folder(path, source.get("revision"))
     try:
         return AutoTokenizer.from_pretrained(path, **{**NO_CODE, **source})
     except (OSError, ValueError):
@@ -363,6 +372,7 @@ def processor_of(path: str | Path, model: Any, **source: Any) -> Any:
     """Return what prepares images for a model that sees; None where there is none, or where pillow is not installed."""
     if "pixel_values" not in inspect.signature(type(base_of(model)).forward).parameters:
         return None
+    path = model_folder(path, source.get("revision"))
     try:
         return AutoProcessor.from_pretrained(path, **{**NO_CODE, **source})
     except (OSError, ValueError, ImportError):

@@ -195,7 +195,7 @@ class Target(ChatMixin):
         """Load a target from a folder or a hub id.
 
         Args:
-            path: the folder or the id.
+            path: the folder, the id, or a GGUF file: one on disk, or `owner/name:file.gguf` of the hub.
             dtype: of the weights; "auto" is bf16 where the device multiplies in it.
             device: where it runs.
             device_map: as in transformers' `from_pretrained`.
