@@ -31,6 +31,7 @@ GROUPS = {
         "demo": Verb(
             "recipes.tiny.demo", "every stage on a small model: two to five minutes, no downloads"
         ),
+        "init": Verb("recipes.init_recipe", "write a recipe for your model and your conversations"),
         "recipes": Verb(
             "eagle.command.copy_recipe", "list the recipes that come with eagle; copy one"
         ),

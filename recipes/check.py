@@ -48,6 +48,7 @@ from recipes.forecast import (
     sizes_of_config,
     sizes_of_target,
 )
+from recipes.suggestions import find_unusual
 
 STEPS = 2
 # Sequences in a step on a CPU, where 128 take minutes; the rate is the same.
@@ -216,6 +217,8 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
             "the answers that are written while training, and what is learned from their drafts, come on top"
         )
     say_quantisation(recipe, sizes.bits)
+    for line in find_unusual(recipe, sizes):
+        say(f"unusual: {line}")
     available = memory_here()
     if run.target <= available:
         return True

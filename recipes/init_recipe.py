@@ -1,0 +1,198 @@
+"""Write a recipe for one model and one file of conversations: `eagle init --model M --data F`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_prep.conversations import Conversation, read_conversations
+from eagle.disk import write_text
+from eagle.drafters import DRAFTERS
+from eagle.log import script
+from eagle.recipe import Recipe
+from eagle.target.gguf import is_gguf
+from eagle.web import make_opener
+from recipes.forecast import GB, TOKENS, Sizes, forecast, sizes_of
+from recipes.suggestions import (
+    PUBLISHED_RATES,
+    PUBLISHED_WIDTH,
+    suggest_batch,
+    suggest_draft_vocab,
+    suggest_epochs,
+    suggest_rate,
+)
+
+HELD_OUT = 100  # conversations, at most, and at most one in twenty
+SERVER = "http://localhost:8000/v1"  # where vLLM and SGLang listen by default
+
+
+def main(argv: list[str]) -> None:
+    """Write a commented recipe for a model and a file of conversations, to be read, edited and run."""
+    parser = argparse.ArgumentParser(prog="eagle init", description=main.__doc__)
+    parser.add_argument(
+        "--model", "--target", required=True, help="a folder, a hub id or a GGUF file"
+    )
+    parser.add_argument("--data", required=True, metavar="FILE", help="conversations to learn from")
+    parser.add_argument(
+        "--method", default="eagle1", choices=sorted(PUBLISHED_RATES), help="(default: eagle1)"
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("head.yaml"), help="(default: head.yaml)"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="of the model's repository"
+    )
+    args = parser.parse_args(argv)
+    if args.out.exists():
+        raise ValueError(f"{args.out} is there already: name another file with -o, or delete it")
+    sizes = sizes_of(args.model, trust_remote_code=args.trust_remote_code)
+    conversations = list(read_conversations(args.data, answered=False))
+    folder = Path("runs") / name_of(args.model)
+    held_out = folder / "heldout.jsonl"
+    kept = len(conversations) - write_held_out(conversations, held_out)
+
+    text = render_recipe(args, sizes, kept, folder, held_out)
+    write_text(args.out, text)
+    Recipe.load(args.out)  # what is written can be read
+    print(f"{args.out}: {args.method} for {args.model}, {kept:,} conversations to learn from")
+    print(f"{held_out}: the last {len(conversations) - kept} of {args.data}, for measuring")
+    print(f"next: eagle train {args.out} --check")
+
+
+def name_of(model: str) -> str:
+    """Return the last part of a path or a hub id, without the ending of a GGUF file."""
+    name = model.rstrip("/").replace(":", "/").split("/")[-1]
+    return name[: -len(".gguf")] if is_gguf(name) else name
+
+
+def write_held_out(conversations: list[Conversation], path: Path) -> int:
+    """Write the last conversations into a file of their own; return how many."""
+    count = min(HELD_OUT, len(conversations) // 20)
+    if not count:
+        raise ValueError(
+            f"got {len(conversations)} conversations, expected 20 or more: one in twenty is held out for measuring"
+        )
+    lines = []
+    for conversation in islice(conversations, len(conversations) - count, None):
+        record: dict[str, Any] = {"id": conversation.id, "messages": conversation.messages}
+        if conversation.tools:
+            record["tools"] = conversation.tools
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    write_text(path, "".join(lines))
+    return count
+
+
+def render_recipe(
+    args: argparse.Namespace, sizes: Sizes, conversations: int, folder: Path, held_out: Path
+) -> str:
+    """Return the recipe, with a comment for each value that was chosen for this model."""
+    kind = args.method
+    width = sizes.hidden_size
+    tokens = conversations * TOKENS
+    rate = write_rate(suggest_rate(kind, width))
+    published = write_rate(PUBLISHED_RATES[kind])
+    endpoint = find_server(args.model)
+    drafter = f"  kind: {kind}\n"
+    if kind in ("eagle1", "hass"):
+        drafter += "  fc_bias: false  # vLLM's layout has none\n"
+    if kind in ("eagle3", "peagle"):
+        size = suggest_draft_vocab(sizes.vocab_size)
+        drafter += f"  draft_vocab: {quote(size)}  # the most frequent of {sizes.vocab_size:,}; null for all\n"
+    code = "  trust_remote_code: true\n" if args.trust_remote_code else ""
+    body = f"""\
+target:
+  path: {quote(args.model)}
+{code}data:
+  train: {folder}/regenerated.jsonl
+  heldout: {held_out}
+  limit: {conversations}  # the rest of {args.data} is held out
+  max_length: 2048
+regenerate:  # a head learns from the target's own answers
+  source: {quote(args.data)}
+  out: {folder}/regenerated.jsonl
+  endpoint: {quote(endpoint)}  # an OpenAI-compatible server of the target; null decodes the answers here
+features:
+  store: {folder}/features-{kind}
+drafter:
+{drafter}train:
+  out: {folder}/{kind}
+  epochs: {suggest_epochs(tokens)}
+  batch_size: {suggest_batch(conversations)}
+  lr: {rate}  # {published} at a width of {PUBLISHED_WIDTH:,}, here {width:,}
+  schedule: cosine
+  warmup: 0.03
+eval:
+  count: {min(HELD_OUT, 40)}
+  max_new_tokens: 256
+"""
+    return describe(args, sizes, conversations, body) + body
+
+
+def find_server(model: str) -> str | None:
+    """Return the address of a server on this machine that lists the model; None if none answers within a second."""
+    try:
+        with make_opener().open(f"{SERVER}/models", timeout=1.0) as response:
+            listed = {entry["id"] for entry in json.loads(response.read())["data"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return SERVER if model in listed else None
+
+
+def describe(args: argparse.Namespace, sizes: Sizes, conversations: int, body: str) -> str:
+    """Return the comments above a recipe: what it is, what it will need, and the commands."""
+    recipe = Recipe.model_validate(yaml.safe_load(body))
+    lines = [
+        f"{args.method} for {args.model}, written by `eagle init`: read it, and edit what you know better.",
+        'How each value was chosen: docs/recipes.md, "What eagle init writes".',
+    ]
+    if DRAFTERS[args.method].reads.weights:
+        lines.append(
+            "Forecast: `eagle train FILE --check`, as this head starts from the target's own weights."
+        )
+    else:
+        run = forecast(recipe, sizes, conversations, cards=1)
+        lines.append(
+            f"Forecast: {run.features / GB:,.1f} GB of disk, {run.memory / GB:,.1f} GB to train, "
+            f"{write_hours(run.extract_hours + run.train_hours)} of an H100; --check measures this machine."
+        )
+    out = args.out
+    train = recipe.train.out
+    lines += [
+        f"  eagle train {out} --check",
+        f"  eagle prepare {out}",
+        f"  eagle extract {out}",
+        f"  eagle train {out}",
+        f"  eagle measure {out}",
+        f"  eagle export {train}/head --target {args.model} --to vllm {train}/vllm",
+    ]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def write_rate(rate: float) -> str:
+    """Return a learning rate as recipes spell it, as 2e-4."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def write_hours(hours: float) -> str:
+    """Return a duration in hours, or in minutes if it is short."""
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{math.ceil(60 * hours)} minutes"
+
+
+def quote(value: Any) -> str:
+    """Return a value as YAML writes it: JSON is YAML, and plain paths need no quotes."""
+    if (
+        isinstance(value, str)
+        and value.replace("/", "").replace("-", "").replace(".", "").isalnum()
+    ):
+        return value
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    script(main)
