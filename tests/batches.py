@@ -151,6 +151,7 @@ class Bench:
         """
         traces = [Trace([]) for _ in requests]
         coming = list(requests)
+        # requests come while others are written, as a server has them
         options = {"budget": budget, "batch_size": batch_size, "max_tokens_in_cache": most}
         decoding = Decoding(self.target, drafter, **options)
         while coming or not decoding.is_done:
@@ -263,6 +264,7 @@ def own_model(target: Target) -> DraftModel:
     return DraftModel(DraftModelSettings(), model.config, model).bind(target.head)
 
 
+# made anew for each test, as some drafters know its requests
 MAKE: dict[str, Any] = {
     "none": lambda target, requests: NoDrafter(),
     "trees": lambda target, requests: KnowsAnswers(requests, taps=(1, -1)),

@@ -24,6 +24,7 @@ def small_comparison(target_dir: Path, folder: Path) -> dict[str, Any]:
             "max_new_tokens": 10,
         },
     }
+    # the same shape, by rank and sampled
     shapes = {"tree": {"paths": PATHS}, "drawn": {"paths": PATHS, "draw": "sampled"}}
     return {
         "out": str(folder / "out"),

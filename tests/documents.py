@@ -75,6 +75,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> list[str]:
     """Return every command of a page's shell blocks, without comments; lines that end in a backslash are joined."""
     text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    # a comment follows its command after a space
     lines = [" ".join(line.partition(" #")[0].split()) for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -192,6 +193,7 @@ def _main_of(call: Call) -> tuple[Callable[[list[str]], None], list[str]]:
         if hasattr(module, "__path__"):  # a package runs its __main__
             module = import_module(f"{module.__name__}.__main__")
         return module.main, call.arguments
+    # the launcher takes its own options away first
     name, *arguments = call.arguments
     if name not in VERBS:
         raise ValueError(f"eagle {name}: expected one of {', '.join(VERBS)}")

@@ -24,6 +24,7 @@ from tests.registry import TRAINED
 
 # fewer anchors than a text has positions
 BLOCKS = {"blocks": 1, "slots": 4, "anchors": 8}
+# settings that make every kind of loss and divisor train in seconds
 CHOSEN = {
     "hass": {"kind": "hass", "steps": 2},
     "draft_model": {"kind": "draft_model", "layers": 1},
@@ -78,6 +79,7 @@ def train_head(name: str, out: Path, base: Recipe, accelerator: Any) -> Any:
     target, features = open_features(recipe, settings, partial(read_examples, recipe))
     torch.manual_seed(section.seed)
     head = first_head(recipe, settings, target, features)
+    # as the training script does it, step by step
     split = splits_weights(accelerator, section)
     features = follow_head(recipe, settings, target, features, head=head, weights_split=split)
     target_head = target.head.cast(getattr(torch, section.dtype))

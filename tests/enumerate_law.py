@@ -39,6 +39,7 @@ class Chance:
     def draw(self, law: Sequence[float]) -> int:
         """Return an index drawn from a law."""
         if self.step == len(self.script):
+            # the first possible answer is taken, and a script is kept for each other
             first, *others = [answer for answer, probability in enumerate(law) if probability > 0]
             self.later += [[*self.script, other] for other in others]
             self.script = [*self.script, first]
@@ -54,6 +55,7 @@ class Chance:
 
 def every_outcome(run: Callable[[Chance], Outcome]) -> Iterator[tuple[Outcome, float]]:
     """Yield all that a randomised function may return, with probabilities."""
+    # a script fixes the first answers of a run; each run adds those it did not take
     scripts: list[list[int]] = [[]]
     while scripts:
         chance = Chance(scripts.pop())

@@ -20,6 +20,7 @@ VOCAB_SIZE = 96
 NUM_LAYERS = 4
 WINDOW = 8
 
+# what all families have; no token ends a text
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -156,6 +157,7 @@ def own_choices(
     logits = own_logits(model, text)
     choices = []
     for end in range(len(prompt), len(text)):
+        # logits at a position choose the next token
         scores = logits[end - 1 : end]
         if warp is not None:
             scores = warp(torch.tensor([text[:end]]), scores)
@@ -212,6 +214,7 @@ class PlantedTrees(Drafter):
 
     def propose(self, news: Committed, budget: Budget) -> DraftTree:
         """Return the right path among wrong branches."""
+        # the root is the token after those that were read
         self.read += len(news.tokens)
         right = self.text[self.read + 1 :][: min(self.right, budget.depth)]
         return DraftTree.from_paths(news.root, plant_branches(right))

@@ -23,6 +23,7 @@ def biases(head: Any, states: Tensor, before: list[int], frozen: TargetHead) -> 
     if kind == "none":
         return torch.zeros(())
     if kind == "domino":
+        # Domino: a GRU over the tokens before each level
         read, _ = head.prefix_gru(frozen.embedding(tokens)[None])
         bias = head.embed_proj(torch.cat([states, read[0]], dim=-1))
         unbiased = head.settings.unbiased
@@ -46,6 +47,7 @@ def biases(head: Any, states: Tensor, before: list[int], frozen: TargetHead) -> 
 
 def divergence(settings: Any, logits: Tensor, p: Tensor, token: int) -> Tensor:
     """Return the weighted distance from the target's probs p, and the surprise at the text's own token."""
+    # total variation times two
     distance = (p - logits.softmax(-1)).abs().sum()
     return settings.distance * distance - settings.likelihood * logits.log_softmax(-1)[token]
 
@@ -53,6 +55,7 @@ def divergence(settings: Any, logits: Tensor, p: Tensor, token: int) -> Tensor:
 def confidence_loss(head: Any, state: Tensor, logits: Tensor, p: Tensor, before: int) -> Tensor:
     """Return the cross-entropy of the confidence head with the share of drafts that would be accepted."""
     accepted = 1 - (p - logits.softmax(-1)).abs().sum().detach() / 2
+    # with a Markov head, confidence also reads the token before
     if head.markov_head is not None:
         state = torch.cat([state, head.markov_head.markov_w1.weight[before]])
     confidence = torch.sigmoid(head.confidence_head.proj(state)[0])

@@ -93,6 +93,7 @@ def hydra_loss(
         prefix = prefix_states(weights, shape, states)
         for anchor, levels in anchors.items():
             for level in range(levels):
+                # one level at a time, with the embeddings that it reads
                 behind = [embedded[position] for position in tokens_behind(anchor, level)]
                 hidden = level_hidden(weights, level, prefix[begin_at(anchor)], behind)
                 log_probs = level_logits(weights, level, hidden).log_softmax(-1)

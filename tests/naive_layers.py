@@ -47,6 +47,7 @@ def project_heads(
         shape: the head's sizes.
         positions: those of the rows, by which queries and keys are rotated; values have none.
     """
+    # DFlash and Qwen norm each head, Llama none
     projected = F.linear(rows, weights[f"{prefix}proj.weight"], weights.get(f"{prefix}proj.bias"))
     heads = projected.unflatten(-1, (-1, shape.head_dim))
     if positions is None:

@@ -54,6 +54,7 @@ def attended(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Return [n * w] of one query [n, w] over keys and values [M, fewer n, w], each of which serves several heads."""
     group = query.shape[0] // keys.shape[1]
     heads = []
+    # one softmax a head, over the keys of its group
     for head, row in enumerate(query):
         probs = (keys[:, head // group] @ row / len(row) ** 0.5).softmax(0)
         heads.append(probs @ values[:, head // group])
@@ -130,6 +131,7 @@ def eagle3_network(weights: Weights, settings: Any, shape: Any) -> Network:
     def enter(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         normed = norm(state, "layers.0.hidden_norm")
         both = torch.cat([norm(embedding, "layers.0.input_layernorm"), normed])
+        # the residual is the state, or its norm as in some checkpoints
         return both, normed if settings.norm_before_residual else state
 
     def handed(output: Tensor) -> Tensor:
@@ -168,6 +170,7 @@ def smooth_l1(output: Tensor, true: Tensor) -> Tensor:
 
 def sayable_ids(weights: Weights, vocabulary: int) -> Tensor:
     """Return [D], the target's ids of the draft vocabulary."""
+    # d2t holds the distance from an id of the draft to the target's
     offsets = weights.get("d2t")
     return torch.arange(vocabulary) if offsets is None else torch.arange(len(offsets)) + offsets
 
@@ -293,6 +296,7 @@ def hass_loss_at(settings: Any, output: Tensor, state: Tensor, frozen: TargetHea
     """Return the weighted loss of one predicted state against the target's."""
     probs = frozen.logits(state).softmax(-1)
     log_probs = frozen.logits(output).log_softmax(-1)
+    # the top-k share of the cross-entropy, as HASS adds it
     best = probs.sort(descending=True).indices[: settings.top_k]
     entropy = -(probs * log_probs).sum()
     top = -(probs[best] * log_probs[best]).sum()

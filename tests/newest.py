@@ -51,6 +51,7 @@ def make_environment(python: str, folder: Path, versions: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
     inside = folder.absolute() / "bin/python"
+    # torch first, so that pip does not choose another for the rest
     pinned = []
     if versions == OLDEST:
         pins = folder.absolute() / "pins.txt"
@@ -83,6 +84,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """Return the counts in a JUnit report, and the names of the tests that failed."""
     passed = 0
     skipped = 0
+    # a test that fails and then errs has two entries
     failed = set()
     for case in ElementTree.parse(path).iter("testcase"):
         outcomes = {child.tag for child in case}
@@ -114,6 +116,7 @@ def proven_table(rows: list[dict[str, Any]]) -> str:
     head = ["Python", "versions", "torch", *names, "passed", "skipped", "failed", "on"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
+        # a build for CUDA also runs on a CPU
         build = f"for CUDA {row['cuda']}" if row["cuda"] else "CPU"
         versions = [row["python"], row["versions"], f"{row['torch']}, {build}"]
         counts = [f"{row['passed']:,}", str(row["skipped"]), str(len(row["failed"]))]

@@ -55,6 +55,7 @@ class Layer(nn.Module):
 
     def rotated(self, x: Tensor) -> Tensor:
         """Return [B, n, T, w], rotated by the positions 0, 1, .."""
+        # angles are made in fp32 and applied in the input's dtype
         pair = torch.arange(0, self.head_dim, 2, device=x.device).float()
         frequencies = self.theta ** -(pair / self.head_dim)
         angles = torch.arange(x.shape[2], device=x.device).float()[:, None] * frequencies
@@ -74,6 +75,7 @@ class Layer(nn.Module):
         ]
         query = self.rotated(query)
         key = self.rotated(key)
+        # fewer heads of keys than of queries, where the shape says so
         output = F.scaled_dot_product_attention(
             query, key, value, mask, enable_gqa=query.shape != key.shape
         )
@@ -138,6 +140,7 @@ def published_loss(
     """
     tokens, features, mask, lengths = batch
     position = torch.arange(tokens.shape[1], device=tokens.device)
+    # the last position has no next token
     supervised = _shifted(mask, {"read": 0, "predicted": 2}[gate])
     counted = supervised & (position < lengths[:, None] - 1)
     known = features
@@ -147,6 +150,7 @@ def published_loss(
         noise = torch.empty_like(features).uniform_(-0.1, 0.1, generator=generator)
         known = features + noise * (512 / lengths.to(features.dtype))[:, None, None]
     predicted = head(_shifted(tokens, 1), known, lengths, embedding)
+    # position i is compared with the feature at i + 1
     true = _shifted(features, 1)
     # losses are in fp32 at least
     dtype = torch.promote_types(features.dtype, torch.float32)
@@ -154,6 +158,7 @@ def published_loss(
     log_probs = F.linear(predicted, weight).log_softmax(-1, dtype=dtype)
     entropy = -(target_probs * log_probs).sum(-1)
     error = F.smooth_l1_loss(predicted.to(dtype), true.to(dtype), reduction="none").mean(-1)
+    # as published: a batch without supervised tokens does not divide by zero
     count = counted.sum() + 1e-5
     regression = (counted * error).sum() / count
     cross_entropy = (counted * entropy).sum() / count
@@ -170,6 +175,7 @@ def published_step(
     loss: Any, optimizer: torch.optim.Optimizer, *, bf16: bool = True, clip: str = "value"
 ) -> float:
     """Take one update from what `loss()` returns; gradients are clipped by value, as published, or by norm."""
+    # the published loop: zero, autocast, backward, clip, step
     weights = optimizer.param_groups[0]["params"]
     optimizer.zero_grad()
     with torch.autocast(weights[0].device.type, torch.bfloat16, enabled=bf16):

@@ -111,6 +111,7 @@ def write_compressed(folder: Path, scheme: str, ignore: tuple[str, ...] = ("lm_h
     compressors = pytest.importorskip("compressed_tensors.compressors")
     helpers = pytest.importorskip("compressed_tensors.quantization.utils")
     model = LlamaForCausalLM.from_pretrained(write_plain(folder), dtype=torch.float32)
+    # all linear layers by one scheme, but for those that are ignored
     groups = {"all": quantization.preset_name_to_scheme(scheme, ["Linear"])}
     config = quantization.QuantizationConfig(config_groups=groups, ignore=list(ignore))
     quantization.apply_quantization_config(model, config)
@@ -170,6 +171,7 @@ ROUNDS_INPUTS = {
 def learn(target: Target) -> tuple[Any, list[float]]:
     """Return a head after some steps on the target's features, and its losses."""
     settings = settings_of({"kind": "eagle1"}, "test")
+    # the smallest head that reads features and the LM head
     head: Any = DRAFTERS["eagle1"].for_target(settings, target.config, target.head)
     taps = tuple(dict.fromkeys((*head.taps, *head.teacher_taps)))
     examples = []

@@ -53,6 +53,7 @@ def on_ranks(
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
     }
+    # the children, which a failure of any ends
     running = set()
     for rank in range(count):
         env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}
@@ -151,6 +152,7 @@ def train_made(out: Path, drafter: dict[str, Any], *overrides: str) -> tuple[Any
         f"train.out={out}",
         *overrides,
     ]
+    # the tiny recipe with another drafter
     section = DrafterSection(**drafter)
     recipe = Recipe.load(RECIPE, every_override).model_copy(update={"drafter": section})
     accelerator = launch(recipe.train)

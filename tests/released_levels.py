@@ -22,6 +22,7 @@ Head = dict[str, Any]
 
 def token_loss(logits: Tensor, tokens: Tensor, mask: Tensor, ahead: int) -> Tensor:
     """Return the mean cross-entropy of [B, T, V], position i against token i + `ahead`."""
+    # -100 is what cross_entropy leaves out
     labels = tokens.masked_fill(~mask, -100)[:, ahead:]
     guesses = logits[:, :-ahead].flatten(0, 1).float()
     return F.cross_entropy(guesses, labels.flatten(), ignore_index=-100)
@@ -31,6 +32,7 @@ def probs_loss(logits: Tensor, target_probs: Tensor, mask: Tensor, ahead: int) -
     """Return the mean cross-entropy of [B, T, V], position i against the target's probs of token i + `ahead`."""
     log_probs = logits[:, :-ahead].log_softmax(-1, dtype=torch.float32)
     entropy = -(target_probs[:, ahead - 1 : -1] * log_probs).sum(-1)
+    # the mask is that of the token which a position guesses
     counted = mask[:, ahead:]
     return (entropy * counted).sum() / counted.sum()
 
@@ -56,6 +58,7 @@ class Plain(nn.Module):
         """Return the sum of the levels' mean losses: position i of level d names token i + 2 + d."""
         tokens, states, mask, lengths = batch
         level_logits = self.logits(tokens, states, lengths, embedding)
+        # the labels are tokens, or the target's probs of them
         labels = tokens
         level_loss = token_loss
         if self.settings["loss"] != "tokens":
@@ -82,6 +85,7 @@ class Medusa(Plain):
         """Return the logits of every level from the state alone."""
         level_logits = []
         for blocks, head in zip(self.blocks, self.heads, strict=True):
+            # every level begins again from the target's state
             x = states
             for block in blocks:
                 x = x + F.silu(block(x))
@@ -112,6 +116,7 @@ class Hydra(Plain):
         self.blocks = nn.ModuleList()
         self.heads = nn.ModuleList()
         for d in self.levels:
+            # level d reads the state and d + 1 embeddings
             layers = [Gated((d + 2) * width, width)]
             layers += [Gated(width, width) for _ in range(1, settings["layers"])]
             self.blocks.append(nn.ModuleList(layers))
@@ -164,6 +169,7 @@ class MlpSpeculator(Plain):
 
     def logits(self, tokens: Tensor, states: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
         """Return the logits of every stage, which the next continues."""
+        # a stage hands its state to the next
         x = states
         level_logits = []
         for d in self.levels:
@@ -185,6 +191,7 @@ class Blockwise(Plain):
     def loss(self, batch: Padded, embedding: Tensor, weight: Tensor) -> Tensor:
         """Return the loss of one level, of which alone the logits are made."""
         tokens, states, mask, _ = batch
+        # all levels share one hidden layer, and each has a slice of its output
         changes = self.down(F.relu(self.up(states))).unflatten(-1, (len(self.levels), -1))
         d = int(torch.randint(len(self.levels), ()))
         logits = F.linear(states + changes[..., d, :], weight)

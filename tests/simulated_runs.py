@@ -45,6 +45,7 @@ from tests.tables import some_tables
 CPU = torch.device("cpu")
 # the context manager that records a run's waits; tests on CUDA put CUDA's own check here
 watch: Any = simulated.crossings
+# so small that random drafts are sometimes right
 SIZE = 24  # of the vocabulary: so small that random drafts are sometimes right
 SHARED = 6  # tokens with which the second text of an extraction begins as the first does
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8], [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1]]
@@ -123,6 +124,7 @@ ATTENTION = {
 def new_target(device: torch.device) -> Target:
     """Return a random model, the same on every device."""
     torch.manual_seed(0)
+    # so large that greedy tokens vary
     model = LlamaForCausalLM(LlamaConfig(**ATTENTION, bos_token_id=0))
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     return Target(model.to(device))
@@ -139,6 +141,7 @@ def new_hybrid(device: torch.device, **means: bool) -> Target:
     config = Qwen3_5TextConfig(
         **ATTENTION,
         head_dim=8,
+        # half of the layers keep a state, half have attention
         layer_types=["linear_attention", "full_attention"] * 2,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -165,6 +168,7 @@ def new_drafter(name: str, target: Target) -> Any:
         return kind(some_tables(SIZE), target.device)
     if not issubclass(kind, TrainableDrafter):
         return load_drafter(name, target)
+    # a copy of the target's LM head would make random drafts too good
     if section["kind"] in ("eagle3", "peagle"):
         section = {**section, "lm_head": "random"}
     torch.manual_seed(0)
@@ -221,6 +225,7 @@ class Curious(FirstOf):
         propose = state.propose
 
         def look(*given: Any) -> Any:
+            # the trees of a device are handed on unread; their length asks for them
             trees = propose(*given)
             return {row: tree for row, tree in trees.items() if len(tree.tokens)}
 
@@ -232,6 +237,7 @@ def some_texts() -> list[Example]:
     """Return texts of several lengths, in which the supervised tokens have gaps."""
     generator = torch.Generator().manual_seed(1)
     examples = []
+    # one is too short to hold a supervised token
     for length in (24, 17, 9, 30, 5, 12):
         tokens = torch.randint(SIZE, (length,), generator=generator)
         position = torch.arange(length)
@@ -239,31 +245,25 @@ def some_texts() -> list[Example]:
     return examples
 
 
-def train(
-    head: dict[str, Any],
-    target: Target,
-    source: str = "stored",
-    plant: bool = False,
-    **settings: Any,
-) -> tuple[Any, list[Any]]:
-    """Return the logged losses and the weights of three training steps, and what crossed in these steps."""
+def start_run(
+    head: dict[str, Any], target: Target, is_live: bool, settings: dict[str, Any]
+) -> tuple[_Run, Any]:
+    """Return a training run of three steps that has not begun, and its network."""
+    # accelerate keeps one state a process, which both devices share, and knows no simulated device
     AcceleratorState._reset_state(True)
-    torch.manual_seed(0)
-    head_settings = settings_of(head, "test")
-    # weights and stored features come from the CPU's model, so that both devices train on the same
-    cpu_target = new_target(CPU)
-    features: Any = LiveFeatures(
-        target if source == "live" else cpu_target,
-        some_texts(),
-        {"taps": taps_of(head_settings, target.config), "dtype": "float32"},
-    )
-    texts = [example.tokens[example.loss_mask] for example in features.examples]
-    method = DRAFTERS[head_settings.kind]
-    network = method.for_target(head_settings, target.config, cpu_target.head, texts)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.get("accumulation", 1))
     accelerator.state.device = PartialState().device = target.device
     section = TrainSection(out="none", batch_size=3, epochs=3, validation=0, **settings)
     recipe: Any = SimpleNamespace(train=section, features=SimpleNamespace(store=None))
+    # weights and stored features come from the CPU's model, so that both devices train on the same
+    torch.manual_seed(0)
+    cpu_target = new_target(CPU)
+    head_settings = settings_of(head, "test")
+    identity = {"taps": taps_of(head_settings, target.config), "dtype": "float32"}
+    features: Any = LiveFeatures(target if is_live else cpu_target, some_texts(), identity)
+    texts = [example.tokens[example.loss_mask] for example in features.examples]
+    method = DRAFTERS[head_settings.kind]
+    network = method.for_target(head_settings, target.config, cpu_target.head, texts)
     features = follow_head(
         recipe, head_settings, target, features, head=network, weights_split=False
     )
@@ -276,6 +276,18 @@ def train(
         decoding=None,
         commit="none",
     )
+    return run, network
+
+
+def train(
+    head: dict[str, Any],
+    target: Target,
+    source: str = "stored",
+    plant: bool = False,
+    **settings: Any,
+) -> tuple[Any, list[Any]]:
+    """Return the logged losses and the weights of three training steps, and what crossed in these steps."""
+    run, network = start_run(head, target, source == "live", settings)
     if plant:
         # a hook that reads the loss in every step
         run.model.register_forward_hook(lambda *given: given[-1]["total"].item() and None)
@@ -311,6 +323,7 @@ def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
     """Return what extraction writes of some texts in two shards, and what crossed."""
     written: list[Tensor] = []
     texts = some_texts()
+    # rows of a shared beginning are stored once
     texts[1].tokens[:SHARED] = texts[0].tokens[:SHARED]
     store: Any = SimpleNamespace(
         plan=[[[0, 1], [2]], [[3, 4, 5]]],
@@ -359,6 +372,7 @@ def decoding_runs() -> dict[str, Run]:
             decode, name=name, sampling=sampling, budget=budget, batch=batch
         )
 
+    # every drafter, alone and in a batch
     for name, sampling in product((*DRAFTERS, "hydra++"), ("greedy", "T=1")):
         add(name, sampling)
         add(name, sampling, batch=True)
@@ -384,11 +398,13 @@ def decoding_runs() -> dict[str, Run]:
 def every_run() -> dict[str, Run]:
     """Return the runs of decoding, of training and of extraction by name."""
     runs = decoding_runs()
+    # one drafter of each kind of state that beams copy
     for name in ("ngram", "eagle3", "medusa", "falcon", "draft_model", "several"):
         runs[f"search {name}"] = partial(search, name=name)
     for name, head in HEADS.items():
         runs[f"train {name}"] = partial(train, head)
         runs[f"train {name}, bf16"] = partial(train, head, dtype="bfloat16")
+    # the paths of training that other heads do not take
     accumulated = {"accumulation": 2, "clip_by": "value"}
     runs["train eagle3.1, accumulated"] = partial(train, HEADS["eagle3.1"], **accumulated)
     runs["train eagle3, live"] = partial(train, HEADS["eagle3"], source="live")
@@ -468,9 +484,11 @@ def main(requested: list[str]) -> None:
     torch.set_num_threads(1)
     device = simulated.install()
     runs = every_run()
+    # the simulation has none of the fused kernels
     for module in (spans, block_spans):
         module.compile_flex = lambda: attend_densely  # type: ignore[attr-defined]
     targets = (new_target(CPU), new_target(device))
+    # what is read once is not counted to the first run
     for target in targets:
         read_small_trees(target)
     for name in FAULTS:

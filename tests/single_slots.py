@@ -39,6 +39,7 @@ Levels = Callable[[Weights, Any, Tensor, Sequence[int]], Iterator[Tensor]]
 def new_head(shape: LlamaConfig = SHAPE, **settings: Any) -> Any:
     """Return a head in fp64 with all its weights away from where they start."""
     torch.manual_seed(2)
+    # checked as a recipe's settings are
     checked = settings_of({"levels": LEVELS, **settings}, "test")
     head = DRAFTERS[checked.kind].for_target(checked, shape, frozen_head(torch.float32))
     return moved(head).double().train()
@@ -133,6 +134,7 @@ def best_paths(
 def drafted_paths(head: Any, frozen: TargetHead, state: Tensor, root: int, nodes: int) -> set[Any]:
     """Return the paths of the tree that the head drafts after a state, by plain probs."""
     features = torch.stack([torch.zeros_like(state), state])[:, None]
+    # sharpness 1 ranks nodes by their plain likelihoods
     budget = Budget(nodes, head.levels, nodes, sharpness=1.0)
     update = Committed(torch.tensor([0, 1]), features, root)
     tree = head.bind(frozen).begin(None).propose(update, budget)
@@ -145,6 +147,7 @@ def drafted_paths(head: Any, frozen: TargetHead, state: Tensor, root: int, nodes
 def small_target(vocab_size: int = 8) -> tuple[LlamaConfig, TargetHead, Tensor]:
     """Return sizes, a random LM head and a state, with so few tokens that all paths can be enumerated."""
     torch.manual_seed(4)
+    # 8 tokens and 3 levels make 584 paths
     sizes = {"vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 12}
     shape = LlamaConfig(**{**SHAPE.to_dict(), **sizes})
     output = torch.nn.Linear(16, vocab_size, bias=False, dtype=FP64).requires_grad_(False)

@@ -51,6 +51,7 @@ class _KnownText:
         """Return up to three next tokens of the text, with a wrong branch before and after each."""
         self.read += update.tokens.tolist()
         begun = [*self.read, update.root]
+        # a text that no answer begins with gets no drafts
         text = next((text for text in self.texts if text[: len(begun)] == begun), begun)
         right = text[len(begun) :][: min(3, budget.depth)]
         return DraftTree.from_paths(update.root, plant_branches(right))
@@ -97,6 +98,7 @@ def stock_generate(model: Any, inputs: dict[str, Any], warpers: Any = None, **op
         rows = options.pop("num_return_sequences", 1)
         inputs = {name: value.repeat_interleave(rows, 0) for name, value in inputs.items()}
         processors += [*warpers, AddNoise(paddings_of(inputs))]
+    # noise comes last, after all warpers
     options = {**asked(), **options}
     return model.generate(**inputs, **options, logits_processor=LogitsProcessorList(processors))
 
@@ -118,6 +120,7 @@ def generate_knowing(
 ) -> tuple[Any, Any]:
     """Return what `model.generate` gives with a drafter that knows the stock answer, and the callable."""
     tokens = stock if isinstance(stock, Tensor) else stock.sequences
+    # options of the drafter's own, which transformers does not know
     chosen = {"seed": SEED}
     for name in ("seed", "stateless", "budget"):
         if name in options:

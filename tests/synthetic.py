@@ -80,6 +80,7 @@ def cycle(dice: random.Random, levels: int, rate: float) -> dict[str, Any]:
         path.append(dice.choices((0, 1, 2), (8, 2, 1))[0])
     milliseconds = {"draft": 0.7 * levels, "target": 9 + 0.3 * levels, "verify": 0.3, "other": 0.2}
     seconds = {part: ms / 1000 * dice.uniform(0.9, 1.1) for part, ms in milliseconds.items()}
+    # two nodes a level, whatever is accepted
     return {
         "nodes": 2 * levels,
         "depth": levels,
@@ -115,6 +116,7 @@ def write(
         "drafters": {name: {"head": f"runs/{name}", "budget": budget} for name in drafters},
         **header,
     }
+    # easy conversations are the same for all drafters
     rows = []
     for temperature in temperatures:
         for conversation in range(24):

@@ -30,6 +30,7 @@ def test_what_is_asked_for_is_pinned_within_its_range(requirement: Requirement) 
 
 def test_packages_that_others_need_are_pinned() -> None:
     """Not the direct ones alone: huggingface-hub brings fsspec here, and transformers brings tokenizers."""
+    # from the packages that are installed here
     pins = collect_pins("eagle-heads", set())
     assert {"fsspec", "tokenizers", "numpy"} <= pins.keys() & {pin.name for pin in PINS}
     assert "ruff" not in pins and "eagle-heads" not in pins

@@ -72,6 +72,7 @@ def test_a_broken_link_of_the_site_is_seen(tmp_path: Path) -> None:
 def repeated_keys(text: str) -> list[str]:
     """The rows of tables of keys that name the same key of the same methods again."""
     repeated = []
+    # a table of keys begins with the words "key of"
     for table in re.findall(r"^\| key of .*\n(?:\|.*\n)+", text, re.MULTILINE):
         rows = [
             tuple(cell.strip() for cell in row.split("|")[1:3]) for row in table.splitlines()[2:]

@@ -46,6 +46,7 @@ def checkout(
     (folder / "examples").mkdir()
     (folder / "docs").symlink_to(ROOT / "docs")
     (folder / "runs/demo/target").symlink_to(tiny_target_dir / "target")
+    # untrained: the notebooks must run, not be fast
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config)
     save_head(folder / "runs/demo/eagle1/head", head, "", {})
     return folder
@@ -66,6 +67,7 @@ def test_a_cell_that_fails_is_seen(checkout: Path, tmp_path: Path) -> None:
     """Planted: an answer that differs, as a wrong drafter would make it."""
     path = shutil.copy(FOLDER / "own_method.ipynb", tmp_path)
     notebook = read(path)
+    # before the cell that compares the answer with plain decoding
     place = next(
         place for place, cell in enumerate(notebook.cells) if "assert trace.tokens" in cell.source
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -52,21 +53,6 @@ class Shown(HTMLParser):
             self.rows[-1][-1] += data
 
 
-class Words:
-    """A tokenizer whose tokens have these texts."""
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = texts
-
-    def convert_ids_to_tokens(self, token: int) -> str:
-        """Return the token's name."""
-        return self.texts[token]
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
-        """Return the texts, joined."""
-        return "".join(self.texts[token] for token in tokens)
-
-
 def test_an_answer_shows_what_was_accepted(tiny_target: Target) -> None:
     """The text is whole, with as many green tokens as the cycles accepted, and the acceptance length by hand."""
     trace = generate(
@@ -79,6 +65,7 @@ def test_an_answer_shows_what_was_accepted(tiny_target: Target) -> None:
     shown = Shown(trace._repr_html_())
     accepted = sum(min(len(cycle.kept), cycle.committed) for cycle in trace.cycles)
     tau = sum(cycle.committed for cycle in trace.cycles) / len(trace.cycles)
+    # the line below the text counts what is green
     *texts, summary = shown.texts
     assert "".join(texts) == readable(trace.text)
     assert summary == (
@@ -89,7 +76,12 @@ def test_an_answer_shows_what_was_accepted(tiny_target: Target) -> None:
 
 def test_a_token_that_is_markup_stays_text() -> None:
     """`<script>` opens no element; the accepted token alone is green; control characters are spelt out."""
-    tokenizer = Words("<script>alert(1)</script>", " & so", " on\x1b[0m")
+    texts = ["<script>alert(1)</script>", " & so", " on\x1b[0m"]
+    tokenizer = SimpleNamespace(
+        convert_ids_to_tokens=lambda token: texts[token],
+        decode=lambda tokens, **_: "".join(texts[token] for token in tokens),
+    )
+    # one draft, which the target accepted
     cycle = Cycle(DraftTree.chain([0, 1]), kept=(1,), committed=2, context=3)
     trace = Trace([0], tokens=[0, 1, 2], cycles=[cycle], tokenizer=tokenizer)
     shown = Shown(trace._repr_html_())
@@ -110,6 +102,7 @@ def test_an_answer_without_a_tokenizer_shows_its_tokens() -> None:
 def write_results(path: Path) -> None:
     """Write two answers of a drafter with a name that is markup, and of `none`."""
     lines: list[dict[str, object]] = [{"run": {"id": "1"}}]
+    # 20 cycles of one token, and 8 of two or three
     asked = {"set": "s", "turn": 0, "seed": 0, "temperature": 0.0, "run": "1"}
     cycle = {"nodes": 1, "depth": 1, "accepted": 1, "context": 9}
     for prompt in ("a", "b"):
@@ -134,6 +127,7 @@ def test_results_are_a_table(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     write_results(path)
     rows = Shown(read_results(path)._repr_html_()).rows
+    # 2.00 tokens a cycle and twice the speed, by hand
     head, none, drafter = rows
     assert head == ["T", "drafter", "answers", "τ", "tokens/s", "speed-up", "identical"]
     assert none[:3] == ["0", "none", "2"]
@@ -148,6 +142,7 @@ def test_results_are_a_table(tmp_path: Path) -> None:
 def test_a_feature_store_is_a_table(tmp_path: Path) -> None:
     """What was stored, counted by hand: 5 tokens, 3 of them supervised, in fp32 at two layers of width 4."""
     examples = []
+    # 5 tokens, of which 3 are supervised
     for tokens, mask in (([1, 2, 3], [False, True, True]), ([4, 5], [False, True])):
         features = torch.zeros(len(tokens), 2, 4)
         examples.append(Example(torch.tensor(tokens), torch.tensor(mask), features))

@@ -60,6 +60,7 @@ def test_help_comes_at_once() -> None:
     """`eagle --help` names every verb and imports no torch; nor do the recipes, a typo, and the help of a verb."""
     lines = [["--help"], ["recipes"], ["--version"], ["extarct"]]
     lines += [[verb, "--help"] for verb in VERBS]
+    # one process for all, as each start takes a second
     code = f"""
 import sys
 from eagle.__main__ import main

@@ -47,6 +47,7 @@ TEXTS = [
     (30, [(12, 13)]),
     (13, [(0, 12)]),
 ]
+# as small as a method allows: a case is two dozen forwards
 SMALL: dict[str, dict[str, Any]] = {
     "eagle1": {"noise": 0.1},
     "hass": {"steps": 2},
@@ -63,6 +64,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "blockwise": {"levels": 3, "inner_dim": 8},
 }
 WINDOW = {"sinks": 1, "recent": 4}
+# switches that change what a loss is divided by, weighted with or drawn from
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {"fc_bias": False, "window": WINDOW, "noise_as_published": True}),
     ("hass", {"top": 0.5, "top_k": 3, "window": WINDOW}),
@@ -104,6 +106,7 @@ class MadeTexts(MadeFeatures):
         """Return [T], the loss mask of a text."""
         length, spans = TEXTS[index]
         mask = torch.zeros(length, dtype=torch.bool)
+        # spans may be one token, or the end of a text
         for start, end in spans:
             mask[start:end] = True
         return mask
@@ -114,6 +117,7 @@ class MadeTexts(MadeFeatures):
         length = len(mask)
         tokens = torch.randint(VOCAB, (length,), generator=generator)
         features = torch.randn(length, len(self.taps), WIDTH, generator=generator)
+        # an answer that was sampled in the step begins later than the data says
         if self.sampled and int(mask.sum()) > 2:
             mask[: int(mask.nonzero()[0]) + 1 + index % 3] = False
         return Example(tokens, mask, features)
@@ -139,6 +143,7 @@ def new_target_head() -> TargetHead:
 
 def new_head(name: str, settings: dict[str, Any], target_head: TargetHead) -> Any:
     """Return a head that trains, its weights away from where they start."""
+    # heads with a draft vocabulary take it from the supervised tokens
     checked = settings_of({"kind": name, **SMALL.get(name, {}), **settings}, "test")
     texts = MadeTexts(())
     torch.manual_seed(2)
@@ -152,6 +157,7 @@ def new_plan(accumulation: int) -> Plan:
     settings = TrainSection(
         out="nowhere", batch_size=len(TEXTS), validation=0, epochs=9, accumulation=accumulation
     )
+    # the plan counts what a loss can reach, as the training loop does
     masks = [trim_mask(MadeTexts(()).mask(index)) for index in range(len(TEXTS))]
     return Plan([int(mask.sum()) for mask in masks], settings)
 
@@ -195,6 +201,7 @@ def learn(
     sums: dict[str, Tensor] = {}
     for dealer in dealers:
         for _, batch, share in deal(dealer, lambda counts: torch.stack(counted).sum(0)):
+            # what a loss draws without a text's seed is the same in every chunk
             torch.manual_seed(STEP)
             losses = head(batch, target_head)
             (losses["total"] * share).backward()
@@ -214,6 +221,7 @@ def difference(
     head = new_head(name, settings, target_head)
     whole = learn(head, target_head, 1, 1, sampled=sampled)
     assert whole["total"] > 0
+    # the norm of a loss or gradient may be tiny, but not its error
     errors = []
     for processes, accumulation in splits:
         split = learn(head, target_head, processes, accumulation, sampled=sampled)
@@ -298,6 +306,7 @@ def test_a_step_that_knows_its_parts_is_seen(
     fault: Any, name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted faults: other divisors, weights and random numbers."""
+    # one split over three processes is enough to tell
     fault(monkeypatch)
     assert difference(name, settings, [(3, 1)]) > 1e-4
 

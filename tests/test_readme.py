@@ -73,6 +73,7 @@ def test_short_commands_run(page: Path, checkout: Path, server: Server) -> None:
 
 def test_pages_name_targets_of_make_that_exist() -> None:
     """All other commands are parsed by their programs in tests/test_guides.py."""
+    # a target is a word before a colon at the start of a line
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = set()
     for page in [*PAGES, *GUIDES]:
@@ -116,6 +117,7 @@ def test_the_demos_minutes_are_told_in_one_way(page: str) -> None:
 
 def test_the_laptop_guide_has_the_demos_figures() -> None:
     """They are those of the result file that README's table is made of."""
+    # eagle1 at T = 0 is the head that the guide speaks of
     groups = read_results(ROOT / "docs/results/demo.jsonl").groups()
     (head,) = [group for group in groups if (group.drafter, group.temperature) == ("eagle1", 0)]
     length = head.estimate(ACCEPTANCE_LENGTH).value

@@ -152,6 +152,7 @@ def test_a_log_file_gets_lines_while_an_item_takes_long(monkeypatch: pytest.Monk
 )
 def test_a_line_of_progress_tells_rate_and_time_left(seconds: int, done: int, line: str) -> None:
     """By a clock that is given."""
+    # read once at the start, and once for the line
     clock = iter([0.0, float(seconds)])
     lines = ProgressLines(
         "train", "tokens", 10_000_000, note=lambda: "loss 1", clock=lambda: next(clock)
@@ -177,6 +178,7 @@ def test_ctrl_c_is_no_bug_where_an_import_makes_another_error_of_it(
         try:
             if argv:
                 signal.raise_signal(signal.SIGINT)
+        # as an import of a package may do
         except KeyboardInterrupt:
             pass
         raise ModuleNotFoundError("planted")

@@ -58,6 +58,7 @@ def test_cuda_sees_a_planted_wait(target: Target, monkeypatch: pytest.MonkeyPatc
     assert files == [Path(__file__).name]
     monkeypatch.setattr(simulated_runs, "watch", refuse_waits)
     with pytest.raises(RuntimeError, match="synchronizing"):
+        # the loss is read in every step
         train(HEADS["eagle1"], target, plant=True)
 
 

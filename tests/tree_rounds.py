@@ -89,6 +89,7 @@ def worst_difference(
         pieces: in how many chunks a prompt is read.
     """
     generator = torch.Generator().manual_seed(1)
+    # tokens of prompts, and from 200 on those of trees
     tokens = torch.randint(3, 90, (400,), generator=generator).tolist()
     texts = [tokens[40 * row : 40 * row + length] for row, length in enumerate(lengths)]
     cache = reader.new_cache()
@@ -96,6 +97,7 @@ def worst_difference(
     rows = list(range(len(texts)))
     differences = []
     for turn in range(3):
+        # new tokens in each round, in the same shapes
         nodes = [tokens[200 + 30 * turn + 10 * row :][: len(PARENTS[row])] for row in rows]
         cache.set_write_offset(rows)
         hidden = read_trees(reader, cache, nodes)
@@ -106,6 +108,7 @@ def worst_difference(
                 plain = read_plainly(model, texts[row] + [nodes[row][node] for node in path])
                 expected = plain[-len(path) :]
                 differences.append((hidden[row, path] - expected).norm() / expected.norm())
+            # the kept path becomes a part of the sequence, in the cache and here
             texts[row] = texts[row] + [nodes[row][node] for node in KEPT[row][turn]]
         cache.keep({row: KEPT[row][turn] for row in rows})
     # a difference that is not a number is the worst

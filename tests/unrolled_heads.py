@@ -128,6 +128,7 @@ def everywhere(lengths: list[int]) -> list[Example]:
 
 def draft_vocab(path: Path, vocab_size: int, size: int) -> Path:
     """Write a draft vocabulary of so many tokens, more of the low ids, with gaps; return its file."""
+    # random counts added to falling ones: the most frequent are kept
     spread = torch.randint(vocab_size, (vocab_size,), generator=torch.Generator().manual_seed(4))
     save_draft_vocab(path, torch.arange(vocab_size, 0, -1) + spread, size, {})
     return path
@@ -137,6 +138,7 @@ def moved(head: Any) -> Any:
     """Return the head with all its weights away from where they start."""
     with torch.no_grad():
         for weight in head.parameters():
+            # norms and biases move more than matrices, which start random
             weight.add_(torch.randn_like(weight), alpha=0.3 if weight.ndim == 1 else 0.03)
     return head
 
@@ -162,6 +164,7 @@ def new_head(
 def gradients_of(head: Any, loss_of: Callable[[Weights], Tensor]) -> Weights:
     """Return a naive loss of the head's weights as `total`, and its gradients by the names of the weights."""
     weights = {name: tensor.detach().clone() for name, tensor in head.state_dict().items()}
+    # buffers such as d2t are integers
     learned = {
         name: tensor.requires_grad_()
         for name, tensor in weights.items()
