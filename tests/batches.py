@@ -148,6 +148,14 @@ class Bench:
         """Answer the requests in one decoding, with never more tokens in its cache than `most`.
 
         Without dice all come at once, else each comes in at a random moment.
+
+        Args:
+            drafter: for all rows.
+            requests: what is asked.
+            batch_size: the most rows at a time.
+            dice: lets requests come at random moments; without it all come at once.
+            budget: of drafts.
+            most: the most tokens in the cache.
         """
         traces = [Trace([]) for _ in requests]
         coming = list(requests)

@@ -213,7 +213,13 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> None:
 
 
 def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
-    """Let a folder look as if `make demo` and `make tiny` had run there: a target, data, heads and results."""
+    """Let a folder look as if `make demo` and `make tiny` had run there: a target, data, heads and results.
+
+    Args:
+        folder: where the reader would be.
+        tiny: the folder of the suite's target and data.
+        target: that target.
+    """
     tiny = shutil.copytree(tiny, folder / "runs/tiny")
     (folder / "runs/demo").symlink_to("tiny")
     name = "recipes/tiny/eagle1.yaml"

@@ -67,7 +67,15 @@ def every_outcome(run: Callable[[Chance], Outcome]) -> Iterator[tuple[Outcome, f
 def random_logits(
     seed: int, vocab_size: int, lengths: int, dtype: torch.dtype, scale: float = 2.0
 ) -> Laws:
-    """Return logits after every text shorter than `lengths`."""
+    """Return logits after every text shorter than `lengths`.
+
+    Args:
+        seed: draws the logits.
+        vocab_size: V.
+        lengths: how many lengths of texts have logits.
+        dtype: that the logits are rounded to.
+        scale: their standard deviation.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = []
     for length in range(lengths):
@@ -157,6 +165,11 @@ def emitted(rule: Rule, target: Laws, trees: Iterable[Drawn]) -> tuple[np.ndarra
     """Return the joint law [V] * M of the first M tokens, and the mean number of accepted drafts.
 
     One cycle is run. The target itself continues what the cycle leaves open, and tokens beyond M are not counted.
+
+    Args:
+        rule: of verification.
+        target: the target's laws, for the first M tokens.
+        trees: what may be drafted.
     """
     after = futures(target)
     joint = np.zeros_like(after[0])

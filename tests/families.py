@@ -152,6 +152,13 @@ def own_choices(
     """Return what the model would choose at each position of an answer, by one forward over the whole text.
 
     An answer that equals its choices is the model's `own_answer`, where positions do not depend on a text's length.
+
+    Args:
+        model: an untouched model.
+        prompt: token ids.
+        answer: token ids.
+        warp: a processor of logits.
+        noise: returns what is added to the logits of a position.
     """
     text = [*prompt, *answer]
     logits = own_logits(model, text)

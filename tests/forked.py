@@ -99,7 +99,14 @@ class Server:
     def run(
         self, argv: list[str], folder: Path, room: int | None = None, stop: float | None = None
     ) -> Ended:
-        """Run a command in this folder, and return it once it has ended."""
+        """Run a command in this folder, and return it once it has ended.
+
+        Args:
+            argv: a verb with its words, or `-c` and the text of a program.
+            folder: where it runs.
+            room: the most bytes of a file, as on a full disk.
+            stop: the seconds after which Ctrl-C comes.
+        """
         paths = {"folder": str(folder), "log": str(self.log)}
         job = {"argv": argv, **paths, "room": room, "stop": stop}
         stdin: IO[str] = self.process.stdin

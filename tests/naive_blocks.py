@@ -22,7 +22,15 @@ from tests.naive_layers import Weights, attend, finish_block, project_heads, rms
 def block_states(
     head: Any, weights: Weights, features: Tensor, root: Tensor, frozen: TargetHead
 ) -> Tensor:
-    """Return [B, H], the normed states of a block after the features [T, L, H] of the text before its root."""
+    """Return [B, H], the normed states of a block after the features [T, L, H] of the text before its root.
+
+    Args:
+        head: the head, for its settings and sizes.
+        weights: the head's weights by name.
+        features: the text's taps up to the token before the root.
+        root: the first token of the block.
+        frozen: the target's embedding and LM head.
+    """
     settings = head.settings
     eps = head.shape.rms_norm_eps
     length = len(features)
@@ -85,7 +93,14 @@ def weigh_levels(settings: Any, probs: Tensor) -> Tensor:
 def naive_loss(
     head: Any, weights: Weights, anchors: Iterable[Anchor], frozen: TargetHead
 ) -> Tensor:
-    """Return the loss of all levels of all blocks, each with its weight; the last tap is the teacher's."""
+    """Return the loss of all levels of all blocks, each with its weight; the last tap is the teacher's.
+
+    Args:
+        head: the head, for its settings and sizes.
+        weights: the head's weights by name.
+        anchors: the roots that count, as `anchors_of` yields them.
+        frozen: the target's embedding and LM head.
+    """
     settings = head.settings
     terms: list[Term] = []
     begins = 0

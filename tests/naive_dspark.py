@@ -65,7 +65,17 @@ def confidence_loss(head: Any, state: Tensor, logits: Tensor, p: Tensor, before:
 def level_loss(
     head: Any, state: Tensor, plain: Tensor, bias: Tensor, p: Tensor, tokens: list[int], late: float
 ) -> Tensor:
-    """Return the loss of one level; `tokens` are the one before it and its own, `late` is the run's progress."""
+    """Return the loss of one level.
+
+    Args:
+        head: the head.
+        state: [H], the level's.
+        plain: [V], its logits without a bias.
+        bias: [V].
+        p: [V], the target's probs of the token.
+        tokens: the token before the level, and its own.
+        late: how far the run has come, from 0 to 1.
+    """
     before, token = tokens
     logits = plain + bias
     loss = divergence(head.settings, logits, p, token)

@@ -82,7 +82,15 @@ def level_logits(weights: Weights, level: int, hidden: Tensor) -> Tensor:
 def hydra_loss(
     weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead
 ) -> Tensor:
-    """Return the sum over the levels that each anchor reaches, divided by the number of anchors."""
+    """Return the sum over the levels that each anchor reaches, divided by the number of anchors.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
+    """
     total = torch.zeros((), dtype=torch.float64)
     count = 0
     for text in texts:

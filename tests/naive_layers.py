@@ -60,7 +60,14 @@ def project_heads(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Return [Q, n * w] of queries [Q, n, w] over the keys that `visible` [Q, M] marks."""
+    """Return [Q, n * w] of queries [Q, n, w] over the keys that `visible` [Q, M] marks.
+
+    Args:
+        query: [Q, n, w].
+        key: [M, fewer n, w], each of which serves several queries.
+        value: [M, fewer n, w].
+        visible: [Q, M], which keys each query sees.
+    """
     group = query.shape[1] // key.shape[1]  # queries that share a key
     key = key.repeat_interleave(group, dim=1)
     value = value.repeat_interleave(group, dim=1)
@@ -72,7 +79,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor
 def finish_block(
     weights: Weights, layer: str, residual: Tensor, attention: Tensor, eps: float
 ) -> Tensor:
-    """Return a block's output [.., H] from the output of its attention: o_proj, norm and MLP."""
+    """Return a block's output [.., H] from the output of its attention: o_proj, norm and MLP.
+
+    Args:
+        weights: the head's weights by name.
+        layer: what the names begin with, as `layers.0.`.
+        residual: [.., H], what the attention's output is added to.
+        attention: [.., n * w].
+        eps: of the norm.
+    """
     x = residual + F.linear(attention, weights[f"{layer}self_attn.o_proj.weight"])
     normed = rms(x, weights[f"{layer}post_attention_layernorm.weight"], eps)
     gate = F.linear(normed, weights[f"{layer}mlp.gate_proj.weight"])

@@ -40,7 +40,17 @@ def anchor_logits(
     anchor: int,
     masks: int,
 ) -> Tensor:
-    """Return [1 + m, D], the logits of an anchor and its masks; the text is its tokens and its taps [T, L, H]."""
+    """Return [1 + m, D], the logits of an anchor and its masks; the text is its tokens and its taps [T, L, H].
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        text: its tokens [T] and its taps [T, L, H].
+        frozen: the target's embedding and LM head.
+        anchor: the last position that is known.
+        masks: how many masks follow it.
+    """
     tokens, taps = text
 
     def norm(rows: Tensor, name: str) -> Tensor:
@@ -74,6 +84,14 @@ def loss(
     """Return the loss of the supervised positions and of their masks, whose number `counts` has for each position.
 
     Features are the taps and, last, what the teacher reads. Tokens that cannot be drafted count nothing.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
+        counts: for each text how many masks each position has.
     """
     ids = sayable_ids(weights, frozen.weight.shape[0])
     terms: list[Term] = []

@@ -84,6 +84,12 @@ def unrolled(
     """Return {(anchor, step): output [H]} of one text, for as many steps at each anchor as `anchors` says.
 
     `embedded` [T, H] are the text's tokens, `first` the true states of its positions.
+
+    Args:
+        network: the block, with what sets the method apart.
+        embedded: [T, H], the text's tokens.
+        first: [H] of each known position, its true state.
+        anchors: how many steps are drafted at each position.
     """
     rows = {}
     outputs = {}
@@ -183,7 +189,16 @@ def eagle3_states(
     frozen: TargetHead,
     anchors: Mapping[int, int],
 ) -> dict:
-    """Return {(anchor, step): what the LM head reads [H]} of one text: its tokens, and the taps [.., 3, H] so far."""
+    """Return {(anchor, step): what the LM head reads [H]} of one text: its tokens, and the taps [.., 3, H] so far.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        text: its tokens [T] and the taps [.., 3, H] of those that are known.
+        frozen: the target's embedding and LM head.
+        anchors: how many steps count at each position.
+    """
     tokens, taps = text
     first = [fused(weights, settings, shape, row) for row in taps]
     network = eagle3_network(weights, settings, shape)
@@ -204,6 +219,13 @@ def eagle3_loss(
     """Return the sum over steps of decay^step times the loss there, divided by the number of anchors.
 
     Features are the three taps and, last, what the teacher reads.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
     """
     total = torch.zeros(())
     count = 0
@@ -247,7 +269,16 @@ def hass_outputs(
     frozen: TargetHead,
     anchors: Mapping[int, int],
 ) -> dict:
-    """Return {(anchor, step): predicted state [H]} of one text: its tokens, and the known states [.., H]."""
+    """Return {(anchor, step): predicted state [H]} of one text: its tokens, and the known states [.., H].
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        text: its tokens [T] and the states [.., H] of those that are known.
+        frozen: the target's embedding and LM head.
+        anchors: how many steps count at each position.
+    """
     tokens, states = text
     network = hass_network(weights, settings, shape)
     return unrolled(network, frozen.embed(tokens), list(states), anchors)
@@ -274,6 +305,14 @@ def hass_loss(
     """Return regression, cross-entropy and the likeliest tokens' share of it at every step, divided by the anchors.
 
     `noise` [T - 2, H] of each text is added to the true states that are read, not to those that are learned.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
+        noise: what is added to each text's states; none without it.
     """
     total = torch.zeros(())
     count = 0

@@ -44,7 +44,14 @@ def cached_steps(model: PreTrainedModel) -> Logits:
 def answer_naively(
     logits: Logits, prompt: Sequence[int], count: int, sampling: Sampling
 ) -> list[int]:
-    """Return so many tokens after a prompt at T = 0, or sampled with the noise of their positions."""
+    """Return so many tokens after a prompt at T = 0, or sampled with the noise of their positions.
+
+    Args:
+        logits: of the text so far.
+        prompt: token ids.
+        count: the tokens of the answer.
+        sampling: temperature, seed and request.
+    """
     text = list(prompt)
     warp = LogitsProcessorList()
     if sampling.temperature:
@@ -62,7 +69,14 @@ def answer_naively(
 def search_naively(
     make: Callable[[], Logits], prompt: Sequence[int], beams: int, count: int
 ) -> tuple[list[list[int]], list[float]]:
-    """Return the best continuations of one length and their mean log-probs; each step reads all of a beam again."""
+    """Return the best continuations of one length and their mean log-probs; each step reads all of a beam again.
+
+    Args:
+        make: returns the logits of a new text.
+        prompt: token ids.
+        beams: how many are kept.
+        count: the tokens of each continuation.
+    """
 
     def read(answer: list[int]) -> Tensor:
         logits = make()

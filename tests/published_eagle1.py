@@ -174,7 +174,14 @@ def published_optimizer(head: nn.Module) -> torch.optim.Optimizer:
 def published_step(
     loss: Any, optimizer: torch.optim.Optimizer, *, bf16: bool = True, clip: str = "value"
 ) -> float:
-    """Take one update from what `loss()` returns; gradients are clipped by value, as published, or by norm."""
+    """Take one update from what `loss()` returns; gradients are clipped by value, as published, or by norm.
+
+    Args:
+        loss: returns the losses of a batch.
+        optimizer: the published one.
+        bf16: whether the forward runs under autocast.
+        clip: gradients are clipped by "value", as published, or by "norm".
+    """
     # the published loop: zero, autocast, backward, clip, step
     weights = optimizer.param_groups[0]["params"]
     optimizer.zero_grad()

@@ -106,7 +106,13 @@ def write_hqq(folder: Path) -> Path:
 
 
 def write_compressed(folder: Path, scheme: str, ignore: tuple[str, ...] = ("lm_head",)) -> Path:
-    """Write one of compressed-tensors' schemes, with the ranges of the weights themselves."""
+    """Write one of compressed-tensors' schemes, with the ranges of the weights themselves.
+
+    Args:
+        folder: where it is written.
+        scheme: the name of a preset.
+        ignore: layers that stay as they are.
+    """
     quantization = pytest.importorskip("compressed_tensors.quantization")
     compressors = pytest.importorskip("compressed_tensors.compressors")
     helpers = pytest.importorskip("compressed_tensors.quantization.utils")

@@ -44,6 +44,12 @@ def on_ranks(
     """Do some work in `count` forked processes, connected as a launcher would; return what each printed.
 
     If one fails, the others are ended, and an AssertionError has all that was printed.
+
+    Args:
+        count: how many processes.
+        work: what each does, given its rank.
+        folder: where each prints.
+        launched: whether the environment has a launcher's variables.
     """
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"rank-{rank}.txt" for rank in range(count)]
@@ -144,7 +150,13 @@ def made_target_head() -> TargetHead:
 
 
 def train_made(out: Path, drafter: dict[str, Any], *overrides: str) -> tuple[Any, MadeFeatures]:
-    """Train on made-up features in fp32; return the head as this process holds it, and the features."""
+    """Train on made-up features in fp32; return the head as this process holds it, and the features.
+
+    Args:
+        out: the folder of the run.
+        drafter: the settings of a head.
+        overrides: further keys of the recipe.
+    """
     every_override = [
         "train.dtype=float32",
         "train.lr=1e-3",

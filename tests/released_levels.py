@@ -21,7 +21,14 @@ Head = dict[str, Any]
 
 
 def token_loss(logits: Tensor, tokens: Tensor, mask: Tensor, ahead: int) -> Tensor:
-    """Return the mean cross-entropy of [B, T, V], position i against token i + `ahead`."""
+    """Return the mean cross-entropy of [B, T, V], position i against token i + `ahead`.
+
+    Args:
+        logits: [B, T, V] of one level.
+        tokens: [B, T].
+        mask: [B, T], which tokens are supervised.
+        ahead: the distance to the token that a position guesses.
+    """
     # -100 is what cross_entropy leaves out
     labels = tokens.masked_fill(~mask, -100)[:, ahead:]
     guesses = logits[:, :-ahead].flatten(0, 1).float()

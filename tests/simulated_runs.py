@@ -183,7 +183,15 @@ def decode(
     budget: str = "grown",
     batch: bool = False,
 ) -> tuple[Any, list[Any]]:
-    """Return tokens and cycles of each answer, and what crossed between host and device."""
+    """Return tokens and cycles of each answer, and what crossed between host and device.
+
+    Args:
+        target: on either device.
+        name: a drafter, as `new_drafter` knows it.
+        sampling: one of SAMPLINGS.
+        budget: one of BUDGETS.
+        batch: whether three prompts are answered together, or the first alone.
+    """
     drafter = new_drafter(name, target)
     with watch() as crossed:
         traces = generate(
@@ -248,7 +256,14 @@ def some_texts() -> list[Example]:
 def start_run(
     head: dict[str, Any], target: Target, is_live: bool, settings: dict[str, Any]
 ) -> tuple[_Run, Any]:
-    """Return a training run of three steps that has not begun, and its network."""
+    """Return a training run of three steps that has not begun, and its network.
+
+    Args:
+        head: the settings of a head.
+        target: on either device.
+        is_live: whether features are the target's own, or the CPU's.
+        settings: other keys of the recipe's train section.
+    """
     # accelerate keeps one state a process, which both devices share, and knows no simulated device
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.get("accumulation", 1))
@@ -286,7 +301,15 @@ def train(
     plant: bool = False,
     **settings: Any,
 ) -> tuple[Any, list[Any]]:
-    """Return the logged losses and the weights of three training steps, and what crossed in these steps."""
+    """Return the logged losses and the weights of three training steps, and what crossed in these steps.
+
+    Args:
+        head: the settings of a head.
+        target: on either device.
+        source: "stored" features of the CPU, or "live" ones of the target.
+        plant: whether the loss is read in every step.
+        settings: other keys of the recipe's train section.
+    """
     run, network = start_run(head, target, source == "live", settings)
     if plant:
         # a hook that reads the loss in every step
@@ -320,7 +343,12 @@ class Writer:
 
 
 def fill(dtype: str, target: Target) -> tuple[Any, list[Any]]:
-    """Return what extraction writes of some texts in two shards, and what crossed."""
+    """Return what extraction writes of some texts in two shards, and what crossed.
+
+    Args:
+        dtype: that features are stored in.
+        target: on either device.
+    """
     written: list[Tensor] = []
     texts = some_texts()
     # rows of a shared beginning are stored once

@@ -48,7 +48,15 @@ def new_head(shape: LlamaConfig = SHAPE, **settings: Any) -> Any:
 def loop_over_slots(
     levels: Levels, weights: Weights, settings: Any, texts: list[Example], frozen: TargetHead
 ) -> Tensor:
-    """Return the loss by definition: of each position, all levels up to the first gap in what is supervised."""
+    """Return the loss by definition: of each position, all levels up to the first gap in what is supervised.
+
+    Args:
+        levels: the method's levels, one logits after the other.
+        weights: the head's weights by name.
+        settings: the head's.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
+    """
     total = torch.zeros((), dtype=FP64)
     count = 0
     for text in texts:
@@ -86,7 +94,12 @@ def distance_from_loop(levels: Levels, head: Any) -> float:
 
 
 def knowledge(head: Any, slot: int = 5) -> list[tuple[set[int], set[int]]]:
-    """Return for each level at one position: the positions of tokens and those of states that change its logits."""
+    """Return for each level at one position: the positions of tokens and those of states that change its logits.
+
+    Args:
+        head: the head.
+        slot: the position in training whose logits are looked at.
+    """
     frozen = frozen_head(FP64)
     (text,) = texts_of({14: [(2, 14)]}, FP64)
     batch = collate([text], TAPS)
@@ -115,7 +128,16 @@ def knowledge(head: Any, slot: int = 5) -> list[tuple[set[int], set[int]]]:
 def best_paths(
     levels: Levels, head: Any, frozen: TargetHead, state: Tensor, root: int, nodes: int
 ) -> set[Any]:
-    """Return the likeliest paths under a root, by the likelihoods of all paths that there are."""
+    """Return the likeliest paths under a root, by the likelihoods of all paths that there are.
+
+    Args:
+        levels: the method's levels, one logits after the other.
+        head: the head.
+        frozen: the target's embedding and LM head.
+        state: [H], the target's at the root.
+        root: a token.
+        nodes: how many paths are returned.
+    """
     weights = {**head.state_dict(), "frozen": frozen.weight}
     vocabulary = range(head.shape.vocab_size)
     # the likelihood of every node of the full tree, by the path to it
@@ -132,7 +154,15 @@ def best_paths(
 
 
 def drafted_paths(head: Any, frozen: TargetHead, state: Tensor, root: int, nodes: int) -> set[Any]:
-    """Return the paths of the tree that the head drafts after a state, by plain probs."""
+    """Return the paths of the tree that the head drafts after a state, by plain probs.
+
+    Args:
+        head: the head.
+        frozen: the target's embedding and LM head.
+        state: [H], the target's at the root.
+        root: a token.
+        nodes: how many nodes the tree may have.
+    """
     features = torch.stack([torch.zeros_like(state), state])[:, None]
     # sharpness 1 ranks nodes by their plain likelihoods
     budget = Budget(nodes, head.levels, nodes, sharpness=1.0)

@@ -91,7 +91,14 @@ def paddings_of(inputs: dict[str, Tensor]) -> list[int]:
 
 
 def stock_generate(model: Any, inputs: dict[str, Any], warpers: Any = None, **options: Any) -> Any:
-    """Return what the model gives by itself; with `warpers`, sampled by this project's noise instead of torch's."""
+    """Return what the model gives by itself; with `warpers`, sampled by this project's noise instead of torch's.
+
+    Args:
+        model: an untouched model.
+        inputs: what a tokenizer returns.
+        warpers: processors of sampling.
+        options: further options of `generate`.
+    """
     processors = list(options.pop("logits_processor", []))
     if warpers is not None:
         # rows of their own, so that each has a noise of its own
@@ -118,7 +125,14 @@ def texts_of(tokens: Tensor, inputs: dict[str, Any]) -> list[list[int]]:
 def generate_knowing(
     model: Any, stock: Any, inputs: dict[str, Any], **options: Any
 ) -> tuple[Any, Any]:
-    """Return what `model.generate` gives with a drafter that knows the stock answer, and the callable."""
+    """Return what `model.generate` gives with a drafter that knows the stock answer, and the callable.
+
+    Args:
+        model: the same model.
+        stock: what the stock call returned.
+        inputs: what a tokenizer returns.
+        options: further options, of `generate` or of the drafter.
+    """
     tokens = stock if isinstance(stock, Tensor) else stock.sequences
     # options of the drafter's own, which transformers does not know
     chosen = {"seed": SEED}

@@ -32,7 +32,15 @@ PIECES = ["The ", "quick ", "fox ", "copies ", "a ", "file", ".\n"]
 def answer(
     drafter: str, conversation: int, temperature: float, seed: int = 0, **changed: Any
 ) -> dict[str, Any]:
-    """Return one row; easy conversations are easy for every drafter."""
+    """Return one row; easy conversations are easy for every drafter.
+
+    Args:
+        drafter: one of RATES, or another, which has no drafts.
+        conversation: a number, which also chooses the task.
+        temperature: a higher one makes drafts worse.
+        seed: draws the cycles.
+        changed: fields that differ.
+    """
     dice = random.Random(ascii((drafter, conversation, temperature, seed)))
     easy = random.Random(conversation).uniform(-0.15, 0.15) - 0.1 * temperature
     rate, levels = RATES.get(drafter, (0.0, 0))

@@ -169,7 +169,15 @@ class _AllCounted(Exception):
 def learn(
     head: Any, target_head: TargetHead, processes: int, accumulation: int, sampled: bool = False
 ) -> dict[str, Tensor]:
-    """Return what a step's losses and gradients add up to, split as the training loop splits it."""
+    """Return what a step's losses and gradients add up to, split as the training loop splits it.
+
+    Args:
+        head: the head, whose gradients are left at its weights.
+        target_head: the target's embedding and LM head.
+        processes: over how many processes the step is split.
+        accumulation: in how many chunks each process reads its share.
+        sampled: whether answers are shorter than the data says.
+    """
     taps = tuple(sorted({*head.taps, *head.teacher_taps}))
     plan = new_plan(accumulation)
     features = MadeTexts(taps, sampled=sampled)
@@ -216,7 +224,14 @@ def learn(
 def difference(
     name: str, settings: dict[str, Any], splits: list[tuple[int, int]], sampled: bool = False
 ) -> float:
-    """Return how far split steps are from a whole one: the worst loss or gradient, relative to its norm."""
+    """Return how far split steps are from a whole one: the worst loss or gradient, relative to its norm.
+
+    Args:
+        name: a method.
+        settings: settings that differ from its small ones.
+        splits: processes and chunks of each split.
+        sampled: whether answers are shorter than the data says.
+    """
     target_head = new_target_head()
     head = new_head(name, settings, target_head)
     whole = learn(head, target_head, 1, 1, sampled=sampled)

@@ -130,6 +130,11 @@ def finished(
     """Return a command that has ended, with all that it printed; its whole group is killed where it hangs.
 
     `seconds` is the most that it takes on an idle machine.
+
+    Args:
+        command: its words.
+        seconds: the most that it takes on an idle machine.
+        env: further variables.
     """
     given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     # a session of its own, so that all its processes can be killed together

@@ -61,7 +61,13 @@ def read_prompts(
 
 
 def read_trees(reader: TreeReader, cache: Any, nodes: Sequence[Sequence[int]]) -> Tensor:
-    """Return [B, N, H], hidden states of a tree after each sequence, padded with copies of the last node."""
+    """Return [B, N, H], hidden states of a tree after each sequence, padded with copies of the last node.
+
+    Args:
+        reader: reads by the model's copy.
+        cache: of the sequences so far.
+        nodes: the tokens of each tree, whose parents PARENTS has.
+    """
     widest = max(map(len, nodes))
     tokens = torch.tensor([[*row, *row[-1:] * (widest - len(row))] for row in nodes])
     # a node sees itself and its ancestors

@@ -84,7 +84,15 @@ Weights = dict[str, Tensor]
 def causal_states(
     head: Any, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead
 ) -> Tensor:
-    """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`."""
+    """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`.
+
+    Args:
+        head: the head.
+        tokens: [B, T].
+        hidden: [B, T, H], what the slots read beside the tokens.
+        start: the position of the first slot.
+        frozen: the target's embedding and LM head.
+    """
     positions = torch.arange(tokens.shape[1])[None]
     tables = rotary_tables(head.rotary, hidden, start + positions)
     mask = None
@@ -150,7 +158,15 @@ def new_head(
     shape: LlamaConfig = SHAPE,
     **changes: Any,
 ) -> Any:
-    """Return a head of a variant, ready to train."""
+    """Return a head of a variant, ready to train.
+
+    Args:
+        folder: where a draft vocabulary is written.
+        name: a variant.
+        dtype: of all weights.
+        shape: the head's sizes.
+        changes: settings that differ from the variant's.
+    """
     values = {**VARIANTS[name], **changes}
     method: Any = Hass if values["kind"] == "hass" else Eagle3
     if values.get("draft_vocab"):

@@ -152,7 +152,14 @@ def build(name: str) -> PreTrainedModel:
 def picture(
     name: str, model: PreTrainedModel, count: int, seed: int
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """Return so many random images as the family's processor gives them, and how many tokens stand for each."""
+    """Return so many random images as the family's processor gives them, and how many tokens stand for each.
+
+    Args:
+        name: a family.
+        model: its model, which one family asks for its features.
+        count: how many images.
+        seed: draws the pixels.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def pixels(*size: int) -> Tensor:
@@ -187,7 +194,14 @@ def picture(
 
 
 def ask(name: str, model: PreTrainedModel, count: int, seed: int) -> dict[str, Any]:
-    """Return a processor's output: words, so many images with a word after each, and more words."""
+    """Return a processor's output: words, so many images with a word after each, and more words.
+
+    Args:
+        name: a family.
+        model: its model.
+        count: how many images.
+        seed: draws the pixels.
+    """
     media: dict[str, Tensor] = {}
     sizes: list[int] = []
     if count:
