@@ -204,31 +204,37 @@ def domino(**changed: Any) -> made.Head:
 
 # a head, the name of its layout, and settings that it has
 LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
+    # ids of layers are of outputs, our taps of inputs: one more each
     "z-lab": (
         zlab(),
         "z-lab/dflash",
         {"sample_from_anchor": False, "slots": 4, "taps": (2, 4, 6), "mask_token": 3},
     ),
+    # causal blocks, by one key in the nested config
     "JetSpec": (
         zlab(dflash_config={"causal": True}),
         "z-lab/dflash",
         {"sample_from_anchor": False, "causal": True},
     ),
+    # no key says that drafts begin at the anchor: the class does
     "DeepSpec": (
         deepspec(),
         "deepseek-ai/DeepSpec",
         {"sample_from_anchor": True, "taps": (2, 4, 6), "mask_token": 3},
     ),
+    # taps by inputs already
     "speculators": (
         speculators(),
         "speculators",
         {"sample_from_anchor": False, "taps": (2, 4, 6), "slots": 4},
     ),
+    # the switch that speculators leaves out where it is False
     "speculators, from the anchor": (
         speculators(sample_from_anchor=True),
         "speculators",
         {"sample_from_anchor": True},
     ),
+    # three kinds of Markov heads
     "DSpark": (
         dspark(),
         "sgl-project/SpecForge",
@@ -244,6 +250,7 @@ LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
         "sgl-project/SpecForge",
         {"markov": "rnn", "confidence": True},
     ),
+    # two levels without a bias
     "Domino": (
         domino(),
         "sgl-project/SpecForge",
@@ -254,13 +261,16 @@ LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
         "sgl-project/SpecForge",
         {"sample_from_anchor": True},
     ),
+    # a draft vocabulary, and the state of a mask
     "P-EAGLE": (
         peagle(),
         "P-EAGLE",
         {"blocks": 2, "mask_token": 3, "draft_vocab": made.D, "fc_norm": False},
     ),
+    # the state stands before the embedding in what is projected
     "MiMo": (mimo(), "MiMo", {"hidden_first": True}),
     "MiMo, whole": (mimo(whole=True), "MiMo", {"hidden_first": True}),
+    # the embedding stands first
     "DeepSeek": (deepseek(), "DeepSeek", {"hidden_first": False}),
     "DeepSeek, whole": (deepseek(whole=True), "DeepSeek", {"hidden_first": False}),
 }

@@ -104,6 +104,7 @@ class Tab:
             deviceScaleFactor=1,
             mobile=False,
         )
+        # by what the system prefers, as a page asks for it
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.events = []

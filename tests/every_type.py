@@ -156,6 +156,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "use_mem_rope": True,
         "intermediate_size": 96,
     },
+    # heads must divide the width by its factors
     "xlstm": {
         "hidden_size": 64,
         "embedding_dim": 64,
@@ -167,7 +168,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "v_dim_factor": 1.0,
     },
     "dots1": {"n_shared_experts": 1},
+    # two stacks of two layers, run in cycles
     "hrm_text": {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12},
+    # its axial positions must multiply to the number of positions
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (8, 24), "num_buckets": 4},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron_h": {"mamba_num_heads": 4, "n_groups": 1},

@@ -69,6 +69,7 @@ DELTA_RULE = {
 # the type of a model and what its config has beside COMMON; all of these read trees by a mask
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    # rotary tables of other kinds, tied matrices and biases
     "llama-rope-llama3": ("llama", {"rope_parameters": LLAMA3}),
     "llama-rope-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -76,22 +77,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),  # its attention has biases
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, **ALTERNATING}),
     "qwen3": ("qwen3", HEADS),
+    # mixtures of experts route each token by itself
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, **HEADS}),
     "mistral": ("mistral", {"sliding_window": None}),
+    # windows of 8 tokens, which prompts and trees outgrow
     "mistral-sliding": ("mistral", {"sliding_window": WINDOW}),
     "mixtral": ("mixtral", LOCAL_EXPERTS),
     "gemma2": ("gemma2", {**ALTERNATING, **HEADS, "query_pre_attn_scalar": 8}),
     "gemma3": ("gemma3_text", {**ALTERNATING, **HEADS, "query_pre_attn_scalar": 8}),
     "gpt_oss": ("gpt_oss", {**ALTERNATING, **HEADS, **LOCAL_EXPERTS, "rope_parameters": YARN}),
+    # latent attention
     "deepseek_v3": ("deepseek_v3", LATENT_ATTENTION),
     "phi3": ("phi3", {}),
     "phi3-sliding": ("phi3", {"sliding_window": WINDOW}),
     "gpt_neox": ("gpt_neox", {}),
+    # learned positions, and projections of other names
     "gpt2": ("gpt2", {}),
     "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "falcon": ("falcon", {"alibi": False}),
     "olmo2": ("olmo2", {}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
+    # factors on embeddings, residuals and logits
     "granite": (
         "granite",
         {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
@@ -105,12 +111,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # families with recurrent state or with positions as biases, which a mask alone does not serve
 OTHER_MEANS: dict[str, tuple[str, dict[str, Any]]] = {
+    # recurrent state in all layers or in some
     "qwen3_next": ("qwen3_next", {**EXPERTS, **HEADS, **DELTA_RULE}),
     "mamba": ("mamba", {"state_size": 4}),
     "jamba": (
         "jamba",
         {"num_experts": 2, "mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     ),
+    # distances as biases of attention, which a mask must carry
     "bloom": ("bloom", {"n_head": 4}),
     "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": NUM_LAYERS, "expansion_ratio": 2}),
     "falcon-alibi": ("falcon", {"alibi": True}),

@@ -23,6 +23,7 @@ def make_fixture_target(folder: Path, seed: int) -> None:
     """Train it, unless it is there, with the processor's own kernels; the other processes of a run wait."""
     with folder.with_name(folder.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # a process of its own, as kernels are chosen at its start
         if any(name in os.environ for name in KERNELS):
             env = {name: value for name, value in os.environ.items() if name not in KERNELS}
             command = [sys.executable, "-m", "tests.fixture_target", folder, str(seed)]

@@ -234,8 +234,10 @@ def own() -> Head:
 
 
 LAYOUTS: dict[str, Head] = {
+    # without and with a bias in fc, which the config may not name
     "EAGLE-1": eagle1(),
     "EAGLE-1 with bias": eagle1(bias=None, tensor=True),
+    # the layouts of EAGLE-3, by who writes them
     "SafeAILab EAGLE-3": safeailab(),
     "SpecForge": specforge(),
     "speculators trainer": speculators(),

@@ -107,6 +107,7 @@ class Server:
             room: the most bytes of a file, as on a full disk.
             stop: the seconds after which Ctrl-C comes.
         """
+        # one line a job, and one line with its status
         paths = {"folder": str(folder), "log": str(self.log)}
         job = {"argv": argv, **paths, "room": room, "stop": stop}
         stdin: IO[str] = self.process.stdin

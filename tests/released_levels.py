@@ -191,6 +191,7 @@ class Blockwise(Plain):
 
     def __init__(self, shape: Any, settings: Head) -> None:
         super().__init__(settings)
+        # as wide as the levels together, so that each has a share
         inner = len(self.levels) * shape.intermediate_size
         self.up = nn.Linear(shape.hidden_size, inner)
         self.down = nn.Linear(inner, len(self.levels) * shape.hidden_size)

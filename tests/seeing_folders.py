@@ -123,6 +123,7 @@ def make_processor(name: str, words: Any) -> Any:
 
 def make_model(name: str, words: Any) -> PreTrainedModel:
     """Return a random model of a family with this vocabulary."""
+    # families that have the sizes of another
     known = {"idefics3": "smolvlm", "llava_next": "llava"}
     sizes: dict[str, Any] = copy.deepcopy(VISION_FAMILIES[known.get(name, name)])
     sizes["text_config"] |= {"vocab_size": len(words), "max_position_embeddings": 1024}

@@ -71,6 +71,7 @@ BUDGETS = {
     "drawn": Budget.fixed(PUBLISHED_TREE, "sampled"),
     "drawn chain": Budget.fixed(chain_paths(4), "sampled"),
 }
+# losses that are computed by other code than cross-entropy
 LOSSES = ("reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest")
 HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"kind": "eagle1"},
@@ -110,6 +111,7 @@ HEADS: dict[str, dict[str, Any]] = {
     },
 }
 HEADS |= {f"eagle3 {loss}": {"kind": "eagle3", "steps": 2, "loss": loss} for loss in LOSSES}
+# every other method as it is by default
 HEADS |= {name: {"kind": name} for name in BY_DEFAULT}
 ATTENTION = {
     "vocab_size": SIZE,

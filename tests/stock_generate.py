@@ -75,6 +75,7 @@ class AddNoise(LogitsProcessor):
 
 def left_padded(lengths: tuple[int, ...], seed: int = 5) -> dict[str, Tensor]:
     """Return random prompts of these lengths, padded on the left as a tokenizer does it."""
+    # rows of other lengths begin at other positions
     prompts = [torch.tensor(random_tokens(length, seed + length)) for length in lengths]
     masks = [torch.ones_like(prompt) for prompt in prompts]
     left = {"batch_first": True, "padding_side": "left"}

@@ -19,6 +19,7 @@ HOSTILE = (
     "e" + "\u0301\u0330" * 60,
     "<!-- ]]> &lt;script&gt; &#x3c;",
 )
+# conversations are of these in turn
 TASKS = (("mt_bench", "writing"), ("mt_bench", "maths"), ("gsm8k", None))
 # the chance that a level is accepted, and the number of levels
 RATES = {
@@ -26,6 +27,7 @@ RATES = {
     "eagle1": (0.75, 5),
     "eagle1-chain": (0.7, 5),
 }
+# an answer in pieces, some of them drafted
 PIECES = ["The ", "quick ", "fox ", "copies ", "a ", "file", ".\n"]
 
 

@@ -108,6 +108,7 @@ def test_the_example_keeps_to_the_rules_of_its_places(
     assert not wrong_imports(f"eagle.formats.engines.{ENGINE}", ast.parse(LAYOUT))
     methods = {method.__module__ for method in DRAFTERS.values()}
     assert not methods & set(re.findall(r"^from (\S+)", METHOD, re.MULTILINE))
+    # the files that a reader writes, where the page says
     recipe = f"recipes/tiny/{KIND}.yaml"
     files = {"docs/papers.md": ROW, recipe: RECIPE, f"eagle/drafters/{KIND}.py": METHOD}
     for name, text in files.items():
@@ -175,6 +176,7 @@ def test_the_exported_example_is_the_trained_one(followed: Path, tiny_target: Ta
     head = load_head(followed / "head")
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
+    # the engine scales the target's embedding by a number of its config
     embedding = tiny_target.model.get_input_embeddings().weight * config["embed_scale"]
     tokens = torch.tensor([5, 9])
     states = torch.randn(2, config["hidden_size"])

@@ -25,6 +25,7 @@ JOINT = str(ROOT / "recipes/tiny/medusa2.yaml")  # a recipe that makes a new tar
 ENGINE = f"--target {GONE} --environment {GONE} --engine"
 # the commands, and wrong arguments of each beside those that all get
 WRONG: dict[str, list[str]] = {
+    # stages whose recipe is not there
     "data_prep.prepare": [MISSING],
     "data_prep.extract": [MISSING],
     "data_prep.regenerate": [MISSING],
@@ -40,12 +41,14 @@ WRONG: dict[str, list[str]] = {
     "data_prep.draft_vocab": [f"{MISSING} --out x --size 3", f"{MISSING} --out x --size few"],
     "data_prep.conversations": [GONE, f"{GONE} two"],
     "eval.report": ["missing.jsonl", ". --markdown"],
+    # commands for real engines, none of which is here
     "tests.engines": [f"{GONE} {ENGINE} vllm", f"{GONE} --engine unknown --target {GONE}"],
     "tests.engines.layout_sources": [f"trtllm={GONE}", "unknown=.", "vllm"],
     "tests.engines.engine_builds": [f"{GONE} unknown"],
     "eagle": [
         *(verb for verb in VERBS if verb not in ("demo", "recipes", "tiny-target", "forecast")),
         "unknown",
+        # what each verb reads is not there, or is named wrongly
         f"train {MISSING}",
         f"train {MISSING} --check",
         "measure tiny/eagl1",
@@ -62,12 +65,14 @@ WRONG: dict[str, list[str]] = {
         "pull head out",
         f"inspect {GONE}",
         f"doctor {GONE} --target {GONE}",
+        # methods of the user's own that are not there
         "check-method gone.py:Mine",
         "check-method unknown --fast",
         "measure tiny/eagle1 --plugin gone.py",
         "extract tiny/eagle1 drafter.kind=gone.py:Mine",
         "--plugin",
     ],
+    # a joint recipe belongs to the other script, and the reverse
     "recipes/train_eagle.py": [MISSING, f"{MISSING} --check", JOINT],
     "recipes/train_medusa2.py": [MISSING, JOINT.replace("medusa2", "medusa")],
     "recipes/tiny/make_target.py": ["--steps few", "unknown"],

@@ -28,6 +28,7 @@ from tests.registry import TRAINED as TRAINED
 from tests.tables import some_tables
 from tests.trained import fixture_seed
 
+# tables of counts, which are read from files
 COUNTED = [name for name, method in DRAFTERS.items() if issubclass(method, CountDrafter)]
 # those that grow trees of a law of their own
 LAWFUL = [*TRAINED, *COUNTED, "early_exit", "sparse_kv"]
@@ -46,6 +47,7 @@ def new_head(name: str, target: Target) -> Any:
 
 def drafter_of(name: str, target: Target) -> Any:
     """Return a drafter ready to draft."""
+    # made here, as no file of tables is shipped
     if name in COUNTED:
         return DRAFTERS[name](some_tables(target.vocab_size))
     if name in TRAINED:

@@ -16,8 +16,10 @@ PINS = [Requirement(line) for line in FILE.read_text().splitlines() if not line.
 
 def test_every_line_pins_one_version() -> None:
     """Each package stands once, with one exact version and without a machine's own build."""
+    # indirect requirements are pinned too
     assert len({pin.name for pin in PINS}) == len(PINS) > len(DIRECT) > 10
     assert [pin.name for pin in PINS] == sorted(canonicalize_name(pin.name) for pin in PINS)
+    # neither ranges nor local builds such as +cu130
     assert all(re.fullmatch(r"==[^*+,]+", str(pin.specifier)) for pin in PINS)
 
 

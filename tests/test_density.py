@@ -29,6 +29,7 @@ def test_counts_are_pythons() -> None:
 
 def test_a_long_function_without_a_comment_is_counted() -> None:
     """A comment inside of it is enough."""
+    # fifty statements of five tokens
     body = "".join(f"    x = x + {i}\n" for i in range(50))
     assert density.measure_source(f"def add(x):\n{body}")[0]["bare"] == 1
     assert density.measure_source(f"def add(x):\n    # why\n{body}")[0]["bare"] == 0

@@ -50,6 +50,7 @@ def test_the_fastest_number_of_threads_is_chosen(
 ) -> None:
     """Of work whose time is known for each number; no more threads than torch had; a line tells of it."""
     torch.set_num_threads(most)
+    # a clock that only work moves: no machine is timed
     work = Work(seconds)
     assert choose_threads(work.forward, 0.1, work.clock) == expected
     assert torch.get_num_threads() == expected
@@ -92,6 +93,7 @@ def test_measurements_keep_their_threads_and_learn_of_faster_ones() -> None:
     work = Work(lambda count: 0.01 * count if busy["beside"] else 0.01 / count)
     load = {"now": 2.0}
     threads = ThreadsOfLongWork(work.forward, work.clock, lambda: load["now"], most=2)
+    # the other job ends, which nobody is told
     busy["beside"] = False
     assert threads.faster() is None  # within the minute
     work.time += 60

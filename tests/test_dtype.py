@@ -29,6 +29,7 @@ def test_only_processors_that_multiply_bf16_get_it(
 
 def test_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six processes on a busy machine choose alike; what torch's kernels may not use does not count."""
+    # a timing would differ between processes of one run
     monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("timed"))
     monkeypatch.setattr("timeit.default_timer", lambda: pytest.fail("timed"))
     expected = torch.bfloat16 if multiplies_bf16(cpu_capabilities()) else torch.float32

@@ -102,6 +102,7 @@ SOURCES = sorted(
     for room in ("eagle", "data_prep", "eval", "recipes")
     for path in (ROOT / room).rglob("*.py")
 )
+# the only tests that import an engine
 SOURCES += sorted((ROOT / "tests/engines").glob("engine_*.py"))
 
 
@@ -146,6 +147,7 @@ def wrong_imports(module: str, tree: ast.AST) -> list[str]:
         package = imported.split(".")[0]
         floor = floor_of(imported)
         if package in DOORS:
+            # a config is no model
             reads_config = module in CONFIG_READERS and name in {"AutoConfig", "LlamaConfig"}
             is_door = module in DOORS[package] or module.startswith("recipes")
             if not is_door and not reads_config:

@@ -165,7 +165,12 @@ def test_a_guide_runs_from_its_first_command_to_its_last(
 def run(program: list[str], folder: Path) -> None:
     """Run a program to its end; a doctor may call a head broken, which is status 1."""
     done = subprocess.run(
-        [sys.executable, *program], cwd=folder, timeout=900, capture_output=True, text=True
+        [sys.executable, *program],
+        cwd=folder,
+        timeout=900,
+        stdin=subprocess.DEVNULL,  # where `eagle chat` reads that nothing is asked
+        capture_output=True,
+        text=True,
     )
     is_verdict = "doctor" in program and "verdict:" in done.stdout
     printed = f"{shlex.join(program)}\n{done.stdout}{done.stderr}"
@@ -179,6 +184,7 @@ def give_the_readers_files(folder: Path, target: Target) -> None:
     mine.mkdir(exist_ok=True)
     for name in ("model", "base"):
         (mine / name).symlink_to(tiny / "target")
+    # as good as adapters of the reader's, which have learned nothing either
     lora = LoraConfig(r=2, target_modules="all-linear")
     adapted = get_peft_model(copy.deepcopy(target.model), lora)
     for name in ("adapter", "second-adapter"):
@@ -196,6 +202,7 @@ def give_the_readers_files(folder: Path, target: Target) -> None:
         lines.append(json.dumps(seeing_record(index)) + "\n")
     (mine / "seeing-questions.jsonl").write_text("".join(lines))
     (mine / "seeing-prompts.jsonl").write_text("".join(lines[6:]))
+    # a head in the layout of another tool
     settings = Eagle3.Settings(draft_vocab=256)
     head = Eagle3.for_target(settings, target.config, target.head, [torch.arange(256)])
     save_head(folder / "made", head, "", {})
@@ -236,6 +243,7 @@ def words_here(line: str, folder: Path) -> list[str]:
         less.append("target.path=my/model")
     if "regenerate=null" not in words:
         less += ANSWERS.split()
+    # the tiny vocabulary is smaller than the usual draft vocabulary
     if "kind: eagle3" in recipe:
         less.append("drafter.draft_vocab=256")
     return [*words, *less]
@@ -277,6 +285,7 @@ def test_a_right_command_is_accepted(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        # one letter wrong, each in another place
         "eagle prepare tiny/eagle1 --forcast",
         "eagle extract tiny/eagle1 features.dtyp=float8",
         "eagle train tiny/eagle1 drafter.stepps=3",

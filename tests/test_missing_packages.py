@@ -137,6 +137,7 @@ def test_what_needs_one_names_it(
     run_without: Callable[..., Any], words: list[str], tmp_path: Path
 ) -> None:
     """In one sentence, with what to install, and without a traceback."""
+    # the magic bytes are enough for a table
     (tmp_path / "chats.parquet").write_bytes(b"PAR1")
     ended = run_without(REFUSED, tmp_path / "chats.parquet", *words)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr

@@ -102,7 +102,7 @@ def test_an_answer_without_a_tokenizer_shows_its_tokens() -> None:
 def write_results(path: Path) -> None:
     """Write two answers of a drafter with a name that is markup, and of `none`."""
     lines: list[dict[str, object]] = [{"run": {"id": "1"}}]
-    # 20 cycles of one token, and 8 of two or three
+    # 20 cycles of one token, and 8 of two
     asked = {"set": "s", "turn": 0, "seed": 0, "temperature": 0.0, "run": "1"}
     cycle = {"nodes": 1, "depth": 1, "accepted": 1, "context": 9}
     for prompt in ("a", "b"):

@@ -58,6 +58,7 @@ def test_a_verb_names_a_function_that_exists() -> None:
 
 def test_help_comes_at_once() -> None:
     """`eagle --help` names every verb and imports no torch; nor do the recipes, a typo, and the help of a verb."""
+    # all that must be printed without torch
     lines = [["--help"], ["recipes"], ["--version"], ["extarct"]]
     lines += [[verb, "--help"] for verb in VERBS]
     # one process for all, as each start takes a second
@@ -217,6 +218,7 @@ def test_the_installed_wheel_goes_from_nothing_to_an_export(
     assert "conversations were kept" in (tmp_path / "runs/tiny/features/README.md").read_text()
     # the package is typed for its users
     (tmp_path / "mine.py").write_text("from eagle import Target\n\nreveal_type(Target.load)\n")
+    # mypy of this environment reads the package of the other
     python = ["--python-executable", installed / "bin/python"]
     typed = run_clean([sys.executable, "-m", "mypy", *python, "mine.py"], tmp_path)
     assert "-> eagle.target.target.Target" in typed.stdout, typed.stdout

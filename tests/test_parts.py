@@ -72,6 +72,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"loss": "hybrid", "train_lm_head": False}),
     ("peagle", {"draft_vocab": 20, "blocks": 2, "loss": "acceptance"}),
     ("dflash", {"causal": True, "sample_from_anchor": True, "decay": None, "anchors": 512}),
+    # weights that follow the head's own probs need a count of all chunks
     ("dflash", {"loss": "tokens", "d_pace": True}),
     ("dflash", {"loss": "tokens", "d_pace": True, "divisor": "reached"}),
     ("dspark", {"markov": "rnn"}),
@@ -80,10 +81,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("draft_model", {"divergence": "jsd"}),
     ("early_exit_adapter", {"adapter": "linear"}),
     ("mtp", {"hidden_first": True, "loss": "tokens", "decay": 1.0}),
+    # what a glance at the answer reads is drawn by the text's seed
     ("falcon", {"k": 3, "levels": 6, "glance_from": 0.9, "glance_to": 0.9}),
     ("medusa", {"weights": "falling", "loss": "tokens", "lm_head": "target"}),
     ("hydra", {"prefix": True, "layers": 2, "dropout": 0.3, "regression": 0.2}),
     ("mlp_speculator", {"tie_weights": True, "scale_input": True}),
+    # a level is drawn for each step
     ("blockwise", {"drawn": True, "divisor": "levels"}),
     ("spire", {"window": None, "cross_entropy": 1.0}),
 ]

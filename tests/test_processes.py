@@ -149,6 +149,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_one_of_two_processes_fails(program: str, tmp_path: Path) -> None:
     """A bug shows its own traceback; a kill is named; a sentence is told."""
+    # process 0 would go on, and is ended
     text = f"import os, signal\nif os.environ['RANK'] == '1':\n    {program}\n"
     (tmp_path / "program.py").write_text(text)
     command = [sys.executable, "-c", LAUNCH]

@@ -63,6 +63,7 @@ RECIPES: dict[str, Callable[[str], bytes]] = {
     "a wrong type": lambda text: re.sub(r"lr: \S+", "lr: many", text).encode(),
 }
 OVERRIDES = {
+    # paths in capitals are those of the fixture `right`
     "an unknown method": "drafter.kind=eagel1",
     "an override's syntax": "train.lr=[1",
     "no such data": "data.train=nowhere.jsonl",
@@ -73,6 +74,7 @@ OVERRIDES = {
 }
 
 
+# ways to spoil a file or a folder
 def cut(path: Path) -> None:
     """Keep two thirds of a file."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
@@ -208,6 +210,7 @@ def test_a_wrong_target(wrong: str, server: Server, work: Path) -> None:
     """For every verb that reads one; what reads its config alone may work."""
     TARGETS[wrong](work / "target")
     target = f"target.path={work / 'target'}"
+    # a verb may read the config alone, which is whole
     for argv in [*all_by_recipe("recipe.yaml", target), *map(plain, PLAIN)]:
         check_refused(server.run(argv, work), or_works=True)
 
@@ -216,6 +219,7 @@ def test_a_wrong_target(wrong: str, server: Server, work: Path) -> None:
 def test_a_wrong_head(wrong: str, server: Server, work: Path) -> None:
     """For every verb that reads one."""
     MODELS[wrong](work / "head")
+    # measuring reads a head that its recipe names
     mine = "eval.drafters={mine: {head: head}}"
     measured = [by_recipe(verb, "recipe.yaml", mine) for verb in ("measure", "lossless")]
     for argv in [*map(plain, PLAIN), *measured]:
