@@ -1,4 +1,4 @@
-"""Requests of a batch, random schedules of them, and what each must come to: the untouched model's own answer."""
+"""Requests of a batch, random schedules of them, and the untouched model's own answer to each."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import copy
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -33,7 +33,8 @@ from eagle.drafters.none import NoDrafter
 from eagle.drafters.several import FirstOf
 from tests.families import VOCAB_SIZE, build, own_choices, random_tokens
 
-WARPERS = {  # in the order in which transformers applies them
+# in the order in which transformers applies them
+WARPERS = {
     "repetition_penalty": RepetitionPenaltyLogitsProcessor,
     "temperature": TemperatureLogitsWarper,
     "top_k": TopKLogitsWarper,
@@ -64,19 +65,21 @@ class Request:
 
     @property
     def sampling(self) -> Sampling:
-        """With a request of its own, so that its noise is its own."""
+        """Return its sampling, with a noise of its own."""
         return Sampling(**self.setting, seed=5, request=self.number)
 
     def choices(self, model: PreTrainedModel, tokens: list[int]) -> list[int]:
-        """What the untouched model chooses at each of these tokens, warped by transformers."""
-        warp = LogitsProcessorList(
-            [kind(self.setting[name]) for name, kind in WARPERS.items() if name in self.setting]
-        )
+        """Return what the untouched model chooses at each of these tokens, warped by transformers."""
+        names = [name for name in WARPERS if name in self.setting]
+        warp = LogitsProcessorList([WARPERS[name](self.setting[name]) for name in names])
         noise = Choose(self.sampling).noise
-        place = noise and partial(noise, vocab_size=VOCAB_SIZE, device=torch.device("cpu"))
-        return own_choices(
-            model, self.prompt, tokens, warp, place and (lambda position: place([position])[0])
-        )
+        if noise is None:
+            return own_choices(model, self.prompt, tokens, warp)
+
+        def noise_at(position: int) -> Tensor:
+            return noise([position], VOCAB_SIZE, torch.device("cpu"))[0]
+
+        return own_choices(model, self.prompt, tokens, warp, noise=noise_at)
 
 
 class Bench:
@@ -89,34 +92,49 @@ class Bench:
     def requests(
         self, count: int, seed: int, longest: int = 60, most: int = 16, least: int = 1
     ) -> list[Request]:
-        """Requests that the target, alone, answers as the untouched model does: `least` to `most` tokens each."""
-        dice, requests = random.Random(seed), []
+        """Return requests that the target answers without drafts as the untouched model does.
+
+        Args:
+            count: how many.
+            seed: draws prompts and lengths.
+            longest: the longest prompt.
+            most: the most tokens of an answer.
+            least: the fewest tokens of an answer.
+        """
+        dice = random.Random(seed)
+        requests = []
         for number in range(count):
-            length = dice.choice(
-                [1, 2, dice.randint(1, 12), dice.randint(1, longest), dice.randint(1, longest)]
-            )
+            lengths = [
+                1,
+                2,
+                dice.randint(1, 12),
+                dice.randint(1, longest),
+                dice.randint(1, longest),
+            ]
+            length = dice.choice(lengths)
             prompt = random_tokens(length, seed=dice.randrange(10**6))
-            if number % 4 == 3:  # what is copied from the text is right now and then
+            if number % 4 == 3:  # repeated tokens, so that lookup drafts are sometimes right
                 prompt = (prompt[: length // 3 + 1] * 3)[:length]
-            request = Request(
-                prompt, SETTINGS[(seed + number) % len(SETTINGS)], dice.randint(least, most), number
-            )
-            alone = self.run_alone(NoDrafter(), request)
-            assert (
-                alone.tokens == request.choices(self.model, alone.tokens)
-                and len(alone.tokens) == request.limit
-            )
-            requests.append(Request(prompt, request.setting, request.limit, number, alone.tokens))
+            setting = SETTINGS[(seed + number) % len(SETTINGS)]
+            request = Request(prompt, setting, dice.randint(least, most), number)
+            # the oracle: whole forwards of the untouched model, warped by transformers
+            request.answer = self.run_alone(NoDrafter(), request).tokens
+            assert request.answer == request.choices(self.model, request.answer)
+            assert len(request.answer) == request.limit
+            requests.append(request)
         return requests
 
     def run_alone(self, drafter: Drafter, request: Request, budget: Any = None) -> Trace:
-        """One request by itself."""
-        options: dict[str, Any] = {
-            "sampling": request.sampling,
-            "max_new_tokens": request.limit,
-            "budget": budget,
-        }
-        return generate(self.target, drafter, request.prompt, stop=[], **options)
+        """Answer one request by itself."""
+        return generate(
+            self.target,
+            drafter,
+            request.prompt,
+            stop=[],
+            sampling=request.sampling,
+            max_new_tokens=request.limit,
+            budget=budget,
+        )
 
     def run(
         self,
@@ -127,8 +145,21 @@ class Bench:
         budget: Any = None,
         most: int | None = None,
     ) -> list[Trace]:
-        """The requests in one decoding, all at once or coming in at random, never more in its cache than `most`."""
-        traces, coming = [Trace([]) for _ in requests], list(requests)
+        """Answer the requests in one decoding, with never more tokens in its cache than `most`.
+
+        Without dice all come at once, else each comes in at a random moment.
+
+        Args:
+            drafter: for all rows.
+            requests: what is asked.
+            batch_size: the most rows at a time.
+            dice: lets requests come at random moments; without it all come at once.
+            budget: of drafts.
+            most: the most tokens in the cache.
+        """
+        traces = [Trace([]) for _ in requests]
+        coming = list(requests)
+        # requests come while others are written, as a server has them
         options = {"budget": budget, "batch_size": batch_size, "max_tokens_in_cache": most}
         decoding = Decoding(self.target, drafter, **options)
         while coming or not decoding.is_done:
@@ -138,21 +169,26 @@ class Bench:
             for trace in traces:
                 trace.checked()
             assert all(tokens for _, tokens in emitted)
-            assert len(decoding.rows) <= batch_size and (
-                most is None or allocated(decoding) <= most
-            )
+            assert len(decoding.rows) <= batch_size
+            assert most is None or allocated(decoding) <= most
         decoding.close()
         return traces
 
 
 def add(decoding: Decoding, request: Request, traces: list[Trace]) -> None:
-    """A request joins a decoding."""
-    number = request.number
-    decoding.add(number, request.prompt, request.sampling, request.limit, traces[number], stop=[])
+    """Let a request join a decoding."""
+    decoding.add(
+        request.number,
+        request.prompt,
+        request.sampling,
+        request.limit,
+        trace=traces[request.number],
+        stop=[],
+    )
 
 
 def allocated(decoding: Decoding) -> int:
-    """Slots times columns of the largest buffer of a decoding's cache."""
+    """Return rows times positions of the largest buffer of a decoding's cache."""
     return max(rows.buffer.shape[0] * rows.buffer.shape[2] for rows in decoding.state.cache.buffers)
 
 
@@ -163,79 +199,80 @@ class KnowsAnswers(Drafter):
         self, requests: list[Request], chains: bool = False, taps: tuple[int, ...] = ()
     ) -> None:
         self.texts = {request.number: [*request.prompt, *request.answer] for request in requests}
-        self.chains, self.taps = chains, taps
+        self.chains = chains
+        self.taps = taps
         self.seeds = {request.number: request.number for request in requests}
 
     def open(self) -> KnownRows:
-        """Where each row stands."""
+        """Return what is kept of the rows."""
         return KnownRows(self)
 
     def follows(self, row: int, tokens: list[int], root: int) -> bool:
-        """Whether the row's text ends as this drafter knows it to."""
+        """Return whether the row's text ends as this drafter knows it to."""
         return self.texts[row][: len(tokens) + 1] == [*tokens, root]
 
 
 class KnownRows:
-    """What each row has been told."""
+    """The tokens that each row has committed."""
 
     def __init__(self, drafter: KnowsAnswers) -> None:
-        self.drafter, self.read = drafter, dict[int, list[int]]()
+        self.drafter = drafter
+        self.read: dict[int, list[int]] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """At its beginning."""
+        """Begin a row."""
         assert row not in self.read
         self.read[row] = []
 
     def release(self, row: int) -> None:
-        """Forget it."""
+        """Forget a row."""
         del self.read[row]
 
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """A tree for each row, the same whatever rows are beside it."""
+        """Return a tree for each row, the same whatever other rows there are."""
         return {row: self._grow(row, update, budgets[row].depth) for row, update in updates.items()}
 
     def _grow(self, row: int, update: Committed, depth: int) -> DraftTree:
-        drafter, text = self.drafter, self.drafter.texts[row]
+        drafter = self.drafter
         self.read[row] += update.tokens.tolist()
-        assert drafter.follows(row, self.read[row], update.root), (
-            f"row {row} has parted from its answer"
-        )
+        # a row that has parted from its answer was given another's drafts
+        is_known = drafter.follows(row, self.read[row], update.root)
+        assert is_known, f"row {row} has parted from its answer"
         count = len(self.read[row])
         dice = random.Random(1000 * drafter.seeds[row] + count)
-        right = text[count + 1 :][: min(dice.choice([0, 1, 3, 3]), depth)]
+        right_depth = min(dice.choice([0, 1, 3, 3]), depth)
+        right = drafter.texts[row][count + 1 :][:right_depth]
         if drafter.chains:
-            wrong = [
-                dice.randrange(VOCAB_SIZE)
-                for _ in range(min(dice.randrange(3), depth - len(right)))
-            ]
-            return DraftTree.chain([update.root, *right, *wrong])
+            wrong = range(min(dice.randrange(3), depth - len(right)))
+            tokens = [dice.randrange(VOCAB_SIZE) for _ in wrong]
+            return DraftTree.chain([update.root, *right, *tokens])
+        # wrong branches leave the paths so far at any node
         paths = [right]
         for _ in range(dice.choice([0, 3, 7]) if depth else 0):
             path = dice.choice(paths)
-            paths.append(
-                [*path[: dice.randint(0, min(len(path), depth - 1))], dice.randrange(VOCAB_SIZE)]
-            )
+            shared = path[: dice.randint(0, min(len(path), depth - 1))]
+            paths.append([*shared, dice.randrange(VOCAB_SIZE)])
         dice.shuffle(paths)
         return DraftTree.from_paths(update.root, paths)
 
 
 def new_head(kind: str, target: Target) -> Any:
-    """An untrained head, the same every time."""
+    """Return an untrained head, the same every time."""
     torch.manual_seed(0)
-    head = DRAFTERS[kind].for_target(
-        settings_of({"kind": kind}, "test"), target.config, target.head
-    )
+    settings = settings_of({"kind": kind}, "test")
+    head = DRAFTERS[kind].for_target(settings, target.config, target.head)
     return head.to(target.head.weight.dtype).bind(target.head)
 
 
 def own_model(target: Target) -> DraftModel:
-    """The target's own model as a draft model, all of whose drafts are kept at T = 0."""
+    """Return the target's own model as a draft model, all of whose drafts are accepted at T = 0."""
     model = copy.deepcopy(target.model)
     return DraftModel(DraftModelSettings(), model.config, model).bind(target.head)
 
 
+# made anew for each test, as some drafters know its requests
 MAKE: dict[str, Any] = {
     "none": lambda target, requests: NoDrafter(),
     "trees": lambda target, requests: KnowsAnswers(requests, taps=(1, -1)),
@@ -247,4 +284,4 @@ MAKE: dict[str, Any] = {
     "draft_model": lambda target, requests: own_model(target),
     "ngram,eagle1": lambda target, requests: FirstOf([NgramDrafter(), new_head("eagle1", target)]),
 }
-REMEMBERS = {"suffix"}  # of earlier texts, so that its drafts depend on what ended before
+REMEMBERS = {"suffix"}  # earlier texts, so that its drafts depend on which requests have ended

@@ -13,7 +13,7 @@ H, V = made.H, made.V
 
 
 def fill(shapes: dict[str, tuple[int, ...]], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Random tensors of these sizes."""
+    """Return random tensors of these sizes."""
     return {prefix + name: made.drawn(*size, seed=len(name)) for name, size in shapes.items()}
 
 
@@ -22,49 +22,51 @@ QWEN3 = {
     "model_type": "qwen3",
     "num_hidden_layers": 2,
     "layer_types": ["full_attention"] * 2,
-}
-QWEN3 |= {
     "num_target_layers": made.LAYERS,
     "block_size": 4,
     "use_sliding_window": False,
     "max_window_layers": 2,
 }
+# by the outputs of layers, where ours are named by inputs: taps 2, 4 and 6
+OUTPUTS = {"mask_token_id": 3, "target_layer_ids": [1, 3, 5]}
 
 
 def zlab(**changed: Any) -> made.Head:
-    """As z-lab publishes it, with the code of its own that it names."""
-    nested = {"mask_token_id": 3, "target_layer_ids": [1, 3, 5], **changed.pop("dflash_config", {})}
+    """As z-lab publishes it, with the name of its own code."""
+    nested = {**OUTPUTS, **changed.pop("dflash_config", {})}
     config = {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         **QWEN3,
+        "dflash_config": nested,
+        **changed,
     }
-    return {**config, "dflash_config": nested, **changed}, fill(injected_shapes())
+    return config, fill(injected_shapes())
 
 
 def deepspec(**changed: Any) -> made.Head:
     """DeepSpec's DFlash: DSpark without a Markov head, with copies of the target's two matrices."""
-    told = {
-        "mask_token_id": 3,
-        "target_layer_ids": [1, 3, 5],
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        **QWEN3,
+        **OUTPUTS,
         "num_anchors": 512,
         "enable_confidence_head": False,
+        "markov_rank": 0,
+        **changed,
     }
-    config = {"architectures": ["Qwen3DSparkModel"], **QWEN3, **told, "markov_rank": 0, **changed}
-    return config, {
-        **fill(injected_shapes()),
-        "embed_tokens.weight": made.embedding(),
-        "lm_head.weight": lm_head(),
-    }
+    copies = {"embed_tokens.weight": made.embedding(), "lm_head.weight": lm_head()}
+    return config, {**fill(injected_shapes()), **copies}
 
 
 def speculators(kind: str = "dflash", **changed: Any) -> made.Head:
-    """That of speculators, which leaves a switch out where it is the default."""
-    block = {
-        key: value
-        for key, value in QWEN3.items()
-        if key not in ("rope_theta", "rope_scaling", "block_size")
+    """That of speculators, which leaves a switch out where it has the default."""
+    layers = {
+        **QWEN3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
+    for key in ("rope_theta", "rope_scaling", "block_size"):
+        del layers[key]
     config = {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": kind,
@@ -74,145 +76,165 @@ def speculators(kind: str = "dflash", **changed: Any) -> made.Head:
         "block_size": 4,
         "draft_vocab_size": V,
         "sliding_window_non_causal": False,
-        "transformer_layer_config": {
-            **block,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
+        "transformer_layer_config": layers,
         "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "some/target"}},
+        **changed,
     }
-    return {**config, **changed}, fill(injected_shapes())
+    return config, fill(injected_shapes())
 
 
 def peagle(**changed: Any) -> made.Head:
     """P-EAGLE of speculators, with a draft vocabulary and two blocks."""
-    config, held = made.speculators(
+    config, tensors = made.speculators(
         architecture="PEagleSpeculator", speculators_model_type="peagle", mask_token_id=3
-    )
-    held |= fill(
-        {name: size for name, size in block_shapes(2).items() if name.startswith("layers.1.")}
     )
     config["transformer_layer_config"] = {
         **config["transformer_layer_config"],
         "num_hidden_layers": 2,
     }
-    return {**config, **changed}, {**held, "mask_hidden": made.drawn(1, 1, 3 * H)}
+    # the first block reads embedding and state, the second the first one's output
+    second = {name: size for name, size in block_shapes(2).items() if name.startswith("layers.1.")}
+    tensors = {**tensors, **fill(second), "mask_hidden": made.drawn(1, 1, 3 * H)}
+    return {**config, **changed}, tensors
+
+
+def lm_head() -> torch.Tensor:
+    """Return [V, H], the target's LM head."""
+    return made.drawn(V, H, seed=8)
+
+
+def model_of_three_layers() -> dict[str, torch.Tensor]:
+    """Return the tensors of a model that a layer for drafts is published with."""
+    return {
+        **fill(block_shapes(3), "model."),
+        "model.norm.weight": made.drawn(H),
+        "model.embed_tokens.weight": made.embedding(),
+        "lm_head.weight": lm_head(),
+    }
 
 
 def mimo(whole: bool = False) -> made.Head:
     """The layer that MiMo ships with, whose attention has biases; alone, or in the files of the whole model."""
-    held = fill({name.removeprefix("layers.0."): size for name, size in block_shapes(1).items()})
-    held |= fill({f"{name}_layernorm.weight": (H,) for name in ("token", "hidden", "final")})
-    held |= {"input_proj.weight": made.drawn(H, 2 * H)}
+    shapes = {name.removeprefix("layers.0."): size for name, size in block_shapes(1).items()}
+    shapes |= {f"{name}_layernorm.weight": (H,) for name in ("token", "hidden", "final")}
+    tensors = {**fill(shapes), "input_proj.weight": made.drawn(H, 2 * H)}
     biases = {"q": made.HEADS * made.WIDE, "k": made.KEYS * made.WIDE, "v": made.KEYS * made.WIDE}
-    held |= {f"self_attn.{name}_proj.bias": made.drawn(size) for name, size in biases.items()}
-    held = {f"model.mtp_layers.0.{name}": tensor for name, tensor in held.items()}
+    for name, size in biases.items():
+        tensors[f"self_attn.{name}_proj.bias"] = made.drawn(size)
+    tensors = {f"model.mtp_layers.0.{name}": tensor for name, tensor in tensors.items()}
     if whole:
-        held |= fill(block_shapes(3), "model.") | {"model.norm.weight": made.drawn(H)}
-        held |= {"model.embed_tokens.weight": made.embedding(), "lm_head.weight": lm_head()}
-    told = {"model_type": "mimo", "num_nextn_predict_layers": 1, "num_hidden_layers": 3}
-    return {"architectures": ["MiMoForCausalLM"], **made.LLAMA, **told}, held
+        tensors |= model_of_three_layers()
+    config = {
+        "architectures": ["MiMoForCausalLM"],
+        **made.LLAMA,
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 1,
+        "num_hidden_layers": 3,
+    }
+    return config, tensors
 
 
 def deepseek(whole: bool = False) -> made.Head:
-    """A layer by DeepSeek's names with a Llama's block, behind three layers of a model."""
-    own = {name.replace("layers.0.", "layers.3."): size for name, size in block_shapes(1).items()}
-    own |= {f"layers.3.{name}.weight": (H,) for name in ("enorm", "hnorm", "shared_head.norm")}
-    held = fill({**own, "layers.3.eh_proj.weight": (H, 2 * H)}, "model.")
-    held["model.layers.3.embed_tokens.weight"] = made.embedding()
-    held["model.layers.3.shared_head.head.weight"] = lm_head()
+    """A layer by DeepSeek's names with a Llama's block, after three layers of a model."""
+    shapes = {
+        name.replace("layers.0.", "layers.3."): size for name, size in block_shapes(1).items()
+    }
+    shapes |= {f"layers.3.{name}.weight": (H,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors = fill({**shapes, "layers.3.eh_proj.weight": (H, 2 * H)}, "model.")
+    tensors["model.layers.3.embed_tokens.weight"] = made.embedding()
+    tensors["model.layers.3.shared_head.head.weight"] = lm_head()
     if whole:
-        held |= fill(block_shapes(3), "model.") | {"model.norm.weight": made.drawn(H)}
-        held |= {"model.embed_tokens.weight": made.embedding(), "lm_head.weight": lm_head()}
-    told = {"num_nextn_predict_layers": 1, "num_hidden_layers": 3}
-    return {"architectures": ["SomeForCausalLM"], **made.LLAMA, **told}, held
-
-
-def lm_head() -> torch.Tensor:
-    """[V, H], the target's."""
-    return made.drawn(V, H, seed=8)
+        tensors |= model_of_three_layers()
+    config = {
+        "architectures": ["SomeForCausalLM"],
+        **made.LLAMA,
+        "num_nextn_predict_layers": 1,
+        "num_hidden_layers": 3,
+    }
+    return config, tensors
 
 
 def dspark(markov: str = "vanilla", **changed: Any) -> made.Head:
-    """SpecForge's, all of whose keys are nested; early ones stood in a part of their own."""
-    told = {
-        "mask_token_id": 3,
-        "target_layer_ids": [1, 3, 5],
+    """SpecForge's, all of whose keys are nested; early versions had a section of their own for them."""
+    nested = {
+        **OUTPUTS,
         "projector_type": "dspark",
         "markov_rank": 4,
-    }
-    told |= {
         "markov_head_type": markov,
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
+        "attention_mode": "gqa",
     }
-    held, further = (
-        fill({**injected_shapes(), **MARKOV_SHAPES}),
-        {"gated": (4, H + 4), "rnn": (12, H + 8)},
-    )
-    if size := further.get(markov):
-        name = f"markov_head.{'gate' if markov == 'gated' else 'joint'}_proj"
-        held |= {f"{name}.weight": made.drawn(*size), f"{name}.bias": made.drawn(size[0])}
-    config = {
-        "architectures": ["DSparkDraftModel"],
-        **QWEN3,
-        "dflash_config": {**told, "attention_mode": "gqa"},
-    }
-    return {**config, **changed}, held
+    tensors = fill({**injected_shapes(), **MARKOV_SHAPES})
+    # the linear map that two of the kinds have beside the two embeddings
+    maps = {"gated": ("gate_proj", 4, H + 4), "rnn": ("joint_proj", 12, H + 8)}
+    if markov in maps:
+        name, size, read = maps[markov]
+        tensors[f"markov_head.{name}.weight"] = made.drawn(size, read)
+        tensors[f"markov_head.{name}.bias"] = made.drawn(size)
+    config = {"architectures": ["DSparkDraftModel"], **QWEN3, "dflash_config": nested}
+    return {**config, **changed}, tensors
 
 
 def speculators_dspark(**changed: Any) -> made.Head:
-    """Of speculators, which takes another default than vLLM when it is left out what slots name."""
-    told = {
+    """That of speculators, whose default for which token a block begins with is not vLLM's."""
+    settings = {
         "markov_rank": 4,
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
         **changed,
     }
-    config, held = speculators("dspark", confidence_head_with_markov=True, **told)
-    return config, {**held, **fill(MARKOV_SHAPES)}
+    config, tensors = speculators("dspark", confidence_head_with_markov=True, **settings)
+    return config, {**tensors, **fill(MARKOV_SHAPES)}
 
 
 def domino(**changed: Any) -> made.Head:
-    """SpecForge's, whose first level has no bias; by early names."""
-    told = {
-        "mask_token_id": 3,
-        "target_layer_ids": [1, 3, 5],
+    """SpecForge's by its early names, whose first level has no bias."""
+    nested = {
+        **OUTPUTS,
         "projector_type": "domino",
         "emb_dim": 4,
+        "gru_hidden_dim": 8,
+        "pure_draft_prefix_len": 2,
+        **changed,
     }
-    told |= {"gru_hidden_dim": 8, "pure_draft_prefix_len": 2, **changed}
-    config = {"architectures": ["DominoDraftModel"], "emb_dim": 4, **QWEN3, "dflash_config": told}
+    config = {"architectures": ["DominoDraftModel"], "emb_dim": 4, **QWEN3, "dflash_config": nested}
     return config, {**fill(injected_shapes()), **fill(DOMINO_SHAPES, "logit_head.")}
 
 
-LAYOUTS: dict[
-    str, tuple[made.Head, str, dict[str, Any]]
-] = {  # head, whose it is, settings that it has
+# a head, the name of its layout, and settings that it has
+LAYOUTS: dict[str, tuple[made.Head, str, dict[str, Any]]] = {
+    # ids of layers are of outputs, our taps of inputs: one more each
     "z-lab": (
         zlab(),
         "z-lab/dflash",
         {"sample_from_anchor": False, "slots": 4, "taps": (2, 4, 6), "mask_token": 3},
     ),
+    # causal blocks, by one key in the nested config
     "JetSpec": (
         zlab(dflash_config={"causal": True}),
         "z-lab/dflash",
         {"sample_from_anchor": False, "causal": True},
     ),
+    # no key says that drafts begin at the anchor: the class does
     "DeepSpec": (
         deepspec(),
         "deepseek-ai/DeepSpec",
         {"sample_from_anchor": True, "taps": (2, 4, 6), "mask_token": 3},
     ),
+    # taps by inputs already
     "speculators": (
         speculators(),
         "speculators",
         {"sample_from_anchor": False, "taps": (2, 4, 6), "slots": 4},
     ),
+    # the switch that speculators leaves out where it is False
     "speculators, from the anchor": (
         speculators(sample_from_anchor=True),
         "speculators",
         {"sample_from_anchor": True},
     ),
+    # three kinds of Markov heads
     "DSpark": (
         dspark(),
         "sgl-project/SpecForge",
@@ -228,6 +250,7 @@ LAYOUTS: dict[
         "sgl-project/SpecForge",
         {"markov": "rnn", "confidence": True},
     ),
+    # two levels without a bias
     "Domino": (
         domino(),
         "sgl-project/SpecForge",
@@ -238,13 +261,16 @@ LAYOUTS: dict[
         "sgl-project/SpecForge",
         {"sample_from_anchor": True},
     ),
+    # a draft vocabulary, and the state of a mask
     "P-EAGLE": (
         peagle(),
         "P-EAGLE",
         {"blocks": 2, "mask_token": 3, "draft_vocab": made.D, "fc_norm": False},
     ),
+    # the state stands before the embedding in what is projected
     "MiMo": (mimo(), "MiMo", {"hidden_first": True}),
     "MiMo, whole": (mimo(whole=True), "MiMo", {"hidden_first": True}),
+    # the embedding stands first
     "DeepSeek": (deepseek(), "DeepSeek", {"hidden_first": False}),
     "DeepSeek, whole": (deepseek(whole=True), "DeepSeek", {"hidden_first": False}),
 }

@@ -4,44 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import LlamaConfig
 
 from tests import foreign_heads as made
 
-H, V, BLOCKS = made.H, made.V, 2
+H = made.H
+V = made.V
+BLOCKS = 2
+# the target that heads are exported for
 TARGET = LlamaConfig(**{**made.LLAMA, "num_hidden_layers": made.LAYERS}, name_or_path="some/target")
 TARGET.architectures = ["LlamaForCausalLM"]
 Shapes = dict[str, tuple[int, ...]]
 
 
 def block_shapes(layers: int, first: int = H) -> Shapes:
-    """A Llama's blocks with both norms; the first may read more."""
+    """Return the shapes of a Llama's blocks with both norms; the first may read more."""
     shapes: Shapes = {}
     for layer in range(layers):
-        held = made.block(f"layers.{layer}.", H if layer else first)
-        held[f"layers.{layer}.input_layernorm.weight"] = torch.zeros(H)
-        shapes |= {name: tuple(tensor.shape) for name, tensor in held.items()}
+        tensors = made.block(f"layers.{layer}.", H if layer else first)
+        shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        shapes[f"layers.{layer}.input_layernorm.weight"] = (H,)
     return shapes
 
 
 def injected_shapes() -> Shapes:
-    """DFlash's."""
-    norms = {
-        f"layers.{layer}.self_attn.{part}_norm.weight": (made.WIDE,)
-        for layer in range(BLOCKS)
-        for part in ("q", "k")
+    """Return the shapes of DFlash, whose queries and keys have norms."""
+    shapes = block_shapes(BLOCKS)
+    for layer in range(BLOCKS):
+        for name in ("q_norm", "k_norm"):
+            shapes[f"layers.{layer}.self_attn.{name}.weight"] = (made.WIDE,)
+    return {
+        **shapes,
+        "fc.weight": (H, 3 * H),
+        "hidden_norm.weight": (H,),
+        "norm.weight": (H,),
     }
-    fused = {"fc.weight": (H, 3 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
-    return {**block_shapes(BLOCKS), **norms, **fused}
 
 
+# exports have neither a cache nor the version of transformers
+LLAMA = {**made.LLAMA}
+del LLAMA["use_cache"], LLAMA["transformers_version"]
 QWEN3 = {
-    **{
-        key: value
-        for key, value in made.LLAMA.items()
-        if key not in ("use_cache", "transformers_version")
-    },
+    **LLAMA,
     "model_type": "qwen3",
     "num_hidden_layers": BLOCKS,
     "layer_types": ["full_attention"] * BLOCKS,
@@ -58,15 +62,14 @@ ZLAB_CONFIG = {
     "architectures": ["DFlashDraftModel"],
     "dflash_config": {**NESTED, "causal": False, "sample_from_anchor": False},
 }
-BLOCK_CONFIG = {
-    key: value for key, value in QWEN3.items() if key not in ("block_size", "num_target_layers")
-}
-BLOCK_CONFIG |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+# speculators keeps these two keys beside the config of the blocks
+BLOCK_CONFIG = {**QWEN3, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+del BLOCK_CONFIG["block_size"], BLOCK_CONFIG["num_target_layers"]
 VERIFIER = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
 
 
 def proposing(algorithm: str, tokens: int) -> dict[str, Any]:
-    """What speculators is told."""
+    """Return what speculators is told of how tokens are proposed."""
     method = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -112,11 +115,7 @@ SPECULATORS_PEAGLE = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "transformer_layer_config": {
-        **{
-            key: value
-            for key, value in made.LLAMA.items()
-            if key not in ("use_cache", "transformers_version")
-        },
+        **LLAMA,
         "num_hidden_layers": 3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "architectures": ["LlamaForCausalLM"],
@@ -175,6 +174,7 @@ DEEPSPEC_CONFIG = {
     "sample_from_anchor": True,
     "dspark_bonus_anchor": False,
 }
+# DSpark's two embeddings of tokens, and its confidence
 MARKOV_SHAPES = {
     "markov_head.markov_w1.weight": (V, 4),
     "markov_head.markov_w2.weight": (V, 4),
@@ -207,6 +207,7 @@ SPECULATORS_DSPARK = {
     **MARKOV,
     "speculators_config": proposing("dspark", 6),
 }
+# a GRU of 8 numbers, with three gates
 DOMINO_SHAPES = {
     "prefix_gru.weight_ih_l0": (24, H),
     "prefix_gru.weight_hh_l0": (24, 8),
@@ -225,7 +226,8 @@ DOMINO_CONFIG = {
         "shift_label": True,
     },
 }
-GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {  # engine, head: tensors, config
+# engine and head: the tensors and the config of an export
+GOLDEN: dict[tuple[str, str], tuple[Shapes, dict[str, Any]]] = {
     ("zlab", "dflash"): (injected_shapes(), ZLAB_CONFIG),
     ("vllm", "dflash"): (injected_shapes(), ZLAB_CONFIG),
     ("specforge", "dflash"): (injected_shapes(), ZLAB_CONFIG),

@@ -27,14 +27,18 @@ OPTIONS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+# what a quiet page does not log, and where it may read from
+LOUD = ("error", "warning", "assert")
+LOCAL = ("file", "data", "about", "blob")
 
 
 def browser() -> str | None:
     """A Chromium on the path, or one that playwright has installed."""
     cache = Path.home() / ".cache/ms-playwright"
     found = [shutil.which(name) for name in NAMES]
-    found += [str(path) for pattern in CACHED for path in sorted(cache.glob(pattern))]
-    return next((path for path in found if path), None)
+    for pattern in CACHED:
+        found += map(str, sorted(cache.glob(pattern)))
+    return next(filter(None, found), None)
 
 
 class Tab:
@@ -45,30 +49,24 @@ class Tab:
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
         # the browser reads descriptor 3 and writes descriptor 4
-        command = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
-        log = (profile.parent / f"{profile.name}.log").open("w")
-        arguments = [
-            "bash",
-            "-c",
-            command,
-            program,
-            *OPTIONS,
-            f"--user-data-dir={profile}",
-            "about:blank",
-        ]
-        self._process = subprocess.Popen(
-            arguments, pass_fds=(to_browser, from_browser), stdout=log, stderr=log
-        )
-        os.close(to_browser)
-        os.close(from_browser)
-        self._left, self._count, self._seconds, self._session = b"", 0, seconds, None
+        redirect = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'
+        command = ["bash", "-c", redirect, program, *OPTIONS]
+        command += [f"--user-data-dir={profile}", "about:blank"]
+        log = profile.with_suffix(".log").open("w")
+        pipes = (to_browser, from_browser)
+        self._process = subprocess.Popen(command, pass_fds=pipes, stdout=log, stderr=log)
+        for pipe in pipes:
+            os.close(pipe)
+        self._left = b""
+        self._count = 0
+        self._seconds = seconds
+        self._session = None
         self.events: list[dict[str, Any]] = []
-        target = next(
-            t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page"
-        )
-        self._session = self.ask(
-            "Target.attachToTarget", targetId=target["targetId"], flatten=True
-        )["sessionId"]
+        # commands go to the page, once its session is known
+        targets = self.ask("Target.getTargets")["targetInfos"]
+        page = next(target for target in targets if target["type"] == "page")
+        attached = self.ask("Target.attachToTarget", targetId=page["targetId"], flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
@@ -79,8 +77,10 @@ class Tab:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        while (answer := self._read()).get("id") != self._count:
+        answer = self._read()
+        while answer.get("id") != self._count:
             self.events.append(answer)
+            answer = self._read()
         if "error" in answer:
             raise ValueError(f"{method}: {answer['error']['message']}")
         return answer["result"]
@@ -88,9 +88,10 @@ class Tab:
     def _read(self) -> dict[str, Any]:
         """The next message."""
         while b"\0" not in self._left:
-            if not (piece := os.read(self._in, 1 << 16)):
+            received = os.read(self._in, 1 << 16)
+            if not received:
                 raise ValueError("the browser has ended")
-            self._left += piece
+            self._left += received
         message, _, self._left = self._left.partition(b"\0")
         return json.loads(message)
 
@@ -103,6 +104,7 @@ class Tab:
             deviceScaleFactor=1,
             mobile=False,
         )
+        # by what the system prefers, as a page asks for it
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.events = []
@@ -122,35 +124,32 @@ class Tab:
     def wait_for(self, expression: str) -> Any:
         """The value of an expression, once it is true."""
         end = time.monotonic() + self._seconds
-        while not (value := self.evaluate(expression)):
-            if time.monotonic() > end:
-                raise ValueError(f"{expression} did not come true in {self._seconds} s")
+        while time.monotonic() < end:
+            value = self.evaluate(expression)
+            if value:
+                return value
             time.sleep(0.05)
-        return value
+        raise ValueError(f"{expression} did not come true in {self._seconds} s")
 
     def problems(self) -> list[str]:
         """Errors and warnings of the console, requests that failed, and those that left this machine."""
         found = []
         for event in self.events:
+            method = event["method"]
             params = event.get("params", {})
-            if event["method"] == "Runtime.exceptionThrown":
+            if method == "Runtime.exceptionThrown":
                 found.append(f"exception: {params['exceptionDetails']}")
-            elif event["method"] == "Runtime.consoleAPICalled" and params["type"] in (
-                "error",
-                "warning",
-                "assert",
-            ):
+            elif method == "Runtime.consoleAPICalled" and params["type"] in LOUD:
                 found.append(f"console: {params['args']}")
-            elif event["method"] == "Log.entryAdded" and params["entry"]["level"] in (
-                "error",
-                "warning",
-            ):
-                found.append(f"log: {params['entry']['text']} {params['entry'].get('url', '')}")
-            elif event["method"] == "Network.loadingFailed":
+            elif method == "Log.entryAdded" and params["entry"]["level"] in LOUD:
+                entry = params["entry"]
+                found.append(f"log: {entry['text']} {entry.get('url', '')}")
+            elif method == "Network.loadingFailed":
                 found.append(f"failed: {params['errorText']} {params['requestId']}")
-            elif event["method"] == "Network.requestWillBeSent":
+            elif method == "Network.requestWillBeSent":
+                # a page from disk needs no other machine
                 url = params["request"]["url"]
-                if url.split(":")[0] not in ("file", "data", "about", "blob"):
+                if url.split(":")[0] not in LOCAL:
                     found.append(f"request: {url}")
         return found
 

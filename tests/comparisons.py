@@ -13,6 +13,7 @@ PATHS = [[0], [0, 0], [1]]
 
 def small_comparison(target_dir: Path, folder: Path) -> dict[str, Any]:
     """A method without weights, a head, and a head that goes on from it: few steps on 24 conversations, two seeds."""
+    # small enough that a comparison with four runs takes seconds
     recipe = {
         "target": {"path": str(target_dir / "target"), "dtype": "float32"},
         "data": {"train": str(target_dir / "data/train.jsonl"), "limit": 24, "max_length": 96},
@@ -24,6 +25,7 @@ def small_comparison(target_dir: Path, folder: Path) -> dict[str, Any]:
             "max_new_tokens": 10,
         },
     }
+    # the same shape, by rank and sampled
     shapes = {"tree": {"paths": PATHS}, "drawn": {"paths": PATHS, "draw": "sampled"}}
     return {
         "out": str(folder / "out"),

@@ -14,9 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "HF_ASSETS_CACHE", tempfile.mkdtemp(prefix="eagle-tests-")
-)  # read at the first import
+# read at the first import of huggingface_hub
+os.environ.setdefault("HF_ASSETS_CACHE", tempfile.mkdtemp(prefix="eagle-tests-"))
 
 import pytest
 import torch
@@ -36,31 +35,29 @@ settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Another seed of what fixtures train stands for another processor: weights that no test can know."""
-    parser.addoption(
-        "--fixture-seed", type=int, default=0, help="seed of all that fixtures train (default: 0)"
-    )
+    """Add options that stand for another machine: weights that no test can know, and another order."""
+    seed = "seed of all that fixtures train (default: 0)"
+    parser.addoption("--fixture-seed", type=int, default=0, help=seed)
     parser.addoption("--reversed", action="store_true", help="run the last test first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Both are handed on to processes that tests begin."""
+    """Hand the seed on to processes that tests begin, and let Ctrl-C reach them."""
     gc.freeze()
     os.environ[FIXTURE_SEED] = str(config.getoption("fixture_seed"))
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # so a shell begins what runs in its background
+    # a shell lets what runs in its background ignore Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: no search for garbage goes through it again."""
+    """Leave what is imported out of all later searches for garbage."""
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup() -> None:
-    """What a test draws without a seed does not depend on the tests before it."""
+    """Seed torch, so that random numbers do not depend on the tests before."""
     torch.manual_seed(0)
 
 
@@ -68,7 +65,8 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Mark the cases that `quick` and `not_long` do not name; reverse the order where asked."""
     for named, mark in (("quick", "slow"), ("not_long", "long")):
-        patterns: dict[tuple[str, str], bool] = {}  # of each test, and whether it names a case
+        # the patterns of each test, and whether they name a case
+        patterns: dict[tuple[str, str], bool] = {}
         for item in items:
             marker = item.get_closest_marker(named)
             if marker is None:
@@ -90,7 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
 @pytest.fixture(scope="session")
 def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """A folder with `target/` and `data/`, as `recipes/tiny/make_target.py` leaves it."""
-    folder, cache = tmp_path_factory.mktemp("tiny"), getattr(pytestconfig, "cache", None)
+    folder = tmp_path_factory.mktemp("tiny")
+    # trained once for all runs, and copied, as tests write into it
+    cache = getattr(pytestconfig, "cache", None)
     made = cache.mkdir(f"tiny-{fixture_seed()}-{torch.__version__}") if cache else folder
     make_fixture_target(made, fixture_seed())
     if made != folder:
@@ -100,17 +100,16 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pyte
 
 @pytest.fixture(scope="session")
 def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of random weights so large that each of its tokens depends on all that it has read; nothing is learned.
+    """A target of random weights so large that each of its tokens depends on all that it has read.
 
-    A fault in what it reads changes its answers whatever a training run came to, and T = 1 has many likely tokens. It
-    never ends.
+    A fault in what it reads changes its answers, whatever a training run came to, and at T = 1 many tokens are likely.
+    It never ends.
     """
     folder = tmp_path_factory.mktemp("mixing") / "target"
     shutil.copytree(tiny_target_dir / "target", folder)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder, **shape), dtype=torch.float32
-    )
+    config = AutoConfig.from_pretrained(folder, **shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -124,23 +123,21 @@ def mixing_target_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def mixing_target(mixing_target_dir: Path) -> Target:
-    """That target in fp64, where no rounding decides between two of its tokens."""
+    """The mixing target in fp64, where no rounding decides between two of its tokens."""
     return Target.load(mixing_target_dir, dtype=torch.float64)
 
 
 @pytest.fixture(scope="session")
 def eight_token_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target that says eight tokens in turn, so that lookup drafts some of them; it never ends."""
-    folder, target = (
-        tmp_path_factory.mktemp("eight") / "target",
-        Target.load(mixing_target_dir, dtype=torch.float32),
-    )
+    folder = tmp_path_factory.mktemp("eight") / "target"
+    target = Target.load(mixing_target_dir, dtype=torch.float32)
+    weight = target.model.lm_head.weight
     with torch.no_grad():
-        rows = 8 * target.model.lm_head.weight[-4:]
-        target.model.lm_head.weight.zero_()
-        target.model.lm_head.weight[-8:] = torch.cat(
-            [rows, -rows]
-        )  # one of each pair is louder than all the rest
+        # pairs of opposite rows: one of each pair has a larger logit than all other tokens
+        rows = 8 * weight[-4:]
+        weight.zero_()
+        weight[-8:] = torch.cat([rows, -rows])
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return folder
@@ -148,7 +145,7 @@ def eight_token_dir(mixing_target_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def tiny_target(tiny_target_dir: Path) -> Target:
-    """That target in fp32, shared by all tests: each `generate` begins anew."""
+    """The tiny target in fp32, shared by all tests, as each `generate` begins anew."""
     return Target.load(tiny_target_dir / "target", dtype=torch.float32)
 
 
@@ -181,15 +178,11 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recipe(tiny_target_dir: Path, tmp_path: Path) -> Recipe:
     """The tiny recipe over three short records of its own."""
-    turns = [
-        [("human", "Who?"), ("gpt", text)]
-        for text in ("One <b>&</b>.", "日本語 😀 ü \u202b שלום", "Three.")
-    ]
-    lines = [
-        {"conversations": [{"from": role, "value": said} for role, said in record]}
-        for record in turns
-    ]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = []
+    for answer in ("One <b>&</b>.", "日本語 😀 ü \u202b שלום", "Three."):
+        turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": answer}]
+        lines.append(json.dumps({"conversations": turns}) + "\n")
+    (tmp_path / "data.jsonl").write_text("".join(lines))
     where = [
         f"target.path={tiny_target_dir / 'target'}",
         f"data.train={tmp_path / 'data.jsonl'}",

@@ -9,11 +9,12 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
@@ -67,49 +68,51 @@ class Call:
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """Every fenced block of a language."""
+    """Return every fenced block of a language."""
     return [text for found, text in FENCE.findall(page.read_text()) if found == language]
 
 
 def commands(page: Path) -> list[str]:
-    """Every command of a page's shell blocks, without comments; lines that end in a backslash are one."""
+    """Return every command of a page's shell blocks, without comments; lines that end in a backslash are joined."""
     text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    # a comment follows its command after a space
     lines = [" ".join(line.partition(" #")[0].split()) for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def messages_of_the_project() -> str:
-    """Every text of the sources in a line of its own, with `...` for what is put in."""
-    sources = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-    texts = [
-        text for path in sources for text in _texts(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    """Return every text of the sources in a line of its own, with `...` for what is put in."""
+    texts = []
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            texts += _texts(ast.parse(path.read_text(encoding="utf-8")))
     return "\n".join(text.replace("\n", " ") for text in texts)
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values
-            )
+            pieces = [
+                str(piece.value) if isinstance(piece, ast.Constant) else "..."
+                for piece in node.values
+            ]
+            yield "".join(pieces)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
 
 def written_files(page: Path) -> dict[str, str]:
-    """The files that a page tells a reader to write: blocks of YAML or Python whose first line is `# PATH`."""
-    written = [*blocks(page, "yaml"), *blocks(page, "python")]
-    texts = [(text.partition("\n")[0].removeprefix("# ").strip(), text) for text in written]
-    return {
-        path: text
-        for path, text in texts
-        if path.endswith((".yaml", ".yml", ".py")) and " " not in path
-    }
+    """Return the files that a page has a reader write: blocks of YAML or Python whose first line is `# PATH`."""
+    files = {}
+    for text in [*blocks(page, "yaml"), *blocks(page, "python")]:
+        path = text.partition("\n")[0].removeprefix("# ").strip()
+        if path.endswith((".yaml", ".yml", ".py")) and " " not in path:
+            files[path] = text
+    return files
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a command, without the variables that are set for it."""
+    """Return the words of a command, without the variables that are set for it."""
     words = shlex.split(line)
     while words and VARIABLE.match(words[0]):
         words = words[1:]
@@ -117,31 +120,34 @@ def words_of(line: str) -> list[str]:
 
 
 def as_call(line: str) -> Call:
-    """The program of this project that a command runs."""
-    words = words_of(line)
-    if words[0] == "eagle":
-        return Call("eagle", take_code_options(words[1:])[2])
-    if words[0] == "accelerate":
-        launched = launch_command_parser().parse_args(words[2:])
+    """Return the program of this project that a command runs."""
+    program, *words = words_of(line)
+    if program == "eagle":
+        return Call("eagle", take_code_options(words)[2])
+    if program == "accelerate":
+        launched = launch_command_parser().parse_args(words[1:])
         script = ["-m"] * bool(launched.module) + [launched.training_script]
         return as_call(shlex.join(["python", *script, *launched.training_script_args]))
-    if words[0] not in ("python", "python3"):
+    if program not in ("python", "python3"):
         raise ValueError(f"{line}: expected eagle, python or accelerate launch")
-    return Call(words[2], words[3:]) if words[1] == "-m" else Call(words[1], words[2:])
+    if words[0] == "-m":
+        words = words[1:]
+    return Call(words[0], words[1:])
 
 
 def check_call(call: Call, written: dict[str, Path]) -> None:
-    """Parse a call with its program's own parser, then load the recipe and lay its overrides over it.
+    """Parse a call with its program's own parser, then load the recipe with its overrides.
 
     `written` holds the files that the page has the reader make, by the name that its commands use.
     """
-    if call.program in TRAINS or call.arguments[:1] == ["train"]:
-        words = (
-            launcher_options(call.arguments[1:])[1] if call.program == "eagle" else call.arguments
-        )
-        recipe, *overrides = [word for word in words if word != "--check"]
-    elif call == Call("eagle", ["--version"]):
+    if call == Call("eagle", ["--version"]):
         return
+    if call.program in TRAINS or call.arguments[:1] == ["train"]:
+        # training has no parser: whatever is left of the launcher's options are a recipe and overrides
+        words = call.arguments
+        if call.program == "eagle":
+            words = launcher_options(call.arguments[1:])[1]
+        recipe, *overrides = [word for word in words if word != "--check"]
     else:
         args = parse(call)
         recipe = getattr(args, "recipe", None) or getattr(args, "comparison", None)
@@ -153,25 +159,41 @@ def check_call(call: Call, written: dict[str, Path]) -> None:
 
 
 def parse(call: Call) -> argparse.Namespace:
-    """What a program's own parser makes of its arguments; a refusal is raised with the parser's words."""
+    """Return what a program's own parser makes of its arguments; a refusal is raised with the parser's words."""
     main, arguments = _main_of(call)
-    said = io.StringIO()
+    printed = io.StringIO()
+    parser = argparse.ArgumentParser
     try:
-        with _ending_after_parsing(), redirect_stderr(said):
+        with (
+            patch.object(parser, "parse_args", _end_after(parser.parse_args)),
+            patch.object(parser, "parse_intermixed_args", _end_after(parser.parse_intermixed_args)),
+            redirect_stderr(printed),
+        ):
             main(arguments)
     except Parsed as parsed:
         return parsed.args[0]
     except SystemExit:
-        raise ValueError(f"{call}: {said.getvalue()}") from None
+        raise ValueError(f"{call}: {printed.getvalue()}") from None
     raise AssertionError(f"{call.program} ran without parsing its arguments")
 
 
+def _end_after(parse: Any) -> Any:
+    """Return a method of a parser that raises `Parsed` where its program would go on with the arguments."""
+
+    def parse_and_end(self: Any, *args: Any) -> None:
+        raise Parsed(parse(self, *args))
+
+    return parse_and_end
+
+
 def _main_of(call: Call) -> tuple[Callable[[list[str]], None], list[str]]:
-    """The function that a program runs, and the arguments that it gets."""
+    """Return the function that a program runs, and the arguments that it gets."""
     if call.program != "eagle":
-        return import_module(
-            call.program.removesuffix(".py").replace("/", ".")
-        ).main, call.arguments
+        module = import_module(call.program.removesuffix(".py").replace("/", "."))
+        if hasattr(module, "__path__"):  # a package runs its __main__
+            module = import_module(f"{module.__name__}.__main__")
+        return module.main, call.arguments
+    # the launcher takes its own options away first
     name, *arguments = call.arguments
     if name not in VERBS:
         raise ValueError(f"eagle {name}: expected one of {', '.join(VERBS)}")
@@ -179,28 +201,6 @@ def _main_of(call: Call) -> tuple[Callable[[list[str]], None], list[str]]:
     if not verb.module.startswith("eagle."):
         arguments = launcher_options(arguments)[1]
     return getattr(import_module(verb.module), verb.function), arguments
-
-
-@contextmanager
-def _ending_after_parsing() -> Iterator[None]:
-    """Programs raise `Parsed` where they would go on with their arguments."""
-    parser: Any = argparse.ArgumentParser
-    names = ("parse_args", "parse_intermixed_args")
-    own = {name: getattr(parser, name) for name in names}
-
-    def ending(parse: Any) -> Any:
-        def parse_and_end(self: Any, *args: Any) -> None:
-            raise Parsed(parse(self, *args))
-
-        return parse_and_end
-
-    for name in names:
-        setattr(parser, name, ending(own[name]))
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(parser, name, own[name])
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> None:
@@ -213,23 +213,27 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> None:
 
 
 def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
-    """Let a folder look as if `make demo` and `make tiny` had run there: a target, data, heads and results."""
+    """Let a folder look as if `make demo` and `make tiny` had run there: a target, data, heads and results.
+
+    Args:
+        folder: where the reader would be.
+        tiny: the folder of the suite's target and data.
+        target: that target.
+    """
     tiny = shutil.copytree(tiny, folder / "runs/tiny")
     (folder / "runs/demo").symlink_to("tiny")
-    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
+    name = "recipes/tiny/eagle1.yaml"
     where = [f"target.path={tiny / 'target'}", f"train.out={tiny / 'eagle1'}"]
-    save_head(
-        tiny / "eagle1/head", head, Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", where).dump(), {}
-    )
+    # untrained heads: commands need heads that load, not good ones
+    head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
+    save_head(tiny / "eagle1/head", head, Recipe.load(ROOT / name, where).dump(), {})
     small = DraftModel.for_target(DraftModel.Settings(), target.config)
     save_head(tiny / "draft_model/head", small, "", {})
     answers = (tiny / "data/train.jsonl").read_text().splitlines(keepends=True)
     (tiny / "data/regenerated.jsonl").write_text("".join(answers[:20]))
     few = [f"eval.prompts={tiny / 'data/heldout.jsonl'}", "eval.count=2", "eval.max_new_tokens=4"]
-    measure(
-        Recipe.load(ROOT / "recipes/tiny/eagle1.yaml", [*where, *few]), "recipes/tiny/eagle1.yaml"
-    )
-    save_llava(tiny / "target", folder / "my/qwen2.5-vl")  # as good as another model that sees
+    measure(Recipe.load(ROOT / name, [*where, *few]), name)
+    save_llava(tiny / "target", folder / "my/qwen2.5-vl")  # as good as another model with images
     Image.new("RGB", (24, 16), (200, 30, 10)).save(folder / "cat.png")
     for room in (*ROOMS, "tests"):
         (folder / room).symlink_to(ROOT / room)

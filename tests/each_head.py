@@ -22,7 +22,9 @@ from eagle.training.launch import launch, splits_weights
 from eagle.training.train import train
 from tests.registry import TRAINED
 
-BLOCKS = {"blocks": 1, "slots": 4, "anchors": 8}  # fewer anchors than a text has slots
+# fewer anchors than a text has positions
+BLOCKS = {"blocks": 1, "slots": 4, "anchors": 8}
+# settings that make every kind of loss and divisor train in seconds
 CHOSEN = {
     "hass": {"kind": "hass", "steps": 2},
     "draft_model": {"kind": "draft_model", "layers": 1},
@@ -36,54 +38,53 @@ CHOSEN = {
     "blockwise": {"kind": "blockwise", "inner_dim": 32, "drawn": True},
     "eagle3": {"kind": "eagle3", "steps": 3, "draft_vocab": 200, "fc_norm": True},
 }
-HEADS: dict[str, dict[str, Any]] = {
-    name: {"kind": name} for name in TRAINED if name not in CHOSEN
-} | CHOSEN
+OTHERS = [name for name in TRAINED if name not in CHOSEN]
+HEADS: dict[str, dict[str, Any]] = {name: {"kind": name} for name in OTHERS} | CHOSEN
 
 
 def main(argv: list[str]) -> None:
-    """A folder, the names of heads, and a recipe; with `kill` the last rank dies in the last head, once it is kept."""
-    folder, names, kill = (
-        Path(argv.pop(0)),
-        argv.pop(0).split(","),
-        argv[0] == "kill" and argv.pop(0),
-    )
+    """Train these heads: a folder, the names of heads, and a recipe.
+
+    With `kill` before the recipe, the last rank dies in the last head, once its second checkpoint is there.
+    """
+    folder = Path(argv.pop(0))
+    names = argv.pop(0).split(",")
+    is_killed = argv[0] == "kill"
+    if is_killed:
+        argv.pop(0)
     base = Recipe.load(argv[0], argv[1:])
     accelerator = launch(base.train)
-    if (
-        accelerator.state.deepspeed_plugin is not None
-    ):  # else weights as small as these are not split
-        engine = accelerator.state.deepspeed_plugin.deepspeed_config
-        engine["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    # else weights as small as these are not split
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        zero = plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_param_persistence_threshold"] = 0
+    is_last_rank = accelerator.process_index == accelerator.num_processes - 1
     for name in names:
-        train_section = base.train.model_copy(update={"out": str(folder / name)})
-        recipe = base.model_copy(
-            update={"drafter": DrafterSection(**HEADS[name]), "train": train_section}
-        )
-        settings = settings_of(recipe.drafter.model_dump(), name)
-        target, features = open_features(recipe, settings, partial(read_examples, recipe))
-        torch.manual_seed(recipe.train.seed)
-        head = first_head(recipe, settings, target, features)
-        split = splits_weights(accelerator, recipe.train)
-        features = follow_head(recipe, settings, target, features, head, weights_split=split)
-        if (
-            kill
-            and name == names[-1]
-            and accelerator.process_index == accelerator.num_processes - 1
-        ):
-            threading.Thread(
-                target=die_after, args=(folder / name / "checkpoints/step-2",), daemon=True
-            ).start()
-        train(
-            accelerator,
-            recipe,
-            head,
-            target.head.cast(getattr(torch, recipe.train.dtype)),
-            features,
-        )
+        if is_killed and is_last_rank and name == names[-1]:
+            checkpoint = folder / name / "checkpoints/step-2"
+            threading.Thread(target=die_after, args=(checkpoint,), daemon=True).start()
+        head = train_head(name, folder / name, base, accelerator)
         torch.save(dict(head.state_dict()), folder / f"{name}-{accelerator.process_index}.pt")
         accelerator.free_memory()  # else checkpoints hold the heads before, too
     accelerator.end_training()
+
+
+def train_head(name: str, out: Path, base: Recipe, accelerator: Any) -> Any:
+    """Train one of the heads by a recipe, and return it."""
+    section = base.train.model_copy(update={"out": str(out)})
+    update = {"drafter": DrafterSection(**HEADS[name]), "train": section}
+    recipe = base.model_copy(update=update)
+    settings = settings_of(recipe.drafter.model_dump(), name)
+    target, features = open_features(recipe, settings, partial(read_examples, recipe))
+    torch.manual_seed(section.seed)
+    head = first_head(recipe, settings, target, features)
+    # as the training script does it, step by step
+    split = splits_weights(accelerator, section)
+    features = follow_head(recipe, settings, target, features, head=head, weights_split=split)
+    target_head = target.head.cast(getattr(torch, section.dtype))
+    train(accelerator, recipe, head, target_head, features=features)
+    return head
 
 
 def die_after(checkpoint: Path) -> None:

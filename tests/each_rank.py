@@ -12,20 +12,19 @@ from eagle.log import script as told
 
 
 def main(argv: list[str]) -> None:
-    """The script itself, looked at where it calls the loop."""
-    folder, loop = Path(argv.pop(0)), script.train
+    """Run the script itself, watched where it calls the loop."""
+    folder = Path(argv.pop(0))
+    loop = script.train
 
-    def watched(
-        accelerator: Any, recipe: Any, head: Any, frozen: Any, features: Any, **options: Any
-    ) -> Path:
+    def watched(*args: Any, features: Any, **options: Any) -> Path:
+        accelerator, _, head, _ = args
         rank = accelerator.process_index
-        seen = features.read(range(4))
-        torch.save([example.features for example in seen], folder / f"features-{rank}.pt")
-        out = loop(accelerator, recipe, head, frozen, features, **options)
-        torch.save(
-            {name: tensor.clone() for name, tensor in head.state_dict().items()},
-            folder / f"head-{rank}.pt",
-        )
+        read = [example.features for example in features.read(range(4))]
+        torch.save(read, folder / f"features-{rank}.pt")
+        out = loop(*args, features=features, **options)
+        # cloned, as a process may hold a part of a shared buffer
+        tensors = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+        torch.save(tensors, folder / f"head-{rank}.pt")
         return out
 
     script.train = watched

@@ -23,15 +23,19 @@ class Variant:
 
     def __str__(self) -> str:
         words = [*self.options, *(f"{name}={value}" for name, value in self.env.items())]
-        return " ".join(
-            [*words, *([f"beside {self.spinning} spinning processes"] if self.spinning else [])]
-        )
+        if self.spinning:
+            words.append(f"beside {self.spinning} spinning processes")
+        return " ".join(words)
 
 
 def kernels(threads: int, aten: str, onednn: str, mkl: str) -> dict[str, str]:
-    """Another processor in effect: its kernels round otherwise."""
-    names = "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"
-    return dict(zip(names, (str(threads), aten, onednn, mkl), strict=True))
+    """Return variables that stand for another processor: its kernels round otherwise."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "ATEN_CPU_CAPABILITY": aten,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "MKL_CBWR": mkl,
+    }
 
 
 VARIANTS = {
@@ -49,7 +53,7 @@ VARIANTS = {
 
 @contextmanager
 def spin(count: int) -> Iterator[None]:
-    """So many processes that take all they get, ended with the block."""
+    """Run so many processes that take all they get, until the block ends."""
     busy = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         yield
@@ -60,12 +64,13 @@ def spin(count: int) -> Iterator[None]:
 
 
 def run_suite(variant: Variant, arguments: Sequence[str]) -> tuple[list[str], str]:
-    """What failed, one line a test, and pytest's last line."""
+    """Return what failed, one line a test, and pytest's last line."""
     command = [sys.executable, "-m", "pytest", "-rfE", "--tb=short", *variant.options, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    lines = []
     with spin(variant.spinning):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, env={**os.environ, **variant.env}, **pipes) as run:  # type: ignore[call-overload]
-            lines = []
+            # shown while it runs, as that takes long
             for line in run.stdout:
                 print(line, end="", flush=True)
                 lines.append(line.rstrip())
@@ -76,7 +81,7 @@ def run_suite(variant: Variant, arguments: Sequence[str]) -> tuple[list[str], st
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Arguments are names of variants (none: all), then options of pytest."""
+    """Run the suite in these variants (in all without names), with these options of pytest."""
     options = [argument for argument in arguments if argument not in VARIANTS]
     chosen = [name for name in VARIANTS if name in arguments] or list(VARIANTS)
     rows = []
@@ -84,7 +89,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\n{name}: {VARIANTS[name]}", flush=True)
         start = perf_counter()
         failed, last = run_suite(VARIANTS[name], options)
-        rows.append((name, failed, f"{(perf_counter() - start) / 60:.1f} minutes; {last}"))
+        minutes = (perf_counter() - start) / 60
+        rows.append((name, failed, f"{minutes:.1f} minutes; {last}"))
     print("\n| variant | how it differs | failed | run |\n|---|---|---|---|")
     for name, failed, last in rows:
         print(f"| {name} | {VARIANTS[name]} | {len(failed)} | {last} |")

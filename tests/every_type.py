@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-LAYERS, LARGEST, VOCAB = 4, 8_000_000, 96
+LAYERS = 4
+LARGEST = 8_000_000  # parameters
+VOCAB = 96
 
 # the first name that matches gives the size; None leaves it as it is
 SIZES: list[tuple[str, int | None]] = [
@@ -56,20 +58,15 @@ SIZES: list[tuple[str, int | None]] = [
 
 
 def shrunk(config: Any) -> dict[str, Any]:
-    """The same config with small sizes, as arguments for its class."""
-    depths = {
-        value
-        for name, value in vars(config).items()
-        if size_of(name) == LAYERS and isinstance(value, int)
-    }
+    """Return the same config with small sizes, as arguments for its class."""
+    own = vars(config)
     values: dict[str, Any] = {}
-    for name, value in vars(config).items():
+    # how many layers there are, by which lists with an entry for each layer are recognised
+    depths = {value for name, value in own.items() if isinstance(value, int) and is_depth(name)}
+    for name, value in own.items():
         if name in config.sub_configs and value is not None:
-            values[name] = {
-                **shrunk(value),
-                **SPECIAL.get(value.model_type, {}),
-                "model_type": value.model_type,
-            }
+            special = SPECIAL.get(value.model_type, {})
+            values[name] = {**shrunk(value), **special, "model_type": value.model_type}
         elif isinstance(value, bool) or name.startswith("_"):
             continue
         elif isinstance(value, int):
@@ -78,20 +75,25 @@ def shrunk(config: Any) -> dict[str, Any]:
                 size = 16
             if size is not None and value > 0:
                 values[name] = min(size, value)
-        elif isinstance(value, list) and len(value) in depths and value:
-            kinds = list(dict.fromkeys(map(str, value)))  # every kind stays
-            first = [value[list(map(str, value)).index(kind)] for kind in kinds]
-            values[name] = [first[layer % len(first)] for layer in range(LAYERS)]
-    heads = vars(config).get("num_attention_heads") or getattr(config, "num_attention_heads", None)
-    if "num_key_value_heads" in values and vars(config)["num_key_value_heads"] == heads:
+        elif isinstance(value, list) and value and len(value) in depths:
+            # every kind of layer stays, in the order in which they come
+            kinds: dict[str, Any] = {}
+            for entry in value:
+                kinds.setdefault(str(entry), entry)
+            values[name] = [list(kinds.values())[layer % len(kinds)] for layer in range(LAYERS)]
+    heads = own.get("num_attention_heads") or getattr(config, "num_attention_heads", None)
+    if "num_key_value_heads" in values and own["num_key_value_heads"] == heads:
         values["num_key_value_heads"] = values["num_attention_heads"]
     if "qk_rope_head_dim" in values and "head_dim" in values:
         values["head_dim"] = values["qk_rope_head_dim"]  # what is rotated
-    for name, value in NEEDED.items():
-        if name in vars(config) and vars(config)[name] is None:
-            values[name] = value
+    values |= {name: value for name, value in NEEDED.items() if own.get(name, value) is None}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
     return values | {name: value for name, value in tokens.items() if hasattr(config, name)}
+
+
+def is_depth(name: str) -> bool:
+    """Return whether an attribute of this name is a number of layers."""
+    return size_of(name) == LAYERS
 
 
 def size_of(name: str) -> int | None:
@@ -112,21 +114,19 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_n_grou
 # with few index heads, scores tie at ReLU's zero, and which columns are the best is then left to rounding
 INDEXED = {"index_n_heads": 32}
 QWEN4 = {
-    **{"ple_layer_ids": [3], "ple_embed_dim": 32},
-    **{
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "hc_lowrank": 8,
-    },
-    **{
-        "indexer_compress_ratio": 4,
-        "ngram_size": 3,
-        "heads_per_ngram": 2,
-        "ngram_vocab_size_base": 50,
-    },
-    **{"make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 1},
+    "ple_layer_ids": [3],
+    "ple_embed_dim": 32,
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "hc_lowrank": 8,
+    "indexer_compress_ratio": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 1,
 }
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
@@ -136,39 +136,41 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "deepseek_v4"], INDEXED),
     "qwen4_exp_text": QWEN4,
     "jamba": {
-        **{"attn_layer_period": 2, "attn_layer_offset": 1},
-        **{"expert_layer_period": 2, "expert_layer_offset": 1},
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
     },
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {
-        **{"hybrid_layer_ids": [1, 3], "num_mem_blocks": 1},
-        **{
-            "hidden_size": 64,
-            "attention_hidden_size": 128,
-            "attention_head_dim": 32,
-            "num_attention_heads": 4,
-        },
-        **{
-            "n_mamba_heads": 8,
-            "mamba_ngroups": 1,
-            "mamba_d_state": 16,
-            "mamba_headdim": 16,
-            "use_mem_rope": True,
-        },
+        "hybrid_layer_ids": [1, 3],
+        "num_mem_blocks": 1,
+        "hidden_size": 64,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_attention_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 16,
+        "mamba_headdim": 16,
+        "use_mem_rope": True,
         "intermediate_size": 96,
     },
+    # heads must divide the width by its factors
     "xlstm": {
-        **{
-            "hidden_size": 64,
-            "embedding_dim": 64,
-            "num_heads": 4,
-            "num_blocks": 4,
-            "num_hidden_layers": 4,
-        },
-        **{"chunk_size": 16, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
+        "hidden_size": 64,
+        "embedding_dim": 64,
+        "num_heads": 4,
+        "num_blocks": 4,
+        "num_hidden_layers": 4,
+        "chunk_size": 16,
+        "qk_dim_factor": 1.0,
+        "v_dim_factor": 1.0,
     },
     "dots1": {"n_shared_experts": 1},
+    # two stacks of two layers, run in cycles
     "hrm_text": {"num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2, "num_hidden_layers": 12},
+    # its axial positions must multiply to the number of positions
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (8, 24), "num_buckets": 4},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron_h": {"mamba_num_heads": 4, "n_groups": 1},
@@ -197,13 +199,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def build(model_type: str) -> PreTrainedModel:
-    """A model of this type with every weight drawn afresh."""
-    config = AutoConfig.for_model(model_type)
-    small = AutoConfig.for_model(model_type, **{**shrunk(config), **SPECIAL.get(model_type, {})})
+    """Return a model of this type with every weight random."""
+    sizes = {**shrunk(AutoConfig.for_model(model_type)), **SPECIAL.get(model_type, {})}
+    small = AutoConfig.for_model(model_type, **sizes)
+    # counted without memory, as a size that was not shrunk may take all of it
     with torch.device("meta"):
-        count = sum(
-            weight.numel() for weight in AutoModelForCausalLM.from_config(small).parameters()
-        )
+        empty = AutoModelForCausalLM.from_config(small)
+    count = sum(weight.numel() for weight in empty.parameters())
     if count > LARGEST:
         raise ValueError(f"{count:,} parameters")
     torch.manual_seed(0)
@@ -211,13 +213,11 @@ def build(model_type: str) -> PreTrainedModel:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.is_floating_point():
-                drawn = torch.randn(weight.shape)
-                weight.copy_(drawn * 0.3 if weight.dim() > 1 else weight + drawn * 0.1)
+                noise = torch.randn(weight.shape)
+                weight.copy_(noise * 0.3 if weight.dim() > 1 else weight + noise * 0.1)
         model.get_input_embeddings().weight *= 0.3
-        if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
-            bias[
-                0
-            ] = (
-                -100
-            )  # never the padding token, which some models leave out when they count positions
+        bias = getattr(model.get_output_embeddings(), "bias", None)
+        # never the padding token, which some models leave out when they count positions
+        if bias is not None:
+            bias[0] = -100
     return model.float().eval()

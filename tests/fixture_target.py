@@ -13,18 +13,17 @@ import torch
 from recipes.tiny import make_target as tiny
 
 ROOT = Path(__file__).parent.parent
-STEPS, CONVERSATIONS = 40, 400
-KERNELS = (
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "MKL_CBWR",
-)  # with those of old processors bf16 takes minutes
+STEPS = 40
+CONVERSATIONS = 400
+# variables that stand for old processors, whose kernels take minutes in bf16
+KERNELS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
 
 
 def make_fixture_target(folder: Path, seed: int) -> None:
     """Train it, unless it is there, with the processor's own kernels; the other processes of a run wait."""
     with folder.with_name(folder.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # a process of its own, as kernels are chosen at its start
         if any(name in os.environ for name in KERNELS):
             env = {name: value for name, value in os.environ.items() if name not in KERNELS}
             command = [sys.executable, "-m", "tests.fixture_target", folder, str(seed)]
@@ -35,7 +34,8 @@ def make_fixture_target(folder: Path, seed: int) -> None:
 
 def train_target(folder: Path, seed: int) -> None:
     """Train it in fp32, whatever is the fastest on this processor."""
-    fastest_dtype, tiny.fastest_dtype = tiny.fastest_dtype, lambda _: torch.float32
+    fastest_dtype = tiny.fastest_dtype
+    tiny.fastest_dtype = lambda _: torch.float32
     try:
         tiny.make_target(folder, STEPS, seed, CONVERSATIONS)
     finally:

@@ -16,8 +16,16 @@ from torch import Tensor
 
 from eagle.formats.reading.foreign import import_head, inspect
 
-H, MLP, HEADS, KEYS, WIDE, V, D, LAYERS = 16, 24, 2, 1, 8, 61, 40, 9
-TAPS = (2, 4, 6)  # of a target with that many layers, where nothing is said
+H = 16
+MLP = 24
+HEADS = 2
+KEYS = 1  # heads of keys and values
+WIDE = 8  # numbers of a head
+V = 61
+D = 40
+LAYERS = 9  # of the target
+# the default taps of a target with that many layers; some tools name the layers that these are outputs of
+TAPS = (2, 4, 6)
 OUTPUTS = [1, 3, 5]
 Head = tuple[dict[str, Any], dict[str, Tensor]]
 LLAMA = {
@@ -45,57 +53,58 @@ LLAMA = {
 }
 
 
+# how some tools name the layers
+AUXILIARY = {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}
+
+
 def drawn(*shape: int, seed: int = 0) -> Tensor:
-    """Random weights."""
+    """Return random weights."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape) * 31 + seed))
 
 
 def embedding() -> Tensor:
-    """[V, H], the target's."""
+    """Return [V, H], the target's embedding."""
     return drawn(V, H, seed=7)
 
 
 def drafts() -> Tensor:
-    """[D], some tokens in ascending order."""
+    """Return [D], the tokens that can be drafted, in ascending order."""
     return torch.randperm(V, generator=torch.Generator().manual_seed(3))[:D].sort().values
 
 
 def block(prefix: str, reads: int) -> dict[str, Tensor]:
-    """A Llama block without norms but the last, whose attention reads so many numbers."""
+    """Return a Llama block without norms but the last, whose attention reads so many numbers."""
     attention = {
         "q": (HEADS * WIDE, reads),
         "k": (KEYS * WIDE, reads),
         "v": (KEYS * WIDE, reads),
         "o": (H, HEADS * WIDE),
     }
-    found = {
-        f"self_attn.{name}_proj.weight": drawn(*size, seed=place)
-        for place, (name, size) in enumerate(attention.items())
-    }
-    found |= {f"mlp.{name}_proj.weight": drawn(MLP, H, seed=len(name)) for name in ("gate", "up")}
-    found |= {
-        "mlp.down_proj.weight": drawn(H, MLP),
-        "post_attention_layernorm.weight": drawn(H, seed=4),
-    }
-    return {f"{prefix}{name}": tensor for name, tensor in found.items()}
+    tensors = {}
+    # seeds of their own, so that tensors of one size differ
+    for seed, (name, size) in enumerate(attention.items()):
+        tensors[f"self_attn.{name}_proj.weight"] = drawn(*size, seed=seed)
+    for name in ("gate", "up"):
+        tensors[f"mlp.{name}_proj.weight"] = drawn(MLP, H, seed=len(name))
+    tensors["mlp.down_proj.weight"] = drawn(H, MLP)
+    tensors["post_attention_layernorm.weight"] = drawn(H, seed=4)
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
 
 
 def fused(prefix: str, said: int = D) -> dict[str, Tensor]:
-    """EAGLE-3's tensors without vocabulary and embedding."""
-    norms = {
-        f"{prefix}{name}.weight": drawn(H, seed=len(name))
-        for name in ("hidden_norm", "input_layernorm")
-    }
-    others = {
+    """Return EAGLE-3's tensors without vocabulary and embedding."""
+    return {
+        **block(prefix, 2 * H),
+        f"{prefix}hidden_norm.weight": drawn(H, seed=len("hidden_norm")),
+        f"{prefix}input_layernorm.weight": drawn(H, seed=len("input_layernorm")),
         "fc.weight": drawn(H, 3 * H),
         "norm.weight": drawn(H, seed=9),
         "lm_head.weight": drawn(said, H),
     }
-    return {**block(prefix, 2 * H), **norms, **others}
 
 
 def vocabulary() -> dict[str, Tensor]:
-    """`d2t` and `t2d`."""
+    """Return `d2t` [D], offsets from drafted ids to the target's, and `t2d` [V], which tokens can be drafted."""
     mask = torch.zeros(V, dtype=torch.bool)
     mask[drafts()] = True
     return {"d2t": drafts() - torch.arange(D), "t2d": mask}
@@ -108,10 +117,12 @@ def eagle1(bias: bool | None = False, tensor: bool = False) -> Head:
         "fc.weight": drawn(H, 2 * H),
         **block("layers.0.", H),
     }
-    said = {} if bias is None else {"bias": bias}
-    return {"architectures": ["LlamaForCausalLM"], **LLAMA, **said}, tensors | (
-        {"fc.bias": drawn(H)} if tensor else {}
-    )
+    config = {"architectures": ["LlamaForCausalLM"], **LLAMA}
+    if bias is not None:
+        config["bias"] = bias
+    if tensor:
+        tensors["fc.bias"] = drawn(H)
+    return config, tensors
 
 
 def safeailab() -> Head:
@@ -122,16 +133,12 @@ def safeailab() -> Head:
 
 def specforge() -> Head:
     """SpecForge's for SGLang: no embedding, layers by their outputs, rotary parameters in two spellings."""
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    ids = {
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}
-    }
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **LLAMA,
         "draft_vocab_size": D,
-        **rope,
-        **ids,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "eagle_config": AUXILIARY,
     }
     return config, {**fused("midlayer."), **vocabulary()}
 
@@ -183,8 +190,7 @@ def speculators31() -> Head:
 def modelopt() -> Head:
     """ModelOpt's export: neither `t2d` nor embedding, layers by their outputs."""
     nested = {
-        "eagle_aux_hidden_state_layer_ids": OUTPUTS,
-        "use_aux_hidden_state": True,
+        **AUXILIARY,
         "use_input_layernorm_in_first_layer": True,
         "use_last_layernorm": True,
         "use_mtp_layernorm": False,
@@ -192,16 +198,13 @@ def modelopt() -> Head:
         "parallel_draft_step": 1,
         "parallel_draft_heads_num_layers": 1,
     }
-    extra = {
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **LLAMA,
         "initializer_range": 0.01,
         "attention_dropout": 0.0,
         "pretraining_tp": 1,
         "pad_token_id": None,
-    }
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **LLAMA,
-        **extra,
         "draft_vocab_size": D,
         "eagle_config": nested,
     }
@@ -210,35 +213,31 @@ def modelopt() -> Head:
 
 def automodel() -> Head:
     """Automodel's: all names under `model.`, but for the vocabulary's."""
-    config = {"architectures": ["LlamaEagle3DraftModel"], **LLAMA, "draft_vocab_size": D}
-    tensors = {
-        f"model.{name}": tensor
-        for name, tensor in fused("layers.0.").items()
-        if name != "lm_head.weight"
+    config = {
+        "architectures": ["LlamaEagle3DraftModel"],
+        **LLAMA,
+        "draft_vocab_size": D,
+        "eagle_config": AUXILIARY,
     }
-    ids = {
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": OUTPUTS, "use_aux_hidden_state": True}
-    }
-    return {**config, **ids}, {**tensors, "lm_head.weight": drawn(D, H), **vocabulary()}
+    tensors = {f"model.{name}": tensor for name, tensor in fused("layers.0.").items()}
+    tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
+    return config, {**tensors, **vocabulary()}
 
 
 def own() -> Head:
     """This project's."""
     settings = {"kind": "eagle3", "taps": list(TAPS), "draft_vocab": D}
-    rope = {
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "draft_vocab_size": D,
-    }
     shape = {key: value for key, value in LLAMA.items() if not key.startswith("rope")}
-    return {"settings": settings, "shape": {**shape, **rope}}, {
-        **fused("layers.0."),
-        **vocabulary(),
-    }
+    shape["rope_parameters"] = {"rope_theta": 10000.0, "rope_type": "default"}
+    shape["draft_vocab_size"] = D
+    return {"settings": settings, "shape": shape}, {**fused("layers.0."), **vocabulary()}
 
 
 LAYOUTS: dict[str, Head] = {
+    # without and with a bias in fc, which the config may not name
     "EAGLE-1": eagle1(),
     "EAGLE-1 with bias": eagle1(bias=None, tensor=True),
+    # the layouts of EAGLE-3, by who writes them
     "SafeAILab EAGLE-3": safeailab(),
     "SpecForge": specforge(),
     "speculators trainer": speculators(),
@@ -250,21 +249,21 @@ LAYOUTS: dict[str, Head] = {
 
 
 def write(folder: Path, head: Head, *, binary: bool = False) -> Path:
-    """A checkpoint's folder."""
+    """Write a checkpoint's folder, and return it."""
     config, tensors = head
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if binary:
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
-        save_file(
-            {name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
-        )
+        # cloned, as safetensors refuses tensors that share memory
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        save_file(copies, folder / "model.safetensors")
     return folder
 
 
 def write_target(folder: Path, **changed: Any) -> str:
-    """The files of a target that are looked at: its config, embedding and LM head."""
+    """Write the files of a target that are read: its config, embedding and LM head; return its folder."""
     config = {
         **LLAMA,
         "architectures": ["LlamaForCausalLM"],
@@ -276,25 +275,25 @@ def write_target(folder: Path, **changed: Any) -> str:
 
 
 def without(head: Head, *names: str) -> Head:
-    """The same without some tensors."""
+    """Return a head without some of its tensors."""
     config, tensors = head
     return config, {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 def saying(head: Head, **changed: Any) -> Head:
-    """The same with other keys in its config; None takes one out."""
+    """Return a head with other keys in its config; None takes one out."""
     config, tensors = head
-    return {
-        name: value for name, value in {**config, **changed}.items() if value is not None
-    }, tensors
+    config = {**config, **changed}
+    return {name: value for name, value in config.items() if value is not None}, tensors
 
 
 def everything(root: Path) -> dict[str, Any]:
-    """Each path below a folder, with what it holds or leads to."""
+    """Return each path below a folder, with what it holds or leads to."""
     found: dict[str, Any] = {}
     for path in sorted(root.rglob("*")):
         if path.is_symlink():
             found[str(path)] = os.readlink(path)
+        # hostile files may be too large to read
         elif path.is_file() and path.stat().st_size < 10**8:
             found[str(path)] = path.read_bytes()
         else:
@@ -303,18 +302,18 @@ def everything(root: Path) -> dict[str, Any]:
 
 
 def refused(folder: Path, out: Path | None = None) -> str:
-    """The error of an import, which leaves everything as it was; and `inspect` tells it too."""
+    """Return the error of an import, which leaves everything as it was."""
     before = everything(folder.parent)
     with pytest.raises(ValueError) as error:
         import_head(folder, out or folder.parent / "out")
     assert everything(folder.parent) == before
     said = str(error.value)
-    assert said and len(said) < 5000
+    assert 0 < len(said) < 5000
     return said
 
 
 def told(folder: Path) -> str:
-    """The error, which `inspect` tells as well."""
+    """Return the error of an import, which `inspect` finds as well."""
     said = refused(folder)
     assert inspect(folder).findings
     return said

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
 # reads {argv, folder, log, room, stop} as JSON, answers with the status; argv is a verb with its words, or `-c` and the
-# text of a program; `room` limits the bytes of a file, as a full
-# disk does, also for root; `stop` is when Ctrl-C comes, in seconds
+# text of a program; `room` limits the bytes of a file, as a full disk does, also for root; `stop` is when Ctrl-C comes,
+# in seconds
 PROGRAM = """
 import json, os, resource, signal, sys, threading, time, traceback
 import huggingface_hub, torch
@@ -99,22 +99,24 @@ class Server:
     def run(
         self, argv: list[str], folder: Path, room: int | None = None, stop: float | None = None
     ) -> Ended:
-        """A command in this folder."""
-        job = {
-            "argv": argv,
-            "folder": str(folder),
-            "log": str(self.log),
-            "room": room,
-            "stop": stop,
-        }
+        """Run a command in this folder, and return it once it has ended.
+
+        Args:
+            argv: a verb with its words, or `-c` and the text of a program.
+            folder: where it runs.
+            room: the most bytes of a file, as on a full disk.
+            stop: the seconds after which Ctrl-C comes.
+        """
+        # one line a job, and one line with its status
+        paths = {"folder": str(folder), "log": str(self.log)}
+        job = {"argv": argv, **paths, "room": room, "stop": stop}
         stdin: IO[str] = self.process.stdin
         stdin.write(json.dumps(job) + "\n")
         stdin.flush()
         status = int(self.process.stdout.readline())
         ended = Ended(argv, status, self.log.read_text(errors="replace"))
-        if (
-            argv[0] == "-c" and "Invalid thread pool" in ended.output
-        ):  # torch's own sometimes does not outlive a fork
+        # torch's thread pool sometimes does not outlive a fork
+        if argv[0] == "-c" and "Invalid thread pool" in ended.output:
             again = subprocess.run(
                 [sys.executable, *argv],
                 cwd=folder,
@@ -124,7 +126,8 @@ class Server:
                 check=False,
             )
             ended = Ended(argv, again.returncode, again.stdout + again.stderr)
-        if transcript := os.environ.get("EAGLE_TRANSCRIPT"):
+        transcript = os.environ.get("EAGLE_TRANSCRIPT")
+        if transcript:
             with open(transcript, "a") as file:
                 file.write(f"{ended}\n")
         return ended

@@ -18,6 +18,7 @@ def seconds_of(
     drafter: Drafter = GROWS_TREES,
 ) -> float:
     """Of these recorded cycles."""
+    # one answer, with what was asked for in each of its cycles
     return model_seconds(
         costs, [{"cycles": cycles}], [asked_budgets(cycles, budget, limit)], drafter
     )[0]

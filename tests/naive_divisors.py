@@ -1,4 +1,4 @@
-"""Sums of losses divided as `drafter.divisor` says, term by term."""
+"""A loss divided as `drafter.divisor` says, term by term."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Term = tuple[int, int, Any, Tensor]  # of which text, on which level, its weight and its loss
+Term = tuple[int, int, Any, Tensor]
+"""Index of the text, level, weight and loss of one guessed token."""
 
 
 def divide_terms(divisor: str, terms: Sequence[Term], begins: Sequence[int]) -> Tensor:
-    """The weighted sum; each text has so many slots or anchors from which drafts begin."""
-    levels, texts = ([term[place] for term in terms] for place in (1, 0))
-    weights = sum(float(weight) for _, _, weight, _ in terms)
+    """Return the weighted sum of the terms; `begins` counts the positions of each text at which drafts begin."""
+    texts = [term[0] for term in terms]
+    levels = [term[1] for term in terms]
+    weights = sum(float(term[2]) for term in terms)
     total = torch.zeros((), dtype=torch.float64)
     for text, level, weight, loss in terms:
-        if divisor == "texts":
-            number = texts.count(text) * sum(begins) / begins[text]
-        else:
-            numbers = {
-                "slots": sum(begins),
-                "reached": len(terms),
-                "weights": weights,
-                "levels": levels.count(level),
-            }
-            number = numbers[divisor]
-        total = total + weight * loss / number
+        counts = {
+            "slots": sum(begins),
+            "reached": len(terms),
+            "weights": weights,
+            "levels": levels.count(level),
+            # texts count by their positions, however many levels these reach
+            "texts": texts.count(text) * sum(begins) / max(begins[text], 1),
+        }
+        total = total + weight * loss / counts[divisor]
     return total

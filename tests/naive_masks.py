@@ -1,10 +1,10 @@
 """P-EAGLE's loss from its formulas: each anchor alone, with its masks, in a dense causal pass over its text so far."""
 
-# T tokens of a text, m masks behind an anchor, R = a + 1 + m rows, L taps, H width, n heads, w of a head, D vocabulary
+# T tokens of a text, m masks after an anchor, R = a + 1 + m rows, L taps, H hidden, D vocabulary of the draft
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,38 +14,21 @@ from torch import Tensor
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example
 from tests.naive_divisors import Term, divide_terms
-from tests.naive_unroll import fused, law_loss, rms, sayable_ids, turned
-
-Weights = Mapping[str, Tensor]
-
-
-def heads_of(weights: Weights, layer: str, shape: Any, read: Tensor) -> list[Tensor]:
-    """Queries, keys and values [R, n, w]; row r stands at place r."""
-    parts = [F.linear(read, weights[f"{layer}self_attn.{name}_proj.weight"]) for name in "qkv"]
-    parts = [part.view(len(read), -1, shape.head_dim) for part in parts]
-    theta = shape.rope_parameters["rope_theta"]
-    return [
-        torch.stack([turned(row, at, theta) for at, row in enumerate(part)]) for part in parts[:2]
-    ] + parts[2:]
+from tests.naive_layers import Weights, attend, finish_block, project_heads, rms
+from tests.naive_unroll import fused, law_loss, sayable_ids
 
 
-def block(weights: Weights, number: int, shape: Any, read: Tensor, residual: Tensor) -> Tensor:
-    """[R, H], one block's output: every row sees the rows up to itself."""
-    layer, eps = f"layers.{number}.", shape.rms_norm_eps
-    query, key, value = heads_of(weights, layer, shape, read)
-    group = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
-    scores = torch.einsum("rnw,snw->nrs", query, key) / shape.head_dim**0.5
-    scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
-    seen = torch.einsum("nrs,snw->rnw", scores.softmax(-1), value).flatten(1)
-    x = residual + F.linear(seen, weights[layer + "self_attn.o_proj.weight"])
-    normed = torch.stack(
-        [rms(row, weights[layer + "post_attention_layernorm.weight"], eps) for row in x]
-    )
-    gate, up = (
-        F.linear(normed, weights[f"{layer}mlp.{name}_proj.weight"]) for name in ("gate", "up")
-    )
-    return x + F.linear(F.silu(gate) * up, weights[layer + "mlp.down_proj.weight"])
+def block(weights: Weights, index: int, shape: Any, read: Tensor, residual: Tensor) -> Tensor:
+    """Return [R, H], one block's output: every row sees the rows up to itself."""
+    layer = f"layers.{index}."
+    positions = range(len(read))
+    query = project_heads(weights, f"{layer}self_attn.q_", read, shape, positions=positions)
+    key = project_heads(weights, f"{layer}self_attn.k_", read, shape, positions=positions)
+    value = project_heads(weights, f"{layer}self_attn.v_", read, shape)
+    # masks are rows like any others: each sees those before it
+    causal = torch.ones(len(read), len(read), dtype=torch.bool).tril()
+    attention = attend(query, key, value, causal)
+    return finish_block(weights, layer, residual, attention, eps=shape.rms_norm_eps)
 
 
 def anchor_logits(
@@ -57,24 +40,37 @@ def anchor_logits(
     anchor: int,
     masks: int,
 ) -> Tensor:
-    """[1 + m, D] behind an anchor and its masks; the text is its tokens and its taps [T, L, H]."""
-    (tokens, taps), eps = text, shape.rms_norm_eps
+    """Return [1 + m, D], the logits of an anchor and its masks; the text is its tokens and its taps [T, L, H].
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        text: its tokens [T] and its taps [T, L, H].
+        frozen: the target's embedding and LM head.
+        anchor: the last position that is known.
+        masks: how many masks follow it.
+    """
+    tokens, taps = text
 
     def norm(rows: Tensor, name: str) -> Tensor:
-        return torch.stack([rms(row, weights[name], eps) for row in rows])
+        return rms(rows, weights[f"{name}.weight"], shape.rms_norm_eps)
 
+    # a mask reads the mask's token and a learned state in place of the target's
     read = torch.cat([tokens[1 : anchor + 2], torch.full((masks,), settings.mask_token)])
-    states = [*taps[: anchor + 1], *[weights["mask_hidden"].view(taps.shape[1:])] * masks]
+    mask_taps = weights["mask_hidden"].view(taps.shape[1:])
+    states = [*taps[: anchor + 1], *[mask_taps] * masks]
     hidden = torch.stack([fused(weights, settings, shape, state) for state in states])
-    normed = norm(hidden, "layers.0.hidden_norm.weight")
-    both = torch.cat(
-        [norm(frozen.embed(read).to(hidden.dtype), "layers.0.input_layernorm.weight"), normed],
-        dim=1,
-    )
-    x = block(weights, 0, shape, both, normed if settings.norm_before_residual else hidden)
-    for number in range(1, settings.blocks):
-        x = block(weights, number, shape, norm(x, f"layers.{number}.input_layernorm.weight"), x)
-    return F.linear(norm(x[anchor:], "norm.weight"), weights["lm_head.weight"])
+    embedded = frozen.embed(read).to(hidden.dtype)
+    normed = norm(hidden, "layers.0.hidden_norm")
+    both = torch.cat([norm(embedded, "layers.0.input_layernorm"), normed], dim=1)
+    residual = normed if settings.norm_before_residual else hidden
+    x = block(weights, 0, shape, both, residual=residual)
+    for index in range(1, settings.blocks):
+        # further blocks read the output of the one before, normed
+        normed = norm(x, f"layers.{index}.input_layernorm")
+        x = block(weights, index, shape, normed, residual=x)
+    return F.linear(norm(x[anchor:], "norm"), weights["lm_head.weight"])
 
 
 def loss(
@@ -85,19 +81,32 @@ def loss(
     frozen: TargetHead,
     counts: Sequence[Tensor],
 ) -> Tensor:
-    """The loss of the supervised slots and their masks, so many behind each.
+    """Return the loss of the supervised positions and of their masks, whose number `counts` has for each position.
 
-    Features are the taps and, last, what the teacher reads. What cannot be drafted counts nothing.
+    Features are the taps and, last, what the teacher reads. Tokens that cannot be drafted count nothing.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
+        counts: for each text how many masks each position has.
     """
-    ids, terms = sayable_ids(weights, frozen.weight.shape[0]), list[Term]()
-    for number, (text, masks) in enumerate(zip(texts, counts, strict=True)):
+    ids = sayable_ids(weights, frozen.weight.shape[0])
+    terms: list[Term] = []
+    for index, text in enumerate(texts):
+        known = (text.tokens, text.features[:, :-1])
         for anchor in text.loss_mask[2:].nonzero()[:, 0].tolist():
-            known = text.tokens, text.features[:, :-1]
-            logits = anchor_logits(
-                weights, settings, shape, known, frozen, anchor, int(masks[anchor])
+            masks = int(counts[index][anchor])
+            guesses = anchor_logits(
+                weights, settings, shape, known, frozen=frozen, anchor=anchor, masks=masks
             )
-            for depth, own in enumerate(logits):
-                wanted = frozen.logits(text.features[anchor + 1 + depth, -1])[ids]
-                counted = bool(torch.isin(text.tokens[anchor + 2 + depth], ids))
-                terms.append((number, depth, 1, law_loss(settings.loss, wanted, own) * counted))
-    return divide_terms(settings.divisor, terms, [int(text.loss_mask[2:].sum()) for text in texts])
+            # the anchor itself guesses the next token, each mask one further
+            for depth, logits in enumerate(guesses):
+                teacher = frozen.logits(text.features[anchor + 1 + depth, -1])[ids]
+                can_be_drafted = bool(torch.isin(text.tokens[anchor + 2 + depth], ids))
+                term = law_loss(settings.loss, teacher, logits) * can_be_drafted
+                terms.append((index, depth, 1, term))
+    begins = [int(text.loss_mask[2:].sum()) for text in texts]
+    return divide_terms(settings.divisor, terms, begins)

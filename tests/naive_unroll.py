@@ -1,6 +1,9 @@
-"""EAGLE-3's and HASS's losses from their formulas: one query at a time, over keys that are laid side by side for it."""
+"""EAGLE-3's and HASS's losses from their formulas: one query at a time, over keys that are collected for it alone.
 
-# T tokens of a text, L taps, H width, n heads, w of a head, M keys that one query sees, V vocabulary, D of the draft
+Tests plant faults by patching `place`, `seen`, `anchors_of`, `sayable_ids` and `hass_network` here.
+"""
+
+# T tokens of a text, L taps, H hidden, n heads, w of a head, M keys that one query sees, V vocabulary, D of the draft
 
 from __future__ import annotations
 
@@ -14,10 +17,13 @@ from torch import Tensor
 
 from eagle.core.drafter import TargetHead
 from eagle.core.examples import Example
+from tests.naive_layers import Weights as Weights
+from tests.naive_layers import finish_block, project_heads
+from tests.naive_layers import rms as rms
+from tests.naive_layers import turned as turned
 
-Weights = Mapping[str, Tensor]
 Enter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Embedding [H] and state [H] of one slot -> what its projections read, and what the block's output is added to."""
+"""Embedding [H] and state [H] of one position -> what its projections read, and what the output is added to."""
 Text = tuple[Tensor, Tensor]
 """Tokens [T], and what the head reads of the target at the first of them."""
 
@@ -33,114 +39,89 @@ class Network:
     steps: int
 
 
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm."""
-    return weight * x / (x.square().mean() + eps).sqrt()
-
-
-def turned(x: Tensor, position: int, theta: float) -> Tensor:
-    """x [n, w], each pair (j, j + w/2) turned by position * theta^(-2j/w); angles in fp32, as heads have them."""
-    half = x.shape[-1] // 2
-    angle = position * (1.0 / theta ** (torch.arange(half) * 2.0 / x.shape[-1]))
-    cosine, sine = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    return torch.cat(
-        [x[:, :half] * cosine - x[:, half:] * sine, x[:, half:] * cosine + x[:, :half] * sine],
-        dim=1,
-    )
-
-
 def projected(network: Network, read: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value [n, w] of one slot."""
-    theta, width = network.shape.rope_parameters["rope_theta"], network.shape.head_dim
-    layer, weights = "layers.0.self_attn.", network.weights
-    query, key, value = (
-        F.linear(
-            read, weights[f"{layer}{name}_proj.weight"], weights.get(f"{layer}{name}_proj.bias")
-        ).view(-1, width)
-        for name in "qkv"
-    )
-    if f"{layer}q_norm.weight" in weights:
-        query, key = (
-            torch.stack(
-                [
-                    rms(head, weights[f"{layer}{name}_norm.weight"], network.shape.rms_norm_eps)
-                    for head in heads
-                ]
-            )
-            for name, heads in (("q", query), ("k", key))
-        )
-    return turned(query, position, theta), turned(key, position, theta), value
+    """Return query, key and value [n, w] of one position."""
+    layer = "layers.0.self_attn."
+    query, key = [
+        project_heads(network.weights, f"{layer}{name}_", read[None], network.shape, [position])[0]
+        for name in "qk"
+    ]
+    value = project_heads(network.weights, f"{layer}v_", read[None], network.shape)[0]
+    return query, key, value
 
 
 def attended(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[n * w] of one query [n, w] over keys and values [M, fewer n, w], each of which serves several heads."""
+    """Return [n * w] of one query [n, w] over keys and values [M, fewer n, w], each of which serves several heads."""
     group = query.shape[0] // keys.shape[1]
     heads = []
+    # one softmax a head, over the keys of its group
     for head, row in enumerate(query):
-        law = (keys[:, head // group] @ row / len(row) ** 0.5).softmax(0)
-        heads.append(law @ values[:, head // group])
+        probs = (keys[:, head // group] @ row / len(row) ** 0.5).softmax(0)
+        heads.append(probs @ values[:, head // group])
     return torch.cat(heads)
 
 
 def output_of(network: Network, residual: Tensor, attention: Tensor) -> Tensor:
-    """[H], the rest of the block behind its attention."""
-    weights, layer = network.weights, "layers.0."
-    x = residual + weights[layer + "self_attn.o_proj.weight"] @ attention
-    normed = rms(x, weights[layer + "post_attention_layernorm.weight"], network.shape.rms_norm_eps)
-    gate, up = (weights[f"{layer}mlp.{name}_proj.weight"] @ normed for name in ("gate", "up"))
-    return x + weights[layer + "mlp.down_proj.weight"] @ (F.silu(gate) * up)
+    """Return [H], the block's output after its attention."""
+    eps = network.shape.rms_norm_eps
+    return finish_block(network.weights, "layers.0.", residual, attention, eps=eps)
 
 
 def place(anchor: int, step: int) -> int:
-    """Where a query stands: a step's as far behind its anchor as the tokens that were drafted before it."""
+    """Return the position of a query: a step's is as far after its anchor as tokens were drafted before it."""
     return anchor + step
 
 
 def seen(anchor: int, step: int) -> list[tuple[int, int]]:
-    """The keys that a query sees, as (slot, step): the true ones of its text so far, and those that it drafted."""
-    return [(slot, 0) for slot in range(anchor + 1)] + [
-        (anchor, drafted) for drafted in range(1, step + 1)
-    ]
+    """Return the keys that a query sees, as (position, step): the text's true ones so far, and those it drafted."""
+    true = [(position, 0) for position in range(anchor + 1)]
+    return true + [(anchor, drafted) for drafted in range(1, step + 1)]
 
 
 def unrolled(
     network: Network, embedded: Tensor, first: Sequence[Tensor], anchors: Mapping[int, int]
 ) -> dict:
-    """{(anchor, step): output [H]} of one text, for as many steps at each anchor as is said.
+    """Return {(anchor, step): output [H]} of one text, for as many steps at each anchor as `anchors` says.
 
-    `embedded` [T, H] are the text's tokens, `first` the true states of its slots.
+    `embedded` [T, H] are the text's tokens, `first` the true states of its positions.
+
+    Args:
+        network: the block, with what sets the method apart.
+        embedded: [T, H], the text's tokens.
+        first: [H] of each known position, its true state.
+        anchors: how many steps are drafted at each position.
     """
-    rows, outputs = {}, {}
-    for slot, state in enumerate(first):
-        rows[slot, 0] = projected(
-            network, network.enter(embedded[slot + 1], state)[0], place(slot, 0)
-        )
+    rows = {}
+    outputs = {}
+    for position, state in enumerate(first):
+        read, _ = network.enter(embedded[position + 1], state)
+        # keys and values of the true states, which all later positions see
+        rows[position, 0] = projected(network, read, place(position, 0))
     states = dict(enumerate(first))
     for step in range(max(anchors.values())):
-        for anchor in [anchor for anchor, steps in anchors.items() if step < steps]:
+        for anchor, steps in anchors.items():
+            if step >= steps:
+                continue
             read, residual = network.enter(embedded[anchor + 1 + step], states[anchor])
             rows[anchor, step] = projected(network, read, place(anchor, step))
-            query, keys, values = (
-                rows[anchor, step][0],
-                *(torch.stack([rows[at][part] for at in seen(anchor, step)]) for part in (1, 2)),
-            )
+            # the keys of a query, collected one by one: no mask is needed
+            query = rows[anchor, step][0]
+            keys = torch.stack([rows[at][1] for at in seen(anchor, step)])
+            values = torch.stack([rows[at][2] for at in seen(anchor, step)])
             outputs[anchor, step] = output_of(network, residual, attended(query, keys, values))
             states[anchor] = network.handed(outputs[anchor, step])
     return outputs
 
 
 def anchors_of(loss_mask: Tensor, sayable: Tensor, steps: int) -> dict[int, int]:
-    """How many steps count at each anchor: as long as every token named on the way is supervised and can be said."""
+    """Return how many steps count at each anchor: as long as all tokens so far are supervised and can be drafted."""
+    counts = loss_mask & sayable
     found = {}
     for anchor in range(len(loss_mask) - 2):
         if loss_mask[anchor + 2]:
-            named = range(anchor + 2, min(anchor + 2 + steps, len(loss_mask)))
-            wrong = [
-                step
-                for step, place in enumerate(named)
-                if not (loss_mask[place] and sayable[place])
-            ]
-            found[anchor] = wrong[0] if wrong else len(named)
+            # a run of counted tokens ends at the first gap
+            run = counts[anchor + 2 : anchor + 2 + steps].tolist()
+            found[anchor] = [*run, False].index(False)
     return found
 
 
@@ -149,50 +130,53 @@ def anchors_of(loss_mask: Tensor, sayable: Tensor, steps: int) -> dict[int, int]
 
 def eagle3_network(weights: Weights, settings: Any, shape: Any) -> Network:
     """Two norms, one for each half of what is read; the state is added to the output, normed or not."""
-    eps = shape.rms_norm_eps
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return rms(x, weights[f"{name}.weight"], shape.rms_norm_eps)
 
     def enter(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        normed = rms(state, weights["layers.0.hidden_norm.weight"], eps)
-        halves = [rms(embedding, weights["layers.0.input_layernorm.weight"], eps), normed]
-        return torch.cat(halves), normed if settings.norm_before_residual else state
+        normed = norm(state, "layers.0.hidden_norm")
+        both = torch.cat([norm(embedding, "layers.0.input_layernorm"), normed])
+        # the residual is the state, or its norm as in some checkpoints
+        return both, normed if settings.norm_before_residual else state
 
     def handed(output: Tensor) -> Tensor:
-        return rms(output, weights["norm.weight"], eps) if settings.norm_output else output
+        return norm(output, "norm") if settings.norm_output else output
 
-    return Network(weights, shape, enter, handed, settings.steps)
+    return Network(weights, shape, enter, handed=handed, steps=settings.steps)
 
 
 def fused(weights: Weights, settings: Any, shape: Any, taps: Tensor) -> Tensor:
-    """[H] from the taps [3, H] of one token."""
-    parts = list(taps)
+    """Return [H], from the taps [3, H] of one token."""
+    rows = list(taps)
     if settings.fc_norm:
-        parts = [
-            rms(part, weights[f"fc_norm.{i}.weight"], shape.rms_norm_eps)
-            for i, part in enumerate(parts)
-        ]
-    return weights["fc.weight"] @ torch.cat(parts)
+        eps = shape.rms_norm_eps
+        rows = [rms(row, weights[f"fc_norm.{i}.weight"], eps) for i, row in enumerate(rows)]
+    return weights["fc.weight"] @ torch.cat(rows)
 
 
 def law_loss(kind: str, wanted: Tensor, logits: Tensor) -> Tensor:
-    """From the target's logits and the head's, both [D]: cross-entropy, or what aims at acceptance."""
-    wanted, own = wanted.log_softmax(-1), logits.log_softmax(-1)
-    alpha = torch.minimum(wanted.exp(), own.exp()).sum()
+    """Return a loss from the target's logits and the head's, both [D]: cross-entropy, or one of acceptance."""
+    target = wanted.log_softmax(-1)
+    own = logits.log_softmax(-1)
+    alpha = torch.minimum(target.exp(), own.exp()).sum()  # the share of drafts that is accepted
     if kind == "acceptance":
         return -alpha.log()
     if kind == "hybrid":
         share = (-3 * alpha).exp().detach()
-        return share * (wanted.exp() * (wanted - own)).sum() + (1 - share) * (1 - alpha)
-    return -(wanted.exp() * own).sum()
+        return share * (target.exp() * (target - own)).sum() + (1 - share) * (1 - alpha)
+    return -(target.exp() * own).sum()
 
 
 def smooth_l1(output: Tensor, true: Tensor) -> Tensor:
-    """The mean of Huber's loss over the width."""
-    off = (output - true).abs()
-    return torch.where(off < 1, off.square() / 2, off - 0.5).mean()
+    """Return the mean of Huber's loss over the hidden dimension."""
+    error = (output - true).abs()
+    return torch.where(error < 1, error.square() / 2, error - 0.5).mean()
 
 
 def sayable_ids(weights: Weights, vocabulary: int) -> Tensor:
-    """[D], the target's ids of the draft vocabulary."""
+    """Return [D], the target's ids of the draft vocabulary."""
+    # d2t holds the distance from an id of the draft to the target's
     offsets = weights.get("d2t")
     return torch.arange(vocabulary) if offsets is None else torch.arange(len(offsets)) + offsets
 
@@ -205,53 +189,62 @@ def eagle3_states(
     frozen: TargetHead,
     anchors: Mapping[int, int],
 ) -> dict:
-    """{(anchor, step): what the LM head reads [H]} of one text: its tokens, and the taps [.., 3, H] that are known."""
+    """Return {(anchor, step): what the LM head reads [H]} of one text: its tokens, and the taps [.., 3, H] so far.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        text: its tokens [T] and the taps [.., 3, H] of those that are known.
+        frozen: the target's embedding and LM head.
+        anchors: how many steps count at each position.
+    """
     tokens, taps = text
     first = [fused(weights, settings, shape, row) for row in taps]
-    outputs = unrolled(
-        eagle3_network(weights, settings, shape), frozen.embed(tokens), first, anchors
-    )
-    return {
-        at: rms(output, weights["norm.weight"], shape.rms_norm_eps)
-        for at, output in outputs.items()
-    }
+    network = eagle3_network(weights, settings, shape)
+    outputs = unrolled(network, frozen.embed(tokens), first, anchors)
+    gain = weights["norm.weight"]
+    return {at: rms(output, gain, shape.rms_norm_eps) for at, output in outputs.items()}
 
 
-def eagle3_logits(
-    weights: Weights,
-    settings: Any,
-    shape: Any,
-    text: Text,
-    frozen: TargetHead,
-    anchors: Mapping[int, int],
-) -> dict:
-    """{(anchor, step): logits [D]}."""
-    states = eagle3_states(weights, settings, shape, text, frozen, anchors)
+def eagle3_logits(weights: Weights, *text_and_head: Any) -> dict:
+    """Return {(anchor, step): logits [D]}; the arguments are those of `eagle3_states`."""
+    states = eagle3_states(weights, *text_and_head)
     return {at: weights["lm_head.weight"] @ state for at, state in states.items()}
 
 
 def eagle3_loss(
     weights: Weights, settings: Any, shape: Any, texts: Sequence[Example], frozen: TargetHead
 ) -> Tensor:
-    """The sum over steps of decay^step times the loss there, over the number of anchors.
+    """Return the sum over steps of decay^step times the loss there, divided by the number of anchors.
 
     Features are the three taps and, last, what the teacher reads.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
     """
-    total, slots, ids = torch.zeros(()), 0, sayable_ids(weights, frozen.weight.shape[0])
+    total = torch.zeros(())
+    count = 0
+    ids = sayable_ids(weights, frozen.weight.shape[0])
     for text in texts:
         anchors = anchors_of(text.loss_mask, torch.isin(text.tokens, ids), settings.steps)
-        slots += len(anchors)
-        known = text.tokens, text.features[:-2, :3]
-        states = eagle3_states(weights, settings, shape, known, frozen, anchors) if anchors else {}
+        if not anchors:
+            continue
+        count += len(anchors)
+        known = (text.tokens, text.features[:-2, :3])
+        states = eagle3_states(weights, settings, shape, known, frozen=frozen, anchors=anchors)
+        # the head's state at anchor i and step s names token i + 2 + s, as the target's at i + 1 + s does
         for (anchor, step), state in states.items():
-            true = text.features[anchor + 1 + step, -1]
-            loss = law_loss(
-                settings.loss, frozen.logits(true)[ids], weights["lm_head.weight"] @ state
-            )
-            total = total + settings.decay**step * (
-                loss + settings.regression * smooth_l1(state, true)
-            )
-    return total / slots
+            teacher = text.features[anchor + 1 + step, -1]
+            logits = weights["lm_head.weight"] @ state
+            loss = law_loss(settings.loss, frozen.logits(teacher)[ids], logits)
+            loss = loss + settings.regression * smooth_l1(state, teacher)
+            total = total + settings.decay**step * loss
+    return total / count
 
 
 # -- HASS -------------------------------------------------------------------------------------------------------------
@@ -261,12 +254,11 @@ def hass_network(weights: Weights, settings: Any, shape: Any) -> Network:
     """EAGLE-1's: no norm on the way in, and no gradient from a step into the state that it reads."""
 
     def enter(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        joined = F.linear(
-            torch.cat([embedding, state]), weights["fc.weight"], weights.get("fc.bias")
-        )
+        both = torch.cat([embedding, state])
+        joined = F.linear(both, weights["fc.weight"], weights.get("fc.bias"))
         return joined, joined
 
-    return Network(weights, shape, enter, Tensor.detach, settings.steps)
+    return Network(weights, shape, enter, handed=Tensor.detach, steps=settings.steps)
 
 
 def hass_outputs(
@@ -277,23 +269,28 @@ def hass_outputs(
     frozen: TargetHead,
     anchors: Mapping[int, int],
 ) -> dict:
-    """{(anchor, step): predicted state [H]} of one text: its tokens, and the states [.., H] of those that are known."""
+    """Return {(anchor, step): predicted state [H]} of one text: its tokens, and the known states [.., H].
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        text: its tokens [T] and the states [.., H] of those that are known.
+        frozen: the target's embedding and LM head.
+        anchors: how many steps count at each position.
+    """
     tokens, states = text
-    return unrolled(
-        hass_network(weights, settings, shape), frozen.embed(tokens), list(states), anchors
-    )
+    network = hass_network(weights, settings, shape)
+    return unrolled(network, frozen.embed(tokens), list(states), anchors)
 
 
 def hass_logits(
-    weights: Weights,
-    settings: Any,
-    shape: Any,
-    text: Text,
-    frozen: TargetHead,
-    anchors: Mapping[int, int],
+    weights: Weights, settings: Any, shape: Any, text: Text, frozen: TargetHead, anchors: Any
 ) -> dict:
-    """{(anchor, step): logits [V]}, as `eagle3_logits`."""
-    outputs = hass_outputs(weights, settings, shape, (text[0], text[1][:, 0]), frozen, anchors)
+    """Return {(anchor, step): logits [V]}, as `eagle3_logits`."""
+    tokens, taps = text
+    known = (tokens, taps[:, 0])
+    outputs = hass_outputs(weights, settings, shape, known, frozen=frozen, anchors=anchors)
     return {at: frozen.logits(output) for at, output in outputs.items()}
 
 
@@ -305,29 +302,45 @@ def hass_loss(
     frozen: TargetHead,
     noise: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Regression, cross-entropy and the likeliest tokens' share of it at every step, over the number of anchors.
+    """Return regression, cross-entropy and the likeliest tokens' share of it at every step, divided by the anchors.
 
-    `noise` [T - 2, H] of each text is added to the true states that are read, not to those that are taught.
+    `noise` [T - 2, H] of each text is added to the true states that are read, not to those that are learned.
+
+    Args:
+        weights: the head's weights by name.
+        settings: the head's.
+        shape: the head's sizes.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
+        noise: what is added to each text's states; none without it.
     """
-    total, slots = torch.zeros(()), 0
-    for number, text in enumerate(texts):
+    total = torch.zeros(())
+    count = 0
+    for index, text in enumerate(texts):
         states = text.features[:, -1]
         anchors = anchors_of(text.loss_mask, torch.ones_like(text.loss_mask), settings.steps)
-        slots += len(anchors)
-        known = text.tokens, states[:-2] if noise is None else states[:-2] + noise[number]
-        outputs = hass_outputs(weights, settings, shape, known, frozen, anchors) if anchors else {}
+        if not anchors:
+            continue
+        count += len(anchors)
+        read = states[:-2] if noise is None else states[:-2] + noise[index]
+        known = (text.tokens, read)
+        outputs = hass_outputs(weights, settings, shape, known, frozen=frozen, anchors=anchors)
+        # a predicted state stands for the target's at the next position
         for (anchor, step), output in outputs.items():
             total = total + hass_loss_at(settings, output, states[anchor + 1 + step], frozen)
-    return total / slots
+    return total / count
 
 
 def hass_loss_at(settings: Any, output: Tensor, state: Tensor, frozen: TargetHead) -> Tensor:
-    """The weighted loss of one slot's prediction against the target's state."""
-    regression = smooth_l1(output, state)
-    law, own = frozen.logits(state).softmax(-1), frozen.logits(output).log_softmax(-1)
-    best = law.sort(descending=True).indices[: settings.top_k]
-    entropy, top = -(law * own).sum(), -(law[best] * own[best]).sum()
-    return settings.regression * regression + settings.cross_entropy * entropy + settings.top * top
+    """Return the weighted loss of one predicted state against the target's."""
+    probs = frozen.logits(state).softmax(-1)
+    log_probs = frozen.logits(output).log_softmax(-1)
+    # the top-k share of the cross-entropy, as HASS adds it
+    best = probs.sort(descending=True).indices[: settings.top_k]
+    entropy = -(probs * log_probs).sum()
+    top = -(probs[best] * log_probs[best]).sum()
+    regression = settings.regression * smooth_l1(output, state)
+    return regression + settings.cross_entropy * entropy + settings.top * top
 
 
 LOSSES = {"eagle3": eagle3_loss, "hass": hass_loss}

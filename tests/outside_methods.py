@@ -42,7 +42,8 @@ arms:
 LESS = "data.train=runs/tiny/data/train.jsonl data.limit=24 data.max_length=96 train.batch_size=4 train.max_steps=4 "
 LESS += "train.dtype=float32 eval.count=2 eval.max_new_tokens=8 features.store=runs/mine/features train.out=runs/mine"
 MINE = f"tiny/eagle1 {LESS} 'drafter={{kind: mine.py:Recurrent}}'"
-HEAD, TARGET = "runs/mine/head", "--target runs/tiny/target --max-new-tokens 4"
+HEAD = "runs/mine/head"
+TARGET = "--target runs/tiny/target --max-new-tokens 4"
 
 Run = Callable[[str], tuple[int, str]]
 """Runs `eagle` with these arguments; its status, and all that it said."""
@@ -53,6 +54,7 @@ def go_the_road(run: Run, folder: Path) -> None:
     for name, text in {"mine.py": METHOD, "again.py": LOOKUP, "arms.yaml": ARMS}.items():
         (folder / name).write_text(text)
 
+    # most commands must hold; what is refused has a run of its own
     def holds(line: str) -> str:
         status, said = run(line)
         assert status == 0, f"eagle {line}\n{said}"
@@ -63,13 +65,12 @@ def go_the_road(run: Run, folder: Path) -> None:
     assert (folder / HEAD / "method.py").read_text() == METHOD
     assert "| `recurrent` |" in holds(f"measure {MINE} --processes 2")
     said = holds("compare arms.yaml")
-    assert "mine" in said and "again" in said
+    assert "mine" in said
+    assert "again" in said
     status, said = run(f"generate {HEAD} Hello {TARGET}")
-    assert (
-        status == 1
-        and "would run code of its own: method.py there, which is the class Recurrent of mine.py"
-        in said
-    )
+    assert status == 1
+    code = "method.py there, which is the class Recurrent of mine.py"
+    assert f"would run code of its own: {code}" in said
     holds(f"generate {HEAD} Hello {TARGET} --trust-code")
     holds(f"--plugin mine.py generate {HEAD},again.py:Again Hello {TARGET}")
     second = f"train tiny/eagle1 {LESS} 'drafter={{kind: recurrent}}' train.out=runs/second"

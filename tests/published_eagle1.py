@@ -1,7 +1,10 @@
 """The published EAGLE-1 training step in plain PyTorch: what ours is compared with, in its figures and in its speed.
 
-Conversations padded to the longest, attention under a mask, logits at every slot; tensors named as in our head.
+Conversations are padded to the longest, attention has a mask, and every position has logits. Tensors are named as in
+our head.
 """
+
+# B sequences, T tokens of the longest, H hidden, n heads, w of a head, V vocabulary
 
 from __future__ import annotations
 
@@ -11,17 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from eagle.core.examples import Example
 
-Padded = tuple[
-    Tensor, Tensor, Tensor, Tensor
-]  # tokens [B, T], features [B, T, D], loss mask [B, T], lengths [B]
-
-
-def linears(**sizes: tuple[int, int]) -> nn.ModuleDict:
-    """Linear maps without bias, by name."""
-    return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+Padded = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Tokens [B, T], features [B, T, H], loss mask [B, T], lengths [B]."""
 
 
 class Layer(nn.Module):
@@ -29,52 +27,67 @@ class Layer(nn.Module):
 
     def __init__(self, shape: Any, normed: bool = False) -> None:
         super().__init__()
-        self.input_layernorm = (
-            nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps) if normed else nn.Identity()
+        hidden = shape.hidden_size
+        query = shape.num_attention_heads * shape.head_dim
+        key = shape.num_key_value_heads * shape.head_dim
+        self.input_layernorm = nn.Identity()
+        if normed:
+            self.input_layernorm = nn.RMSNorm(hidden, shape.rms_norm_eps)
+        # the names of transformers' own Llama layer
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(hidden, query, bias=False),
+                "k_proj": nn.Linear(hidden, key, bias=False),
+                "v_proj": nn.Linear(hidden, key, bias=False),
+                "o_proj": nn.Linear(query, hidden, bias=False),
+            }
         )
-        width, wide, self.head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
-        query, key = (
-            heads * shape.head_dim
-            for heads in (shape.num_attention_heads, shape.num_key_value_heads)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, shape.rms_norm_eps)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(hidden, shape.intermediate_size, bias=False),
+                "up_proj": nn.Linear(hidden, shape.intermediate_size, bias=False),
+                "down_proj": nn.Linear(shape.intermediate_size, hidden, bias=False),
+            }
         )
-        self.self_attn = linears(
-            q_proj=(width, query), k_proj=(width, key), v_proj=(width, key), o_proj=(query, width)
-        )
-        self.post_attention_layernorm = nn.RMSNorm(width, shape.rms_norm_eps)
-        self.mlp = linears(gate_proj=(width, wide), up_proj=(width, wide), down_proj=(wide, width))
+        self.head_dim = shape.head_dim
         self.theta = shape.rope_parameters["rope_theta"]
 
     def rotated(self, x: Tensor) -> Tensor:
-        """Rotary positions 0.. on [B, heads, T, width]."""
-        frequencies = self.theta ** -(
-            torch.arange(0, self.head_dim, 2, device=x.device).float() / self.head_dim
-        )
+        """Return [B, n, T, w], rotated by the positions 0, 1, .."""
+        # angles are made in fp32 and applied in the input's dtype
+        pair = torch.arange(0, self.head_dim, 2, device=x.device).float()
+        frequencies = self.theta ** -(pair / self.head_dim)
         angles = torch.arange(x.shape[2], device=x.device).float()[:, None] * frequencies
-        cosine, sine = (
-            torch.cat([table, table], -1).to(x.dtype) for table in (angles.cos(), angles.sin())
-        )
+        angles = torch.cat([angles, angles], -1)
         left, right = x.chunk(2, -1)
-        return x * cosine + torch.cat([-right, left], -1) * sine
+        swapped = torch.cat([-right, left], -1)
+        return x * angles.cos().to(x.dtype) + swapped * angles.sin().to(x.dtype)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """[B, T, D]."""
-        y = self.input_layernorm(x)
-        rows = (
-            self.self_attn[name](y).unflatten(-1, (-1, self.head_dim))
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
-        query, key, value = (row.transpose(1, 2) for row in rows)
-        query, key = self.rotated(query), self.rotated(key)
-        seen = F.scaled_dot_product_attention(
+        """Return [B, T, H]."""
+        normed = self.input_layernorm(x)
+        query, key, value = [
+            self.self_attn[f"{name}_proj"](normed)
+            .unflatten(-1, (-1, self.head_dim))
+            .transpose(1, 2)
+            for name in "qkv"
+        ]
+        query = self.rotated(query)
+        key = self.rotated(key)
+        # fewer heads of keys than of queries, where the shape says so
+        output = F.scaled_dot_product_attention(
             query, key, value, mask, enable_gqa=query.shape != key.shape
         )
-        x = x + self.self_attn["o_proj"](seen.transpose(1, 2).flatten(2))
-        y = self.post_attention_layernorm(x.to(self.post_attention_layernorm.weight.dtype))
-        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
+        x = x + self.self_attn["o_proj"](output.transpose(1, 2).flatten(2))
+        # the norm runs in the dtype of its weight, as under autocast
+        normed = self.post_attention_layernorm(x.to(self.post_attention_layernorm.weight.dtype))
+        gate = F.silu(self.mlp["gate_proj"](normed))
+        return x + self.mlp["down_proj"](gate * self.mlp["up_proj"](normed))
 
 
 class PublishedHead(nn.Module):
-    """The head that reads cat(embedding of token i + 1, feature i) at slot i."""
+    """The head that reads cat(embedding of token i + 1, feature i) at position i."""
 
     def __init__(self, shape: Any, bias: bool = True) -> None:
         super().__init__()
@@ -84,21 +97,23 @@ class PublishedHead(nn.Module):
     def forward(
         self, following: Tensor, features: Tensor, lengths: Tensor, embedding: Tensor
     ) -> Tensor:
-        """[B, T, D] predicted features from tokens shifted left by one and features that are not shifted."""
-        places = torch.arange(following.shape[1], device=following.device)
-        mask = (places[:, None] >= places) & (places < lengths[:, None])[:, None, None]
-        return self.layers[0](
-            self.fc(torch.cat([F.embedding(following, embedding), features], -1)), mask
-        )
+        """Return [B, T, H], predicted features, from tokens shifted left by one and features that are not shifted."""
+        position = torch.arange(following.shape[1], device=following.device)
+        causal = position[:, None] >= position
+        mask = causal & (position < lengths[:, None])[:, None, None]
+        both = torch.cat([F.embedding(following, embedding), features], -1)
+        return self.layers[0](self.fc(both), mask)
 
 
 def padded(examples: Sequence[Example], device: str | torch.device = "cpu") -> Padded:
-    """One batch of examples that carry one tap, as long as the longest."""
-    columns = zip(*((x.tokens, x.features[:, 0], x.loss_mask) for x in examples), strict=True)  # type: ignore[index]
-    tokens, features, mask = (
-        nn.utils.rnn.pad_sequence([*column], batch_first=True).to(device) for column in columns
+    """Return one batch of examples that carry one tap, as long as the longest."""
+    features = [example.features[:, 0] for example in examples if example.features is not None]
+    return (
+        pad_sequence([example.tokens for example in examples], batch_first=True).to(device),
+        pad_sequence(features, batch_first=True).to(device),
+        pad_sequence([example.loss_mask for example in examples], batch_first=True).to(device),
+        torch.tensor([len(example.tokens) for example in examples], device=device),
     )
-    return tokens, features, mask, torch.tensor([len(x.tokens) for x in examples], device=device)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
@@ -113,47 +128,69 @@ def published_loss(
     gate: str = "read",
     noise_seed: int | None = None,
 ) -> dict[str, Tensor]:
-    """Smooth-L1 + 0.1 cross-entropy of a padded batch, with the target's embedding and LM head matrices [V, D].
+    """Return Smooth-L1 + 0.1 cross-entropy of a padded batch.
 
-    A slot counts where the token that it reads is supervised (gate "read", as published) or the one it "predicted".
+    Args:
+        head: a published head.
+        batch: what `padded` returns.
+        embedding: the target's, [V, H].
+        weight: the target's LM head, [V, H].
+        gate: whether a position counts by the token that it "read", as published, or the one that it "predicted".
+        noise_seed: that of the noise on the features; without it there is none.
     """
     tokens, features, mask, lengths = batch
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    counted = _shifted(mask, {"read": 0, "predicted": 2}[gate]) & (places < lengths[:, None] - 1)
-    known, true, wide = (
-        features,
-        _shifted(features, 1),
-        torch.promote_types(features.dtype, torch.float32),
-    )
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    # the last position has no next token
+    supervised = _shifted(mask, {"read": 0, "predicted": 2}[gate])
+    counted = supervised & (position < lengths[:, None] - 1)
+    known = features
     if noise_seed is not None:
-        generator = torch.Generator(known.device).manual_seed(noise_seed)
-        noise = torch.empty_like(known).uniform_(-0.1, 0.1, generator=generator)
-        known = known + noise * (512 / lengths.to(known.dtype))[:, None, None]
+        # uniform noise, scaled by 512 over the length as published
+        generator = torch.Generator(features.device).manual_seed(noise_seed)
+        noise = torch.empty_like(features).uniform_(-0.1, 0.1, generator=generator)
+        known = features + noise * (512 / lengths.to(features.dtype))[:, None, None]
     predicted = head(_shifted(tokens, 1), known, lengths, embedding)
-    target_probs = F.linear(true, weight).detach().softmax(-1, dtype=wide)
-    entropy = -(target_probs * F.linear(predicted, weight).log_softmax(-1, dtype=wide)).sum(-1)
-    regression = F.smooth_l1_loss(predicted.to(wide), true.to(wide), reduction="none").mean(-1)
-    slots = counted.sum() + 1e-5
-    first, second = (counted * regression).sum() / slots, (counted * entropy).sum() / slots
-    return {"total": first + 0.1 * second, "regression": first, "cross_entropy": second}
+    # position i is compared with the feature at i + 1
+    true = _shifted(features, 1)
+    # losses are in fp32 at least
+    dtype = torch.promote_types(features.dtype, torch.float32)
+    target_probs = F.linear(true, weight).detach().softmax(-1, dtype=dtype)
+    log_probs = F.linear(predicted, weight).log_softmax(-1, dtype=dtype)
+    entropy = -(target_probs * log_probs).sum(-1)
+    error = F.smooth_l1_loss(predicted.to(dtype), true.to(dtype), reduction="none").mean(-1)
+    # as published: a batch without supervised tokens does not divide by zero
+    count = counted.sum() + 1e-5
+    regression = (counted * error).sum() / count
+    cross_entropy = (counted * entropy).sum() / count
+    total = regression + 0.1 * cross_entropy
+    return {"total": total, "regression": regression, "cross_entropy": cross_entropy}
 
 
 def published_optimizer(head: nn.Module) -> torch.optim.Optimizer:
-    """The published AdamW; the weight decay is torch's default."""
+    """Return the published AdamW; the weight decay is torch's default."""
     return torch.optim.AdamW(head.parameters(), lr=3e-5, betas=(0.9, 0.95))
 
 
 def published_step(
     loss: Any, optimizer: torch.optim.Optimizer, *, bf16: bool = True, clip: str = "value"
 ) -> float:
-    """One update from what `loss()` gives; gradients are clipped by value, as published, or by norm."""
+    """Take one update from what `loss()` returns; gradients are clipped by value, as published, or by norm.
+
+    Args:
+        loss: returns the losses of a batch.
+        optimizer: the published one.
+        bf16: whether the forward runs under autocast.
+        clip: gradients are clipped by "value", as published, or by "norm".
+    """
+    # the published loop: zero, autocast, backward, clip, step
     weights = optimizer.param_groups[0]["params"]
     optimizer.zero_grad()
     with torch.autocast(weights[0].device.type, torch.bfloat16, enabled=bf16):
         total = loss()["total"]
     total.backward()
-    nn.utils.clip_grad_value_(weights, 0.5) if clip == "value" else nn.utils.clip_grad_norm_(
-        weights, 0.5
-    )
+    if clip == "value":
+        nn.utils.clip_grad_value_(weights, 0.5)
+    else:
+        nn.utils.clip_grad_norm_(weights, 0.5)
     optimizer.step()
     return float(total.detach())

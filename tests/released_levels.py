@@ -1,10 +1,10 @@
 """Plain renderings of released heads that guess several tokens at once; tensors are named as in ours.
 
-Conversations padded to the longest, the logits of all levels at every slot side by side, the loss of each level on
-labels shifted by its own distance, those that are not supervised left out at the end.
+Conversations are padded to the longest. The logits of all levels at every position are made before any loss. Each level
+is compared with labels that are shifted by its own distance, and what is not supervised is left out at the end.
 """
 
-# B texts, T tokens of the longest, K levels, H width, V vocabulary
+# B sequences, T tokens of the longest, K levels, H hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -21,24 +21,31 @@ Head = dict[str, Any]
 
 
 def token_loss(logits: Tensor, tokens: Tensor, mask: Tensor, ahead: int) -> Tensor:
-    """Mean cross-entropy of [B, T, V], slot i against token i + `ahead`."""
+    """Return the mean cross-entropy of [B, T, V], position i against token i + `ahead`.
+
+    Args:
+        logits: [B, T, V] of one level.
+        tokens: [B, T].
+        mask: [B, T], which tokens are supervised.
+        ahead: the distance to the token that a position guesses.
+    """
+    # -100 is what cross_entropy leaves out
     labels = tokens.masked_fill(~mask, -100)[:, ahead:]
-    return F.cross_entropy(
-        logits[:, :-ahead].flatten(0, 1).float(), labels.flatten(), ignore_index=-100
-    )
+    guesses = logits[:, :-ahead].flatten(0, 1).float()
+    return F.cross_entropy(guesses, labels.flatten(), ignore_index=-100)
 
 
 def probs_loss(logits: Tensor, target_probs: Tensor, mask: Tensor, ahead: int) -> Tensor:
-    """Mean cross-entropy of [B, T, V], slot i against the target's probs [B, T, V] of token i + `ahead`."""
-    entropy = -(
-        target_probs[:, ahead - 1 : -1] * logits[:, :-ahead].log_softmax(-1, dtype=torch.float32)
-    ).sum(-1)
+    """Return the mean cross-entropy of [B, T, V], position i against the target's probs of token i + `ahead`."""
+    log_probs = logits[:, :-ahead].log_softmax(-1, dtype=torch.float32)
+    entropy = -(target_probs[:, ahead - 1 : -1] * log_probs).sum(-1)
+    # the mask is that of the token which a position guesses
     counted = mask[:, ahead:]
     return (entropy * counted).sum() / counted.sum()
 
 
 def shift_left(x: Tensor, by: int) -> Tensor:
-    """[B, T, ..], slot i holds what stood at i + `by`."""
+    """Return [B, T, ..], position i holds what stood at i + `by`."""
     return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], 1)
 
 
@@ -47,27 +54,25 @@ class Plain(nn.Module):
 
     def __init__(self, settings: Head) -> None:
         super().__init__()
-        self.settings, self.levels = settings, range(settings.get("levels", 0))
+        self.settings = settings
+        self.levels = range(settings.get("levels", 0))
 
     def logits(self, tokens: Tensor, states: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
-        """[K, B, T, V], from tokens [B, T] and the target's states [B, T, H]."""
+        """Return [K, B, T, V], from tokens [B, T] and the target's states [B, T, H]."""
         raise NotImplementedError
 
     def loss(self, batch: Padded, embedding: Tensor, weight: Tensor) -> Tensor:
-        """The levels' mean losses, summed: slot i of level d names token i + 2 + d."""
+        """Return the sum of the levels' mean losses: position i of level d names token i + 2 + d."""
         tokens, states, mask, lengths = batch
-        every = self.logits(tokens, states, lengths, embedding)
-        if self.settings["loss"] == "tokens":
-            return sum(
-                (token_loss(one, tokens, mask, 2 + d) for d, one in enumerate(every)),
-                torch.zeros(()),
-            )
-        with torch.no_grad():
-            target_probs = F.linear(states, weight).softmax(-1, dtype=torch.float32)
-        return sum(
-            (probs_loss(one, target_probs, mask, 2 + d) for d, one in enumerate(every)),
-            torch.zeros(()),
-        )
+        level_logits = self.logits(tokens, states, lengths, embedding)
+        # the labels are tokens, or the target's probs of them
+        labels = tokens
+        level_loss = token_loss
+        if self.settings["loss"] != "tokens":
+            labels = F.linear(states, weight).detach().softmax(-1, dtype=torch.float32)
+            level_loss = probs_loss
+        losses = [level_loss(row, labels, mask, 2 + d) for d, row in enumerate(level_logits)]
+        return torch.stack(losses).sum()
 
 
 class Medusa(Plain):
@@ -75,34 +80,35 @@ class Medusa(Plain):
 
     def __init__(self, shape: Any, settings: Head) -> None:
         super().__init__(settings)
-        width, layers = shape.hidden_size, range(settings["layers"])
-        self.blocks: Any = nn.ModuleList(
-            [nn.ModuleList([nn.Linear(width, width) for _ in layers]) for _ in self.levels]
-        )
-        self.heads = nn.ModuleList(
-            [nn.Linear(width, shape.vocab_size, bias=False) for _ in self.levels]
-        )
+        width = shape.hidden_size
+        self.blocks = nn.ModuleList()
+        self.heads = nn.ModuleList()
+        for _ in self.levels:
+            layers = [nn.Linear(width, width) for _ in range(settings["layers"])]
+            self.blocks.append(nn.ModuleList(layers))
+            self.heads.append(nn.Linear(width, shape.vocab_size, bias=False))
 
     def logits(self, tokens: Tensor, states: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
-        """Of every level from the state alone."""
-        every = []
+        """Return the logits of every level from the state alone."""
+        level_logits = []
         for blocks, head in zip(self.blocks, self.heads, strict=True):
+            # every level begins again from the target's state
             x = states
             for block in blocks:
                 x = x + F.silu(block(x))
-            every.append(head(x))
-        return torch.stack(every)
+            level_logits.append(head(x))
+        return torch.stack(level_logits)
 
 
 class Gated(nn.Linear):
-    """x + silu(Wx + b), or Rx + r + silu(Wx + b)."""
+    """x + silu(Wx + b), or Rx + r + silu(Wx + b) where more is read than returned."""
 
     def __init__(self, read: int, width: int) -> None:
         super().__init__(read, width)
         self.residual = nn.Identity() if read == width else nn.Linear(read, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H]."""
+        """Return [.., H]."""
         return self.residual(x) + F.silu(super().forward(x))
 
 
@@ -111,30 +117,33 @@ class Hydra(Plain):
 
     def __init__(self, shape: Any, settings: Head) -> None:
         super().__init__(settings)
-        width, layers = shape.hidden_size, range(1, settings["layers"])
+        width = shape.hidden_size
         self.layers = nn.ModuleList([Layer(shape, normed=True)])
         self.norm = nn.RMSNorm(width, shape.rms_norm_eps)
-        self.blocks: Any = nn.ModuleList(
-            [
-                nn.ModuleList(
-                    [Gated((d + 2) * width, width), *(Gated(width, width) for _ in layers)]
-                )
-                for d in self.levels
-            ]
-        )
-        self.heads = nn.ModuleList([nn.Linear(width, shape.vocab_size) for _ in self.levels])
+        self.blocks = nn.ModuleList()
+        self.heads = nn.ModuleList()
+        for d in self.levels:
+            # level d reads the state and d + 1 embeddings
+            layers = [Gated((d + 2) * width, width)]
+            layers += [Gated(width, width) for _ in range(1, settings["layers"])]
+            self.blocks.append(nn.ModuleList(layers))
+            self.heads.append(nn.Linear(width, shape.vocab_size))
 
     def logits(self, tokens: Tensor, states: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
-        """Dropout in front of every block and LM head."""
-        read = [self.norm(self.layers[0](states, seen_blocks(tokens, lengths, 1)))]
-        every = []
-        for d, (blocks, head) in enumerate(zip(self.blocks, self.heads, strict=True)):
+        """Return the logits, with dropout in front of every block and LM head."""
+        position = torch.arange(tokens.shape[1])
+        # [B, 1, T, T]: causal, and blind for padding
+        causal = position[:, None] >= position
+        mask = causal & (position < lengths[:, None])[:, None, None]
+        read = [self.norm(self.layers[0](states, mask))]
+        level_logits = []
+        for d in self.levels:
             read.append(F.embedding(shift_left(tokens, d + 1), embedding))
             x = torch.cat(read, -1)
-            for block in blocks:
+            for block in self.blocks[d]:
                 x = block(F.dropout(x, self.settings["dropout"]))
-            every.append(head(F.dropout(x, self.settings["dropout"])))
-        return torch.stack(every)
+            level_logits.append(self.heads[d](F.dropout(x, self.settings["dropout"])))
+        return torch.stack(level_logits)
 
 
 class MlpNorm(nn.Module):
@@ -142,11 +151,12 @@ class MlpNorm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H]."""
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) + self.bias
+        """Return [.., H]."""
+        return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6) + self.bias
 
 
 class MlpSpeculator(Plain):
@@ -154,104 +164,58 @@ class MlpSpeculator(Plain):
 
     def __init__(self, shape: Any, settings: Head) -> None:
         super().__init__(settings)
-        width, vocab = shape.hidden_size, shape.vocab_size
-        self.emb = nn.ModuleList([nn.Embedding(vocab, width) for _ in self.levels])
-        self.proj = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in self.levels])
-        self.ln = nn.ModuleList([MlpNorm(width) for _ in self.levels])
-        self.head = nn.ModuleList([nn.Linear(width, vocab, bias=False) for _ in self.levels])
+        width = shape.hidden_size
+        vocab = shape.vocab_size
+        self.emb = nn.ModuleList(nn.Embedding(vocab, width) for _ in self.levels)
+        self.proj = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in self.levels)
+        self.ln = nn.ModuleList(MlpNorm(width) for _ in self.levels)
+        self.head = nn.ModuleList(nn.Linear(width, vocab, bias=False) for _ in self.levels)
+        # after all levels the state and the tokens have equal shares of the variance
         kept = 0.5 ** (0.5 / len(self.levels))
         self.ratio = math.sqrt((1 - kept**2) * width / 2) / kept
 
     def logits(self, tokens: Tensor, states: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
-        """Of every stage, which the next continues."""
-        x, every = states, []
-        for d, (emb, proj, ln, head) in enumerate(
-            zip(self.emb, self.proj, self.ln, self.head, strict=True)
-        ):
-            x = F.gelu(ln(proj(x) + self.ratio * emb(shift_left(tokens, d + 1))))
-            every.append(head(x))
-        return torch.stack(every)
+        """Return the logits of every stage, which the next continues."""
+        # a stage hands its state to the next
+        x = states
+        level_logits = []
+        for d in self.levels:
+            token = self.emb[d](shift_left(tokens, d + 1))
+            x = F.gelu(self.ln[d](self.proj[d](x) + self.ratio * token))
+            level_logits.append(self.head[d](x))
+        return torch.stack(level_logits)
 
 
 class Blockwise(Plain):
-    """One hidden layer for all levels, the target's LM head, and the loss of a drawn level."""
+    """One hidden layer for all levels, the target's LM head, and the loss of a randomly chosen level."""
 
     def __init__(self, shape: Any, settings: Head) -> None:
         super().__init__(settings)
+        # as wide as the levels together, so that each has a share
         inner = len(self.levels) * shape.intermediate_size
         self.up = nn.Linear(shape.hidden_size, inner)
         self.down = nn.Linear(inner, len(self.levels) * shape.hidden_size)
 
     def loss(self, batch: Padded, embedding: Tensor, weight: Tensor) -> Tensor:
-        """The states of all levels, the logits of one."""
+        """Return the loss of one level, of which alone the logits are made."""
         tokens, states, mask, _ = batch
+        # all levels share one hidden layer, and each has a slice of its output
         changes = self.down(F.relu(self.up(states))).unflatten(-1, (len(self.levels), -1))
         d = int(torch.randint(len(self.levels), ()))
-        return token_loss(
-            F.linear((states[..., None, :] + changes)[..., d, :], weight), tokens, mask, 2 + d
-        )
-
-
-def seen_blocks(tokens: Tensor, lengths: Tensor, size: int) -> Tensor:
-    """[B, 1, T, T], slots in blocks that see themselves, what lies before them, and no padding."""
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    return (places[:, None] // size >= places // size) & (places < lengths[:, None])[:, None, None]
-
-
-class Gate(nn.Linear):
-    """An LSTM's cell from an empty state."""
-
-    def __init__(self, inputs: int, width: int) -> None:
-        super().__init__(inputs, 3 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., H]."""
-        enter, cell, leave = super().forward(x).chunk(3, dim=-1)
-        return leave.sigmoid() * (enter.sigmoid() * cell.tanh()).tanh()
+        logits = F.linear(states + changes[..., d, :], weight)
+        return token_loss(logits, tokens, mask, 2 + d)
 
 
 class Falcon(Plain):
-    """Slots in blocks of k that together guess the next k tokens; a first pass finds those that read their answers."""
+    """The tensors alone: its loss depends on where blocks begin, which ours draws by a seed of the text."""
 
     def __init__(self, shape: Any, settings: Head) -> None:
         super().__init__(settings)
         width = shape.hidden_size
-        self.gates = nn.ModuleList([Gate(2 * width, width), Gate(width, width)])
+        # two cells of an LSTM from an empty state, which need three gates
+        gates = [nn.Linear(2 * width, 3 * width), nn.Linear(width, 3 * width)]
+        self.gates = nn.ModuleList(gates)
         self.layers = nn.ModuleList([Layer(shape)])
-
-    def states(self, following: Tensor, known: Tensor, seen: Tensor, embedding: Tensor) -> Tensor:
-        """[B, T, H] guessed states, from the tokens behind each slot and the target's states."""
-        x = self.gates[0](torch.cat([F.embedding(following, embedding), known], -1))
-        return self.layers[0](self.gates[1](F.dropout(x, self.settings["dropout"])), seen)
-
-    def loss(self, batch: Padded, embedding: Tensor, weight: Tensor) -> Tensor:
-        """Smooth-L1 of the states and cross-entropy of the probs: slot i guesses state i + k."""
-        tokens, true, mask, lengths = batch
-        k, following, seen = (
-            self.settings["k"],
-            shift_left(tokens, 1),
-            seen_blocks(tokens, lengths, self.settings["k"]),
-        )
-        counted, answer = shift_left(mask, k + 1), shift_left(true, k)
-        known = true + torch.empty_like(true).uniform_(-0.1, 0.1) * (512 / lengths)[:, None, None]
-        with torch.no_grad():
-            target_probs = F.linear(answer, weight).softmax(-1, dtype=torch.float32)
-            guess = F.linear(self.states(following, known, seen, embedding), weight)
-            wrong = counted & (guess.argmax(-1) != target_probs.argmax(-1))
-            reads_answer = counted & (
-                torch.rand_like(true[..., 0])
-                < 0.45 * wrong.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True)
-            )
-        following, known = (
-            torch.where(reads_answer, shift_left(tokens, k + 1), following),
-            torch.where(reads_answer[..., None], answer, known),
-        )
-        states = self.states(following, known, seen, embedding)
-        regression = F.smooth_l1_loss(states.float(), answer, reduction="none").mean(-1)
-        entropy = -(
-            target_probs * F.linear(states, weight).log_softmax(-1, dtype=torch.float32)
-        ).sum(-1)
-        return ((regression + 0.1 * entropy) * counted).sum() / counted.sum()
 
 
 PLAIN: dict[str, type[Any]] = {

@@ -1,4 +1,4 @@
-"""Random models that see, with the processors that prepare images for them."""
+"""Random models with images as input, in folders with the processors that prepare images for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ QWEN_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-SPECIAL = {  # what a template prints for an image, its special tokens, and the one that images are merged into
+# what a template prints for an image, its special tokens, and the one that stands for an image's features
+SPECIAL = {
     "llava": ("<image>", ["<image>"], "<image>"),
     "llava_next": ("<image>", ["<image>"], "<image>"),
     "gemma3": (
@@ -71,35 +72,37 @@ class QwenImages:
     image_token = "<|image_pad|>"
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:
-        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
 
     def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
-        seen = self.image_processor(images[0], return_tensors="pt")
-        for grid in seen["image_grid_thw"]:
+        media = self.image_processor(images[0], return_tensors="pt")
+        prompt = text[0]
+        # each image's one token becomes as many as its merged patches
+        for grid in media["image_grid_thw"]:
             count = int(grid.prod()) // self.image_processor.merge_size**2
-            text = [text[0].replace(self.image_token, "\0" * count, 1)]
-        output = self.tokenizer([text[0].replace("\0", self.image_token)], **kwargs)
-        types = (
-            output["input_ids"] == self.tokenizer.convert_tokens_to_ids(self.image_token)
-        ).long()
-        return {**output, **seen, "mm_token_type_ids": types}
+            prompt = prompt.replace(self.image_token, "\0" * count, 1)
+        output = self.tokenizer([prompt.replace("\0", self.image_token)], **kwargs)
+        token = self.tokenizer.convert_tokens_to_ids(self.image_token)
+        types = (output["input_ids"] == token).long()
+        return {**output, **media, "mm_token_type_ids": types}
 
 
 def read_words(words_from: Path, name: str) -> Any:
-    """The tokenizer of a folder with a family's special tokens."""
+    """Return the tokenizer of a folder with a family's special tokens."""
     words = AutoTokenizer.from_pretrained(words_from)
     words.add_special_tokens({"additional_special_tokens": SPECIAL[name][1]})
     if name == "gemma3":
-        for key, token in zip(
-            ("boi_token", "eoi_token", "image_token"), SPECIAL[name][1], strict=True
-        ):
+        # which its processor asks the tokenizer for
+        names = ("boi_token", "eoi_token", "image_token")
+        for key, token in zip(names, SPECIAL[name][1], strict=True):
             setattr(words, key, token)
             setattr(words, f"{key}_id", words.convert_tokens_to_ids(token))
     return words
 
 
 def make_processor(name: str, words: Any) -> Any:
-    """A family's processor for images of 16 x 16 and more, with its image processors that need pillow alone."""
+    """Return a family's processor for images of 16 x 16 and more, with image processors that need only pillow."""
     if name == "llava":
         square = CLIPImageProcessorPil(**SQUARE)
         return LlavaProcessor(square, words, chat_template=TEMPLATE, image_token="<image>", **LLAVA)
@@ -119,12 +122,15 @@ def make_processor(name: str, words: Any) -> Any:
 
 
 def make_model(name: str, words: Any) -> PreTrainedModel:
-    """A random model of a family that knows these words."""
+    """Return a random model of a family with this vocabulary."""
+    # families that have the sizes of another
     known = {"idefics3": "smolvlm", "llava_next": "llava"}
     sizes: dict[str, Any] = copy.deepcopy(VISION_FAMILIES[known.get(name, name)])
     sizes["text_config"] |= {"vocab_size": len(words), "max_position_embeddings": 1024}
     token = words.convert_tokens_to_ids(SPECIAL[name][2])
-    sizes["image_token_index" if "image_token_index" in sizes else "image_token_id"] = token
+    # families name the key in two ways
+    key = "image_token_index" if "image_token_index" in sizes else "image_token_id"
+    sizes[key] = token
     for key, text in QWEN_TOKENS.items():
         if key in sizes:
             sizes[key] = words.convert_tokens_to_ids(text)

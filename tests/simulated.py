@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 NAME = "simgpu"
 ROOMS = tuple(str(Path(__file__).parent.parent / room) + "/" for room in ("eagle", "data_prep"))
 aten = torch.ops.aten
+# operations that copy between host and device
 COPIES = (aten._to_copy.default, aten.copy_.default)
 INDEXED = (
     "aten::index",
@@ -33,16 +34,23 @@ INDEXED = (
     "aten::_unsafe_index",
     "aten::_index_put_impl_",
 )
-WAITS = (  # for a value, or for as many entries as the values say
-    *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"),
-    *("aten::nonzero", "aten::masked_select", "aten::repeat_interleave", "aten::bincount"),
-    *("aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
+# operations that wait for a value, or for as many entries as the values say
+WAITS = (
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::repeat_interleave",
+    "aten::bincount",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
 )
-WHOLE = (
-    "aten::linear",
-    "aten::matmul",
-    "aten::scaled_dot_product_attention",
-)  # run undivided, as on a CPU
+# operations that run undivided, so that the CPU's own kernels give the same bits
+WHOLE = ("aten::linear", "aten::matmul", "aten::scaled_dot_product_attention")
+# the products that autocast runs in bf16
 REDUCED = (
     "mm",
     "bmm",
@@ -51,7 +59,7 @@ REDUCED = (
     "linear",
     "matmul",
     "scaled_dot_product_attention",
-)  # autocast's products
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +133,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if name not in WHOLE and func._can_decompose():
         return func.decompose(*args, **kwargs)
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    known: dict[int, Any] = {
-        id(tensor.values): tensor for tensor in given if isinstance(tensor, OnDevice)
-    }
+    on_side = [tensor for tensor in given if isinstance(tensor, OnDevice)]
+    known: dict[int, Any] = {id(tensor.values): tensor for tensor in on_side}
+    # a `device` says where the result is, else the arguments do
     device = kwargs.get("device")
     on_device = bool(known) if device is None else torch.device(device).type == NAME
     if func in COPIES:
@@ -137,12 +145,10 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     output = func(*tree_map(_values, args), **tree_map(_values, kwargs))
+    if not on_device:
+        return output
     # what was changed in place stays the tensor that it is
-    return (
-        tree_map(lambda leaf: known.get(id(leaf), _on_device(leaf)), output)
-        if on_device
-        else output
-    )
+    return tree_map(lambda leaf: known.get(id(leaf), _on_device(leaf)), output)
 
 
 def _values(leaf: Any) -> Any:
@@ -154,20 +160,23 @@ def _on_device(leaf: Any) -> Any:
 
 
 def _note_copy(func: Any, args: Any, kwargs: Any, on_device: bool) -> bool:
-    """Write a copy between the sides down; whether its result is on the device."""
+    """Record a copy between the sides; return whether its result is on the device."""
+    source = args[0]
+    does_not_wait = kwargs.get("non_blocking", False)
     if func is aten.copy_.default:
-        on_device, source, free = isinstance(args[0], OnDevice), args[1], len(args) > 2 and args[2]
-    else:
-        source, free = args[0], False
+        # copy_(destination, source, non_blocking)
+        on_device = isinstance(args[0], OnDevice)
+        source = args[1]
+        does_not_wait = does_not_wait or any(args[2:])
     if isinstance(source, OnDevice) != on_device:
-        waits = not (free or kwargs.get("non_blocking"))
-        kind = "wait" if waits else "upload" if on_device else "download"
-        note(kind, "upload" if on_device else "download", source.numel() * source.element_size())
+        direction = "upload" if on_device else "download"
+        kind = direction if does_not_wait else "wait"
+        note(kind, direction, source.numel() * source.element_size())
     return on_device
 
 
 def _note(name: str, args: Any, given: list[Tensor]) -> None:
-    """Write down what waits, and refuse tensors of both sides."""
+    """Record what waits, and refuse tensors of both sides."""
     hosted = [tensor for tensor in given if not isinstance(tensor, OnDevice)]
     if name in INDEXED:
         indices = [index for index in args[1] if index is not None]
@@ -178,19 +187,19 @@ def _note(name: str, args: Any, given: list[Tensor]) -> None:
         hosted = [tensor for tensor in hosted if not any(tensor is index for index in indices)]
     elif name in WAITS:
         note("wait", name)
-    if wrong := [
-        tuple(tensor.shape)
-        for tensor in hosted
-        if tensor.dim() or name in ("aten::cat", "aten::stack")
-    ]:
+    # numbers of the host go along, except where tensors are joined
+    joins = name in ("aten::cat", "aten::stack")
+    wrong = [tuple(tensor.shape) for tensor in hosted if tensor.dim() or joins]
+    if wrong:
         raise RuntimeError(
             f"expected all tensors of {name} to be on {NAME}, got the host's of shapes {wrong}"
         )
 
 
 def note(kind: str, op: str, size: int = 0) -> None:
-    """Write a crossing down, with the package's functions that lead to it."""
-    frame, callers = sys._getframe(), []
+    """Record a crossing, with the package's functions that lead to it, innermost first."""
+    callers = []
+    frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(ROOMS) and code.co_name[0] != "<":
@@ -202,7 +211,8 @@ def note(kind: str, op: str, size: int = 0) -> None:
 @contextmanager
 def crossings() -> Iterator[list[Crossing]]:
     """The crossings of a block of code."""
-    start, seen = len(LOG), list[Crossing]()
+    start = len(LOG)
+    seen: list[Crossing] = []
     yield seen
     seen += LOG[start:]
 
@@ -232,9 +242,8 @@ def _upload_of(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def make_and_copy(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != NAME:
             return make(data, device=device, **kwargs)
-        return (data if isinstance(data, Tensor) else make(data, **kwargs)).to(
-            device, kwargs.get("dtype")
-        )
+        made = data if isinstance(data, Tensor) else make(data, **kwargs)
+        return made.to(device, kwargs.get("dtype"))
 
     return make_and_copy
 
@@ -249,6 +258,7 @@ class _Generator(torch.Generator):
 def install() -> torch.device:
     """Register the device in this process, and return it."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
+    # all operations go through `run`, and under autocast through `_reduced` before
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -256,7 +266,8 @@ def install() -> torch.device:
     for name in REDUCED:
         products.impl(name, _reduced(getattr(aten, name).default), "AutocastPrivateUse1")
     KEPT.extend((everything, products))
-    torch.tensor, torch.as_tensor = _upload_of(torch.tensor), _upload_of(torch.as_tensor)
+    torch.tensor = _upload_of(torch.tensor)
+    torch.as_tensor = _upload_of(torch.as_tensor)
     torch.Generator = _Generator  # type: ignore[misc]
     return torch.device(NAME, 0)
 
@@ -267,14 +278,13 @@ def _reduced(func: Any) -> Callable[..., Any]:
 
     def product(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(outside):
-            dtype = torch.get_autocast_dtype(NAME)
-            return func(
-                *tree_map(lambda leaf: _cast(leaf, dtype), args),
-                **tree_map(lambda leaf: _cast(leaf, dtype), kwargs),
-            )
+            args, kwargs = tree_map(_cast, (args, kwargs))
+            return func(*args, **kwargs)
 
     return product
 
 
-def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, OnDevice) and leaf.dtype == torch.float32 else leaf
+def _cast(leaf: Any) -> Any:
+    if isinstance(leaf, OnDevice) and leaf.dtype == torch.float32:
+        return leaf.to(torch.get_autocast_dtype(NAME))
+    return leaf

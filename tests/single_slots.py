@@ -1,6 +1,6 @@
-"""Heads of several levels slot by slot: their loss, what each level knows, and the best trees by brute force."""
+"""Heads of several levels position by position: their loss, what each level knows, the best trees by enumeration."""
 
-# T tokens of a text, H width, V vocabulary
+# T tokens of a text, H hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ from tests.unrolled_heads import (
     apart,
     computed,
     frozen_head,
+    gradients_of,
     moved,
     texts_of,
 )
 
 LEVELS = 3
+FP64 = torch.float64
 Levels = Callable[[Weights, Any, Tensor, Sequence[int]], Iterator[Tensor]]
-"""Weights by name, settings, a state [H] and the tokens behind it -> logits [V] of one level after the other."""
+"""Weights by name, settings, a state [H] and the tokens after it -> logits [V] of one level after the other."""
 
 
 def new_head(shape: LlamaConfig = SHAPE, **settings: Any) -> Any:
-    """A head in fp64 with all its weights away from where they start."""
+    """Return a head in fp64 with all its weights away from where they start."""
     torch.manual_seed(2)
+    # checked as a recipe's settings are
     checked = settings_of({"levels": LEVELS, **settings}, "test")
     head = DRAFTERS[checked.kind].for_target(checked, shape, frozen_head(torch.float32))
     return moved(head).double().train()
@@ -45,92 +48,126 @@ def new_head(shape: LlamaConfig = SHAPE, **settings: Any) -> Any:
 def loop_over_slots(
     levels: Levels, weights: Weights, settings: Any, texts: list[Example], frozen: TargetHead
 ) -> Tensor:
-    """The loss from its definition: of a slot at all levels up to the first gap in what is supervised."""
-    total = torch.zeros((), dtype=torch.float64)
+    """Return the loss by definition: of each position, all levels up to the first gap in what is supervised.
+
+    Args:
+        levels: the method's levels, one logits after the other.
+        weights: the head's weights by name.
+        settings: the head's.
+        texts: the batch.
+        frozen: the target's embedding and LM head.
+    """
+    total = torch.zeros((), dtype=FP64)
+    count = 0
     for text in texts:
         assert text.features is not None
-        states, tokens = text.features[:, TAPS.index(-1)], text.tokens.tolist()
-        for place in (place for place in range(2, len(tokens)) if text.loss_mask[place]):
-            logits = levels(weights, settings, states[place - 2], tokens[place - 1 :])
-            for named in range(place, min(place + settings.levels, len(tokens))):
-                if not text.loss_mask[named]:
+        states = text.features[:, TAPS.index(-1)]
+        tokens = text.tokens.tolist()
+        for first in range(2, len(tokens)):
+            if not text.loss_mask[first]:
+                continue
+            count += 1
+            # a head knows the state before the root and all tokens up to the one that a level guesses
+            logits = levels(weights, settings, states[first - 2], tokens[first - 1 :])
+            for position in range(first, min(first + settings.levels, len(tokens))):
+                if not text.loss_mask[position]:
                     break
                 log_probs = next(logits).log_softmax(-1)
-                target_probs = frozen.logits(states[named - 1]).softmax(-1)
-                total -= (
-                    log_probs[tokens[named]]
-                    if settings.loss == "tokens"
-                    else (target_probs * log_probs).sum()
-                )
-    return total / sum(int(text.loss_mask[2:].sum()) for text in texts)
+                if settings.loss == "tokens":
+                    total -= log_probs[tokens[position]]
+                else:
+                    probs = frozen.logits(states[position - 1]).softmax(-1)
+                    total -= (probs * log_probs).sum()
+    return total / count
 
 
 def distance_from_loop(levels: Levels, head: Any) -> float:
-    """How far loss and gradients of training are from the loop's, in fp64."""
-    texts, frozen = texts_of(SPANS, torch.float64), frozen_head(torch.float64)
-    weights = {
-        name: tensor.detach().clone().requires_grad_() for name, tensor in head.state_dict().items()
-    }
-    weights_and_lm_head = {**weights, "frozen": frozen.weight}
-    loss = loop_over_slots(levels, weights_and_lm_head, head.settings, texts, frozen)
-    gradients = torch.autograd.grad(loss, list(weights.values()))
-    looped = {"total": loss.detach(), **dict(zip(weights, gradients, strict=True))}
-    return apart(head, computed(head, collate(texts, TAPS), frozen), looped)
+    """Return how far loss and gradients of training are from the loop's, in fp64."""
+    texts = texts_of(SPANS, FP64)
+    frozen = frozen_head(FP64)
+
+    def loop(weights: Weights) -> Tensor:
+        every = {**weights, "frozen": frozen.weight}
+        return loop_over_slots(levels, every, head.settings, texts, frozen=frozen)
+
+    return apart(head, computed(head, collate(texts, TAPS), frozen), gradients_of(head, loop))
 
 
 def knowledge(head: Any, slot: int = 5) -> list[tuple[set[int], set[int]]]:
-    """Of each level at one slot: the places of tokens and those of states whose change alters its logits."""
-    (text,), frozen = texts_of({14: [(2, 14)]}, torch.float64), frozen_head(torch.float64)
+    """Return for each level at one position: the positions of tokens and those of states that change its logits.
 
-    def guesses(batch: Batch) -> list[Tensor]:
-        with torch.no_grad():
-            return [
-                logits(states)[slot] for states, logits in head.draft_levels(batch, frozen, LEVELS)
-            ]
-
+    Args:
+        head: the head.
+        slot: the position in training whose logits are looked at.
+    """
+    frozen = frozen_head(FP64)
+    (text,) = texts_of({14: [(2, 14)]}, FP64)
     batch = collate([text], TAPS)
-    before, known = guesses(batch), [(set[int](), set[int]()) for _ in range(LEVELS)]
-    for place in range(len(batch.tokens)):
-        tokens, features = batch.tokens.clone(), batch.features.clone()
-        tokens[place] = (tokens[place] + 1) % SHAPE.vocab_size
-        features[place] += 1
-        for kind, changed in enumerate(
-            (replace(batch, tokens=tokens), replace(batch, features=features))
-        ):
-            for level, (one, other) in enumerate(zip(before, guesses(changed), strict=True)):
-                if not torch.equal(one, other):
-                    known[level][kind].add(place)
+
+    @torch.no_grad()
+    def guesses(batch: Batch) -> list[Tensor]:
+        levels = head.draft_levels(batch, frozen, LEVELS)
+        return [logits(states)[slot] for states, logits in levels]
+
+    # one change at a time: whatever moves a level's logits is known to it
+    before = guesses(batch)
+    known = [(set[int](), set[int]()) for _ in range(LEVELS)]
+    for position in range(len(batch.tokens)):
+        tokens = batch.tokens.clone()
+        tokens[position] = (tokens[position] + 1) % SHAPE.vocab_size
+        features = batch.features.clone()
+        features[position] += 1
+        changes = (replace(batch, tokens=tokens), replace(batch, features=features))
+        for kind, changed in enumerate(changes):
+            for level, logits in enumerate(guesses(changed)):
+                if not torch.equal(before[level], logits):
+                    known[level][kind].add(position)
     return known
 
 
 def best_paths(
     levels: Levels, head: Any, frozen: TargetHead, state: Tensor, root: int, nodes: int
 ) -> set[Any]:
-    """The likeliest paths under a root, among all paths that there are."""
-    weights, likelihoods = (
-        {**head.state_dict(), "frozen": frozen.weight},
-        dict[tuple[int, ...], float](),
-    )
+    """Return the likeliest paths under a root, by the likelihoods of all paths that there are.
+
+    Args:
+        levels: the method's levels, one logits after the other.
+        head: the head.
+        frozen: the target's embedding and LM head.
+        state: [H], the target's at the root.
+        root: a token.
+        nodes: how many paths are returned.
+    """
+    weights = {**head.state_dict(), "frozen": frozen.weight}
     vocabulary = range(head.shape.vocab_size)
+    # the likelihood of every node of the full tree, by the path to it
+    log_probs: dict[tuple[int, ...], float] = {}
     for path in product(vocabulary, repeat=head.levels):
         logits = levels(weights, head.settings, state, [root, *path])
         log_prob = 0.0
         for depth, token in enumerate(path, start=1):
             log_prob += next(logits).log_softmax(-1)[token].item()
-            likelihoods[path[:depth]] = log_prob
-    assert len(likelihoods) == sum(len(vocabulary) ** depth for depth in range(1, head.levels + 1))
-    return set(sorted(likelihoods, key=lambda path: -likelihoods[path])[:nodes])
+            log_probs[path[:depth]] = log_prob
+    assert len(log_probs) == sum(len(vocabulary) ** depth for depth in range(1, head.levels + 1))
+    ranked = sorted(log_probs, key=lambda path: -log_probs[path])
+    return set(ranked[:nodes])
 
 
 def drafted_paths(head: Any, frozen: TargetHead, state: Tensor, root: int, nodes: int) -> set[Any]:
-    """The paths of the tree that the head drafts behind a state, by plain probs."""
+    """Return the paths of the tree that the head drafts after a state, by plain probs.
+
+    Args:
+        head: the head.
+        frozen: the target's embedding and LM head.
+        state: [H], the target's at the root.
+        root: a token.
+        nodes: how many nodes the tree may have.
+    """
     features = torch.stack([torch.zeros_like(state), state])[:, None]
+    # sharpness 1 ranks nodes by their plain likelihoods
     budget = Budget(nodes, head.levels, nodes, sharpness=1.0)
-    tree = (
-        head.bind(frozen)
-        .begin(None)
-        .propose(Committed(torch.tensor([0, 1]), features, root), budget)
-    )
+    update = Committed(torch.tensor([0, 1]), features, root)
+    tree = head.bind(frozen).begin(None).propose(update, budget)
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens.tolist()[1:], tree.parents.tolist()[1:], strict=True):
         paths.append((*paths[parent], token))
@@ -138,12 +175,12 @@ def drafted_paths(head: Any, frozen: TargetHead, state: Tensor, root: int, nodes
 
 
 def small_target(vocab_size: int = 8) -> tuple[LlamaConfig, TargetHead, Tensor]:
-    """Sizes, a random LM head, and a state, with so few tokens that all paths can be gone through."""
+    """Return sizes, a random LM head and a state, with so few tokens that all paths can be enumerated."""
     torch.manual_seed(4)
-    shape = LlamaConfig(
-        **{**SHAPE.to_dict(), "vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 12}
-    )
-    output = torch.nn.Linear(16, vocab_size, bias=False, dtype=torch.float64).requires_grad_(False)
+    # 8 tokens and 3 levels make 584 paths
+    sizes = {"vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 12}
+    shape = LlamaConfig(**{**SHAPE.to_dict(), **sizes})
+    output = torch.nn.Linear(16, vocab_size, bias=False, dtype=FP64).requires_grad_(False)
     torch.nn.init.normal_(output.weight, std=0.5)
-    embedding = torch.nn.Embedding(vocab_size, 16, dtype=torch.float64).requires_grad_(False)
-    return shape, TargetHead(embedding, output), torch.randn(16, dtype=torch.float64)
+    embedding = torch.nn.Embedding(vocab_size, 16, dtype=FP64).requires_grad_(False)
+    return shape, TargetHead(embedding, output), torch.randn(16, dtype=FP64)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+# texts that a report must show as they are: markup, control characters, long words
 HOSTILE = (
     "<script>document.title='owned'</script>",
     "<img src=x onerror=\"document.title='owned'\">",
@@ -18,58 +19,93 @@ HOSTILE = (
     "e" + "\u0301\u0330" * 60,
     "<!-- ]]> &lt;script&gt; &#x3c;",
 )
+# conversations are of these in turn
 TASKS = (("mt_bench", "writing"), ("mt_bench", "maths"), ("gsm8k", None))
+# the chance that a level is accepted, and the number of levels
 RATES = {
     "ngram": (0.25, 4),
     "eagle1": (0.75, 5),
     "eagle1-chain": (0.7, 5),
-}  # chance per level, levels
+}
+# an answer in pieces, some of them drafted
 PIECES = ["The ", "quick ", "fox ", "copies ", "a ", "file", ".\n"]
 
 
 def answer(
     drafter: str, conversation: int, temperature: float, seed: int = 0, **changed: Any
 ) -> dict[str, Any]:
-    """One row; easy conversations are easy for every drafter."""
-    drawn = random.Random(ascii((drafter, conversation, temperature, seed)))
+    """Return one row; easy conversations are easy for every drafter.
+
+    Args:
+        drafter: one of RATES, or another, which has no drafts.
+        conversation: a number, which also chooses the task.
+        temperature: a higher one makes drafts worse.
+        seed: draws the cycles.
+        changed: fields that differ.
+    """
+    dice = random.Random(ascii((drafter, conversation, temperature, seed)))
     easy = random.Random(conversation).uniform(-0.15, 0.15) - 0.1 * temperature
     rate, levels = RATES.get(drafter, (0.0, 0))
-    cycles, left = [], 48
+    # cycles until 48 tokens after the prompt's own are committed
+    cycles = []
+    left = 48
     while left > 0:
-        cycles.append(cycle(drawn, min(levels, left - 1), rate + easy))
-        cycles[-1]["committed"] = min(cycles[-1]["committed"], left)
-        left -= cycles[-1]["committed"]
+        row = cycle(dice, min(levels, left - 1), rate + easy)
+        row["committed"] = min(row["committed"], left)
+        left -= row["committed"]
+        cycles.append(row)
     name, task = TASKS[conversation % len(TASKS)]
-    seconds = sum(sum(one["seconds"].values()) for one in cycles) + 0.02
+    seconds = sum(sum(row["seconds"].values()) for row in cycles) + 0.02
     return {
-        "run": "c0ffee00", "drafter": drafter, "set": name, "task": task, "conversation": str(conversation // 2),
-        "turn": conversation % 2, "temperature": temperature, "seed": seed, "tokens": 49, "finish": "length",
-        "seconds": seconds, "cpu_seconds": seconds, "identical": True, "loops": False, "text": "The quick fox",
-        "cycles": cycles, **changed,
-    }  # fmt: skip
+        "run": "c0ffee00",
+        "drafter": drafter,
+        "set": name,
+        "task": task,
+        "conversation": str(conversation // 2),
+        "turn": conversation % 2,
+        "temperature": temperature,
+        "seed": seed,
+        "tokens": 49,
+        "finish": "length",
+        "seconds": seconds,
+        "cpu_seconds": seconds,
+        "identical": True,
+        "loops": False,
+        "text": "The quick fox",
+        "cycles": cycles,
+        **changed,
+    }
 
 
-def cycle(drawn: random.Random, levels: int, rate: float) -> dict[str, Any]:
-    """One cycle of a tree with three ranks a level."""
+def cycle(dice: random.Random, levels: int, rate: float) -> dict[str, Any]:
+    """Return one cycle of a tree with three ranks a level."""
     path: list[int] = []
-    sure: list[list[Any]] = []
+    confidence: list[list[Any]] = []
     while len(path) < levels:
-        kept = drawn.random() < rate
-        sure.append([min(max(rate + drawn.uniform(-0.3, 0.3), 0.01), 0.99), kept])
-        if not kept:
+        accepted = dice.random() < rate
+        told = rate + dice.uniform(-0.3, 0.3)
+        confidence.append([min(max(told, 0.01), 0.99), accepted])
+        if not accepted:
             break
-        path.append(drawn.choices((0, 1, 2), (8, 2, 1))[0])
+        path.append(dice.choices((0, 1, 2), (8, 2, 1))[0])
     milliseconds = {"draft": 0.7 * levels, "target": 9 + 0.3 * levels, "verify": 0.3, "other": 0.2}
+    seconds = {part: ms / 1000 * dice.uniform(0.9, 1.1) for part, ms in milliseconds.items()}
+    # two nodes a level, whatever is accepted
     return {
-        "nodes": 2 * levels, "depth": levels, "accepted": len(path), "committed": len(path) + 1, "context": 200,
-        "seconds": {part: ms / 1000 * drawn.uniform(0.9, 1.1) for part, ms in milliseconds.items()},
-        "path": path, "confidence": sure,
-    }  # fmt: skip
+        "nodes": 2 * levels,
+        "depth": levels,
+        "accepted": len(path),
+        "committed": len(path) + 1,
+        "context": 200,
+        "seconds": seconds,
+        "path": path,
+        "confidence": confidence,
+    }
 
 
 def pieces(texts: Iterable[str] = PIECES) -> list[list[Any]]:
-    """Texts, two of three of them drafted."""
-    return [[text, place % 3 != 0] for place, text in enumerate(texts)]
+    """Return texts with whether each was drafted: two of three are."""
+    return [[text, index % 3 != 0] for index, text in enumerate(texts)]
 
 
 def write(
@@ -78,24 +114,26 @@ def write(
     temperatures: Iterable[float] = (0.0, 1.0),
     **header: Any,
 ) -> Path:
-    """A results file; two answers are in pieces, one of them hostile."""
-    made = {
+    """Write a results file; two answers are in pieces, one of them hostile."""
+    drafters = [*drafters]
+    budget = {"nodes": 8, "depth": 5, "top_k": 3, "paths": None, "draw": "noise"}
+    run = {
         "id": "c0ffee00",
         "target": "a/target",
         "machine": "x86_64, 1 threads",
         "commit": "abc1234",
         "date": "today",
+        "drafters": {name: {"head": f"runs/{name}", "budget": budget} for name in drafters},
+        **header,
     }
-    drafters = [*drafters]
-    budget = {"nodes": 8, "depth": 5, "top_k": 3, "paths": None, "draw": "noise"}
-    settings = {name: {"head": f"runs/{name}", "budget": budget} for name in drafters}
-    lines: list[dict[str, Any]] = [{"run": {**made, "drafters": settings, **header}}]
+    # easy conversations are the same for all drafters
+    rows = []
     for temperature in temperatures:
         for conversation in range(24):
-            lines += [answer(name, conversation, temperature) for name in ("none", *drafters)]
-    drafted = [line for line in lines if line.get("drafter") == drafters[-1]]
-    drafted[0] |= {"pieces": pieces(PIECES * 12)}
-    drafted[1] |= {"pieces": pieces(HOSTILE)}
+            rows += [answer(name, conversation, temperature) for name in ("none", *drafters)]
+    first, second, *_ = [row for row in rows if row["drafter"] == drafters[-1]]
+    first["pieces"] = pieces(PIECES * 12)
+    second["pieces"] = pieces(HOSTILE)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"run": run}, *rows)))
     return path

@@ -12,7 +12,7 @@ from eagle.device import ThreadsOfLongWork, choose_threads
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Leaves torch as it was."""
+    """Leave torch as it was."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -22,14 +22,15 @@ class Work:
     """Work that takes so long on so many threads, by a clock of its own."""
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
-        self.seconds, self.time = seconds, 0.0
+        self.seconds = seconds
+        self.time = 0.0
 
     def forward(self) -> None:
-        """What is timed."""
+        """Do the work, which takes the time that is known for this number of threads."""
         self.time += self.seconds(torch.get_num_threads())
 
     def clock(self) -> float:
-        """The seconds that all work has taken."""
+        """Return the seconds that all work has taken."""
         return self.time
 
 
@@ -49,12 +50,12 @@ def test_the_fastest_number_of_threads_is_chosen(
 ) -> None:
     """Of work whose time is known for each number; no more threads than torch had; a line tells of it."""
     torch.set_num_threads(most)
+    # a clock that only work moves: no machine is timed
     work = Work(seconds)
     assert choose_threads(work.forward, 0.1, work.clock) == expected
     assert torch.get_num_threads() == expected
-    assert capsys.readouterr().err.startswith(
-        f"threads: {expected} of {most}, by timing" if most > 1 else ""
-    )
+    told = f"threads: {expected} of {most}, by timing" if most > 1 else ""
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_long_work_is_timed_again_when_other_jobs_have_gone(
@@ -65,6 +66,7 @@ def test_long_work_is_timed_again_when_other_jobs_have_gone(
     busy = {"beside": True}
     work = Work(lambda count: 0.01 * count if busy["beside"] else 0.01 / count)
     load = {"now": 2.0}
+    # begun while another job runs: one thread is the fastest
     threads = ThreadsOfLongWork(work.forward, work.clock, lambda: load["now"])
     assert threads.settle() == 1
     busy["beside"] = False
@@ -91,6 +93,7 @@ def test_measurements_keep_their_threads_and_learn_of_faster_ones() -> None:
     work = Work(lambda count: 0.01 * count if busy["beside"] else 0.01 / count)
     load = {"now": 2.0}
     threads = ThreadsOfLongWork(work.forward, work.clock, lambda: load["now"], most=2)
+    # the other job ends, which nobody is told
     busy["beside"] = False
     assert threads.faster() is None  # within the minute
     work.time += 60
@@ -99,9 +102,9 @@ def test_measurements_keep_their_threads_and_learn_of_faster_ones() -> None:
     assert threads.faster() is None  # nothing says that anything has changed
     load["now"] = 3.0
     busy["beside"] = True
-    assert (
-        threads.faster() is None and torch.get_num_threads() == 1
-    )  # the one that is set is the fastest
+    # the number that is set is the fastest
+    assert threads.faster() is None
+    assert torch.get_num_threads() == 1
 
 
 def test_one_thread_is_not_timed() -> None:

@@ -41,6 +41,7 @@ def test_a_planted_link_is_judged(link: str, reason: str | None, tmp_path: Path)
     (tmp_path / "other.md").write_text(
         '# Two words, and `code`\n```bash\n# no heading\n```\n## Again\n## Again\n<a id="placed"></a>\n'
     )
+    # links in code are none, and pictures are links
     page = tmp_path / "page.md"
     page.write_text(f"# Here\n`[no](link.md)`\n\n[a link]({link}) and ![a picture](other.md)\n")
     assert check_documents([page]) == ([f"{page}:4: {link}: {reason}"] if reason else [])
@@ -72,6 +73,7 @@ def test_a_broken_link_of_the_site_is_seen(tmp_path: Path) -> None:
 def repeated_keys(text: str) -> list[str]:
     """The rows of tables of keys that name the same key of the same methods again."""
     repeated = []
+    # a table of keys begins with the words "key of"
     for table in re.findall(r"^\| key of .*\n(?:\|.*\n)+", text, re.MULTILINE):
         rows = [
             tuple(cell.strip() for cell in row.split("|")[1:3]) for row in table.splitlines()[2:]
@@ -92,6 +94,7 @@ def test_no_table_of_keys_names_one_twice() -> None:
 
 def test_every_page_has_a_place_in_the_navigation() -> None:
     """No page is left out."""
+    # every file name in the navigation, whatever its title
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
     pages = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(set(pages) - set(listed)) == []

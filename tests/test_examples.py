@@ -46,6 +46,7 @@ def checkout(
     (folder / "examples").mkdir()
     (folder / "docs").symlink_to(ROOT / "docs")
     (folder / "runs/demo/target").symlink_to(tiny_target_dir / "target")
+    # untrained: the notebooks must run, not be fast
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), tiny_target.config)
     save_head(folder / "runs/demo/eagle1/head", head, "", {})
     return folder
@@ -55,6 +56,7 @@ def checkout(
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_on_what_the_demo_leaves(path: Path, checkout: Path) -> None:
     """From the first cell to the last; each shows as much as it does in the repository."""
+    # by the same clean-up as `docs_build.notebooks` uses
     notebook = clean(run_notebook(path, checkout / "examples"))
     assert not find_faults(notebook)
     assert kinds(notebook) == kinds(read(path))
@@ -66,6 +68,7 @@ def test_a_cell_that_fails_is_seen(checkout: Path, tmp_path: Path) -> None:
     """Planted: an answer that differs, as a wrong drafter would make it."""
     path = shutil.copy(FOLDER / "own_method.ipynb", tmp_path)
     notebook = read(path)
+    # before the cell that compares the answer with plain decoding
     place = next(
         place for place, cell in enumerate(notebook.cells) if "assert trace.tokens" in cell.source
     )
@@ -119,6 +122,7 @@ def run_again(notebook: Any) -> None:
 )
 def test_a_planted_fault_is_named(plant: Callable[[Any], None], fault: str) -> None:
     """Each alone, in a notebook that has none."""
+    # one without faults, so that the planted one is all that is found
     notebook = copy.deepcopy(read(FOLDER / "quick_start.ipynb"))
     plant(notebook)
     (named,) = find_faults(notebook)
@@ -127,6 +131,7 @@ def test_a_planted_fault_is_named(plant: Callable[[Any], None], fault: str) -> N
 
 def test_the_readme_names_every_notebook() -> None:
     """Each has a line, and there is nothing else."""
+    # lines such as "- [name.ipynb](name.ipynb): what it shows"
     named = re.findall(
         r"^- \[(\w+\.ipynb)\]\(\1\): ", (FOLDER / "README.md").read_text(), re.MULTILINE
     )

@@ -38,6 +38,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_first_commands_run_in_a_clean_clone(line: str, last: str, clone: Path) -> None:
     """The main job, then the tests; the second uses what the first has installed."""
     assert line in commands(ROOT / "README.md")[:2]
+    # what a new shell of the reader's would have
     environment = {
         name: value
         for name, value in os.environ.items()

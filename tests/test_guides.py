@@ -1,6 +1,7 @@
-"""What the guides tell a reader to type: programs parse it, recipes load with its overrides, Python compiles.
+"""What the pages tell a reader to type: programs parse it, recipes load with its overrides, Python compiles.
 
-`python -m tests.test_guides` lists every command, and why those that are not run here are not.
+The guides also run, from the first command to the last. `python -m tests.test_guides` lists every command of theirs,
+and why those that are not run here are not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from eagle.shipped import find_recipe
 from eagle.target.target import Target
 from tests.documents import (
     GUIDES,
+    PAGES,
+    ROOT,
     as_call,
     blocks,
     check_call,
@@ -37,7 +40,7 @@ from tests.documents import (
 )
 from tests.seeing_folders import save_llava
 
-# programs of others, and why they are not run here
+# programs that are not parsed here, and why they are not run
 OTHERS = {
     "pip": "downloads packages",
     "git": "downloads the repository",
@@ -51,6 +54,8 @@ OTHERS = {
     "python -m vllm": "needs vLLM",
     "python -m sglang": "needs SGLang and a GPU",
     "python -m pytest": "the suite has run it",
+    "python -m tests.simulated_runs": "has a test of its own, and no parser",
+    "python -m tests.engines.engine_builds": "asks the package index",
 }
 # commands of this project that are checked and not run here, and why
 NOT_RUN = {
@@ -78,64 +83,64 @@ WITH_RECIPE = {
     "tune",
     "lossless",
 }
-HUB = "Qwen/Qwen2.5-0.5B-Instruct"  # the model of the reader, whose place the tiny one takes
-LESS = "data.limit=8 data.max_length=96 train.batch_size=4 train.accumulation=2 train.max_steps=2 train.dtype=float32 "
-LESS += "eval.count=1 eval.max_new_tokens=4"
-ANSWERS = (
-    "regenerate.source=my/questions.jsonl regenerate.endpoint=null regenerate.max_new_tokens=8 "
-)
-ANSWERS += "regenerate.keep_truncated=true"
-LESS_COMPARED = (
-    "tokens=1000 seeds=[0] recipe.data.limit=40 recipe.eval.count=2 recipe.eval.max_new_tokens=4"
-)
+HUB = "Qwen/Qwen2.5-0.5B-Instruct"  # the reader's model, which the tiny one stands in for
+LESS = """
+data.limit=8 data.max_length=96 train.batch_size=4 train.accumulation=2 train.max_steps=2 train.dtype=float32
+eval.count=1 eval.max_new_tokens=4
+"""
+LESS_WRITTEN = "regenerate.max_new_tokens=8 regenerate.keep_truncated=true"
+ANSWERS = f"regenerate.source=my/questions.jsonl regenerate.endpoint=null {LESS_WRITTEN}"
+LESS_COMPARED = """
+tokens=1000 seeds=[0] recipe.data.limit=40 recipe.eval.count=2 recipe.eval.max_new_tokens=4
+"""
 
 
 def program_of_others(line: str) -> str | None:
-    """The program of another project that a command calls, if it is one of those."""
+    """Return the program of another project that a command calls, if it is one of those."""
     line = " ".join(words_of(line))
     return next((name for name in OTHERS if f"{line} ".startswith((f"{name} ", f"{name}."))), None)
 
 
 def reason_not_to_run(line: str) -> str | None:
-    """Why a command is not run here; None if it is."""
-    if other := program_of_others(line):
+    """Return why a command is not run here; None if it is."""
+    other = program_of_others(line)
+    if other:
         return OTHERS[other]
-    return next((reason for part, reason in NOT_RUN.items() if part in line), None)
+    return next((reason for word, reason in NOT_RUN.items() if word in line), None)
 
 
 def check_page(page: Path, folder: Path) -> None:
     """Check every command of a page that is a program of this project."""
     written = {}
-    for number, (name, text) in enumerate(written_files(page).items()):
-        written[name] = folder / (name if name.endswith(".py") else f"{number}.yaml")
+    for index, (name, text) in enumerate(written_files(page).items()):
+        written[name] = folder / (name if name.endswith(".py") else f"{index}.yaml")
         written[name].write_text(text)
     for line in commands(page):
         if program_of_others(line) is None:
             check_call(as_call(line), written)
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*GUIDES, *PAGES], ids=lambda page: page.name)
 def test_commands_of_a_guide_are_accepted_by_their_programs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command is parsed by its program, and every recipe loads with the overrides beside it."""
+    """Every command is parsed by its program, every recipe loads with its overrides, and Python blocks compile."""
     monkeypatch.chdir(tmp_path)  # where the reader's own files lie
     known = set(DRAFTERS)
     check_page(page, tmp_path)
+    # a page may have the reader write a method
     for name in DRAFTERS.keys() - known:
         del DRAFTERS[name]
-
-
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_snippets_of_a_guide_compile(page: Path) -> None:
-    """Python blocks are Python."""
     for text in blocks(page, "python"):
         compile(text, page.name, "exec")
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", *(pytest.param(page, marks=pytest.mark.long) for page in GUIDES)],
+    ids=lambda page: page.name,
+)
 def test_a_guide_runs_from_its_first_command_to_its_last(
     page: Path, tiny_target_dir: Path, tiny_target: Target, tmp_path: Path
 ) -> None:
@@ -148,89 +153,98 @@ def test_a_guide_runs_from_its_first_command_to_its_last(
         if line.startswith("eagle prepare"):  # whose file the fixture wrote without settings
             (tmp_path / "runs/tiny/data/regenerated.jsonl").unlink(missing_ok=True)
         if line == "eagle demo":  # which leaves a store of features, too
-            run(["-m", *words_here("eagle extract tiny/demo", tmp_path)], tmp_path)
-        elif not reason_not_to_run(line):
+            line = "eagle extract tiny/demo"
+        if not reason_not_to_run(line):
             run(["-m", *words_here(line, tmp_path)], tmp_path)
     for text in blocks(page, "python"):
-        if (
-            "Drafter" not in text and "localhost" not in text
-        ):  # a method that the reader writes, a server
+        # neither a method that the reader writes nor a server
+        if "Drafter" not in text and "localhost" not in text:
             run(["-c", text.replace(HUB, "my/model")], tmp_path)
 
 
 def run(program: list[str], folder: Path) -> None:
     """Run a program to its end; a doctor may call a head broken, which is status 1."""
     done = subprocess.run(
-        [sys.executable, *program], cwd=folder, timeout=900, capture_output=True, text=True
+        [sys.executable, *program],
+        cwd=folder,
+        timeout=900,
+        stdin=subprocess.DEVNULL,  # where `eagle chat` reads that nothing is asked
+        capture_output=True,
+        text=True,
     )
-    fine = done.returncode == 0 or ("doctor" in program and "verdict:" in done.stdout)
-    assert fine, f"{shlex.join(program)}\n{done.stdout}{done.stderr}"
+    is_verdict = "doctor" in program and "verdict:" in done.stdout
+    printed = f"{shlex.join(program)}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0 or is_verdict, printed
 
 
 def give_the_readers_files(folder: Path, target: Target) -> None:
-    """The files that guides call the reader's own: a model and its adapter, questions, a head of another tool."""
-    mine, tiny = folder / "my", folder / "runs/tiny"
+    """Write what guides call the reader's own: models, adapters, questions, images, a published head."""
+    mine = folder / "my"
+    tiny = folder / "runs/tiny"
     mine.mkdir(exist_ok=True)
     for name in ("model", "base"):
         (mine / name).symlink_to(tiny / "target")
-    adapted = get_peft_model(
-        copy.deepcopy(target.model), LoraConfig(r=2, target_modules="all-linear")
-    )
+    # as good as adapters of the reader's, which have learned nothing either
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    adapted = get_peft_model(copy.deepcopy(target.model), lora)
     for name in ("adapter", "second-adapter"):
         adapted.save_pretrained(mine / name)
     records = (tiny / "data/heldout.jsonl").read_text().splitlines(keepends=True)
     for name, count in {"prompts": 6, "questions": 40, "conversations": 40}.items():
         (mine / f"{name}.jsonl").write_text("".join(records[:count]))
+    # a model with images, and conversations about eight of them
     save_llava(tiny / "target", mine / "seeing-model")
     (mine / "images").mkdir()
-    for number in range(8):
-        Image.new("RGB", (16 + 4 * number, 16), (30 * number, 90, 10)).save(
-            mine / f"images/{number}.png"
-        )
-    for name, first in {"seeing-questions": 0, "seeing-prompts": 6}.items():
-        seen = [seeing_record(number) for number in range(first, 8)]
-        (mine / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in seen))
-    head = Eagle3.for_target(
-        Eagle3.Settings(draft_vocab=256), target.config, target.head, [torch.arange(256)]
-    )
+    lines = []
+    for index in range(8):
+        image = Image.new("RGB", (16 + 4 * index, 16), (30 * index, 90, 10))
+        image.save(mine / f"images/{index}.png")
+        lines.append(json.dumps(seeing_record(index)) + "\n")
+    (mine / "seeing-questions.jsonl").write_text("".join(lines))
+    (mine / "seeing-prompts.jsonl").write_text("".join(lines[6:]))
+    # a head in the layout of another tool
+    settings = Eagle3.Settings(draft_vocab=256)
+    head = Eagle3.for_target(settings, target.config, target.head, [torch.arange(256)])
     save_head(folder / "made", head, "", {})
-    export(head.bind(target.head), target.config, "vllm", mine / "published-head", folder / "made")
+    head.bind(target.head)
+    export(head, target.config, "vllm", mine / "published-head", head=folder / "made")
 
 
-def seeing_record(number: int) -> dict[str, Any]:
-    """A conversation about an image."""
+def seeing_record(index: int) -> dict[str, Any]:
+    """Return a conversation about an image."""
     turns = [
         {"from": "human", "value": "<image>\nWhat do you see?"},
         {"from": "gpt", "value": "A colour."},
     ]
-    return {"id": str(number), "image": f"{number}.png", "conversations": turns}
+    return {"id": str(index), "image": f"{index}.png", "conversations": turns}
 
 
 def words_here(line: str, folder: Path) -> list[str]:
-    """A command with the tiny model in place of the reader's, less data, one process and no server."""
+    """Return a command with the tiny model in place of the reader's, less data, one process and no server."""
     words = [word.replace(HUB, "my/model") for word in words_of(line)]
-    words = words[2:] if words[0] == "python" else words
+    if words[0] == "python":
+        words = words[2:]
     if "--processes" in words:
         words[words.index("--processes") + 1] = "1"
-    stage = words[1] if words[0] == "eagle" else words[0]
+    # eagle VERB RECIPE, or -m MODULE RECIPE
+    stage, *arguments = words[1:] if words[0] == "eagle" else words
     if stage in ("compare", "eval.compare"):
         return [*words, *LESS_COMPARED.split()]
     if stage not in WITH_RECIPE:
         return words
-    name = words[2] if words[0] == "eagle" else words[1]
+    name = arguments[0]
     path = folder / name if (folder / name).is_file() else find_recipe(name)
+    recipe = path.read_text()
     less = LESS.split()
-    if "seeing-model" in path.read_text():
-        return [*words, *less, "regenerate.max_new_tokens=8", "regenerate.keep_truncated=true"]
-    is_tiny = (
-        str(name).removeprefix("recipes/").startswith("tiny/")
-        or "path: runs/tiny/target" in path.read_text()
-    )
-    if not is_tiny and "target.path=my/model" not in words:
+    if "seeing-model" in recipe:
+        return [*words, *less, *LESS_WRITTEN.split()]
+    is_tiny = name.removeprefix("recipes/").startswith("tiny/")
+    if not is_tiny and "path: runs/tiny/target" not in recipe:
         less.append("target.path=my/model")
     if "regenerate=null" not in words:
         less += ANSWERS.split()
-    if "kind: eagle3" in path.read_text():
+    # the tiny vocabulary is smaller than the usual draft vocabulary
+    if "kind: eagle3" in recipe:
         less.append("drafter.draft_vocab=256")
     return [*words, *less]
 
@@ -239,27 +253,25 @@ def words_here(line: str, folder: Path) -> list[str]:
 def test_messages_of_the_guides_are_the_projects_own() -> None:
     """A message in a text block of the troubleshooting page is one that the project prints."""
     known = messages_of_the_project()
-    shown = [
-        line
-        for page in GUIDES
-        if page.name == "troubleshooting.md"
-        for line in blocks(page, "text")
-    ]
-    assert [message for message in shown if message.strip() not in known] == []
+    shown = [line.strip() for line in blocks(ROOT / "docs/guides/troubleshooting.md", "text")]
+    assert shown
+    assert [message for message in shown if message not in known] == []
     assert "the target has lost its keys" not in known
+
+
+def page_of(line: str, folder: Path) -> Path:
+    """Return a page with one command."""
+    page = folder / "page.md"
+    page.write_text(f"```bash\n{line}  # a comment\n```\n")
+    return page
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "eagle regenerate tiny/eagle1 --forecast",
         "eagle recipes qwen3-8b/eagle3 --copy my/recipe.yaml",
-        "eagle extract tiny/eagle1 --verify",
-        "eagle train tiny/eagle1 --processes 2 train.lr=1e-3",
         "eagle train tiny/eagle1 --check drafter.fc_bias=true",
-        "eagle measure tiny/eagle1 --again 'eval.batch_size=[1, 4]'",
         "eagle compare recipes/compare/tiny.yaml --report",
-        "eagle export runs/head --target my/model --to vllm runs/vllm",
         "python -m data_prep.inspect_mask recipes/tiny/eagle1.yaml --count 3",
         "accelerate launch --num_processes 2 recipes/train_eagle.py recipes/tiny/eagle1.yaml --check",
         "VLLM_CPU_KVCACHE_SPACE=4 python -m vllm.entrypoints.openai.api_server --model my/model",
@@ -267,14 +279,13 @@ def test_messages_of_the_guides_are_the_projects_own() -> None:
 )
 def test_a_right_command_is_accepted(line: str, tmp_path: Path) -> None:
     """The checker takes what the programs take."""
-    page = tmp_path / "page.md"
-    page.write_text(f"```bash\n{line}  # a comment\n```\n")
-    check_page(page, tmp_path)
+    check_page(page_of(line, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(
     "line",
     [
+        # one letter wrong, each in another place
         "eagle prepare tiny/eagle1 --forcast",
         "eagle extract tiny/eagle1 features.dtyp=float8",
         "eagle train tiny/eagle1 drafter.stepps=3",
@@ -288,22 +299,18 @@ def test_a_right_command_is_accepted(line: str, tmp_path: Path) -> None:
 )
 def test_a_wrong_command_is_refused(line: str, tmp_path: Path) -> None:
     """The checker refuses unknown programs, verbs, options, recipes and keys."""
-    page = tmp_path / "page.md"
-    page.write_text(f"```bash\n{line}\n```\n")
     with pytest.raises((ValueError, SystemExit)):
-        check_page(page, tmp_path)
+        check_page(page_of(line, tmp_path), tmp_path)
 
 
 def test_a_command_may_name_a_file_that_the_page_has_written(tmp_path: Path) -> None:
     """YAML blocks that begin with `# PATH` and copies of recipes are files for the commands of their page."""
-    arms = "# my/arms.yaml\nrecipe: recipes/tiny/eagle1.yaml\narms:\n  a: {}\n"
     page = tmp_path / "page.md"
-    lines = [
-        "eagle recipes tiny/eagle1 --copy my/own.yaml",
-        "eagle train my/own.yaml \\",
-        "  train.lr=1e-3",
-    ]
-    page.write_text("\n".join(["```yaml", arms, "```", "```bash", *lines, "```\n"]))
+    page.write_text(
+        "```yaml\n# my/arms.yaml\nrecipe: recipes/tiny/eagle1.yaml\narms:\n  a: {}\n```\n"
+        "```bash\neagle recipes tiny/eagle1 --copy my/own.yaml\n"
+        "eagle train my/own.yaml \\\n  train.lr=1e-3\n```\n"
+    )
     assert list(written_files(page)) == ["my/arms.yaml"]
     assert commands(page)[1] == "eagle train my/own.yaml train.lr=1e-3"
     check_page(page, tmp_path)

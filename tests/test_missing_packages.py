@@ -117,34 +117,10 @@ def words(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("package", MISSING)
-def test_they_are_installed_here(package: str) -> None:
-    """Else the tests below would show nothing."""
-    assert package in entries_of(package)
-
-
-@pytest.mark.slow
-def test_they_are_missing_there(run_without: Callable[..., Any]) -> None:
-    """No import, no version and no look-up finds them, and accelerate takes them for missing."""
-    code = f"""
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-for package in {MISSING}:
-    for find, error in ((import_module, ModuleNotFoundError), (version, PackageNotFoundError)):
-        try:
-            find(package)
-        except error:
-            print(package, "is missing")
-    assert find_spec(package) is None
-from accelerate.utils import is_datasets_available, is_deepspeed_available, is_wandb_available
-assert not (is_datasets_available() or is_deepspeed_available() or is_wandb_available())
-import torch, transformers, safetensors
-"""
-    ended = run_without(code)
-    assert ended.returncode == 0, ended.stderr
-    lines = [f"{package} is missing" for package in MISSING]
-    assert sorted(ended.stdout.splitlines()) == sorted([*lines, *lines])
+def test_they_are_installed_here() -> None:
+    """Else the tests below would show nothing; that they are missing there, each refusal shows."""
+    for package in MISSING:
+        assert package in entries_of(package)
 
 
 @pytest.mark.slow
@@ -161,6 +137,7 @@ def test_what_needs_one_names_it(
     run_without: Callable[..., Any], words: list[str], tmp_path: Path
 ) -> None:
     """In one sentence, with what to install, and without a traceback."""
+    # the magic bytes are enough for a table
     (tmp_path / "chats.parquet").write_bytes(b"PAR1")
     ended = run_without(REFUSED, tmp_path / "chats.parquet", *words)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr

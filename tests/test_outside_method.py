@@ -24,6 +24,7 @@ def test_a_method_outside_goes_the_road_of_a_method_inside(
     (tmp_path / "runs/tiny").symlink_to(tiny_target_dir)
 
     def run(line: str) -> tuple[int, str]:
+        # the package from this checkout, the method from the folder
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "eagle", *shlex.split(line)]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -44,6 +44,7 @@ class Further(Example):
 
 def test_a_key_is_described() -> None:
     """Type, bounds, default and meaning; a class made from another describes the keys of both."""
+    # optional, bounded, with a default and a comment
     number = "- `x.number` (integer ≥ 1; default `3`): how many"
     assert recipe_keys.key_lines(Example, "x.") == [
         number,
@@ -76,6 +77,7 @@ def test_the_page_of_commands_is_what_help_prints() -> None:
 
 def test_the_comment_of_a_field_is_on_its_line_or_above() -> None:
     """Both are read, a longer one above whole, and none of a neighbour's."""
+    # comments of one line, of several above, and none
     lines = [
         "one: int  # of one",
         "# of two,",

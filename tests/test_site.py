@@ -58,6 +58,7 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
 def faults(tab: Tab, page: Path, width: int) -> list[str]:
     """What is wrong with a page at a width."""
     tab.open(page.as_uri(), width)
+    # a page that scrolls sideways is wider than its window
     wider = tab.evaluate(
         "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     )
@@ -105,6 +106,7 @@ def test_the_search_finds_a_phrase(site: Path, tab: Tab) -> None:
         tab.evaluate("document.querySelector('.md-search__input').focus()")
         tab.ask("Input.insertText", text="acceptance length")
         found = f"[...document.querySelectorAll('.md-search-result__link')].find(one => {HAS_PHRASE})?.href"
+        # the index is read in the page itself where no worker starts
         result = tab.wait_for(found)
         assert tab.problems() == []
         tab.open(result, 1280)

@@ -26,18 +26,20 @@ from recipes.train_eagle import main as train
 
 ROOT = Path(__file__).parent.parent
 RECIPE = str(ROOT / "recipes/tiny/eagle1.yaml")
-FIXTURE_SEED = "EAGLE_FIXTURE_SEED"  # pytest's option --fixture-seed, for this process and those that it begins
-BUSY = 8  # times as long as on an idle machine: a time limit ends what hangs, and tells nothing of speed
+# pytest's option --fixture-seed, for this process and those that it begins
+FIXTURE_SEED = "EAGLE_FIXTURE_SEED"
+# how much longer a busy machine may take: a time limit ends what hangs, and says nothing of speed
+BUSY = 8
 SPEEDS = ("tokens_per_second", "memory_gb")
 
 
 def fixture_seed() -> int:
-    """The seed of what fixtures train."""
+    """Return the seed of what fixtures train."""
     return int(os.environ.get(FIXTURE_SEED, 0))
 
 
 def prepared(target_dir: Path, folder: Path, *drafter: str) -> list[str]:
-    """The tiny recipe in fp32 over a store that is made here: six steps of four conversations an epoch."""
+    """Return the tiny recipe in fp32 over a store that is made here: six steps of four conversations an epoch."""
     command = [
         RECIPE,
         f"target.path={target_dir / 'target'}",
@@ -58,31 +60,30 @@ def prepared(target_dir: Path, folder: Path, *drafter: str) -> list[str]:
 
 
 def run(command: Sequence[str], out: Path, *overrides: str) -> Path:
-    """A run of one process, here."""
+    """Train in this process."""
     train([*command, f"train.out={out}", *overrides])
     return out
 
 
 def weights(out: Path, name: str = "last") -> dict[str, Tensor]:
-    """The tensors of a head that a run has left."""
+    """Return the tensors of a head that a run has left."""
     return load_file(out / name / "model.safetensors")
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of any weight."""
+    """Return the largest difference of any weight."""
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
 def equal(one: Path, other: Path, name: str = "last") -> bool:
-    """Whether two runs have left the same bytes."""
-    return (one / name / "model.safetensors").read_bytes() == (
-        other / name / "model.safetensors"
-    ).read_bytes()
+    """Return whether two runs have left the same bytes."""
+    files = [run / name / "model.safetensors" for run in (one, other)]
+    return files[0].read_bytes() == files[1].read_bytes()
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """The metrics of a run without what depends on the machine."""
+    """Return the metrics of a run without what depends on the machine."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in SPEEDS} for line in lines]
 
@@ -94,6 +95,7 @@ def poison(folder: Path, place: int) -> None:
     path = store.path(int(store.shards[number]))
     (part,) = store.parts
     ((start, stop),) = store.places[part.slots][number]
+    # a row in the middle of the example, behind the header of the safetensors file
     row = (start + stop) // 2
     data = bytearray(path.read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")
@@ -116,7 +118,7 @@ def free_port() -> int:
 
 
 def launched(config: str, *arguments: str, processes: int = 2) -> list[str]:
-    """The command line that a user gives for several processes."""
+    """Return the command line that a user gives for several processes."""
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     where = ["--num_processes", str(processes), "--main_process_port", str(free_port())]
     return [*accelerate, str(ROOT / f"recipes/accelerate/{config}.yaml"), *where, *arguments]
@@ -125,11 +127,17 @@ def launched(config: str, *arguments: str, processes: int = 2) -> list[str]:
 def finished(
     command: Sequence[str], *, seconds: int = 150, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command that has ended, with all that it said; its whole group is killed where it hangs.
+    """Return a command that has ended, with all that it printed; its whole group is killed where it hangs.
 
-    The seconds are those of an idle machine, at most.
+    `seconds` is the most that it takes on an idle machine.
+
+    Args:
+        command: its words.
+        seconds: the most that it takes on an idle machine.
+        env: further variables.
     """
     given = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    # a session of its own, so that all its processes can be killed together
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=given, cwd=ROOT, start_new_session=True, **pipes) as started:
         try:

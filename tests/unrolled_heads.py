@@ -1,7 +1,10 @@
-"""Small heads of EAGLE-3 and HASS with every switch, random texts for them, and their losses by the loop."""
+"""Small heads of EAGLE-3 and HASS with every switch, random texts for them, and their losses by the naive loop."""
+
+# B sequences, T tokens, H hidden
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,20 +32,16 @@ SHAPE = LlamaConfig(
     num_key_value_heads=2,
     head_dim=16,
 )
-NARROW = LlamaConfig(
-    **{**SHAPE.to_dict(), "head_dim": 12}
-)  # heads that together are as wide as the state
+# heads that together are as wide as the state
+NARROW = LlamaConfig(**{**SHAPE.to_dict(), "head_dim": 12})
 TAPS = (2, 4, 5, -1)
 # answers of many tokens, of one, at the end of a text, and none that a drafter could write
 SPANS = {17: [(3, 5), (6, 7), (8, 17)], 9: [(2, 4), (8, 9)], 8: [(0, 1)], 12: [(2, 12)]}
-ONE, ONE_FIRST = (
-    {30: [(6, 20), (29, 30)]},
-    4,
-)  # what no draft reaches stands between; the first anchor
-LONG = {
-    310: [(5, 8), (30, 175), (306, 310)],
-    12: [(4, 12)],
-}  # one run of more rows than attention reads at once
+# one text with a gap that no draft bridges, and its first anchor
+ONE = {30: [(6, 20), (29, 30)]}
+ONE_FIRST = 4
+# one run of more rows than attention reads at once
+LONG = {310: [(5, 8), (30, 175), (306, 310)], 12: [(4, 12)]}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3"},
     "eagle3 draft vocabulary": {"kind": "eagle3", "draft_vocab": True},
@@ -85,57 +84,69 @@ Weights = dict[str, Tensor]
 def causal_states(
     head: Any, tokens: Tensor, hidden: Tensor, start: int, frozen: TargetHead
 ) -> Tensor:
-    """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`."""
+    """Return [B, T, H], the states of one causal pass without a cache over slots that begin at position `start`.
+
+    Args:
+        head: the head.
+        tokens: [B, T].
+        hidden: [B, T, H], what the slots read beside the tokens.
+        start: the position of the first slot.
+        frozen: the target's embedding and LM head.
+    """
     positions = torch.arange(tokens.shape[1])[None]
     tables = rotary_tables(head.rotary, hidden, start + positions)
     mask = None
     if head.window is not None:
         mask = causal_mask(positions, tokens.shape[1], hidden.dtype, head.window)
-    states: Tensor = head.read(tokens, hidden, tables, mask, [None] * len(head.layers), frozen)
+    caches = [None] * len(head.layers)
+    states: Tensor = head.read(tokens, hidden, tables, mask, caches, frozen)
     return states
 
 
 def texts_of(spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> list[Example]:
-    """Random texts with random states of the target, answers where they are said."""
-    generator, made = torch.Generator().manual_seed(3), []
+    """Return random texts with random states of the target; `spans` has the answers of each length."""
+    generator = torch.Generator().manual_seed(3)
+    examples = []
     for length, answers in spans.items():
         mask = torch.zeros(length, dtype=torch.bool)
         for start, stop in answers:
             mask[start:stop] = True
-        features = torch.randn(
-            length, len(TAPS), SHAPE.hidden_size, generator=generator, dtype=dtype
-        )
-        # often of the low ids, so that the draft vocabulary covers much and not all
+        size = (length, len(TAPS), SHAPE.hidden_size)
+        features = torch.randn(size, generator=generator, dtype=dtype)
+        # low ids are frequent, so that the draft vocabulary covers much and not all
         tokens = (torch.rand(length, generator=generator) ** 3 * SHAPE.vocab_size).long()
-        made.append(Example(tokens, mask, features))
-    return made
+        examples.append(Example(tokens, mask, features))
+    return examples
 
 
 def frozen_head(dtype: torch.dtype) -> TargetHead:
-    """A random embedding and LM head, such that laws are neither flat nor certain."""
+    """Return a random embedding and LM head, whose probs are neither flat nor certain."""
     torch.manual_seed(1)
-    parts = nn.Embedding(97, 48, dtype=dtype), nn.Linear(48, 97, bias=False, dtype=dtype)
-    nn.init.normal_(parts[1].weight, std=0.3)
-    return TargetHead(*(part.requires_grad_(False) for part in parts))
+    embedding = nn.Embedding(97, 48, dtype=dtype)
+    output = nn.Linear(48, 97, bias=False, dtype=dtype)
+    nn.init.normal_(output.weight, std=0.3)
+    return TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
 
 
 def everywhere(lengths: list[int]) -> list[Example]:
-    """Such texts in fp32, all of them supervised."""
+    """Return such texts in fp32, all of them supervised."""
     texts = texts_of({length: [] for length in lengths}, torch.float32)
     return [replace(text, loss_mask=torch.arange(len(text.tokens)) >= 2) for text in texts]
 
 
 def draft_vocab(path: Path, vocab_size: int, size: int) -> Path:
-    """A file of so many tokens, more of the low ids, with gaps."""
+    """Write a draft vocabulary of so many tokens, more of the low ids, with gaps; return its file."""
+    # random counts added to falling ones: the most frequent are kept
     spread = torch.randint(vocab_size, (vocab_size,), generator=torch.Generator().manual_seed(4))
     save_draft_vocab(path, torch.arange(vocab_size, 0, -1) + spread, size, {})
     return path
 
 
 def moved(head: Any) -> Any:
-    """The head with all its weights away from where they start."""
+    """Return the head with all its weights away from where they start."""
     with torch.no_grad():
         for weight in head.parameters():
+            # norms and biases move more than matrices, which start random
             weight.add_(torch.randn_like(weight), alpha=0.3 if weight.ndim == 1 else 0.03)
     return head
 
@@ -147,38 +158,50 @@ def new_head(
     shape: LlamaConfig = SHAPE,
     **changes: Any,
 ) -> Any:
-    """A head of a variant, ready to train."""
+    """Return a head of a variant, ready to train.
+
+    Args:
+        folder: where a draft vocabulary is written.
+        name: a variant.
+        dtype: of all weights.
+        shape: the head's sizes.
+        changes: settings that differ from the variant's.
+    """
     values = {**VARIANTS[name], **changes}
     method: Any = Hass if values["kind"] == "hass" else Eagle3
     if values.get("draft_vocab"):
-        values["draft_vocab"] = str(
-            draft_vocab(folder / "draft_vocab.safetensors", SHAPE.vocab_size, 70)
-        )
+        file = draft_vocab(folder / "draft_vocab.safetensors", SHAPE.vocab_size, 70)
+        values["draft_vocab"] = str(file)
     torch.manual_seed(2)
-    return (
-        moved(method.for_target(method.Settings(**values), shape, frozen_head(torch.float32)))
-        .to(dtype)
-        .train()
-    )
+    head = method.for_target(method.Settings(**values), shape, frozen_head(torch.float32))
+    return moved(head).to(dtype).train()
 
 
-def rendered(head: Any, texts: list[Example], frozen: TargetHead) -> Weights:
-    """The total loss and the gradients of all weights by the loop."""
+def gradients_of(head: Any, loss_of: Callable[[Weights], Tensor]) -> Weights:
+    """Return a naive loss of the head's weights as `total`, and its gradients by the names of the weights."""
     weights = {name: tensor.detach().clone() for name, tensor in head.state_dict().items()}
+    # buffers such as d2t are integers
     learned = {
         name: tensor.requires_grad_()
         for name, tensor in weights.items()
         if tensor.is_floating_point()
     }
-    loss = naive_unroll.LOSSES[head.settings.kind](
-        weights, head.settings, head.shape, texts, frozen
-    )
+    loss = loss_of(weights)
     gradients = torch.autograd.grad(loss, list(learned.values()))
     return {"total": loss.detach(), **dict(zip(learned, gradients, strict=True))}
 
 
+def rendered(head: Any, texts: list[Example], frozen: TargetHead) -> Weights:
+    """Return the total loss and the gradients of all weights by the naive loop."""
+    loss = naive_unroll.LOSSES[head.settings.kind]
+    settings = head.settings
+    return gradients_of(
+        head, lambda weights: loss(weights, settings, head.shape, texts, frozen=frozen)
+    )
+
+
 def computed(head: Any, batch: Batch, frozen: TargetHead) -> Weights:
-    """The same as training computes them."""
+    """Return the total loss and the gradients of all weights as training computes them."""
     head.zero_grad()
     loss = head(batch, frozen)["total"]
     loss.backward()
@@ -189,15 +212,17 @@ def computed(head: Any, batch: Batch, frozen: TargetHead) -> Weights:
 
 
 def apart(head: Any, own: Weights, true: Weights) -> float:
-    """The largest difference of loss and gradients, each relative to its largest number."""
+    """Return the largest difference of loss and gradients, each relative to its largest number."""
     if not getattr(head.settings, "train_lm_head", True):
         true = {name: value for name, value in true.items() if name != "lm_head.weight"}
     assert own.keys() == true.keys()
-    found = [(own[name] - value).abs().max() / value.abs().max() for name, value in true.items()]
-    return float(torch.stack(found).max())  # which is not a number where one of them is not
+    errors = [(own[name] - value).abs().max() / value.abs().max() for name, value in true.items()]
+    # the maximum is not a number where one of them is not
+    return float(torch.stack(errors).max())
 
 
 def difference(head: Any, spans: dict[int, list[tuple[int, int]]], dtype: torch.dtype) -> float:
-    """Of training's loss and gradients from the loop's."""
-    texts, frozen = texts_of(spans, dtype), frozen_head(dtype)
+    """Return how far training's loss and gradients are from the loop's."""
+    texts = texts_of(spans, dtype)
+    frozen = frozen_head(dtype)
     return apart(head, computed(head, collate(texts, TAPS), frozen), rendered(head, texts, frozen))
