@@ -1,4 +1,4 @@
-"""A stage of `bench.gpu` whose units fail in every way that a unit can."""
+"""A stage of `bench.gpu` whose units fail in every way that a unit can fail."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ def units(context: Context) -> dict[str, Unit]:
             return {"line": "mended"}
         raise ValueError("a planted error")
 
+    # without an exception, as when the system kills a process
     def crash() -> Figures:
         print("the last words", file=sys.stderr, flush=True)
         os._exit(7)
 
     def hang() -> Figures:
+        # longer than any test waits
         time.sleep(600)
         return {"line": "too late"}
 
     def talk() -> Figures:
+        # what a unit prints goes to the log, and is not taken for its result
         print('{"line": "not a result"}')
         return {"line": "worked, though it printed"}
 

@@ -1,10 +1,10 @@
-"""Methods in files of their own, each with one fault, which the checks name; without it they hold."""
+"""Methods in files of their own, each with one fault, which the checks name."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,16 @@ from eagle.conformance.checks import Outcome, Trial, run_check
 from eagle.drafters import DRAFTERS
 from eagle.formats.export import EXPORTERS
 from eagle.formats.layout import Layout, tensors_of
-from tests.documents import blocks
+from tests.outside_methods import METHOD
 
-ROOT = Path(__file__).parent.parent.parent
-METHOD = next(
-    text
-    for text in blocks(ROOT / "docs/adding-a-method.md", "python")
-    if "class Recurrent(" in text
-)
+# lines of the method in docs/adding-a-method.md that faults replace
 GROWN = """return grow(
             update.root, frozen.logits(states)[0], level, budget, self.noise, self.length + 1
         )"""
 VALIDATED = (
     "return validate_batch(batch, states, ([frozen.logits] * deepest, frozen.logits), trees)"
 )
+STATES = "batch.select_taps(self.taps)[slots, 0]"
 MIXED = '''
 from eagle.core.drafter import EachText
 from eagle.core.row_errors import run_rows
@@ -39,66 +35,76 @@ class Mixed(EachText):
 
     def propose(self, updates, budgets):
         return run_rows(updates, lambda row: self.texts[min(self.texts)].propose(updates[row], budgets[row]))
+
+
 '''
-# what is written instead of what, the check that names it, and words of its sentence
-FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
-    "rooted elsewhere": (
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is replaced in the method, the check that must name it, and words of its sentence."""
+
+    changes: dict[str, str]
+    about: str
+    words: str
+
+
+def shifted_states(count: int) -> dict[str, str]:
+    """Return the change by which training reads states of later tokens."""
+    return {STATES: f"batch.select_taps(self.taps)[(slots + {count}) % len(batch.tokens), 0]"}
+
+
+FAULTS = {
+    "rooted elsewhere": Fault(
         {"update.root, frozen.logits": "update.root + 1, frozen.logits"},
         "a tree is rooted",
         "a tree is rooted at 8, expected 7",
     ),
-    "more nodes than the budget": (
+    "more nodes than the budget": Fault(
         {"level, budget, self.noise": "level, Budget(12, 4, 3), self.noise"},
         "a tree is rooted",
-        "with 3 nodes, 1 levels, top 3 a tree has 12 nodes behind its root, expected at most 3",
+        "a tree has 12 nodes behind its root, expected at most 3",
     ),
-    "kept on the drafter": (
+    "kept on the drafter": Fault(
         {
-            "return RecurrentText(self, noise)": "self.text = getattr(self, 'text', RecurrentText(self, noise))\n"
-            "        return self.text"
+            "return RecurrentText(self, noise)": (
+                "self.text = getattr(self, 'text', RecurrentText(self, noise))\n"
+                "        return self.text"
+            )
         },
         "begin forgets",
         "a second text is not drafted as if it were the first",
     ),
-    "looks into the future": (
-        {
-            "batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 3) % len(batch.tokens), 0]"
-        },
+    "looks into the future": Fault(
+        shifted_states(3),
         "sees no future",
         "or looks into the future",
     ),
-    "sees one state ahead": (
-        {
-            "batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 1) % len(batch.tokens), 0]"
-        },
+    "reads one state ahead": Fault(
+        shifted_states(1),
         "what is drafted",
         "training reads other states or tokens than drafting has",
     ),
-    "sees two states ahead": (
-        {
-            "batch.select_taps(self.taps)[slots, 0]": "batch.select_taps(self.taps)[(slots + 2) % len(batch.tokens), 0]"
-        },
-        "what is drafted",
-        "training reads other states or tokens than drafting has",
-    ),
-    "a level reads the token it guesses": (
+    "a level reads the token it guesses": Fault(
         {"places_behind(slots, step)": "places_behind(slots, step + (step > 1))"},
         "what is drafted",
         "chains that come to level 2",
     ),
-    "counts masked tokens": (
+    "counts masked tokens": Fault(
         {
-            "batch.loss_mask.nonzero()[:, 0].to(batch.tokens.device) - 2": "torch.arange(len(batch.tokens) - 6)"
+            "batch.loss_mask.nonzero()[:, 0].to(batch.tokens.device) - 2": (
+                "torch.arange(len(batch.tokens) - 6)"
+            )
         },
         "supervised tokens alone",
         "it counts what loss_mask leaves out",
     ),
-    "noise of the wrong place": (
+    "noise of the wrong position": Fault(
         {"self.noise, self.length + 1": "self.noise, self.length"},
         "noise is that of the places",
         "with the noise of the places [5, 6, 7], expected [6, 7, 8]",
     ),
-    "validation of means": (
+    "validation of means": Fault(
         {
             VALIDATED: VALIDATED.replace("return", "sums =")
             + "\n        return {key: value / len(batch.lengths) for key, value in sums.items()}"
@@ -106,124 +112,141 @@ FAULTS: dict[str, tuple[dict[str, str], str, str]] = {
         "validation adds up",
         "validate does not add up",
     ),
-    "a weight that is not saved": (
+    "a weight that is not saved": Fault(
         {
-            "        self.leave = nn": "        self.gain = torch.rand(shape.hidden_size)\n        self.leave = nn",
+            "        self.leave = nn": (
+                "        self.gain = torch.rand(shape.hidden_size)\n        self.leave = nn"
+            ),
             "return states + self.leave(": "return states * self.gain + self.leave(",
         },
         "from disk",
         "a head that was saved and loaded drafts",
     ),
-    "texts mixed up": (
+    "sequences mixed up": Fault(
         {
-            "class RecurrentText:": f"{MIXED}\n\nclass RecurrentText:",
+            "class RecurrentText:": f"{MIXED}class RecurrentText:",
             "    def begin(self": "    def open(self):\n        return Mixed(self)\n\n    def begin(self",
         },
         "side by side",
         "in a batch is drafted otherwise than alone",
     ),
-    "a bug": (
+    "a bug": Fault(
         {"        self.length += len(update.tokens)": "        self.lenght += len(update.tokens)"},
         "a tree is rooted",
         "AttributeError: 'RecurrentText' object has no attribute 'lenght'",
     ),
 }
-PROBS = (
-    "tree = "
-    + GROWN.removeprefix("return ")
-    + """
+# the probs of a draft are flat, whatever its tokens were sampled from
+FLAT_PROBS = Fault(
+    {
+        GROWN: "tree = "
+        + GROWN.removeprefix("return ")
+        + """
         if tree.draft_probs is not None:
             tree = dataclasses.replace(tree, draft_probs=torch.ones_like(tree.draft_probs) / tree.draft_probs.shape[-1])
-        return tree"""
+        return tree""",
+        "import torch\n": "import dataclasses\n\nimport torch\n",
+    },
+    "the target's law, at temperature 1, a fixed tree of 4 nodes",
+    "the target's law is changed",
 )
-SAMPLED = {GROWN: PROBS, "import torch\n": "import dataclasses\n\nimport torch\n"}
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """Methods of these files are in the registry as long as one test runs."""
+def only_own_methods() -> Iterator[None]:
+    """Forget the methods that a test registers."""
     names = set(DRAFTERS)
     yield
     for name in DRAFTERS.keys() - names:
         del DRAFTERS[name]
 
 
-def written(changes: dict[str, str], folder: Path) -> str:
-    """The file of the method with these changes, and its class."""
+def write_method(changes: dict[str, str], folder: Path) -> str:
+    """Write a file of the method with these changes; return the name of its class."""
     text = METHOD
     for old, new in changes.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
+    # a method of the same name in another text would be refused
+    DRAFTERS.pop("recurrent", None)
     (folder / "mine.py").write_text(text)
     return f"{folder / 'mine.py'}:Recurrent"
 
 
-def checked(changes: dict[str, str], about: str, folder: Path) -> list[Outcome]:
-    """The outcomes of the checks whose words these are."""
-    trial = Trial(written(changes, folder), folder)
-    return [run_check(check) for check in trial.checks() if re.search(about, check.about)]
+def check(
+    changes: dict[str, str],
+    about: str,
+    folder: Path,
+) -> list[Outcome]:
+    """Return the outcomes of the checks whose descriptions match."""
+    trial = Trial(write_method(changes, folder), folder)
+    return [run_check(one) for one in trial.checks() if re.search(about, one.about)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(fault: str, tmp_path: Path) -> None:
-    """By the check that it is for, in words that tell what was found; the method without it holds that check."""
-    changes, about, words = FAULTS[fault]
-    assert any(words in (outcome.fault or "") for outcome in checked(changes, about, tmp_path)), (
-        fault
-    )
-    DRAFTERS.pop("recurrent", None)
-    assert [outcome.fault for outcome in checked({}, about, tmp_path) if outcome.fault] == []
+def assert_named(fault: Fault, folder: Path) -> None:
+    """The check names the fault, and the method without it passes the check."""
+    # several checks may match, as one of each budget; one that finds the fault is enough
+    outcomes = check(fault.changes, fault.about, folder)
+    assert any(fault.words in (outcome.fault or "") for outcome in outcomes), outcomes
+    honest = check({}, fault.about, folder)
+    assert [outcome.fault for outcome in honest if outcome.fault] == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
+    """By the check that it is for, in words that tell what was found."""
+    assert_named(FAULTS[name], tmp_path)
+
+
+@pytest.mark.slow
+def test_probs_that_drafts_were_not_sampled_by_are_named(tmp_path: Path) -> None:
+    """They change the law of the target's output."""
+    assert_named(FLAT_PROBS, tmp_path)
 
 
 def test_an_export_that_loses_a_weight_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted in a layout of one's own, which holds all the others; the whole one passes."""
+    """An exporter that writes all weights passes."""
 
     def whole(head: Any, config: Any) -> Layout:
-        return Layout({"architectures": ["Recurrent"]}, tensors_of(head), "`my-engine`")
+        return Layout(
+            {"architectures": ["Recurrent"]},
+            tensors_of(head),
+            "`my-engine`",
+        )
 
     def torn(head: Any, config: Any) -> Layout:
         layout = whole(head, config)
-        return replace(
-            layout,
-            tensors={name: part for name, part in layout.tensors.items() if name != "enter.bias"},
-        )
+        # all the others are written
+        tensors = dict(layout.tensors)
+        del tensors["enter.bias"]
+        return replace(layout, tensors=tensors)
 
     monkeypatch.setitem(EXPORTERS, "mine", whole)
-    (outcome,) = checked({}, "every export", tmp_path)
-    assert outcome.fault is None and outcome.note == "written for mine"
+    (outcome,) = check({}, "every export", tmp_path)
+    assert outcome.fault is None
+    assert outcome.note == "written for mine"
     monkeypatch.setitem(EXPORTERS, "mine", torn)
-    (outcome,) = checked({}, "every export", tmp_path)
-    assert (
-        outcome.fault is not None
-        and "the export to mine loses the weights enter.bias" in outcome.fault
-    )
+    (outcome,) = check({}, "every export", tmp_path)
+    assert outcome.fault is not None
+    assert "the export to mine loses the weights enter.bias" in outcome.fault
 
 
 @pytest.mark.slow
-def test_probs_that_drafts_were_not_drawn_by_are_named(tmp_path: Path) -> None:
-    """They change the law of the target's output, which the honest method keeps."""
-    about = "the target's law, at temperature 1, a fixed tree of 4 nodes"
-    (wrong,) = checked(SAMPLED, about, tmp_path)
-    assert wrong.fault is not None and "the target's law is changed" in wrong.fault
-    DRAFTERS.pop("recurrent")
-    (honest,) = checked({}, about, tmp_path)
-    assert honest.fault is None
-
-
-@pytest.mark.slow
-def test_the_verb_tells_each_check_and_its_fault(
+def test_the_command_tells_each_check_and_its_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line a check, status 1 where one does not hold; a method without weights, and one of the package."""
-    for name in (written({}, tmp_path), "ngram"):
+    """A line a check, and status 1 where one fails; with weights and without."""
+    for name in (write_method({}, tmp_path), "ngram"):
         main(["check-method", name, "--fast"])
-        assert (
-            "FAULT" not in (said := capsys.readouterr().out) and "checks hold, as they must" in said
-        )
-    DRAFTERS.pop("recurrent")
+        printed = capsys.readouterr().out
+        assert "FAULT" not in printed
+        assert "checks hold, as they must" in printed
+    wrong = write_method(FAULTS["noise of the wrong position"].changes, tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(["check-method", written(FAULTS["noise of the wrong place"][0], tmp_path), "--fast"])
-    said = capsys.readouterr().out
-    assert ended.value.code == 1 and said.count("FAULT") >= 1 and "ok    validation adds up" in said
+        main(["check-method", wrong, "--fast"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "FAULT" in printed
+    assert "ok    validation adds up" in printed

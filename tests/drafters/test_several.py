@@ -1,180 +1,182 @@
-"""Several drafters in turn: the same output, and each of them drafts what it would draft alone."""
+"""Several drafters in turn: the output stays the same, and each drafts what it would alone."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import pytest
-import scipy.stats
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle import Budget, Sampling, Target, generate
+from eagle.conformance.drafting import check_law
+from eagle.conformance.own_answers import make_letters, reference
+from eagle.conformance.trial import make_head
 from eagle.core.drafter import Committed, Drafter, Noise
-from eagle.core.tree import PUBLISHED_TREE, DraftTree, chain_paths
-from eagle.core.verify import Choose, warp
+from eagle.core.tree import PUBLISHED_TREE, DraftTree
 from eagle.decoding.goodput import Goodput
-from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.several import FirstOf
-from tests.families import PlantedTrees, build, own_answer, own_logits, random_tokens
-
-SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=5)]
+from tests.families import PlantedTrees, build, own_answer, random_tokens
 
 
 def head_of(name: str, target: Target) -> Any:
-    """An untrained head, the same every time."""
-    torch.manual_seed(0)
-    method = DRAFTERS[name]
-    return method.for_target(settings_of({"kind": name}, "test"), target.config, target.head).bind(
-        target.head
-    )
+    """Return an untrained head, the same every time."""
+    return make_head(name, target).bind(target.head)
 
 
-class Heard(Drafter):
-    """A drafter, and what it was told and said."""
+class Recorded(Drafter):
+    """A drafter, with its updates and its trees."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.taps = inner, inner.taps
-        self.news: list[Committed] = []
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+        self.taps = drafter.taps
+        self.updates: list[Committed] = []
         self.trees: list[DraftTree] = []
 
     def begin(self, noise: Noise | None = None) -> Any:
-        """A new sequence."""
-        self.text = self.inner.begin(noise)
+        """Begin a sequence; its updates and trees follow those of the one before."""
+        self.text = self.drafter.begin(noise)
         return self
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """What the drafter says."""
-        self.news.append(news)
-        self.trees.append(self.text.propose(news, budget))
+    def propose(
+        self,
+        update: Committed,
+        budget: Budget,
+    ) -> DraftTree:
+        """Return the drafter's tree."""
+        self.updates.append(update)
+        self.trees.append(self.text.propose(update, budget))
         return self.trees[-1]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=0", "T=1"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["T=0", "T=1"]
+)
 def test_the_output_is_the_untouched_models(sampling: Sampling) -> None:
-    """Lookup first, then two heads that read different layers: both kinds speak, and each is told every token once.
-
-    A random target of 96 tokens says some of them again and others for the first time.
-    """
-    target, prompt, noise = (
-        Target(build("llama")),
-        random_tokens(20, seed=1),
-        Choose(sampling).noise,
-    )
-    lookup, head = Heard(NgramDrafter()), Heard(head_of("eagle3", target))
-    silent = Heard(head_of("eagle1", target))
-    several = FirstOf([lookup, head, silent])
-    assert several.taps == (*head.taps, *(tap for tap in silent.taps if tap not in head.taps))
-    noised = noise and (lambda at: noise([at], target.vocab_size, target.device)[0])
-    expected = own_answer(target.model, prompt, 16, None, noised)
-    for _ in range(2):  # `begin` forgets
-        lookup.news.clear(), head.news.clear(), head.trees.clear(), lookup.trees.clear()
-        trace = generate(target, several, prompt, sampling=sampling, max_new_tokens=16, stop=[])
-        assert trace.tokens == expected
-        spoken = [tree for tree in lookup.trees if len(tree) > 1]
-        assert 0 < len(spoken) < len(lookup.trees) and len(head.trees) == len(lookup.trees) - len(
-            spoken
+    """Lookup and then two heads, each of which reads every token at most once."""
+    target = Target(build("llama"))
+    # of 96 random tokens some occur again, so that lookup drafts now and then
+    prompt = random_tokens(20, seed=1)
+    expected = reference(target, prompt, sampling, 16)
+    lookup = Recorded(NgramDrafter())
+    head = Recorded(head_of("eagle3", target))
+    never_asked = Recorded(head_of("eagle1", target))
+    several = FirstOf([lookup, head, never_asked])
+    further_taps = [tap for tap in never_asked.taps if tap not in head.taps]
+    assert several.taps == (*head.taps, *further_taps)
+    # the second answer must not depend on the first
+    for _ in range(2):
+        for drafter in (lookup, head):
+            drafter.updates.clear()
+            drafter.trees.clear()
+        trace = generate(
+            target,
+            several,
+            prompt,
+            sampling=sampling,
+            max_new_tokens=16,
+            stop=[],
         )
-        for heard in (lookup, head):
-            said = torch.cat([news.tokens for news in heard.news]).tolist()
-            assert (
-                said == [*prompt, *expected][: len(said)]
-                and heard.news[-1].root == (prompt + expected)[len(said)]
-            )
-    assert not silent.news
+        assert trace.tokens == expected
+        silent = [tree for tree in lookup.trees if len(tree) == 1]
+        assert 0 < len(silent) < len(lookup.trees)
+        assert len(head.trees) == len(silent)
+        for drafter in (lookup, head):
+            # each token once, in order
+            read = torch.cat([update.tokens for update in drafter.updates]).tolist()
+            whole = [*prompt, *expected]
+            assert read == whole[: len(read)]
+            assert drafter.updates[-1].root == whole[len(read)]
+    assert not never_asked.updates
 
 
-class Moody(PlantedTrees):
-    """Knows the answer, and says nothing where the text has an even length."""
+class EverySecond(PlantedTrees):
+    """A drafter that knows the answer, and drafts nothing after an even number of tokens."""
 
-    def propose(self, news: Committed, budget: Budget) -> DraftTree:
-        """Two right tokens, or none."""
-        self.read += len(news.tokens)
-        right = self.text[self.read + 1 :][: min(2, budget.depth)] if self.read % 2 else []
-        return DraftTree.chain([news.root, *right])
+    def propose(
+        self,
+        update: Committed,
+        budget: Budget,
+    ) -> DraftTree:
+        """Return a chain of at most two right tokens."""
+        self.read += len(update.tokens)
+        right = []
+        if self.read % 2:
+            right = self.text[self.read + 1 :][: min(2, budget.depth)]
+        return DraftTree.chain([update.root, *right])
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 def test_a_head_drafts_what_it_would_alone(name: str, tiny_target: Target) -> None:
-    """Where it is asked, with features of its own layers behind all tokens that it was not told at once."""
-    prompt, head = tiny_target.chat("What does copy do?"), Heard(head_of(name, tiny_target))
-    text = prompt + own_answer(tiny_target.model, prompt, 20)
-    moody = Moody(text, taps=(1,))  # so that the head's own layers are not the first
-    generate(tiny_target, FirstOf([moody, head]), prompt, max_new_tokens=20, stop=[])
-    assert len(head.trees) > 2 and max(len(news.tokens) for news in head.news[1:]) > 2
-    alone, features = (
-        head_of(name, tiny_target).begin(),
-        tiny_target.features(torch.tensor([text]), head.taps)[0],
+    """Wherever it is asked, after all tokens that it was not told of at once."""
+    prompt = tiny_target.chat("What does copy do?")
+    text = [*prompt, *own_answer(tiny_target.model, prompt, 20)]
+    # its own tap, so that the head's are not the first
+    first = EverySecond(text, taps=(1,))
+    head = Recorded(head_of(name, tiny_target))
+    generate(
+        tiny_target,
+        FirstOf([first, head]),
+        prompt,
+        max_new_tokens=20,
+        stop=[],
     )
-    ends = set(accumulate(len(news.tokens) for news in head.news))
-    drafts, seen = [], 0
-    for end in range(len(prompt), max(ends) + 1):  # token by token
-        levels = len(text) - end - 2 if end in ends else 1
-        tree = alone.propose(
-            Committed(torch.tensor(text[seen:end]), features[seen:end], text[end]),
-            Budget(depth=levels),
+    assert len(head.trees) > 2
+    assert max(len(update.tokens) for update in head.updates[1:]) > 2
+
+    # alone, it is told of every token as it comes
+    alone = head_of(name, tiny_target).begin()
+    features = tiny_target.features(torch.tensor([text]), head.taps)[0]
+    ends = list(accumulate(len(update.tokens) for update in head.updates))
+    expected = []
+    start = 0
+    for end in range(len(prompt), ends[-1] + 1):
+        update = Committed(
+            torch.tensor(text[start:end]),
+            features[start:end],
+            text[end],
         )
-        drafts += [tree] if end in ends else []
-        seen = end
-    for tree, expected in zip(head.trees, drafts, strict=True):
-        assert torch.equal(tree.tokens, expected.tokens) and torch.equal(
-            tree.parents, expected.parents
-        )
+        # no draft is deeper than what is left of the answer
+        tree = alone.propose(update, Budget(depth=len(text) - end - 2))
+        if end in ends:
+            expected.append(tree)
+        start = end
+    for tree, alone_tree in zip(head.trees, expected, strict=True):
+        assert torch.equal(tree.tokens, alone_tree.tokens)
+        assert torch.equal(tree.parents, alone_tree.parents)
 
 
-def test_it_is_silent_where_all_are(tiny_target: Target) -> None:
-    """Nobody has anything to say: the root alone; and a list of nobody is refused."""
+def test_nothing_is_drafted_where_all_are_silent() -> None:
+    """The tree is the root alone; an empty list is refused."""
     several = FirstOf([NgramDrafter(), NgramDrafter(longest=2)])
-    assert len(several.begin().propose(Committed(torch.tensor([1, 2, 3]), None, 4), Budget())) == 1
+    update = Committed(torch.tensor([1, 2, 3]), None, 4)
+    assert len(several.begin().propose(update, Budget())) == 1
     with pytest.raises(ValueError, match="expected at least one"):
         FirstOf([])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [chain_paths(3), PUBLISHED_TREE], ids=["chain", "published"])
-def test_lookup_and_drawn_drafts_in_turn_have_the_targets_law(shape: Any) -> None:
-    """Drafts with a law from a head, without one from lookup, as far as a policy wants, in 600 requests."""
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=4, num_hidden_layers=4, bos_token_id=0, **sizes)
-    )
-    torch.nn.init.normal_(model.lm_head.weight, std=0.4)
-    letters, sampling, prompt = Target(model), Sampling(temperature=1.0, seed=3), [1, 2, 3, 0, 1]
-    lookup = Heard(NgramDrafter(longest=3, shortest=3))
+def test_lookup_and_sampled_drafts_in_turn_keep_the_targets_law() -> None:
+    """Drafts with probs from a head, without probs from lookup, as deep as a policy chooses."""
+    letters = make_letters()
+    # the prompt holds some pairs of tokens: about a quarter of the requests is drafted by lookup
+    lookup = Recorded(NgramDrafter(longest=2, shortest=2))
     several = FirstOf([lookup, head_of("eagle1", letters)])
-    levels = max(map(len, shape))
-    policy = Goodput(
-        [0.1 * level for level in range(levels + 1)],
-        [1.0] * (levels + 1),
-        Budget.fixed(shape, "sampled"),
+    depth = max(map(len, PUBLISHED_TREE))
+    policy: Any = Goodput(
+        [0.1 * level for level in range(depth + 1)],
+        [1.0] * (depth + 1),
+        Budget.fixed(PUBLISHED_TREE, "sampled"),
         share=1,
         memory=3,
     )
-    counts: Any = np.zeros([4] * 3)
-    for request in range(600):
-        options: dict[str, Any] = {
-            "sampling": replace(sampling, request=request),
-            "budget": policy,
-            "stop": [],
-        }
-        counts[
-            tuple(generate(letters, several, prompt, max_new_tokens=6, **options).tokens[:3])
-        ] += 1
-    law = np.ones_like(counts)
-    for said in np.ndindex(law.shape):
-        for end in range(3):
-            scores = warp(own_logits(letters.model, [*prompt, *said[:end]])[-1:], sampling)
-            law[said] *= scores.softmax(-1)[0, said[end]].item()
-    assert scipy.stats.chisquare(counts.flatten(), 600 * law.flatten() / law.sum()).pvalue > 1e-4
-    spoken = sum(len(tree) > 1 for tree in lookup.trees)
-    assert 0.1 < spoken / len(lookup.trees) < 0.9
+    check_law(
+        lambda: several,
+        letters,
+        Sampling(temperature=1.0, seed=3),
+        policy,
+    )
+    # both kinds of drafts are part of what was counted
+    drafted = sum(len(tree) > 1 for tree in lookup.trees)
+    assert 0.1 < drafted / len(lookup.trees) < 0.9

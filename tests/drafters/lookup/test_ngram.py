@@ -1,4 +1,4 @@
-"""Prompt lookup: what is copied is what a naive search through the text finds, and never more than the budget."""
+"""Prompt lookup: what is copied is what a naive search through the sequence finds."""
 
 from __future__ import annotations
 
@@ -14,101 +14,122 @@ from eagle.core.drafter import Committed
 from eagle.core.tree import DraftTree
 from eagle.drafters.lookup.ngram import LATEST, NgramDrafter
 
-TEXTS = st.lists(st.integers(0, 2), min_size=2, max_size=60)
-PICKS = st.sampled_from(["recent", "frequent"])
+# three tokens, so that most n-grams occur more than once
+SEQUENCES = st.lists(st.integers(0, 2), min_size=2, max_size=60)
 
 
-def told(drafter: Any, text: list[int], cuts: set[int], budget: Budget) -> DraftTree:
-    """The last tree, when the text is committed in pieces; its last token is the root."""
-    draft, start, tree = drafter.begin(), 0, None
-    for root in sorted({cut for cut in cuts if 0 < cut < len(text) - 1} | {len(text) - 1}):
-        tree = draft.propose(
-            Committed(torch.tensor(text[start:root], dtype=torch.long), None, text[root]), budget
-        )
+def draft(
+    drafter: Any,
+    sequence: list[int],
+    cuts: set[int],
+    budget: Budget,
+) -> DraftTree:
+    """Return the last tree of a sequence committed in pieces; its last token is the root."""
+    last = len(sequence) - 1
+    roots = sorted({*(cut for cut in cuts if 0 < cut < last), last})
+    text = drafter.begin()
+    start = 0
+    for root in roots:
+        tokens = torch.tensor(sequence[start:root], dtype=torch.long)
+        tree = text.propose(Committed(tokens, None, sequence[root]), budget)
         start = root
-    assert tree is not None
+    assert isinstance(tree, DraftTree)
     return tree
 
 
-def paths(tree: DraftTree) -> list[list[int]]:
-    """The tokens on the way to every leaf, root not counted."""
-    leaves = [node for node, children in enumerate(tree.children()) if not children]
-    return [tree.tokens[tree.path(leaf)].tolist()[1:] for leaf in leaves if leaf]
+def leaf_paths(tree: DraftTree) -> list[list[int]]:
+    """Return the tokens from the root's child to every leaf."""
+    children = tree.children()
+    # the root alone is no copy
+    leaves = [node for node in range(1, len(tree)) if not children[node]]
+    return [tree.tokens[tree.path(leaf)].tolist()[1:] for leaf in leaves]
 
 
-def copied(text: list[int], place: int, length: int) -> list[int]:
-    """So many tokens from a place on, of the text and then of the copy itself."""
-    whole = list(text)
+def copy_from(
+    sequence: list[int],
+    position: int,
+    length: int,
+) -> list[int]:
+    """Return the tokens from a position on, of the sequence and then of the copy itself."""
+    whole = list(sequence)
+    # what is copied may run into the copy itself, as in "abcabc"
     for step in range(length):
-        whole.append(whole[place + step])
-    return whole[len(text) :]
+        whole.append(whole[position + step])
+    return whole[len(sequence) :]
 
 
-def by_hand(text: list[int], drafter: NgramDrafter, budget: Budget) -> list[list[int]]:
-    """The copies that a search through the whole text finds."""
-    found: dict[int, list[int]] = {}
+def search(
+    sequence: list[int],
+    drafter: NgramDrafter,
+    budget: Budget,
+) -> list[list[int]]:
+    """Return the copies that a search through the whole sequence finds."""
+    copies: dict[int, list[int]] = {}
     left = budget.nodes
     for size in drafter.sizes:
-        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]][
-            -LATEST:
-        ]
-        following = [text[end] for end in ends]
+        # the positions after earlier occurrences of the last n tokens
+        ends = []
+        for end in range(size, len(sequence)):
+            if sequence[end - size : end] == sequence[-size:]:
+                ends.append(end)
+        # of a frequent n-gram the drafter looks at the latest alone
+        ends = ends[-LATEST:]
         if drafter.pick == "frequent":
-            ends.sort(key=lambda end: (following.count(text[end]), end))
+            following = [sequence[end] for end in ends]
+            ends.sort(key=lambda end: (following.count(sequence[end]), end))
+        # the latest or most frequent first; a token is copied from one place only
         for end in reversed(ends):
-            if text[end] not in found and len(found) < min(drafter.branches, budget.top_k):
+            is_full = len(copies) >= min(drafter.branches, budget.top_k)
+            if sequence[end] not in copies and not is_full:
                 length = min(left, budget.depth, drafter.trust * size)
-                found[text[end]] = copied(text, end, length)
+                copies[sequence[end]] = copy_from(sequence, end, length)
                 left -= length
-    return sorted(path for path in found.values() if path)
+    return sorted(copy for copy in copies.values() if copy)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
-    TEXTS,
-    st.sets(st.integers(1, 58)),
-    PICKS,
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(0, 12),
+    sequence=SEQUENCES,
+    cuts=st.sets(st.integers(1, 58)),
+    pick=st.sampled_from(["recent", "frequent"]),
+    branches=st.integers(1, 4),
+    trust=st.integers(1, 3),
+    budget=st.builds(
+        Budget,
+        st.integers(0, 12),
+        st.integers(0, 7),
+        st.integers(0, 4),
+    ),
 )
 def test_what_is_copied_is_what_a_search_finds(
-    text: list[int], cuts: set[int], pick: Any, branches: int, trust: int, nodes: int
+    sequence: list[int],
+    cuts: set[int],
+    pick: Any,
+    branches: int,
+    trust: int,
+    budget: Budget,
 ) -> None:
-    """However the text was told: the longest n first, the latest or most frequent continuation, wrapped at the end."""
-    drafter, budget = NgramDrafter(3, 1, trust, pick, branches), Budget(nodes, 7, 2)
-    tree = told(drafter, text, cuts, budget)
-    assert sorted(paths(tree)) == by_hand(text, drafter, budget)
-    assert int(tree.tokens[0]) == text[-1]
-
-
-@settings(max_examples=60, deadline=None)
-@given(TEXTS, PICKS, st.integers(1, 4), st.integers(0, 12), st.integers(0, 5), st.integers(0, 4))
-def test_copies_stay_within_the_budget(
-    text: list[int], pick: Any, branches: int, nodes: int, depth: int, top_k: int
-) -> None:
-    """Nodes, levels and children per node, whatever is asked for."""
-    tree = told(
-        NgramDrafter(pick=pick, branches=branches), text, set(), Budget(nodes, depth, top_k)
-    )
-    assert len(tree) - 1 <= nodes and max(tree.depths()) <= depth
-    assert max(len(children) for children in tree.children()) <= min(top_k, branches)
-
-
-def test_the_latest_and_the_most_frequent_differ() -> None:
-    """After 1 came 2, 2 and 3: recent copies 3, frequent 2, and two branches both, the chosen one first."""
-    text = [1, 2, 9, 1, 2, 8, 1, 3, 7, 1]
-    for pick, first, second in (
-        ("recent", [3, 7, 1], [2, 8, 1]),
-        ("frequent", [2, 8, 1], [3, 7, 1]),
-    ):
-        for branches, expected in ((1, [first]), (2, [first, second])):
-            drafter: Any = NgramDrafter(pick=pick, branches=branches)  # type: ignore[arg-type]
-            assert paths(told(drafter, text, {3}, Budget())) == expected
+    """However the sequence is committed: the longest n first, within every budget."""
+    drafter = NgramDrafter(3, 1, trust, pick=pick, branches=branches)
+    tree = draft(drafter, sequence, cuts, budget)
+    assert sorted(leaf_paths(tree)) == search(sequence, drafter, budget)
+    assert int(tree.tokens[0]) == sequence[-1]
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("pick", "expected"),
+    [("recent", [[3, 7, 1], [2, 8, 1]]), ("frequent", [[2, 8, 1], [3, 7, 1]])],
+)
+def test_the_latest_and_the_most_frequent_differ(pick: Any, expected: list[list[int]]) -> None:
+    """After 1 came 2, 2 and 3; two branches hold both, the preferred one first."""
+    sequence = [1, 2, 9, 1, 2, 8, 1, 3, 7, 1]
+    for branches in (1, 2):
+        drafter = NgramDrafter(pick=pick, branches=branches)
+        assert leaf_paths(draft(drafter, sequence, {3}, Budget())) == expected[:branches]
+
+
+@pytest.mark.parametrize(
+    "options",
     [
         {"longest": 2, "shortest": 3},
         {"shortest": 0},
@@ -118,7 +139,7 @@ def test_the_latest_and_the_most_frequent_differ() -> None:
     ],
     ids=str,
 )
-def test_options_without_sense_are_refused(wrong: dict[str, Any]) -> None:
-    """Each says what was got and what is expected."""
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    """Each error says what is expected."""
     with pytest.raises(ValueError, match="expected"):
-        NgramDrafter(**wrong)
+        NgramDrafter(**options)
