@@ -173,12 +173,12 @@ def test_the_loss_is_that_of_drafts(model: Any, head: Any) -> None:
     expected = float(torch.cat(losses).mean())
     batch = make_batch(model, texts)
     frozen = head.frozen[0]
-    assert float(head(batch, frozen)["total"]) == pytest.approx(expected, rel=1e-6)
+    assert head(batch, frozen)["total"].item() == pytest.approx(expected, rel=1e-6)
     # the states of neighbouring tokens would give another loss
     features = batch.features.clone()
     features[:, 0] = features[:, 0].roll(1, 0)
     shifted = replace(batch, features=features)
-    assert float(head(shifted, frozen)["total"]) != pytest.approx(expected, rel=1e-3)
+    assert head(shifted, frozen)["total"].item() != pytest.approx(expected, rel=1e-3)
 
 
 def test_every_level_is_trained_as_it_drafts(model: Any, head: Any) -> None:

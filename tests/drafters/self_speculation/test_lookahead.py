@@ -62,8 +62,13 @@ def decode(
         text += [tokens[node] for node in accepted]
         # the choices feed the window in the next cycle
         likeliest = torch.tensor(choices)[:, None]
-        root = choices[accepted[-1]]
-        update = Committed(tree.tokens[accepted], None, root, tree, likeliest)  # fmt: skip
+        update = Committed(
+            tree.tokens[accepted],
+            features=None,
+            root=choices[accepted[-1]],
+            tree=tree,
+            choices=likeliest,
+        )
 
 
 class NaiveLookahead:
