@@ -28,12 +28,20 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture
-def folder(repeating_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An untrained head with the file beside it; transformers copies such files to a folder of the test."""
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+def folder(
+    repeating_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """Return an untrained head's folder with the file that transformers runs."""
+    # transformers copies the file there
+    modules = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
+    monkeypatch.setattr(modules, str(tmp_path / "modules"))
+    head = Eagle1.for_target(
+        Eagle1.Settings(),
+        repeating_target.config,
+        repeating_target.head,
     )
-    head = Eagle1.for_target(Eagle1.Settings(), repeating_target.config, repeating_target.head)
     save_head(tmp_path / "first/head", head, "", {})
     write_custom_generate(tmp_path / "first/head")
     return tmp_path / "first/head"
@@ -41,13 +49,14 @@ def folder(repeating_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def model(repeating_target: Target) -> Any:
-    """A model that no other test has decoded with."""
+    """Return a model that no other test has decoded with."""
+    # what a model holds would reach other tests
     return copy.deepcopy(repeating_target.model)
 
 
 @pytest.fixture
 def prompt(repeating_target: Target) -> torch.Tensor:
-    """A question."""
+    """Return a question."""
     return torch.tensor([repeating_target.chat("What do you know about otters?")])
 
 
@@ -58,71 +67,99 @@ def test_a_folder_decodes_with_its_head(
     repeating_target: Target,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The stock tokens, stop strings and streamers; the head is loaded once, and anew where it was written anew."""
+    """Tokens, stop strings and streamers are the stock ones; the head is loaded once."""
     stock = model.generate(prompt, **OPTIONS)
-    named = {"custom_generate": str(folder), **OPTIONS}
-    assert torch.equal(model.generate(prompt, **named), stock)
+    with_folder = {**OPTIONS, "custom_generate": str(folder)}
+    assert torch.equal(model.generate(prompt, **with_folder), stock)
+    # the prompt may come by its keyword, with a mask
+    mask = torch.ones_like(prompt)
     assert torch.equal(
-        model.generate(inputs=prompt, attention_mask=torch.ones_like(prompt), **named), stock
+        model.generate(
+            inputs=prompt,
+            attention_mask=mask,
+            **with_folder,
+        ),
+        stock,
     )
+    # what a model holds for later calls: one callable for this folder, one drafter
     (served,) = held_by(model).callables.values()
     drafter = held_by(model).drafters[served]
-    assert (
-        isinstance(drafter, Eagle1) and len(eagle.transformers.last_traces(model)[0].tokens) == 24
-    )
+    assert isinstance(drafter, Eagle1)
+    assert len(eagle.transformers.last_traces(model)[0].tokens) == 24
+
     tokenizer = repeating_target.tokenizer
-    strings = {
-        "stop_strings": tokenizer.decode(stock[0, prompt.shape[1] :])[9:14],
-        "tokenizer": tokenizer,
-    }
+    # stop strings and streamers, which end the answer early
+    answer = tokenizer.decode(stock[0, prompt.shape[1] :])
+    strings = {"stop_strings": answer[9:14], "tokenizer": tokenizer}
     printed = []
-    for more in (OPTIONS, named):
-        tokens = model.generate(prompt, **more, **strings, streamer=TextStreamer(tokenizer))
-        printed.append((tokens.tolist(), capsys.readouterr().out))
-    assert printed[0] == printed[1] and len(printed[0][0][0]) < stock.shape[1]
+    for options in (OPTIONS, with_folder):
+        streamer = TextStreamer(tokenizer)
+        tokens = model.generate(prompt, **options, **strings, streamer=streamer).tolist()
+        printed.append((tokens, capsys.readouterr().out))
+    assert printed[0] == printed[1]
+    assert len(printed[0][0][0]) < stock.shape[1]
     assert held_by(model).drafters[served] is drafter
-    drawn = {**named, "do_sample": True, "seed": 4}
-    assert torch.equal(model.generate(prompt, **drawn), model.generate(prompt, **drawn))
-    assert held_by(model).drafters[served] is drafter and served.seed == 4
+
+
+def test_a_seed_and_a_new_head_take_effect(
+    folder: Path,
+    model: Any,
+    prompt: torch.Tensor,
+) -> None:
+    """A seed repeats samples and keeps the head; a head that was written again is loaded again."""
+    with_folder = {
+        **OPTIONS,
+        "custom_generate": str(folder),
+        "do_sample": True,
+        "seed": 4,
+    }
+    first = model.generate(prompt, **with_folder)
+    (served,) = held_by(model).callables.values()
+    drafter = held_by(model).drafters[served]
+    assert torch.equal(model.generate(prompt, **with_folder), first)
+    assert served.seed == 4
+    assert held_by(model).drafters[served] is drafter
+
     save_head(folder, load_head(folder), "again", {})
     write_custom_generate(folder)
-    model.generate(prompt, **named)
-    assert served not in held_by(model).callables.values() and served.seed == 4
+    model.generate(prompt, **with_folder)
+    assert served not in held_by(model).callables.values()
 
 
 def test_two_heads_of_one_name_and_a_folder_that_moves(
-    folder: Path, model: Any, prompt: torch.Tensor
+    folder: Path,
+    model: Any,
+    prompt: torch.Tensor,
 ) -> None:
     """transformers copies the file and forgets where it lay, and both files are the same."""
+    # both folders are called head
     other = folder.parent.parent / "second/head"
     shutil.copytree(folder, other)
-    for place in (folder, other):
-        model.generate(prompt, custom_generate=str(place), **OPTIONS)
+    for path in (folder, other):
+        model.generate(prompt, custom_generate=str(path), **OPTIONS)
         (served,) = held_by(model).callables.values()
-        assert served.drafter == str(place)
-    folder.rename(folder.with_name("elsewhere"))
-    model.generate(prompt, custom_generate=str(folder.with_name("elsewhere")), **OPTIONS)
-    with pytest.raises(ValueError, match="custom_generate is None, expected the folder"):
+        assert served.drafter == str(path)
+    moved = folder.rename(folder.with_name("elsewhere"))
+    model.generate(prompt, custom_generate=str(moved), **OPTIONS)
+    with pytest.raises(ValueError, match="custom_generate is None"):
         eagle.transformers.generate_from_folder(model, prompt)
 
 
-def test_the_code_of_a_folder_runs_only_where_it_is_trusted(
-    folder: Path, model: Any, prompt: torch.Tensor
+def test_a_missing_package_is_named(
+    folder: Path,
+    model: Any,
+    prompt: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """transformers asks for it."""
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        model.generate(
-            prompt, custom_generate=str(folder), **{**OPTIONS, "trust_remote_code": False}
-        )
-
-
-def test_what_is_missing_is_said(
-    folder: Path, model: Any, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The package where it is not installed, under its own name; and a head where there is none."""
+    """Its name on PyPI is not that of its import."""
+    # as if the package were not installed
     monkeypatch.setitem(sys.modules, "eagle.transformers", None)
     monkeypatch.setitem(sys.modules, "eagle", None)
     with pytest.raises(ImportError, match="`pip install --upgrade eagle-heads`"):
         model.generate(prompt, custom_generate=str(folder), **OPTIONS)
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
+    """No file is written there."""
     with pytest.raises(ValueError, match="no folder at"):
         write_custom_generate(tmp_path / "nothing")

@@ -30,7 +30,11 @@ def test_going_on_drops_what_will_be_told_again(tmp_path: Path) -> None:
     metrics = Metrics(path, before=3)
     metrics.write(step=3, total=2)
     metrics.close()
-    assert lines(path) == [{"step": 1}, {"step": 2, "validation": {}}, {"step": 3, "total": 2}]
+    assert lines(path) == [
+        {"step": 1},
+        {"step": 2, "validation": {}},
+        {"step": 3, "total": 2},
+    ]
     Metrics(path).close()
     assert not lines(path)  # a run that begins anew
 
