@@ -10,6 +10,7 @@ from typing import Any
 
 def write_lines(path: Path, records: Iterable[Any]) -> Path:
     """Write one record a line, and return the path."""
+    # one folder for each set of prompts
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

@@ -130,6 +130,7 @@ def add_batch_sizes(results: Path, path: Path, *sizes: int) -> Path:
                 "cpu_seconds": 1.0,
             }
             lines += [{**row, **in_batch}, {"run": row["run"], "batch": sums}]
+
     return write_lines(path, lines)
 
 
@@ -137,10 +138,13 @@ def test_batches_have_a_table_and_plots(results: Path, parsed: Parsed, tmp_path:
     """Speedup at a batch size is over plain decoding at that size; other sections show single sequences."""
     path = add_batch_sizes(results, tmp_path / "results.jsonl", 4, 16)
     made = Parsed(page([path]))
+
     # speedup and tokens per second, at two temperatures
     assert made.figures == {**parsed.figures, "batches": 4}
+
     for name in set(SECTIONS) - {"batches", "lossless", "made"}:
         assert made.sections[name] == parsed.sections[name]
+    # speedups of the answers that were decoded alone
     report = ReportData.load([path])
     alone = {}
     for group in report.groups:
@@ -150,11 +154,14 @@ def test_batches_have_a_table_and_plots(results: Path, parsed: Parsed, tmp_path:
         if group.drafts:
             expected /= group.batch_size**0.5
             assert f"{group.estimate(SPEED_UP).value:.2f} ×" in made.sections["batches"]
+
         assert group.estimate(SPEED_UP).value == pytest.approx(expected)
         assert texts_in_a_step(group) == (1 if group.batch_size == 1 else group.batch_size - 0.5)
+
     eagle1 = [
         group for group in report.every if group.drafter == "eagle1" and group.temperature == 0
     ]
+
     assert [log_size for log_size, _ in points_by_size(eagle1, SPEED_UP)] == [0, 2, 4]
     table = markdown(path).split("\n\n")[1].splitlines()
     # two lines of heading, then four drafters at three sizes and two temperatures
@@ -164,6 +171,7 @@ def test_batches_have_a_table_and_plots(results: Path, parsed: Parsed, tmp_path:
 def test_results_of_one_large_batch_are_a_whole_page(results: Path, tmp_path: Path) -> None:
     """Without single sequences, all sections show the smallest batch size, and the page names it."""
     path = add_batch_sizes(results, tmp_path / "results.jsonl", 4)
+    # only the rows of batches stay
     lines = [line for line in read_lines(path) if "drafter" not in line or "batch_size" in line]
     made = Parsed(page([write_lines(path, lines)]))
     assert made.figures == {**FIGURES, "batches": made.figures["batches"]}
@@ -178,6 +186,7 @@ def test_every_section_has_its_figures(parsed: Parsed) -> None:
 
 def test_missing_data_is_said_in_words() -> None:
     """Results that hold only the number of cycles have no figures made up for them."""
+    # committed before rows recorded their cycles
     made = Parsed(page([ROOT / "docs/results/tiny_eagle1.jsonl"]))
     for name in ("position", "length", "theory", "calibration", "nodes", "answers", "time"):
         assert made.figures[name] == 0
@@ -189,10 +198,12 @@ def test_missing_data_is_said_in_words() -> None:
 def test_a_hostile_generation_stays_text(parsed: Parsed) -> None:
     """Generated markup is shown letter for letter, and makes no element or attribute."""
     assert "".join(map(readable, HOSTILE)) in parsed.sections["answers"]
+
     for name, attributes in parsed.elements:
         assert name not in ACTIVE_ELEMENTS
         assert ACTIVE_ATTRIBUTES.isdisjoint(attributes)
         assert not [key for key in attributes if key.startswith("on")]
+
         if name == "link":
             assert attributes["href"] == "data:,"
         if name == "a":
@@ -201,6 +212,7 @@ def test_a_hostile_generation_stays_text(parsed: Parsed) -> None:
 
 def write_named(folder: Path, name: str) -> Path:
     """Write results and a certificate in which everything that has a name has this one."""
+    # keys of the header are names too
     header: dict[str, Any] = {"target": name, "machine": name, name: {name: name}}
     path = write(folder / "results.jsonl", ["eagle1"], (1.0,), **header)
     lines = read_lines(path)
@@ -208,6 +220,7 @@ def write_named(folder: Path, name: str) -> Path:
         line["drafter"] = line["drafter"].replace("eagle1", name)
         line["conversation"] = name + line["conversation"]
         line |= {"set": name, "task": name}
+
     lines[-1]["pieces"] = pieces([name])
     divergence = {
         "set": name,
@@ -238,8 +251,10 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     for name in ("harmless", hostile):
         made = Parsed(page([write_named(tmp_path, name)]))
         shapes.append([(element, sorted(attributes)) for element, attributes in made.elements])
+
     assert shapes[0] == shapes[1]
     assert readable(hostile) in made.sections["made"]
+
     # a lone surrogate would stop here
     page([tmp_path / "results.jsonl"]).encode("utf-8")
 
@@ -275,7 +290,9 @@ def test_acceptance_by_position_agrees_with_a_loop(groups: Groups) -> None:
             for cycle in group.cycles:
                 reached += cycle["accepted"] >= level - 1 and cycle["depth"] >= level
                 accepted += cycle["accepted"] >= level
+
             share = of_all[level]
+
             assert share.value == pytest.approx(accepted / len(group.cycles))
             assert of_reached[level].value == pytest.approx(accepted / reached)
             assert share.low <= share.value <= share.high
@@ -285,9 +302,12 @@ def test_lengths_and_time_are_means_over_cycles(groups: Groups) -> None:
     """The distribution of accepted lengths has the cycles' mean; the parts of a cycle add up to its seconds."""
     group = groups["eagle1", 0.0]
     shares = accepted_lengths(group)
+
     assert sum(shares) == pytest.approx(1)
+
     mean = sum(length * share for length, share in enumerate(shares))
     assert mean == pytest.approx(fmean(cycle["accepted"] for cycle in group.cycles))
+
     drafting, plain = (
         fmean(sum(cycle["seconds"].values()) for cycle in groups[name, 0.0].cycles)
         for name in ("eagle1", "none")
@@ -300,17 +320,21 @@ def test_lengths_and_time_are_means_over_cycles(groups: Groups) -> None:
 def test_rates_by_position_give_the_measured_length(groups: Groups) -> None:
     """For trees of one depth, acceptance by position and mean length are the same figure; no cycle may get lost."""
     rate, depth = RATES["eagle1"]
+    # cycles that the end of an answer cut short have shallower trees
     answers = []
     for one in groups["eagle1", 0.0].answers:
         full = [cycle for cycle in cycles(one) if cycle["depth"] == depth]
         answers.append({**one, "cycles": full})
+
     group = Group("", "eagle1", 0.0, "", answers)
     counted = Rates.count(group)
+
     assert counted.mean_depth == depth
     assert counted.by_position == pytest.approx(
         1 + fmean(cycle["accepted"] for cycle in group.cycles)
     )
     assert counted.alpha == pytest.approx(rate, abs=0.05)
+
     # the geometric sum of Leviathan et al., equation 1
     geometric = (1 - counted.alpha ** (depth + 1)) / (1 - counted.alpha)
     assert counted.by_alpha == pytest.approx(geometric)
@@ -325,6 +349,7 @@ def test_a_cycle_that_drafts_nothing_is_one_token(groups: Groups) -> None:
         answers.append({**one, "cycles": cycles(one) + [silent] * len(cycles(one))})
     before = Rates.count(group)
     after = Rates.count(Group("", "eagle1", 0.0, "", answers))
+
     assert after.by_level == before.by_level
     assert after.by_alpha == pytest.approx((before.by_alpha + 1) / 2)
     assert after.by_position == pytest.approx((before.by_position + 1) / 2)
@@ -338,8 +363,10 @@ def test_calibration_counts_every_token_once(groups: Groups) -> None:
         tokens += cycle["confidence"]
     bins = bin_confidences(group)
     confidences = [confidence for confidence, _ in bins]
+
     assert confidences == sorted(confidences)
     assert fmean(confidences) == pytest.approx(fmean(prob for prob, _ in tokens), abs=0.01)
+
     accepted = fmean(accepted.value for _, accepted in bins)
     assert accepted == pytest.approx(fmean(accepted for _, accepted in tokens), abs=0.01)
 
@@ -352,11 +379,15 @@ def test_the_most_used_nodes_are_a_tree(groups: Groups) -> None:
         path = cycle["path"]
         for length in range(len(path) + 1):
             counts[tuple(path[:length])] += 1
+
     shares = most_used_nodes(group)
+
     assert len(shares) == 17
+
     for node in shares:
         assert shares[node] == pytest.approx(counts[node] / len(group.cycles))
         assert node[:-1] in shares
+
     others = [counts[node] for node in counts.keys() - shares]
     assert max(others) / len(group.cycles) <= min(shares.values())
 
@@ -367,11 +398,15 @@ def test_equal_drafters_are_not_ranked(results: Path, tmp_path: Path) -> None:
     for conversation in range(24):
         twin = answer("eagle1", conversation, 0.0, seed=1)
         lines.append({**twin, "drafter": "twin", "seed": 0})
+
     made = Parsed(page([write_lines(tmp_path / "results.jsonl", lines)]))
+
     assert "level with" in made.sections["top"]
+
     comparison = made.sections["comparison"]
     # in both tables, of length and of speed
     assert comparison.count("no difference shown") >= 2
+
     for word in ("ngram", "longer", "faster"):
         assert word in comparison
 
@@ -383,6 +418,7 @@ def test_two_runs_are_compared_by_prompt(results: Path, tmp_path: Path) -> None:
         if row["drafter"] in ("none", "eagle1") and row["temperature"] == 0:
             factor = 1.5 if row["drafter"] == "eagle1" else 1
             slower.append({**row, "seconds": row["seconds"] * factor})
+
     other = write_lines(tmp_path / "other.jsonl", slower)
     comparison = Parsed(page([results, other])).sections["comparison"]
     for words in ("other · eagle1results · eagle1", "+0.00", "slower"):
@@ -410,8 +446,10 @@ def test_modelled_time_takes_the_headers_costs(results: Path, tmp_path: Path) ->
     """A cycle costs its forwards; a run without bare costs is compared by measured speed alone."""
     path = write_with_costs(tmp_path / "results.jsonl", FREE_HEAD)
     group = ReportData.load([path]).drafting[0]
+
     # all reads have one price and drafts have none, so that cycles alone count
     assert group.estimate(MODELLED_SPEED_UP) == pytest.approx(group.estimate(ACCEPTANCE_LENGTH))
+
     mixed = Parsed(page([results, path]))
     dear = {**FREE_HEAD, "first": [[0.002, 0.002]], "level": [[0.001, 0.001]]}
     write_with_costs(path, dear)
@@ -422,20 +460,17 @@ def test_modelled_time_takes_the_headers_costs(results: Path, tmp_path: Path) ->
     for one in group.answers:
         plain += seconds_of(costs, cycles(one["baseline"]))
         spent += seconds_of(costs, cycles(one), Budget(8, 5, 3), 49)
+
     assert group.estimate(MODELLED_SPEED_UP).value == pytest.approx(plain / spent)
+
     alone = Parsed(page([path]))
     assert "in modelled time" in alone.sections["top"]
     assert (alone.figures["speed"], alone.figures["task"]) == (2, 1)
+    # two drafters without costs would not be ranked by it
     assert "in modelled speed-up" not in mixed.sections["comparison"]
+
     for made in (alone, mixed):
         assert "modelled" in made.sections["headline"]
-
-
-def test_modelled_speed_is_compared_where_all_drafters_have_it(tmp_path: Path) -> None:
-    """The comparison names the modelled speedup beside the measured one."""
-    costs = dict.fromkeys(RATES, FREE_HEAD)
-    path = write(tmp_path / "costs.jsonl", temperatures=(0.0,), costs=costs, new_tokens=49)
-    assert "in modelled speed-up" in Parsed(page([path])).sections["comparison"]
 
 
 def test_the_table_has_the_groups_intervals(results: Path, groups: Groups, tmp_path: Path) -> None:
@@ -444,6 +479,7 @@ def test_the_table_has_the_groups_intervals(results: Path, groups: Groups, tmp_p
     for metric, unit in ((ACCEPTANCE_LENGTH, ""), (SPEED_UP, " ×")):
         value, low, high = groups["eagle1", 0.0].estimate(metric)
         assert f"{value:.2f}{unit} [{low:.2f}, {high:.2f}]" in table
+
     nameless = {
         "drafter": "none",
         "temperature": 0.0,
@@ -456,6 +492,7 @@ def test_the_table_has_the_groups_intervals(results: Path, groups: Groups, tmp_p
         "loops": False,
     }
     old = write_lines(tmp_path / "old.jsonl", [{"run": {"prompts": 1}}, nameless])
+
     assert markdown(old).splitlines() == [
         *table.splitlines()[:2],
         "| 0 | `none` | 1.00 | 120 | 1.00 × | identical | 0% |",
@@ -473,11 +510,15 @@ def test_a_restarted_run_adds_up(tmp_path: Path) -> None:
     write_lines(path, [header, none, header, none, drafted])
     with path.open("a") as file:
         file.write('{"run": "a", "dra')
+
     results = read_results(path)
+
     assert (len(results.headers), len(results.answers)) == (2, 2)
+
     write_lines(path, [header, drafted])
     with pytest.raises(ValueError, match="every figure needs its baseline"):
         page([path])
+
     torn = path.read_text().splitlines()[0] + '\n{"torn\n{}\n'
     path.write_text(torn)
     with pytest.raises(ValueError, match=r"results.jsonl:2 is not JSON .* remove that line"):
@@ -491,7 +532,9 @@ def test_the_command_writes_the_page_or_prints_the_table(
     results = write(tmp_path / "results.jsonl", ["eagle1"], (0.0,))
     out = tmp_path / "deep/out.html"
     main([str(results), "--html", str(out)])
+
     assert out.read_text().startswith("<!doctype html>")
+
     main([str(results), "--markdown"])
     assert "| 0 | `eagle1` |" in capsys.readouterr().out
     assert not results.with_name("report.html").exists()
