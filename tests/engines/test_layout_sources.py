@@ -16,16 +16,19 @@ from tests.engines.layout_sources import (
     write_layouts,
 )
 
+# head_flag is off, so that no engine need know it; hidden_size is known to all
 LAYOUT = Layout(
     {"architectures": ["HeadForCausalLM"], "head_depth": 3, "head_flag": False, "hidden_size": 8},
     {"fc.weight": torch.zeros(1), "layers.0.mlp.up_proj.weight": torch.zeros(1)},
     "",
 )
+# an engine's package: a head, what it imports, and its config
 SOURCES = {
     "engine/models/head.py": "from engine.models.block import Mlp\n\nclass HeadForCausalLM:\n    fc, mlp = 1, Mlp\n",
     "engine/models/block.py": "class Mlp:\n    up_proj = 2\n",
     "engine/config.py": "depth = config.head_depth\n",
 }
+# config keys that some engine reads
 READ = {"head_depth"}
 
 
@@ -87,6 +90,7 @@ def test_every_layout_is_asked_about() -> None:
         name for name, until in layouts.items() if not until
     }
     assert layouts["medusa"] == "0.32.0"
+
     row = {
         "engine": "vllm",
         "version": "0.33.0",

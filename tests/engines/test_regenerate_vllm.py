@@ -1,4 +1,4 @@
-"""Answers from vLLM's own server: whatever fails, on either side, the file is that of a run in which nothing did."""
+"""Answers from vLLM's own server: whatever fails on either side, the file is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,22 +21,23 @@ from tests.data_prep.fault_proxy import FAULTS, FaultProxy, faults_before
 from tests.data_prep.stub_servers import TINY
 from tests.engines.engine_builds import holds
 from tests.engines.test_readme_commands import serve
+from tests.eval.jsonl_files import read_lines, write_lines
 
-COUNT, NEW, SILENCE = (
-    300,
-    32,
-    15,
-)  # conversations, tokens of an answer, seconds after which a server counts as hung
+# conversations, and tokens of an answer
+COUNT = 300
+NEW = 32
+# seconds after which a server counts as hung
+SILENCE = 15
 KEY = "sk-of-a-real-server"
 SERVE = (
     "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm.entrypoints.openai.api_server "
-    "--model {} --dtype float32 --max-num-seqs 8"
+    f"--model {{}} --dtype float32 --max-num-seqs 8 --api-key {KEY}"
 )
 
 
 @pytest.fixture(scope="module")
 def environment() -> Path:
-    """Where vLLM is."""
+    """The environment that holds vLLM."""
     folder = Path(os.environ.get("EAGLE_VLLM", "none"))
     if not holds("vllm", folder):
         pytest.skip(
@@ -47,136 +47,160 @@ def environment() -> Path:
 
 
 @pytest.fixture(scope="module")
-def command(tiny_target_dir: Path) -> str:
-    """The command that serves the tiny target behind a key."""
-    return f"{SERVE.format(tiny_target_dir / 'target')} --api-key {KEY}"
+def target(tiny_target_dir: Path) -> Path:
+    """The tiny target."""
+    return tiny_target_dir / "target"
 
 
 @pytest.fixture(scope="module")
 def source(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """So many conversations of the tiny corpus, of up to two answers."""
-    path = tmp_path_factory.mktemp("source") / "source.jsonl"
-    lines = (tiny_target_dir / "data/train.jsonl").read_text().splitlines()[:COUNT]
-    records = [json.loads(line) for line in lines]
-    for number, record in enumerate(records):
-        record["id"] = f"c{number}"
-        record["conversations"] = record["conversations"][:4]
+    """Conversations of the tiny corpus, of up to two answers."""
+    records = read_lines(tiny_target_dir / "data/train.jsonl")[:COUNT]
     assert len(records) == COUNT
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    # ids, by which files are compared
+    for i, record in enumerate(records):
+        record["id"] = f"c{i}"
+        record["conversations"] = record["conversations"][:4]
+    return write_lines(tmp_path_factory.mktemp("source") / "source.jsonl", records)
 
 
-def prepare(
-    target: Path, source: Path, out: Path, addresses: list[str], **fields: Any
-) -> list[str]:
-    """The command line of `eagle prepare` with these servers."""
-    section = {
-        "source": str(source), "out": str(out), "endpoint": addresses, "in_flight": 8, "max_new_tokens": NEW,
-        "temperature": 0.0, "timeout": SILENCE, "attempts": 100, "model": str(target), **fields,
-    }  # fmt: skip
-    where = [f"target.path={target}", f"data.train={out}", f"regenerate={json.dumps(section)}"]
-    return [sys.executable, "-m", "eagle", "prepare", str(TINY), "--count", "1", *where]
+@pytest.fixture
+def prepare(target: Path, source: Path) -> Callable[..., list[str]]:
+    """Make the command line of `eagle prepare` for an output file and some servers."""
+
+    def command(out: Path, *addresses: str, **fields: Any) -> list[str]:
+        section = {
+            "source": str(source),
+            "out": str(out),
+            "endpoint": addresses,
+            "in_flight": 8,
+            "max_new_tokens": NEW,
+            "temperature": 0.0,
+            "timeout": SILENCE,
+            "attempts": 100,
+            "model": str(target),
+            **fields,
+        }
+        overrides = [
+            f"target.path={target}",
+            f"data.train={out}",
+            f"regenerate={json.dumps(section)}",
+        ]
+        return [sys.executable, "-m", "eagle", "prepare", str(TINY), "--count", "1", *overrides]
+
+    return command
 
 
 def start(line: list[str]) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
+    """Start a command."""
     env = {**os.environ, "EAGLE_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def finish(line: list[str]) -> str:
-    """What the command printed, once it ended well."""
-    process = start(line)
+def finish(process: subprocess.Popen[str]) -> str:
+    """Return what a command printed, once it ended well."""
     printed, _ = process.communicate()
     assert process.returncode == 0, printed[-3000:]
     return printed
 
 
-def done(out: Path) -> int:
-    """How many conversations are answered."""
+def count_done(out: Path) -> int:
+    """Return how many conversations are answered."""
     return sum(path.read_text().count("\n") for path in Path(f"{out}.parts").glob("*"))
 
 
-def answers(out: Path) -> dict[str, Any]:
-    """What the file holds, by id; every id once."""
-    records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len({record["id"] for record in records}) == len(records) == COUNT
-    return {record["id"]: record for record in records}
+def read_answers(out: Path) -> dict[str, Any]:
+    """Return the records by id, each of which occurs once."""
+    records = {record["id"]: record for record in read_lines(out)}
+    assert len(records) == len(read_lines(out)) == COUNT
+    return records
 
 
-def differing(one: Path, other: Path) -> list[str]:
-    """The conversations whose answers differ: rounding depends on what the server computed side by side."""
-    left, right = answers(one), answers(other)
-    return [name for name in left if left[name] != right[name]]
+def assert_equal_but_for_rounding(first: Path, second: Path) -> None:
+    """Compare two files: the server's rounding depends on what it computes in a batch."""
+    expected = read_answers(first)
+    found = read_answers(second)
+    differing = [name for name in expected if expected[name] != found[name]]
+    assert len(differing) <= COUNT // 50, differing
 
 
 @pytest.mark.engine
-def test_a_real_server(
-    command: str, environment: Path, source: Path, tiny_target_dir: Path, tmp_path: Path
+def test_an_undisturbed_run_has_the_targets_own_answers(
+    target: Path, environment: Path, prepare: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """Alone, behind every fault, killed, with the client killed, and beside one that is three times slower."""
-    target, outs = (
-        tiny_target_dir / "target",
-        {name: tmp_path / f"{name}.jsonl" for name in ("quiet", "faults", "two")},
-    )
-    figures: dict[str, Any] = {}
-    with serve(command, environment, tmp_path / "log") as address:
-        begun = time.perf_counter()
-        finish(prepare(target, source, outs["quiet"], [f"{address}/v1"]))
-        figures["seconds, undisturbed"] = round(time.perf_counter() - begun)
-        check_against_target(target, outs["quiet"], figures)
-        refused = start(
-            prepare(
-                target, source, tmp_path / "refused.jsonl", [f"{address}/v1"], key_variable="NO_KEY"
-            )
-        )
+    """Without its key the server refuses; beside a slower one, a server answers more, and the file is the same."""
+    quiet = tmp_path / "quiet.jsonl"
+    both = tmp_path / "both.jsonl"
+    with serve(SERVE.format(target), environment, tmp_path / "log") as address:
+        url = f"{address}/v1"
+        finish(start(prepare(quiet, url)))
+        refused = start(prepare(tmp_path / "refused.jsonl", url, key_variable="NO_KEY"))
         printed, _ = refused.communicate()
-        assert (
-            refused.returncode == 1
-            and "401" in printed
-            and "variable NO_KEY, which is not set" in printed
-        )
-        figures["two"] = beside_a_slow_one(target, source, outs["two"], f"{address}/v1")
-    with faults_before(f"{address}/v1", plant(40)) as proxy:
-        line = prepare(target, source, outs["faults"], [proxy.url])
-        with serve(command, environment, tmp_path / "log") as address:  # at another port
+        slow = SlowProxy(url)
+        try:
+            said = finish(start(prepare(both, url, slow.url, in_flight=4, timeout=60)))
+        finally:
+            slow.stop()
+
+    check_against_target(target, quiet)
+
+    assert refused.returncode == 1
+    assert "401" in printed
+    assert "variable NO_KEY, which is not set" in printed
+
+    counts = {url: int(count) for url, count in re.findall(r"(http\S+): (\d+) answers", said)}
+    # the slower one takes three times as long
+    assert 1.5 * counts[slow.url] < counts[url] < 6 * counts[slow.url]
+    assert_equal_but_for_rounding(quiet, both)
+
+
+@pytest.mark.engine
+def test_faults_and_kills_on_either_side_change_nothing(
+    target: Path, environment: Path, prepare: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Every kind of fault occurs, the client is killed, and the server is stopped and started again."""
+    quiet = tmp_path / "quiet.jsonl"
+    out = tmp_path / "faults.jsonl"
+    command = SERVE.format(target)
+    with serve(command, environment, tmp_path / "log") as address:
+        finish(start(prepare(quiet, f"{address}/v1")))
+    with faults_before(f"{address}/v1", plant_every(40)) as proxy:
+        line = prepare(out, proxy.url)
+        # each start of the server has another port
+        with serve(command, environment, tmp_path / "log") as address:
             proxy.behind = address.removeprefix("http://")
             client = start(line)
-            wait_until(lambda: done(outs["faults"]) > 40, client)
+            wait_until(lambda: count_done(out) > 40, client)
             client.send_signal(signal.SIGKILL)
             client.wait()
             client = start(line)
-            wait_until(lambda: done(outs["faults"]) > 120, client)
-        assert client.poll() is None  # it waits for the server, which was stopped
+            wait_until(lambda: count_done(out) > 120, client)
+
+        # it waits for the server, which was stopped
+        assert client.poll() is None
+
         with serve(command, environment, tmp_path / "log") as address:
             proxy.behind = address.removeprefix("http://")
-            printed, _ = client.communicate()
-        assert client.returncode == 0, printed[-3000:]
-        figures["planted"] = dict(proxy.planted)
+            printed = finish(client)
+
         assert set(FAULTS) <= set(proxy.planted)
-        figures["hung, seconds until it is told"] = re.findall(r"silent for ([\d.]+) s", printed)[
-            :1
-        ]
-    figures["answers that rounding changed"] = {
-        name: differing(outs["quiet"], outs[name]) for name in ("faults", "two")
-    }  # fmt: skip
-    print(json.dumps(figures, indent=1))
-    assert all(
-        len(names) <= COUNT // 50 for names in figures["answers that rounding changed"].values()
-    )
+
+    assert re.search(r"silent for [\d.]+ s", printed)
+    assert_equal_but_for_rounding(quiet, out)
 
 
-def plant(every: int) -> Callable[[int, dict[str, Any]], str | None]:
-    """Every kind of fault in turn, each after so many requests, and none of the probe's."""
+def plant_every(requests: int) -> Callable[[int, dict[str, Any]], str | None]:
+    """Return a rule that plants each kind of fault in turn, all of them once in so many requests."""
     counts: Counter[str] = Counter()
 
     def rule(_: int, request: dict[str, Any]) -> str | None:
+        # the client's first request only asks whether the server is there
         if request["max_tokens"] == 1:
             return None
         counts["asked"] += 1
-        number, rest = divmod(counts["asked"], max(every // len(FAULTS), 2))
+        number, rest = divmod(counts["asked"], max(requests // len(FAULTS), 2))
         return FAULTS[number % len(FAULTS)] if rest == 0 else None
 
     return rule
@@ -189,49 +213,35 @@ def wait_until(is_so: Callable[[], bool], client: subprocess.Popen[str]) -> None
         time.sleep(0.05)
 
 
-def check_against_target(target: Path, out: Path, figures: dict[str, Any]) -> None:
-    """The server's greedy answers are the target's own, but for what rounding decides."""
-    ours, same, asked = Target.load(target, dtype="float32"), 0, 0
-    for record in list(answers(out).values())[:20]:
+def check_against_target(folder: Path, out: Path) -> None:
+    """Check that the server's greedy first answers are those of transformers, but for rounding."""
+    target = Target.load(folder, dtype="float32")
+    num_equal = 0
+    for record in list(read_answers(out).values())[:20]:
         turns = [{"role": turn["role"], "content": turn["content"]} for turn in record["messages"]]
-        place = next(place for place, turn in enumerate(turns) if turn["role"] == "assistant")
-        prompt = ours.chat(turns[:place])
-        said_here = ours.model.generate(
-            input_ids=ours.model.dummy_inputs["input_ids"].new_tensor([prompt]),
-            do_sample=False,
-            max_new_tokens=NEW,
-        )
-        text = ours.tokenizer.decode(said_here[0, len(prompt) :], skip_special_tokens=True)
-        same, asked = same + (text.strip() == turns[place]["content"].strip()), asked + 1
-    figures["first answers as the target's own generate"] = f"{same} of {asked}"
-    assert same >= asked - 2
+        roles = [turn["role"] for turn in turns]
+        first = roles.index("assistant")
+        prompt = target.chat(turns[:first])
+        ids = target.model.dummy_inputs["input_ids"].new_tensor([prompt])
+        answer = target.model.generate(input_ids=ids, do_sample=False, max_new_tokens=NEW)[0]
+        text = target.tokenizer.decode(answer[len(prompt) :], skip_special_tokens=True)
+        num_equal += text.strip() == turns[first]["content"].strip()
+
+    assert num_equal >= 18
 
 
-def beside_a_slow_one(target: Path, source: Path, out: Path, address: str) -> dict[str, int]:
-    """Answers by a server, and by the same behind a proxy that takes three times as long."""
+class SlowProxy(FaultProxy):
+    """A proxy that waits twice as long as its server took."""
 
-    class Slow(FaultProxy):
-        """It waits twice as long as the server took."""
+    def __init__(self, url: str) -> None:
+        super().__init__(url, lambda *_: None)
+        handler: Any = self.RequestHandlerClass
+        forward = handler.forward
 
-        def __init__(self, url: str) -> None:
-            super().__init__(url, lambda *_: None)
-            forward = self.RequestHandlerClass.forward  # type: ignore[attr-defined]
+        def wait(self: Any, body: bytes | None) -> tuple[int, bytes]:
+            begun = time.perf_counter()
+            reply = forward(self, body)
+            time.sleep(2 * (time.perf_counter() - begun))
+            return reply
 
-            class Waiting(self.RequestHandlerClass):  # type: ignore[name-defined]
-                def forward(self, body: bytes | None) -> tuple[int, bytes]:
-                    begun = time.perf_counter()
-                    reply = forward(self, body)
-                    threading.Event().wait(2 * (time.perf_counter() - begun))
-                    return reply
-
-            self.RequestHandlerClass = Waiting
-
-    slow = Slow(address)
-    try:
-        printed = finish(prepare(target, source, out, [address, slow.url], in_flight=4, timeout=60))
-    finally:
-        slow.stop()
-    given = {url: int(count) for url, count in re.findall(r"(http\S+): (\d+) answers", printed)}
-    fast, less = given[address], given[slow.url]
-    assert 1.5 * less < fast < 6 * less, given
-    return {"fast": fast, "slow": less}
+        self.RequestHandlerClass = type("Waiting", (handler,), {"forward": wait})

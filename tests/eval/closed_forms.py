@@ -54,6 +54,7 @@ def tree_tokens(parents: Sequence[int], probabilities: Sequence[float]) -> float
 
     `probabilities` holds the target's probability of each node's token after its parent; node 0 is the root.
     """
+    # the probability of each whole path
     paths = [1.0]
     for parent, probability in zip(parents[1:], probabilities[1:], strict=True):
         paths.append(paths[parent] * probability)
@@ -67,6 +68,7 @@ def tree_bound(
 
     `next_probs` gives the target's probabilities of the next token after a prefix.
     """
+    # the most probable prefixes first, so that a prefix always comes before what extends it
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
     total = 0.0
     for _ in range(nodes + 1):
@@ -76,4 +78,5 @@ def tree_bound(
         total -= likelihood
         for token, probability in enumerate(next_probs(prefix) if len(prefix) < depth else ()):
             heappush(heap, (likelihood * probability, (*prefix, token)))
+
     return total

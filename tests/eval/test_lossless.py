@@ -1,4 +1,4 @@
-"""The certificate: it compares with the untouched model, passes what is equal, and names what is not."""
+"""The certificate compares with the untouched model, passes what is equal, and names what is not."""
 
 from __future__ import annotations
 
@@ -26,140 +26,176 @@ from eagle.core.verify import Choose, Sampling
 from eagle.decoding import loop
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
-from eagle.recipe import Recipe
 from eagle.target.state import TargetState
-from eval.load_run import load_drafters
 from eval.lossless import (
     Divergence,
+    Key,
+    ModelAnswer,
+    Truth,
     _compare_steps,
-    certify,
     decode_untouched,
     find_divergence,
     main,
     measure_rounding,
 )
 from tests import every_type
+from tests.eval.jsonl_files import write_lines
 from tests.families import RandomTrees, random_tokens
 from tests.families import own_answer as uncached_answer
 
 ROOT = Path(__file__).parents[2]
-NEW = 10
+NAMES = ("none", "ngram", "eagle1")
+KEY = ("set", "conversation", 0, 0.0, 0)
+GREEDY = Choose(Sampling())
+# the head alone, besides plain decoding
+ONE_HEAD = "eval.drafters={eagle1: {}}"
+# a prompt beyond the positions of the tiny target
+LONG = {"turns": ["copy " * 3000, "And?"]}
+QUESTIONS = [
+    {"turns": ["What does copy do?", "How do I call it?"]},
+    {"turns": ["What does chain do?"]},
+]
+
+Verdict = dict[str, Any]
+
+
+def save_untrained(folder: Path, target_dir: Path) -> None:
+    """Save an untrained head for a target."""
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(target_dir)
+    save_head(folder, Eagle1.for_target(Eagle1.Settings(), config), "", {})
 
 
 @pytest.fixture
-def command(tiny_target_dir: Path, tiny_target: Target, tmp_path: Path) -> list[str]:
+def command(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
     """The tiny recipe over two questions, one with a second turn, and an untrained head."""
-    torch.manual_seed(3)
-    save_head(
-        tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), tiny_target.config), "", {}
-    )
-    asked = [
-        {"turns": ["What does copy do?", "How do I call it?"]},
-        {"turns": ["What does chain do?"]},
-    ]
-    (tmp_path / "asked.jsonl").write_text(
-        "".join(json.dumps(question) + "\n" for question in asked)
-    )
+    save_untrained(tmp_path / "run/head", tiny_target_dir / "target")
+    asked = write_lines(tmp_path / "asked.jsonl", QUESTIONS)
     return [
         str(ROOT / "recipes/tiny/eagle1.yaml"),
         f"target.path={tiny_target_dir / 'target'}",
         "target.dtype=float32",
         f"train.out={tmp_path / 'run'}",
-        f"eval.prompts={tmp_path / 'asked.jsonl'}",
-        f"eval.max_new_tokens={NEW}",
+        f"eval.prompts={asked}",
+        "eval.max_new_tokens=10",
     ]
 
 
 @pytest.fixture
 def mixing_command(command: list[str], mixing_target_dir: Path, tmp_path: Path) -> list[str]:
-    """The same questions to a target whose answers any fault changes, and an untrained head of it."""
-    torch.manual_seed(3)
-    config = AutoConfig.from_pretrained(mixing_target_dir)
-    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), config), "", {})
+    """The same questions to a target whose answers any fault changes, and an untrained head for it."""
+    save_untrained(tmp_path / "run/head", mixing_target_dir)
     return [*command, f"target.path={mixing_target_dir}"]
 
 
 @pytest.fixture(scope="module")
 def model(tiny_target_dir: Path) -> Any:
-    """The stock model, which nothing of ours has touched."""
+    """The stock model, which no code of this project has touched."""
     return AutoModelForCausalLM.from_pretrained(tiny_target_dir / "target", dtype=torch.float32)
 
 
-def test_the_truth_is_the_stock_models_own_decoding(model: Any, tiny_target: Target) -> None:
-    """Greedily transformers' `generate`; sampled, an uncached loop over its own warper and the noise of each place."""
+def decode_own(
+    model: Any,
+    prompt: list[int],
+    count: int,
+    choose: Choose = GREEDY,
+    stop: Sequence[int] = (),
+    truth: Truth = "steps",
+) -> ModelAnswer:
+    """Return the untouched model's own answer, greedy and of a fixed length by default."""
+    return decode_untouched(model, choose, prompt, stop=stop, count=count, truth=truth)
+
+
+def find(
+    model: Any, own: ModelAnswer, drafted: list[int], key: Key = KEY, steps_differ: bool = False
+) -> Divergence:
+    """Return the first difference of drafted tokens, which there is."""
+    decoder = SimpleNamespace(decode=str)
+    found = find_divergence(
+        model, decoder, key, answer=own, drafted=drafted, steps_differ=steps_differ
+    )
+
+    assert found is not None
+    return found
+
+
+def read_verdicts(folder: Path) -> list[Verdict]:
+    """Return the verdicts of the certificate."""
+    return json.loads((folder / "run/lossless.json").read_text())["verdicts"]
+
+
+def test_the_reference_is_the_stock_models_own_decoding(model: Any, tiny_target: Target) -> None:
+    """Greedily it is transformers' `generate`; sampled, an uncached loop over transformers' own warper."""
     prompt = tiny_target.chat("What does copy do?")
     ids = torch.tensor([prompt])
-    given = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
-    )[0].tolist()
-    own = decode_untouched(model, Choose(Sampling()), prompt, tiny_target.stop_tokens, 24)
-    assert own.tokens == given[len(prompt) :]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(ids, **options)[0, len(prompt) :].tolist()
+    own = decode_own(model, prompt, 24, stop=tiny_target.stop_tokens)
+
+    assert own.tokens == expected
+
+    # the noise of each position is the one thing that both share
     noise = Noise(seed=3, request=5)
     warp = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
-    expected = uncached_answer(
-        model, prompt, 12, warp, lambda at: noise([at], model.config.vocab_size, ids.device)[0]
-    )
-    sampling = Sampling(0.7, seed=3, request=5)
-    assert decode_untouched(model, Choose(sampling), prompt, [], 12).tokens == expected
+
+    def noise_at(position: int) -> torch.Tensor:
+        return noise([position], model.config.vocab_size, ids.device)[0]
+
+    expected = uncached_answer(model, prompt, 12, warp, noise_at)
+    choose = Choose(Sampling(0.7, seed=3, request=5))
+
+    assert decode_own(model, prompt, 12, choose).tokens == expected
+
     stop = expected[4]
-    first = expected.index(stop)
-    assert (
-        decode_untouched(model, Choose(sampling), prompt, [stop], 12).tokens
-        == expected[: first + 1]
-    )
+    stopped = expected[: expected.index(stop) + 1]
+    assert decode_own(model, prompt, 12, choose, [stop]).tokens == stopped
 
 
-def test_what_is_equal_is_certified(
+def test_equal_output_is_certified(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All drafters at T = 0 and 1 over all turns, with the certificate beside the results; what has no room is said."""
-    with (tmp_path / "asked.jsonl").open("a") as file:
-        file.write(json.dumps({"turns": ["copy " * 3000, "And?"]}) + "\n")
+    """All drafters pass at T = 0 and 1 over all turns; a prompt without room is counted."""
+    # the long prompt is left out of all six verdicts
+    write_lines(tmp_path / "asked.jsonl", [*QUESTIONS, LONG])
     main(command)
     said = capsys.readouterr().out
-    found = json.loads((tmp_path / "run/lossless.json").read_text())
-    assert {(one["drafter"], one["temperature"]) for one in found["verdicts"]} == {
-        (name, temperature) for name in ("none", "ngram", "eagle1") for temperature in (0, 1)
+    verdicts = read_verdicts(tmp_path)
+    expected = {
+        "answers": 3,
+        "identical": 3,
+        "lossless": True,
+        "divergences": [],
+        "left_out": 1,
+        "to_plain": 3,
+        "to_float32": None,
+        "dtype": "float32",
     }
-    for one in found["verdicts"]:
-        assert (one["answers"], one["identical"], one["lossless"], one["divergences"]) == (
-            3,
-            3,
-            True,
-            [],
-        )
-        assert one["left_out"] == 1
-        assert (
-            f"{one['drafter']} at T = {one['temperature']:g}: identical to plain decoding here in 3 of 3, to"
-            in said
-        )
-        assert (one["to_plain"], one["to_float32"], one["dtype"]) == (3, None, "float32")
-    assert found["run"]["target"] and found["run"]["commit"]
+    names = set()
+    for verdict in verdicts:
+        assert {name: verdict[name] for name in expected} == expected
+
+        name = f"{verdict['drafter']} at T = {verdict['temperature']:g}"
+        assert f"{name}: identical to plain decoding here in 3 of 3, to" in said
+        names.add(name)
+
+    assert len(names) == len(verdicts) == len(NAMES) * 2
 
 
 @pytest.mark.slow
 def test_batches_are_certified(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each size that the recipe or the command line names, all turns, against the model's single decoding."""
+    """Batch sizes come from the recipe or the command line, which counts first."""
     main([*command, "eval.batch_size=[1, 3]"])
-    verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
-    assert {(one["drafter"], one["temperature"], one["batch_size"]) for one in verdicts} == {
-        (name, heat, size)
-        for name in ("none", "ngram", "eagle1")
-        for heat in (0, 1)
-        for size in (1, 3)
-    }
-    assert {(one["answers"], one["identical"], one["lossless"]) for one in verdicts} == {
-        (3, 3, True)
-    }
-    assert (
-        "eagle1 at T = 1, 3 at a time: identical to plain decoding here in 3 of 3"
-        in capsys.readouterr().out
-    )
-    main([*command, "eval.batch_size=[1, 3]", "--batch-size", "2", "eval.drafters={eagle1: {}}"])
-    verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
-    assert {one["batch_size"] for one in verdicts} == {2}
+    verdicts = read_verdicts(tmp_path)
+    for verdict in verdicts:
+        assert (verdict["answers"], verdict["identical"], verdict["lossless"]) == (3, 3, True)
+
+    assert sorted(verdict["batch_size"] for verdict in verdicts) == [1] * 6 + [3] * 6
+    assert "eagle1 at T = 1, 3 at a time: identical to plain" in capsys.readouterr().out
+
+    main([*command, "eval.batch_size=[1, 3]", "--batch-size", "2", ONE_HEAD])
+    assert {verdict["batch_size"] for verdict in read_verdicts(tmp_path)} == {2}
 
 
 def test_a_fault_of_batches_alone_is_named(
@@ -168,7 +204,7 @@ def test_a_fault_of_batches_alone_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Noise of the first row for all rows: single texts are certified, sampled batches are not."""
+    """Planted fault: the first row's noise serves all rows. Only sampled batches fail."""
     verify = loop.verify_rows
 
     def first_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> Any:
@@ -176,41 +212,42 @@ def test_a_fault_of_batches_alone_is_named(
 
     monkeypatch.setattr(loop, "verify_rows", first_noise)
     with pytest.raises(SystemExit, match="the output of a drafter is not the model's own"):
-        main(
-            [
-                *command,
-                "eval.batch_size=[1, 3]",
-                "eval.max_new_tokens=24",
-                "eval.drafters={eagle1: {}}",
-            ]
-        )
-    verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
-    wrong = {(one["temperature"], one["batch_size"]) for one in verdicts if not one["lossless"]}
-    assert wrong == {(1, 3)}
+        main([*command, "eval.batch_size=[1, 3]", "eval.max_new_tokens=24", ONE_HEAD])
+
+    wrong = [verdict for verdict in read_verdicts(tmp_path) if not verdict["lossless"]]
+
+    assert {(verdict["temperature"], verdict["batch_size"]) for verdict in wrong} == {(1, 3)}
     assert "3 at a time: identical to plain decoding here in" in capsys.readouterr().out
 
 
 def last_node_kept(patch: pytest.MonkeyPatch) -> None:
-    """In place of the last accepted node the last drafted one stays in the cache."""
+    """Keep the last drafted node in the cache in place of the last accepted one."""
 
     def keep(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
-        tokens = {row: state.trees[row].tokens[list(path)].tolist() for row, path in paths.items()}
-        state.keep_columns(
-            {row: [*path[:-1], len(state.trees[row]) - 1] for row, path in paths.items()}, tokens
-        )
+        tokens = {}
+        columns = {}
+        for row, path in paths.items():
+            tree = state.trees[row]
+            tokens[row] = tree.tokens[list(path)].tolist()
+            columns[row] = [*path[:-1], len(tree) - 1]
+
+        state.keep_columns(columns, tokens)
 
     patch.setattr(TargetState, "keep", keep)
 
 
 def whole_tree_seen(patch: pytest.MonkeyPatch) -> None:
-    """Every node sees the whole tree."""
-    patch.setattr(
-        DraftTree, "ancestors", lambda tree: torch.ones(len(tree), len(tree), dtype=torch.bool)
-    )
+    """Let every node attend to the whole tree."""
+
+    def all_nodes(tree: DraftTree) -> torch.Tensor:
+        return torch.ones(len(tree), len(tree), dtype=torch.bool)
+
+    patch.setattr(DraftTree, "ancestors", all_nodes)
 
 
-def noise_of_the_next_place(patch: pytest.MonkeyPatch) -> None:
-    """The choices after drafted nodes use noise that is not theirs: only sampled output can tell."""
+def noise_of_the_next_position(patch: pytest.MonkeyPatch) -> None:
+    """Choose after drafted nodes with the noise of the next position, which only sampled output shows."""
+    # plain decoding has trees of one node, whose noise stays right
     choose = Choose.__call__
 
     def wrong(self: Choose, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
@@ -220,15 +257,8 @@ def noise_of_the_next_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Choose, "__call__", wrong)
 
 
-@pytest.mark.quick("noise_of_the_next_place")
-@pytest.mark.parametrize(
-    "fault",
-    [
-        last_node_kept,
-        pytest.param(whole_tree_seen, marks=pytest.mark.slow),
-        noise_of_the_next_place,
-    ],
-)
+@pytest.mark.quick("noise_of_the_next_position")
+@pytest.mark.parametrize("fault", [last_node_kept, whole_tree_seen, noise_of_the_next_position])
 def test_a_planted_fault_is_named(
     fault: Callable[[pytest.MonkeyPatch], None],
     mixing_command: list[str],
@@ -236,131 +266,122 @@ def test_a_planted_fault_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Output differs: the place, both tokens and a gap far above rounding are said, and the status is one."""
+    """The report has the position, both tokens and a gap far above rounding, and the exit status is 1."""
+    # plain decoding commits no drafted node, so that none of these faults shows in it
     fault(monkeypatch)
     with pytest.raises(SystemExit, match="the output of a drafter is not the model's own"):
-        main([*mixing_command, "eval.max_new_tokens=24", "eval.drafters={eagle1: {}}"])
-    verdicts = json.loads((tmp_path / "run/lossless.json").read_text())["verdicts"]
-    by_name = {(one["drafter"], one["temperature"]): one for one in verdicts}
-    assert by_name["none", 0]["lossless"] and by_name["none", 1]["lossless"]
-    wrong = next(
-        by_name["eagle1", heat] for heat in (0, 1) if not by_name["eagle1", heat]["lossless"]
-    )
-    if fault is noise_of_the_next_place:
-        assert wrong["temperature"] == 1
-    assert not wrong["lossless"] and wrong["identical"] < wrong["answers"]
-    divergence = next(one for one in wrong["divergences"] if not one["is_rounding"])
-    assert (
-        divergence["gap"] > 2 * divergence["rounding"]
-        and divergence["drafted"] != divergence["own"]
-    )
-    said = capsys.readouterr().out
-    assert (
-        f"drafted {divergence['drafted']} {divergence['texts'][0]!r}, the model's own {divergence['own']}"
-        in said
-    )
+        main([*mixing_command, "eval.max_new_tokens=24", ONE_HEAD])
+
+    wrong = [verdict for verdict in read_verdicts(tmp_path) if not verdict["lossless"]]
+
+    assert {verdict["drafter"] for verdict in wrong} == {"eagle1"}
+
+    if fault is noise_of_the_next_position:
+        assert [verdict["temperature"] for verdict in wrong] == [1]
+    assert wrong[0]["identical"] < wrong[0]["answers"]
+
+    found = next(one for one in wrong[0]["divergences"] if not one["is_rounding"])
+    assert found["gap"] > 2 * found["rounding"]
+
+    drafted = found["drafted"]
+    assert drafted != found["own"]
+    sentence = f"drafted {drafted} {found['texts'][0]!r}, the model's own {found['own']}"
+    assert sentence in capsys.readouterr().out
 
 
-def test_the_gap_is_the_models_own_preference(model: Any, tiny_target: Target) -> None:
-    """At the first difference, from an uncached forward; at T > 0 with the noise, in units of plain logits."""
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_the_gap_is_the_models_own_preference(
+    model: Any, tiny_target: Target, temperature: float
+) -> None:
+    """The gap at the first difference is that of an uncached forward, with the noise in units of plain logits."""
     prompt = tiny_target.chat("What does chain do?")
-    for temperature in (0.0, 0.5):
-        sampling = Sampling(temperature, seed=1)
-        own = decode_untouched(model, Choose(sampling), prompt, [], 8)
-        other = (own.tokens[5] + 1) % model.config.vocab_size
-        drafted = [*own.tokens[:5], other, *own.tokens[:2]]
-        found = find_divergence(
-            model, tiny_target.tokenizer, ("s", "c", 0, temperature, 1), own, drafted
-        )
-        assert found is not None and (found.position, found.drafted, found.own) == (
-            5,
-            other,
-            own.tokens[5],
-        )
-        with torch.no_grad():
-            scores = model(input_ids=torch.tensor([prompt + own.tokens[:5]])).logits[0, -1]
-        if temperature:
-            place = len(prompt) + 5
-            scores = scores + 0.5 * Noise(1, 0)([place], len(scores), scores.device)[0]
-        assert found.gap == pytest.approx(float(scores[own.tokens[5]] - scores[other]), abs=1e-4)
-        assert found.gap > 0 and not found.is_rounding
-        assert (
-            find_divergence(
-                model, tiny_target.tokenizer, ("s", "c", 0, temperature, 1), own, own.tokens
-            )
-            is None
-        )
+    own = decode_own(model, prompt, 8, Choose(Sampling(temperature, seed=1)))
+    right = own.tokens[5]
+    # any other token will do
+    other = (right + 1) % model.config.vocab_size
+    drafted = [*own.tokens[:5], other, *own.tokens[:2]]
+    key = ("set", "conversation", 0, temperature, 1)
+    found = find(model, own, drafted, key)
+
+    assert (found.position, found.drafted, found.own) == (5, other, right)
+
+    # an uncached forward of the stock model is the independent oracle
+    with torch.no_grad():
+        scores = model(input_ids=torch.tensor([prompt + own.tokens[:5]])).logits[0, -1]
+    if temperature:
+        noise = Noise(1, 0)([len(prompt) + 5], len(scores), scores.device)[0]
+        scores = scores + temperature * noise
+
+    assert found.gap == pytest.approx(float(scores[right] - scores[other]), abs=1e-4)
+    assert found.gap > 0
+    assert not found.is_rounding
+
+    same = find_divergence(model, tiny_target.tokenizer, key, answer=own, drafted=list(own.tokens))
+    assert same is None
 
 
 def test_an_answer_that_ends_early_differs(model: Any, tiny_target: Target) -> None:
-    """There is no other token to compare with, and so no gap that could excuse it."""
-    own = decode_untouched(model, Choose(Sampling()), tiny_target.chat("What?"), [], 6)
-    found = find_divergence(
-        model, tiny_target.tokenizer, ("s", "c", 0, 0.0, 0), own, own.tokens[:4]
-    )
-    assert found is not None and (found.position, found.drafted, found.gap) == (4, None, None)
-    assert not found.is_rounding and "no gap to tell" in str(found)
+    """A missing token has no gap, so rounding cannot excuse it."""
+    own = decode_own(model, tiny_target.chat("What?"), 6)
+    found = find(model, own, own.tokens[:4])
+    assert (found.position, found.drafted, found.gap) == (4, None, None)
+    assert not found.is_rounding
+    assert "no gap to tell" in str(found)
 
 
-def test_rounding_is_what_the_model_differs_by_from_itself(model: Any, tiny_target: Target) -> None:
-    """Small in fp32, large in bf16; a flip within it is told from a fault."""
+def test_rounding_is_how_far_the_model_differs_from_itself(model: Any, tiny_target: Target) -> None:
+    """It is small in fp32 and large in bf16; a gap within twice of it is rounding."""
     prompt = tiny_target.chat("What does copy do?")
-    exact = measure_rounding(model, decode_untouched(model, Choose(Sampling()), prompt, [], 8))
-    assert 0 < exact < 1e-3
-    coarse = AutoModelForCausalLM.from_pretrained(model.config._name_or_path, dtype=torch.bfloat16)
-    assert (
-        measure_rounding(coarse, decode_untouched(coarse, Choose(Sampling()), prompt, [], 8))
-        > 100 * exact
-    )
-    told = [
-        Divergence(("s", "c", 0, 0.0, 0), 3, 1, 2, ("a", "b"), gap, 1e-5)
-        for gap in (-1e-6, 2e-5, 3e-5)
-    ]
-    assert [one.is_rounding for one in told] == [True, True, False]
+    # the same weights in bf16 round more coarsely
+    folder = model.config._name_or_path
+    coarse = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    in_fp32 = measure_rounding(model, decode_own(model, prompt, 8))
+    in_bf16 = measure_rounding(coarse, decode_own(coarse, prompt, 8))
+
+    assert 0 < in_fp32 < 1e-3
+    assert in_bf16 > 100 * in_fp32
+    # rounding may move both logits, so that twice of it is excused
+    for gap, is_rounding in ((-1e-6, True), (2e-5, True), (3e-5, False)):
+        divergence = Divergence(
+            KEY, position=3, drafted=1, own=2, texts=("a", "b"), gap=gap, rounding=1e-5
+        )
+        assert divergence.is_rounding is is_rounding
 
 
 @pytest.mark.slow
-def test_drafts_that_carry_their_law_are_compared_greedily_alone(
-    command: list[str], tiny_target: Target, model: Any
-) -> None:
-    """Above T = 0 they keep the law of the output and not its tokens."""
-    drawn = "eval.drafters={drawn: {budget: {paths: [[0], [0, 0]], draw: sampled}}}"
-    recipe = Recipe.load(command[0], [*command[1:], drawn])
-    verdicts = certify(recipe, tiny_target, model, load_drafters(recipe, tiny_target))
-    assert [(one.drafter, one.temperature) for one in verdicts] == [
-        ("none", 0),
-        ("drawn", 0),
-        ("none", 1),
-    ]
-    assert all(one.is_lossless and one.answers == 3 for one in verdicts)
+def test_sampled_drafts_are_compared_greedily_alone(command: list[str], tmp_path: Path) -> None:
+    """Above T = 0 sampled drafts keep the output's distribution, not its tokens."""
+    main([*command, "eval.drafters={drawn: {budget: {paths: [[0], [0, 0]], draw: sampled}}}"])
+    verdicts = read_verdicts(tmp_path)
+    assert all(verdict["lossless"] and verdict["answers"] == 3 for verdict in verdicts)
+    names = [(verdict["drafter"], verdict["temperature"]) for verdict in verdicts]
+    assert names == [("none", 0), ("drawn", 0), ("none", 1)]
 
 
 def test_a_model_that_differs_from_itself_is_told_from_a_fault() -> None:
-    """Zamba2's step by one token clamps where its forward over a text does not: `generate` follows its steps."""
+    """Zamba2's step by one token clamps where its forward over a sequence does not; `generate` follows its steps."""
+    # a copy, since the target changes how its model reads
     model = every_type.build("zamba2")
-    target, prompt, choose = (
-        Target(copy.deepcopy(model)),
-        random_tokens(9, seed=4),
-        Choose(Sampling()),
-    )
-    given = model.generate(
-        torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
-    )
-    steps = decode_untouched(model, choose, prompt, [], 24)
-    assert steps.tokens == given[0, len(prompt) :].tolist()
-    drafted = generate(target, RandomTrees(steps.tokens), prompt, max_new_tokens=24, stop=[]).tokens
-    assert drafted == steps.tokens
-    assert target.describe() == "mask + mixers over levels; the truth is its own steps by one token"
-    whole = decode_untouched(model, choose, prompt, [], 24, "whole texts")
+    target = Target(copy.deepcopy(model))
+    prompt = random_tokens(9, seed=4)
+    ids = torch.tensor([prompt])
+    generated = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    steps = decode_own(model, prompt, 24)
+    whole = decode_own(model, prompt, 24, truth="whole texts")
+    drafter = RandomTrees(steps.tokens)
+    drafted = generate(target, drafter, prompt, max_new_tokens=24, stop=[]).tokens
+
+    assert drafted == steps.tokens == generated[0, len(prompt) :].tolist()
     assert whole.tokens != steps.tokens
-    decoder = SimpleNamespace(decode=str)
-    for tokens, is_own in ((drafted, True), ([*drafted[:-1], drafted[-1] ^ 1], False)):
-        found = find_divergence(
-            model, decoder, ("s", "c", 0, 0.0, 0), whole, tokens, steps_differ=True
-        )
-        assert found is not None
-        assert _compare_steps(target, model, found, whole, tokens).is_models_own == is_own
+    assert target.describe() == "mask + mixers over levels; the truth is its own steps by one token"
+
+    # the same steps are the model's own; one other token at their end is not
+    wrong = [*drafted[:-1], drafted[-1] ^ 1]
+    for tokens, is_own in ((drafted, True), (wrong, False)):
+        found = find(model, whole, tokens, steps_differ=True)
+        compared = _compare_steps(target, model, found, answer=whole, drafted=tokens)
+        assert compared.is_models_own == is_own
+
     wrong = [*drafted[:5], drafted[5] ^ 1, *drafted[6:]]
-    found = find_divergence(model, decoder, ("s", "c", 0, 0.0, 0), steps, wrong, steps_differ=True)
-    assert found is not None
-    assert not found.is_rounding
+
+    assert not find(model, steps, wrong, steps_differ=True).is_rounding

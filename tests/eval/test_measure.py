@@ -1,34 +1,38 @@
-"""Measured rows: what they say is what happened, all drafters take turns, and a killed run goes on where it was."""
+"""Measured rows say what the decoder did, drafters take turns, and an interrupted run goes on."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from eagle import Target, Trace, generate
 from eagle.core.budget import Budget
 from eagle.core.tree import chain_paths
 from eagle.device import ThreadsOfLongWork
 from eagle.drafters.lookup.ngram import NgramDrafter
-from eagle.drafters.recurrent.eagle1 import Eagle1
-from eagle.formats.checkpoint import save_head, write_budget
+from eagle.formats.checkpoint import write_budget
 from eagle.recipe import Recipe
-from eagle.target.state import TargetState
 from eval import measure as module
 from eval.load_run import load_drafters
 from eval.measure import measure
 from eval.prompts import cases, encode_prompt, questions
+from tests.eval.jsonl_files import read_lines, write_lines
+from tests.eval.test_lossless import last_node_kept
+from tests.eval.test_measure_batches import (
+    Row,
+    key_of,
+    lines_of,
+    make_recipe,
+    measure_with,
+    select,
+    with_eval,
+)
 
 QUESTIONS = [
     {"question_id": 1, "category": "twice", "turns": ["What does copy do?", "How do I call it?"]},
@@ -36,6 +40,10 @@ QUESTIONS = [
     {"question_id": 3, "category": "once", "turns": ["What does accumulate do?"]},
 ]
 DRAFTERS = {"ngram": {"head": "ngram"}, "tree": {}, "chain": {"budget": {"paths": chain_paths(3)}}}
+SHAPE = ("nodes", "depth", "accepted", "committed", "context")
+
+# columns that depend on the machine's speed
+TIMED = ("run", "seconds", "cpu_seconds", "cycles")
 
 
 @pytest.fixture(scope="module")
@@ -45,376 +53,358 @@ def target(eight_token_dir: Path) -> Target:
 
 
 @pytest.fixture
-def small(recipe: Recipe, eight_token_dir: Path, target: Target, tmp_path: Path) -> Recipe:
-    """Three questions, one of them of two turns, for three drafters, two of which are one untrained head."""
-    torch.manual_seed(0)
-    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), target.config), "", {})
-    (tmp_path / "asked.jsonl").write_text(
-        "".join(json.dumps(question) + "\n" for question in QUESTIONS)
-    )
-    asked = {
-        "prompts": {"few": str(tmp_path / "asked.jsonl")},
+def small(recipe: Recipe, eight_token_dir: Path, tmp_path: Path) -> Recipe:
+    """Three questions, one of them of two turns, for three drafters, two of which share an untrained head."""
+    section = {
+        "prompts": {"few": str(write_lines(tmp_path / "asked.jsonl", QUESTIONS))},
         "max_new_tokens": 6,
         "temperatures": [0, 1],
+        "drafters": DRAFTERS,
     }
-    values = {**recipe.model_dump(), "eval": {**asked, "drafters": DRAFTERS}}
-    values["target"] = {**values["target"], "path": str(eight_token_dir), "dtype": "float64"}
-    values["train"] = {**values["train"], "out": str(tmp_path / "run")}
-    return Recipe.parse(values, "small")
+    return make_recipe(recipe, eight_token_dir, tmp_path, **section)
 
 
-def with_eval(recipe: Recipe, **changes: Any) -> Recipe:
-    """The recipe with some of `eval` changed."""
-    values = recipe.model_dump(exclude_unset=True)
-    return Recipe.parse({**values, "eval": {**values["eval"], **changes}}, "small")
+@pytest.fixture
+def restored_threads() -> Any:
+    """Set two threads, and restore their number after the test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
-def lines_of(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Headers and rows of a results file."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line["run"] for line in lines if "drafter" not in line], [
-        line for line in lines if "drafter" in line
-    ]
+def choose_threads(patch: pytest.MonkeyPatch, threads: int) -> None:
+    """Let the choice of threads, which is timed, come out as this number."""
+
+    def choose(_: object) -> int:
+        torch.set_num_threads(threads)
+        return threads
+
+    patch.setattr("eval.load_run.choose_threads", choose)
 
 
-def keys(rows: list[dict[str, Any]]) -> Counter[Any]:
-    """How often each answer is there."""
-    return Counter(
-        (
-            row["drafter"],
-            row["set"],
-            row["conversation"],
-            row["turn"],
-            row["temperature"],
-            row["seed"],
-        )
-        for row in rows
-    )
+def headers_of(path: Path) -> list[Row]:
+    """Return the headers of a results file, one for each start."""
+    return [line["run"] for line in read_lines(path) if line.keys() == {"run"}]
 
 
-def comparable(rows: list[dict[str, Any]]) -> dict[Any, Any]:
-    """Rows by key, without what depends on the machine's speed."""
-    slow = ("run", "seconds", "cpu_seconds", "cycles")
-    return {
-        key: (
-            {name: value for name, value in row.items() if name not in slow},
-            [c["committed"] for c in row["cycles"]],
-        )
-        for row in rows
-        for key in keys([row])
-    }
+def comparable(rows: list[Row]) -> dict[Any, Row]:
+    """Return rows by key, without what depends on the machine's speed; each key occurs once."""
+    found = {}
+    for row in rows:
+        kept = {name: value for name, value in row.items() if name not in TIMED}
+        kept["committed"] = [cycle["committed"] for cycle in row["cycles"]]
+        found[key_of(row)] = kept
+    assert len(found) == len(rows)
+    return found
 
 
 @pytest.mark.slow
 def test_rows_say_what_the_decoder_did(small: Recipe, target: Target) -> None:
-    """Each row beside a generation of its own: same cycles, text and figures; contexts add up; `none` commits ones."""
-    headers, rows = lines_of(measure(small, "small.yaml"))
-    assert len(headers) == 1 and set(headers[0]["drafters"]) == {"none", *DRAFTERS}
-    drafters, by_key = (
-        load_drafters(small, target),
-        {key: row for row in rows for key in keys([row])},
-    )
-    assert len(by_key) == len(rows) == 4 * 4 * 2  # drafters, turns, temperatures
+    """Each row has the cycles, text and figures of a generation made here."""
+    path = measure(small, "small.yaml")
+    [header] = headers_of(path)
+
+    assert header["drafters"].keys() == {"none", *DRAFTERS}
+
+    rows = {key_of(row): row for row in lines_of(path)[0]}
+    drafters = load_drafters(small, target)
+    # four drafters, four turns, two temperatures
+    assert len(rows) == 4 * 4 * 2
     for case in cases(small, questions(small), (0, 1)):
         turns: list[str] = []
-        for turn, text in enumerate(case.question.turns):
-            turns.append(text)
-            prompt, plain = encode_prompt(small, target, turns), ""
+        for turn, question in enumerate(case.question.turns):
+            turns.append(question)
+            prompt = encode_prompt(small, target, turns)
+            texts = []
             for name, measured in drafters.items():
-                row = by_key[name, "few", case.question.id, turn, case.temperature, case.seed]
-                sampling = case.sampling(turn)
                 trace = generate(
                     target,
                     measured.drafter,
                     prompt,
-                    sampling=sampling,
+                    sampling=case.sampling(turn),
                     budget=measured.budget,
                     max_new_tokens=6,
                 )
-                plain = plain or trace.text
-                check(row, trace, plain, headers[0]["id"])
-            turns.append(plain)
+                texts.append(trace.text)
+                row = rows[name, "few", case.question.id, turn, case.temperature, case.seed]
+
+                assert row["run"] == header["id"]
+                check_row(row, trace)
+
+            assert len(set(texts)) == 1
+            # the next turn follows the answer of plain decoding
+            turns.append(texts[0])
 
 
-def check(row: dict[str, Any], trace: Trace, plain: str, run: str) -> None:
-    """One row against its trace, its sums against naive ones."""
-    assert (row["tokens"], row["text"], row["finish"]) == (
-        len(trace.tokens),
-        trace.text,
-        trace.finish,
-    )
-    assert row["run"] == run and row["prompt_tokens"] == len(trace.prompt)
-    assert row["identical"] is True and row["text"] == plain
-    figures = [
-        (c["nodes"], c["depth"], c["accepted"], c["committed"], c["context"]) for c in row["cycles"]
-    ]
-    assert figures == [(c.nodes, c.depth, c.accepted, c.committed, c.context) for c in trace.cycles]
-    assert row["tokens"] == 1 + sum(cycle["committed"] for cycle in row["cycles"])
-    context = row["prompt_tokens"]
-    for cycle in row["cycles"]:
+def check_row(row: Row, trace: Trace) -> None:
+    """Compare one row with its trace, and its sums with plain ones."""
+    assert row["identical"] is True
+    assert row["prompt_tokens"] == len(trace.prompt)
+
+    expected = [len(trace.tokens), trace.text, trace.finish]
+    assert select(row, ("tokens", "text", "finish")) == expected
+
+    context = len(trace.prompt)
+    seconds = 0.0
+    for cycle, decoded in zip(row["cycles"], trace.cycles, strict=True):
+        assert select(cycle, SHAPE) == [getattr(decoded, name) for name in SHAPE]
         assert cycle["context"] == context
         assert set(cycle["seconds"]) == {"draft", "target", "verify", "other"}
-        assert cycle["depth"] == cycle["nodes"] or row["drafter"] == "tree"
+
         context += cycle["accepted"] + 1
-    assert 0 < sum(sum(cycle["seconds"].values()) for cycle in row["cycles"]) < row["seconds"]
+        seconds += sum(cycle["seconds"].values())
+
+    assert 0 < seconds < row["seconds"]
+
+    # prefill gives the first token
+    committed = [cycle["committed"] for cycle in row["cycles"]]
+    assert row["tokens"] == 1 + sum(committed)
+
     if row["drafter"] == "none":
-        assert {cycle["committed"] for cycle in row["cycles"]} == {1}
+        assert set(committed) == {1}
+    # the first question of each task keeps its pieces
+    assert ("pieces" in row) == (row["conversation"] in ("1", "2"))
     if "pieces" in row:
         assert "".join(text for text, _ in row["pieces"]) == row["text"]
-    assert ("pieces" in row) == (
-        row["conversation"] in ("1", "2")
-    )  # the first two asked; tasks come in turn
 
 
 @pytest.mark.slow
 def test_drafters_take_turns_and_another_begins_each_time(
     small: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the cases each drafter goes first, second and so on equally often, up to one."""
-    order, real = list[str](), module.time_answer
+    """The order rotates, and each drafter goes first equally often, up to one."""
+    order: list[str] = []
+    time_answer = module.time_answer
 
     def record(target: Target, measured: Any, *more: Any) -> Any:
-        order.append(
-            measured.head if measured.head in ("none", "ngram") else str(measured.budget.paths)
-        )
-        return real(target, measured, *more)
+        order.append(f"{measured.head} {measured.budget}")
+        return time_answer(target, measured, *more)
 
     monkeypatch.setattr(module, "time_answer", record)
-    measure(with_eval(small, temperatures=[1], seeds=[0, 1, 2, 3], max_new_tokens=2), "small.yaml")
-    names = order[:4]  # the warm-up
-    assert len(set(names)) == 4
-    rounds = [order[start : start + 4] for start in range(4, len(order), 4)]
-    assert len(rounds) == 4 * 4  # seeds, turns
-    firsts = [names.index(turns[0]) for turns in rounds]
-    assert all(
-        turns == names[first:] + names[:first] for turns, first in zip(rounds, firsts, strict=True)
-    )
+    measure_with(small, temperatures=[1], seeds=[0, 1, 2, 3], max_new_tokens=2)
+    # all four are warmed up first
+    names = order[:4]
+    firsts = []
+    for start in range(4, len(order), 4):
+        first = names.index(order[start])
+        assert order[start : start + 4] == names[first:] + names[:first]
+        firsts.append(first)
+
+    # four turns of four seeds
+    assert len(firsts) == 4 * 4
     assert set(Counter(firsts).values()) <= {3, 4, 5}
 
 
-def lines(path: Path) -> int:
-    """How many whole lines a file has."""
-    return path.read_bytes().count(b"\n")
-
-
-def run_and_kill(work: Callable[[], object], when: Callable[[], bool]) -> None:
-    """Do the work in a forked process, and kill it when `when` says so."""
-    if not (pid := os.fork()):
-        torch.set_num_threads(1)  # threads do not survive a fork
-        work()
-        os._exit(0)
-    while not when():
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it ended before it was killed"
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(
-    small: Recipe, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_an_interrupted_run_goes_on_where_it_was(
+    small: Recipe, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed, and torn in its last line: what was whole stays, the rest is measured once, as if never killed."""
-    path = tmp_path / "run/results.jsonl"
-    whole = lines_of(measure(small, "small.yaml"))[1]
-    path.rename(tmp_path / "whole.jsonl")
-    run_and_kill(lambda: measure(small, "small.yaml"), lambda: path.exists() and lines(path) > 9)
-    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:-2])
+    """Whole lines of a file whose last line is torn stay, and the rest is measured once."""
+    path = measure_with(small, temperatures=[0])
+    whole = comparable(lines_of(path)[0])
+    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:-6])
+    # as a killed run leaves it
     path.write_bytes(kept + b'{"run":"12345678","drafter":"ngram","set":')
-    headers, rows = lines_of(measure(small, "small.yaml"))
+    measure_with(small, temperatures=[0])
+
     assert "the last line is torn; its 42 bytes are cut off" in capfd.readouterr().out
     assert path.read_bytes().startswith(kept)
-    assert set(keys(rows).values()) == {1} and keys(rows) == keys(whole)
-    assert comparable(rows) == comparable(whole)
-    assert len({header["id"] for header in headers}) == 1 and len(headers) == 2
+    assert comparable(lines_of(path)[0]) == whole
+
+    first, second = headers_of(path)
+    assert first["id"] == second["id"]
+
     before = path.read_bytes()
-    measure(small, "small.yaml")
+    measure_with(small, temperatures=[0])
     assert path.read_bytes() == before
     assert "all answers are in" in capfd.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_run_grows_but_other_settings_begin_anew(
-    small: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_grows_but_other_settings_begin_again(
+    small: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More seeds and questions are added; another budget, or `--again`, moves the old rows aside and says so."""
-    path = measure(with_eval(small, count=2, temperatures=[1]), "small.yaml")
+    """Seeds and questions are added; another budget, or `--again`, moves the old rows aside."""
+    path = measure_with(small, count=2, temperatures=[1])
     first = path.read_bytes()
-    measure(with_eval(small, temperatures=[1], seeds=[0, 1], max_new_tokens=6), "small.yaml")
-    headers, rows = lines_of(path)
-    assert path.read_bytes().startswith(first) and headers[0]["id"] == headers[1]["id"]
-    assert set(keys(rows).values()) == {1} and len(rows) == 4 * 4 * 2  # drafters, turns, seeds
-    assert not list((tmp_path / "run").glob("results-*"))
+    measure_with(small, temperatures=[1], seeds=[0, 1])
+    rows, _ = lines_of(path)
+
+    assert path.read_bytes().startswith(first)
+    # four drafters, four turns, two seeds
+    assert len(comparable(rows)) == 4 * 4 * 2
+    assert not list(path.parent.glob("results-*"))
+
+    name = headers_of(path)[0]["id"]
     wider = {**DRAFTERS, "tree": {"budget": {"nodes": 5, "depth": 2, "top_k": 3}}}
-    measure(with_eval(small, count=1, temperatures=[0], drafters=wider), "small.yaml")
+    changed = with_eval(small, count=1, temperatures=[0], drafters=wider)
+    measure(changed, "small.yaml")
+
     assert "was made by something else (drafters)" in capsys.readouterr().out
-    aside = path.with_name(f"results-{headers[0]['id']}.jsonl")
-    assert lines_of(aside) == (headers, rows) and len(lines_of(path)[1]) == 4 * 2
-    measure(with_eval(small, count=1, temperatures=[0], drafters=wider), "small.yaml", again=True)
-    assert len(lines_of(path)[1]) == 4 * 2 and len(list((tmp_path / "run").glob("results-*"))) == 2
+    assert lines_of(path.with_name(f"results-{name}.jsonl"))[0] == rows
+
+    measure(changed, "small.yaml", again=True)
+    assert len(lines_of(path)[0]) == 4 * 2
+    assert len(list(path.parent.glob("results-*"))) == 2
 
 
-@pytest.mark.slow
-def test_a_resumed_run_keeps_its_threads(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timing chooses them once; rows that follow are measured on as many, whatever would be chosen now."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        monkeypatch.setattr("eval.load_run.choose_threads", lambda _: torch.set_num_threads(1) or 1)
-        path = measure(with_eval(small, count=1, temperatures=[0]), "small.yaml")
-        monkeypatch.setattr("eval.load_run.choose_threads", lambda _: torch.set_num_threads(2) or 2)
-        measure(with_eval(small, count=2, temperatures=[0]), "small.yaml")
-        headers, _ = lines_of(path)
-        assert len(headers) == 2 and {
-            header["machine"].rpartition(", ")[2] for header in headers
-        } == {"1 threads"}
-        measure(with_eval(small, count=1, temperatures=[0]), "small.yaml", again=True)
-        assert lines_of(path)[0][0]["machine"].endswith("2 threads")
-    finally:
-        torch.set_num_threads(before)
+def machines_of(path: Path) -> list[str]:
+    """Return the threads that each header names."""
+    return [header["machine"].rpartition(", ")[2] for header in headers_of(path)]
+
+
+def test_a_resumed_run_keeps_its_threads(
+    small: Recipe, monkeypatch: pytest.MonkeyPatch, restored_threads: None
+) -> None:
+    """Their number is chosen once; later rows are measured with it, whatever would be chosen now."""
+    short = with_eval(small, temperatures=[0], max_new_tokens=2)
+    choose_threads(monkeypatch, 1)
+    path = measure_with(short, count=1)
+    choose_threads(monkeypatch, 2)
+    measure_with(short, count=2)
+
+    assert machines_of(path) == ["1 threads"] * 2
+    measure(with_eval(short, count=1), "small.yaml", again=True)
+    assert machines_of(path) == ["2 threads"]
 
 
 def test_a_measurement_tells_that_other_threads_would_be_faster_now(
-    small: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Recipe,
+    monkeypatch: pytest.MonkeyPatch,
+    restored_threads: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Once, however many rows follow; they stay on the number that the file names."""
-    before, processes, clock_time = torch.get_num_threads(), count(), {"now": 0.0}
+    """It says so once, and its rows stay with the number in the header."""
+    processes = count()
+    now = 0.0
 
     def clock() -> float:
-        """One on which a forward takes two minutes, and one on two threads a minute."""
-        clock_time["now"] += 120 / torch.get_num_threads()
-        return clock_time["now"]
+        # a forward takes two minutes on one thread, and one minute on two
+        nonlocal now
+        now += 120 / torch.get_num_threads()
+        return now
 
-    def jobs(forward: Callable[[], Any], most: int) -> ThreadsOfLongWork:
-        """Threads beside jobs that come and go all the time."""
+    def threads_beside_jobs(forward: Callable[[], Any], most: int) -> ThreadsOfLongWork:
+        # the number of processes changes whenever it is read
         return ThreadsOfLongWork(forward, clock, lambda: next(processes), most)
 
-    try:
-        torch.set_num_threads(2)
-        monkeypatch.setattr("eval.load_run.choose_threads", lambda _: torch.set_num_threads(1) or 1)
-        monkeypatch.setattr("eval.load_run.ThreadsOfLongWork", jobs)
-        path = measure(with_eval(small, temperatures=[0]), "small.yaml")
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("threads: ")]
-    assert len(told) == 1 and told[0].startswith(
-        "threads: 2 would be faster now than 1, which these results are"
-    )
-    assert lines_of(path)[0][0]["machine"].endswith("1 threads")
+    choose_threads(monkeypatch, 1)
+    monkeypatch.setattr("eval.load_run.ThreadsOfLongWork", threads_beside_jobs)
+    path = measure_with(small, temperatures=[0])
+
+    assert torch.get_num_threads() == 1
+
+    said = capsys.readouterr().err
+    assert said.count("threads: ") == 1
+    assert "threads: 2 would be faster now than 1, which these results are" in said
+    assert machines_of(path) == ["1 threads"]
 
 
-def test_the_second_turn_follows_the_answer_of_none(
-    small: Recipe, target: Target, tmp_path: Path
+def test_the_second_turn_follows_the_answer_of_plain_decoding(
+    small: Recipe, target: Target
 ) -> None:
-    """All drafters read the same second prompt, also where a resumed run has `none`'s answer from its file alone."""
-    path = measure(with_eval(small, count=1), "small.yaml")
+    """All drafters read one second prompt, also where a resumed run has the first answer from its file."""
+    path = measure_with(small, count=1)
+    rows, _ = lines_of(path)
+    first, second = QUESTIONS[0]["turns"]
     for temperature in (0, 1):
-        rows = [row for row in lines_of(path)[1] if row["temperature"] == temperature]
-        answer = next(row["text"] for row in rows if row["drafter"] == "none" and row["turn"] == 0)
-        texts = (
-            ("user", QUESTIONS[0]["turns"][0]),
-            ("assistant", answer),
-            ("user", QUESTIONS[0]["turns"][1]),
-        )
-        prompt = target.chat([{"role": role, "content": text} for role, text in texts])
-        assert {row["prompt_tokens"] for row in rows if row["turn"] == 1} == {len(prompt)}
-    lines = path.read_text().splitlines(keepends=True)
-    whole = comparable(lines_of(path)[1])
-    path.write_text("".join(line for line in lines if '"drafter":"chain"' not in line))
-    measure(with_eval(small, count=1), "small.yaml")
-    assert comparable(lines_of(path)[1]) == whole
+        turns = [row for row in rows if row["temperature"] == temperature]
+        [answer] = [row["text"] for row in turns if row["drafter"] == "none" and row["turn"] == 0]
+        messages = [
+            {"role": "user", "content": first},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": second},
+        ]
+        lengths = {row["prompt_tokens"] for row in turns if row["turn"] == 1}
+
+        assert lengths == {len(target.chat(messages))}
+
+    # as if the run had been stopped before this drafter
+    without_chain = [line for line in read_lines(path) if line.get("drafter") != "chain"]
+    write_lines(path, without_chain)
+    measure_with(small, count=1)
+
+    assert comparable(lines_of(path)[0]) == comparable(rows)
 
 
 def test_prompts_without_room_are_counted(
     small: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Said by set, never dropped in silence; where none fits that is an error."""
+    """The output names their number by set; if no prompt fits, that is an error."""
     long = {"question_id": 9, "category": "once", "turns": ["copy " * 3000]}
-    (tmp_path / "asked.jsonl").write_text(
-        "".join(json.dumps(question) + "\n" for question in (QUESTIONS[1], long))
-    )
-    _, rows = lines_of(measure(with_eval(small, temperatures=[0]), "small.yaml"))
+    write_lines(tmp_path / "asked.jsonl", [QUESTIONS[1], long])
+    rows, _ = lines_of(measure_with(small, temperatures=[0]))
+
     assert {row["conversation"] for row in rows} == {"2"}
     assert "few: 4 answers are missing" in capsys.readouterr().out
-    (tmp_path / "asked.jsonl").write_text(json.dumps(long))
-    with pytest.raises(
-        ValueError, match=r"none of 1 prompts and 11 new tokens fit in the model's 2048 positions"
-    ):
-        measure(with_eval(small, max_new_tokens=11), "small.yaml")
+
+    write_lines(tmp_path / "asked.jsonl", [long])
+    with pytest.raises(ValueError, match=r"none of 1 prompts and 11 new tokens fit"):
+        measure_with(small, max_new_tokens=11)
 
 
 def test_budgets_come_from_the_drafter_the_head_or_the_recipe(
     small: Recipe, target: Target, tmp_path: Path
 ) -> None:
-    """What is said for a drafter counts first, what is said for all next, then the head's own."""
-    assert load_drafters(small, target)["tree"].budget == Budget(8, 4, 4)
+    """A drafter's own section counts first, then keys that `eval` sets for all, then the head's budget."""
+    default = Budget(8, 4, 4)
+    assert load_drafters(small, target)["tree"].budget == default
+
     write_budget(tmp_path / "run/head", Budget(5, 3, 2))
     drafters = load_drafters(small, target)
-    assert drafters["tree"].budget == Budget(5, 3, 2) and drafters["ngram"].budget == Budget(
-        8, 4, 4
-    )
-    assert drafters["chain"].budget == Budget.fixed(chain_paths(3))
+    budgets = {name: drafters[name].budget for name in DRAFTERS}
+    expected = [default, Budget(5, 3, 2), Budget.fixed(chain_paths(3))]
+
+    assert list(budgets.values()) == expected
     assert load_drafters(with_eval(small, nodes=7), target)["tree"].budget == Budget(7, 4, 4)
+
+    # decoding takes the head's budget where it is given none
     trace = generate(target, drafters["tree"].drafter, target.chat("What?"), max_new_tokens=6)
-    assert {cycle.nodes for cycle in trace.cycles[:1]} == {5}  # without being told
+    assert trace.cycles[0].nodes == 5
+
     with pytest.raises(ValueError, match="names `none`, which is measured always"):
         load_drafters(with_eval(small, drafters={"none": {"head": "none"}}), target)
 
 
 def test_options_go_to_the_drafter_and_into_the_header(small: Recipe, target: Target) -> None:
-    """One method with several options is several drafters; what they were made from is told, and else nothing."""
-    sections = {"a": {}, "b": {"options": {"longest": 2}}, "c": {"options": {"longest": 2}}}
-    recipe = with_eval(
-        small, drafters={name: {"head": "ngram", **section} for name, section in sections.items()}
-    )
-    drafters = load_drafters(recipe, target)
-    a, b, c = (drafters[name].drafter for name in sections)
-    assert isinstance(a, NgramDrafter) and isinstance(b, NgramDrafter)
-    assert a.sizes != b.sizes == NgramDrafter(longest=2).sizes and b is c
-    described = [drafters[name].describe() for name in sections]
-    assert "options" not in described[0] and described[1]["options"] == {"longest": 2}
-    with pytest.raises(ValueError, match="ngram has no option longst; did you mean longest"):
-        load_drafters(
-            with_eval(recipe, drafters={"a": {"head": "ngram", "options": {"longst": 2}}}), target
-        )
+    """One method with several options is several drafters; equal options share one."""
+    options = {"a": {}, "b": {"longest": 2}, "c": {"longest": 2}}
+    sections = {name: {"head": "ngram", "options": given} for name, given in options.items()}
+    loaded = load_drafters(with_eval(small, drafters=sections), target)
+    a, b, c = (loaded[name].drafter for name in options)
+
+    assert isinstance(a, NgramDrafter)
+    assert isinstance(b, NgramDrafter)
+    assert a.sizes != b.sizes == NgramDrafter(longest=2).sizes
+    assert b is c
+    assert "options" not in loaded["a"].describe()
+    assert loaded["b"].describe()["options"] == {"longest": 2}
 
 
 def test_sampled_drafts_do_not_claim_to_be_identical(small: Recipe) -> None:
-    """Where a draft carries its law, only the law of the output is the target's; greedily all is equal."""
-    drawn = {"drawn": {"budget": {"paths": chain_paths(2), "draw": "sampled"}}}
-    _, rows = lines_of(measure(with_eval(small, drafters=drawn), "small.yaml"))
-    assert {
-        row["identical"] for row in rows if row["drafter"] == "drawn" and row["temperature"] == 1
-    } == {None}
-    assert {
-        row["identical"] for row in rows if row["drafter"] == "none" or row["temperature"] == 0
-    } == {True}
+    """Where drafts are sampled from the head's probabilities, only the distribution of the output is the target's."""
+    drafters = {"drawn": {"budget": {"paths": chain_paths(2), "draw": "sampled"}}}
+    rows, _ = lines_of(measure_with(small, drafters=drafters))
+    for row in rows:
+        is_sampled = row["drafter"] == "drawn" and row["temperature"] == 1
+        assert row["identical"] is (None if is_sampled else True)
 
 
 @pytest.mark.slow
 def test_a_wrong_answer_is_not_identical(
-    small: Recipe, mixing_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe,
+    small: Recipe,
+    mixing_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A planted fault, of which plain decoding has nothing: the last drafted node stays in the cache."""
-    config = AutoConfig.from_pretrained(mixing_target_dir)
-    save_head(tmp_path / "run/head", Eagle1.for_target(Eagle1.Settings(), config), "", {})
-    mixing = small.model_copy(
-        update={"target": small.target.model_copy(update={"path": str(mixing_target_dir)})}
-    )
+    """Planted fault, which plain decoding does not have: the last drafted node stays in the cache."""
+    section = small.model_dump(exclude_unset=True)["eval"]
+    section |= {"max_new_tokens": 24, "temperatures": [0]}
+    # in this target all tokens depend on all that was read
+    mixing = make_recipe(recipe, mixing_target_dir, tmp_path, **section)
+    last_node_kept(monkeypatch)
+    rows, _ = lines_of(measure(mixing, "small.yaml"))
 
-    def keep(state: TargetState, paths: Mapping[int, Sequence[int]]) -> None:
-        tokens = {row: state.trees[row].tokens[list(path)].tolist() for row, path in paths.items()}
-        state.keep_columns(
-            {row: [*path[:-1], len(state.trees[row]) - 1] for row, path in paths.items()}, tokens
-        )
-
-    monkeypatch.setattr(TargetState, "keep", keep)
-    _, rows = lines_of(
-        measure(with_eval(mixing, max_new_tokens=24, temperatures=[0]), "small.yaml")
-    )
-    identical = {
-        name: {row["identical"] for row in rows if row["drafter"] == name}
-        for name in ("none", "tree")
-    }
-    assert identical["none"] == {True} and False in identical["tree"]
+    assert {row["identical"] for row in rows if row["drafter"] == "none"} == {True}
+    assert False in [row["identical"] for row in rows if row["drafter"] == "tree"]

@@ -52,13 +52,16 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]]
         pytest.skip(
             f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has installed none"
         )
+
     folder = tmp_path_factory.mktemp("browser")
     (folder / "report.html").write_text(page([write(folder / "results.jsonl")]), encoding="utf-8")
+    # one frame for each width of a window
     frames = (
         f'<iframe src="report.html" style="width:{width}px;height:900px;border:0"></iframe>'
         for width in WIDTHS
     )
     (folder / "probe.html").write_text(PROBE.replace("FRAMES", "".join(frames)))
+    # virtual time lets the page settle without waiting
     options = [
         "--headless",
         "--no-sandbox",
@@ -74,6 +77,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]]
     asked = [program, *options, (folder / "probe.html").as_uri()]
     ran = subprocess.run(asked, capture_output=True, text=True, timeout=120)
     found = re.search(r'<pre id="out">(.*?)</pre>', ran.stdout, re.DOTALL)
+
     assert found and found[1] != "nothing", f"{program} did not show the page: {ran.stderr[-2000:]}"
     return json.loads(unescape(found[1])), [
         line for line in ran.stderr.splitlines() if "CONSOLE" in line

@@ -1,20 +1,19 @@
-"""The closed forms against the figures that their papers print, and against enumerations of all that may happen."""
+"""The closed forms against the figures that papers print, and against enumerations of all that may happen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import accumulate, combinations, product
-from operator import mul
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import combinations, product
+from statistics import fmean
 
 import pytest
 import torch
+from torch import Tensor
 
-from eagle import Budget, Target, generate
-from eagle.core.tree import DraftTree, TargetOutput, chain_paths
-from eagle.core.verify import Sampling, sample_tree, walk
-from eagle.drafters.recurrent.eagle1 import Eagle1
-from eagle.target.state import TargetState
+from eagle.core.tree import DraftTree
+from eagle.core.verify import sample_tree, walk
 from eval.page.page_theory import expected_tokens, tokens_of_rates
 from tests.enumerate_law import Chance, every_outcome
 from tests.eval.closed_forms import (
@@ -27,21 +26,24 @@ from tests.eval.closed_forms import (
     tree_bound,
     tree_tokens,
 )
-from tests.families import build, random_tokens
 
+# both ends, where formulas divide by zero, and rates between
 RATES = (0.0, 0.1, 0.37, 0.5, 0.8, 0.95, 1.0)
+Prefix = tuple[int, ...]
 
 
-def laws(count: int, vocab_size: int, seed: int) -> torch.Tensor:
-    """Random laws, some of whose tokens are impossible."""
-    weights = (
-        torch.rand(
-            count, vocab_size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
-        ** 3
-    )
+def draw_laws(count: int, vocab_size: int, seed: int) -> Tensor:
+    """Return random distributions [count, V], one of whose tokens is impossible."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(count, vocab_size, generator=generator, dtype=torch.float64) ** 3
+    # an impossible token is where implementations divide by zero
     weights[:, seed % vocab_size] = 0
     return weights / weights.sum(-1, keepdim=True)
+
+
+def mean_of(outcomes: Iterable[tuple[int, float]]) -> float:
+    """Return the mean over outcomes with their probabilities."""
+    return sum(count * prob for count, prob in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -56,186 +58,162 @@ def laws(count: int, vocab_size: int, seed: int) -> torch.Tensor:
     ],
 )
 def test_the_first_papers_table(alpha: float, gamma: int, growth: float, speed: float) -> None:
-    """Growth in operations and speed-up with a draft that costs nothing, as Leviathan et al. print them."""
+    """Growth in operations and speedup with a free draft are as Leviathan et al. print them."""
     assert round(operations(alpha, gamma, 0), 2) == growth
     assert round(speed_up(alpha, gamma, 0), 2) == speed
 
 
 def test_figures_printed_elsewhere() -> None:
-    """With a draft that costs something; and a well-known table of tokens per step, which cuts instead of rounding."""
-    assert round(speed_up(0.8, 5, 0.05), 3) == 2.951 and round(speed_up(0.5, 3, 0.01), 3) == 1.820
+    """One source gives drafts a cost; the other prints tokens per step, cut off instead of rounded."""
+    assert round(speed_up(0.8, 5, 0.05), 3) == 2.951
+    assert round(speed_up(0.5, 3, 0.01), 3) == 1.820
     assert math.floor(1000 * expected_tokens(0.7, 3)) == 2532
     assert math.floor(1000 * expected_tokens(0.8, 4)) == 3361
 
 
-@pytest.mark.parametrize("alpha", RATES)
-def test_expected_tokens_are_those_of_every_run_of_luck(alpha: float) -> None:
-    """A draft of gamma tokens ends at the first that is refused, and one more token is always the target's."""
-    for gamma in range(6):
-        outcomes = every_outcome(lambda chance, gamma=gamma: tokens(chance, [alpha] * gamma))
-        expected = sum(count * odds for count, odds in outcomes)
-        assert expected_tokens(alpha, gamma) == pytest.approx(expected, abs=1e-12)
-        assert tokens_of_rates([alpha] * gamma) == pytest.approx(expected, abs=1e-12)
-
-
-def tokens(chance: Chance, rates: list[float]) -> int:
-    """How many tokens a chain brings whose positions are kept with these odds."""
-    for place, rate in enumerate(rates):
+def count_tokens(chance: Chance, rates: Sequence[float]) -> int:
+    """Return the tokens of a chain: it ends at the first refusal, and the target always adds one."""
+    for i, rate in enumerate(rates):
         if not chance.coin(rate):
-            return place + 1
+            return i + 1
     return len(rates) + 1
 
 
+def enumerate_tokens(rates: Sequence[float]) -> float:
+    """Return the expected tokens of a chain over everything that its coins may say."""
+    return mean_of(every_outcome(partial(count_tokens, rates=rates)))
+
+
+@pytest.mark.parametrize("alpha", RATES)
+def test_expected_tokens_are_those_of_every_outcome(alpha: float) -> None:
+    """Both forms agree with an enumeration for chains of up to five tokens."""
+    for gamma in range(6):
+        expected = pytest.approx(enumerate_tokens([alpha] * gamma), abs=1e-12)
+        assert expected_tokens(alpha, gamma) == expected
+        assert tokens_of_rates([alpha] * gamma) == expected
+
+
 def test_rates_by_position_need_not_be_equal() -> None:
-    """Each position with its own rate, given the one before."""
+    """Each position has its own rate, given that the one before was accepted."""
     rates = [0.9, 0.5, 0.7]
-    expected = sum(
-        count * odds for count, odds in every_outcome(lambda chance: tokens(chance, rates))
-    )
-    assert tokens_of_rates(rates) == pytest.approx(expected)
+    assert tokens_of_rates(rates) == pytest.approx(enumerate_tokens(rates))
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.5, 0.1])
-def test_overlap_is_how_often_a_drawn_token_is_accepted(lenience: float) -> None:
-    """Every token that the draft may draw, accepted with odds min(1, p / (l q)), in the mean over contexts."""
-    p, q = laws(40, 5, 1), laws(40, 5, 2)
-    odds = [
-        sum(
-            q[c, x] * min(1.0, float(p[c, x] / (lenience * q[c, x])))
-            for x in range(5)
-            if q[c, x] > 0
-        )
-        for c in range(40)
-    ]
-    assert overlap(p, q, lenience) == pytest.approx(float(sum(odds) / 40))
-    assert overlap(p, p) == pytest.approx(1)
+def test_overlap_is_how_often_a_sampled_token_is_accepted(lenience: float) -> None:
+    """Every token that the draft may sample is accepted with probability min(1, p / (l q))."""
+    p = draw_laws(40, 5, 1)
+    q = draw_laws(40, 5, 2)
+    rate = 0.0
+    for target, draft in zip(p.tolist(), q.tolist(), strict=True):
+        for p_x, q_x in zip(target, draft, strict=True):
+            if q_x > 0:
+                rate += q_x * min(1.0, p_x / (lenience * q_x)) / 40
+
+    assert overlap(p, q, lenience) == pytest.approx(rate)
 
 
 def test_the_best_chain_is_found_and_pays_where_it_should() -> None:
-    """By trying all; where alpha exceeds the cost a chain of one already gains (1 + alpha) / (1 + cost)."""
+    """Where alpha exceeds the cost, a chain of one already gains (1 + alpha) / (1 + cost)."""
     for alpha, cost in product(RATES, (0.0, 0.02, 0.2, 0.6)):
-        every = [
-            sum(alpha**i for i in range(gamma + 1)) / (gamma * cost + 1) for gamma in range(65)
-        ]
+        speeds = []
+        tokens = 0.0
+        for gamma in range(65):
+            tokens += alpha**gamma
+            speeds.append(tokens / (gamma * cost + 1))
+
         gamma = best_gamma(alpha, cost)
-        assert every[gamma] == pytest.approx(max(every))
+
+        assert speeds[gamma] == pytest.approx(max(speeds))
         if alpha > cost:
-            assert gamma > 0 and max(every) >= (1 + alpha) / (1 + cost) - 1e-12
+            assert gamma > 0
+            assert speeds[gamma] >= (1 + alpha) / (1 + cost) - 1e-12
         elif cost:
             assert gamma == 0
 
 
-@pytest.mark.parametrize("alpha", RATES[:-1])
-def test_the_oracle_drafts_as_long_as_its_luck_lasts(alpha: float) -> None:
-    """It is what an endless chain that costs nothing would bring."""
-    assert oracle(alpha) == pytest.approx(speed_up(alpha, 2000, 0))
+def test_the_oracle_drafts_as_long_as_it_is_right() -> None:
+    """A perfect stop gives what an endless chain without cost would."""
+    for alpha in RATES[:-1]:
+        assert oracle(alpha) == pytest.approx(speed_up(alpha, 2000, 0))
     assert oracle(1.0) == math.inf
 
 
-def test_a_chains_expectation_is_that_of_the_shipped_rule_over_all_coins() -> None:
-    """For drafts that are given, sampling's verification accepts on average what the ratios say."""
-    p, q = laws(30, 5, 3).view(10, 3, 5), laws(30, 5, 4).view(10, 3, 5)
-    drafts = torch.stack(
-        [
-            q[cycle].multinomial(1, generator=torch.Generator().manual_seed(cycle))
-            for cycle in range(10)
-        ]
-    )
-    ratios, accepted = [], 0.0
-    for target, draft, drawn in zip(p, q, drafts[..., 0], strict=True):
-        tree = DraftTree.chain([0, *drawn.tolist()], torch.cat([torch.zeros(1, 5), draft]))
-        rows = torch.cat([target, target[:1]])
-
-        def run(chance: Chance, tree: DraftTree = tree, rows: torch.Tensor = rows) -> int:
-            return len(sample_tree(tree, lambda node: rows[node], chance.coin, lambda _: 0)[0]) - 1
-
-        accepted += sum(count * odds for count, odds in every_outcome(run)) / 10
-        ratios.append([float(target[i, x] / draft[i, x]) for i, x in enumerate(drawn)])
-    assert chain_accepted(ratios) == pytest.approx(accepted)
+def verify_chain(chance: Chance, tree: DraftTree, probs: Tensor) -> int:
+    """Return how many drafted tokens the decoder's own sampling rule accepts."""
+    path, _ = sample_tree(tree, lambda node: probs[node], chance.coin, lambda _: 0)
+    return len(path) - 1
 
 
-def target_law(prefix: tuple[int, ...]) -> list[float]:
-    """A target's law of three tokens after every text."""
-    return laws(1, 3, 7 + sum((token + 1) * 5**place for place, token in enumerate(prefix)))[
-        0
-    ].tolist()
+def test_a_chains_expectation_is_that_of_the_decoders_rule() -> None:
+    """Over all coins, verification accepts on average what the ratios of the drafted tokens say."""
+    # [cycle, position, V]
+    p = draw_laws(30, 5, 3).view(10, 3, 5)
+    q = draw_laws(30, 5, 4).view(10, 3, 5)
+    generator = torch.Generator().manual_seed(0)
+    ratios = []
+    accepted = []
+    for target, draft in zip(p, q, strict=True):
+        tokens = draft.multinomial(1, generator=generator)[:, 0].tolist()
+        # a chain carries the distributions that it was sampled from; the root has none
+        tree = DraftTree.chain([0, *tokens], torch.cat([torch.zeros(1, 5), draft]))
+        # the last row is the choice after the whole chain, which is always made
+        probs = torch.cat([target, target[:1]])
+        accepted.append(mean_of(every_outcome(partial(verify_chain, tree=tree, probs=probs))))
+        ratios.append([float(target[i, x] / draft[i, x]) for i, x in enumerate(tokens)])
+
+    assert chain_accepted(ratios) == pytest.approx(fmean(accepted))
 
 
-def parts(prefixes: tuple[tuple[int, ...], ...]) -> tuple[list[int], list[float]]:
-    """The parents of a tree's nodes, and the target's probability of each after its parent."""
-    order = [(), *sorted(prefixes, key=len)]
-    probabilities = [1.0, *(target_law(prefix[:-1])[prefix[-1]] for prefix in order[1:])]
-    return [-1, *(order.index(prefix[:-1]) for prefix in order[1:])], probabilities
+def next_probs(prefix: Prefix) -> list[float]:
+    """Return a target's distribution over three tokens, another one after every prefix."""
+    seed = 7 + sum((token + 1) * 5**i for i, token in enumerate(prefix))
+    return draw_laws(1, 3, seed)[0].tolist()
+
+
+def probability(text: Prefix) -> float:
+    """Return the target's probability of a whole text."""
+    return math.prod(next_probs(text[:i])[token] for i, token in enumerate(text))
+
+
+def tokens_of_tree(prefixes: Iterable[Prefix]) -> float:
+    """Return the closed form for a tree with these paths."""
+    nodes = [(), *sorted(prefixes, key=len)]
+    parents = [-1]
+    probs = [1.0]
+    for prefix in nodes[1:]:
+        parents.append(nodes.index(prefix[:-1]))
+        probs.append(next_probs(prefix[:-1])[prefix[-1]])
+    return tree_tokens(parents, probs)
 
 
 def test_a_trees_tokens_are_those_of_every_text_the_target_may_say() -> None:
-    """The shipped walk over all texts of four tokens, each with its probability."""
+    """The decoder's own walk over all texts of four tokens, weighted by their probability, gives the closed form."""
+    # siblings, an inner node with two children, and a leaf on the third level
     prefixes = ((0,), (2,), (0, 1), (0, 2), (2, 2), (0, 1, 1))
-    tree, expected = DraftTree.from_paths(9, prefixes), 0.0
+    tree = DraftTree.from_paths(9, prefixes)
+    outcomes = []
     for text in product(range(3), repeat=4):
-        odds = list(accumulate((target_law(text[:place])[text[place]] for place in range(4)), mul))[
-            -1
-        ]
-        expected += odds * len(walk(tree, [text[depth] for depth in tree.depths()]))
-    assert tree_tokens(*parts(prefixes)) == pytest.approx(expected)
+        choices = [text[depth] for depth in tree.depths()]
+        outcomes.append((len(walk(tree, choices)), probability(text)))
+
+    assert tokens_of_tree(prefixes) == pytest.approx(mean_of(outcomes))
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 2, 4])
 def test_no_tree_beats_the_bound_and_one_reaches_it(nodes: int) -> None:
-    """All trees of so many nodes on at most two levels."""
-    every = [prefix for depth in (1, 2) for prefix in product(range(3), repeat=depth)]
-    closed = [tree for tree in combinations(every, nodes) if {p[:-1] for p in tree} <= {(), *tree}]
-    best = max(tree_tokens(*parts(tree)) for tree in closed)
-    assert tree_bound(target_law, nodes, 2) == pytest.approx(best)
+    """The bound is the best of all trees with so many nodes on at most two levels."""
+    prefixes = [*product(range(3), repeat=1), *product(range(3), repeat=2)]
+    best = 0.0
+    for paths in combinations(prefixes, nodes):
+        # a tree holds the parent of each of its nodes
+        if {path[:-1] for path in paths} <= {(), *paths}:
+            best = max(best, tokens_of_tree(paths))
+    assert tree_bound(next_probs, nodes, 2) == pytest.approx(best)
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(1.2, 1), (-0.1, 1), (0.5, -1)])
 def test_what_is_no_rate_is_refused(alpha: float, gamma: int) -> None:
-    """With a word on what was expected."""
+    """The error says that a probability was expected."""
     with pytest.raises(ValueError, match="expected a probability"):
         expected_tokens(alpha, gamma)
-
-
-@pytest.mark.slow
-def test_a_sampled_chain_keeps_what_its_tokens_let_one_expect(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The loop's mean over its coins lies in the 95% interval around the exact expectation, given what was drafted."""
-    target, read, outputs = Target(build("llama")), TargetState.read, list[TargetOutput]()
-
-    def record(state: TargetState, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
-        new = read(state, trees)
-        outputs.extend(new.values())
-        return new
-
-    torch.manual_seed(0)
-    head = Eagle1.for_target(Eagle1.Settings(), target.config).bind(target.head)
-    monkeypatch.setattr(TargetState, "read", record)
-    accepted, ratios = [], []
-    for request in range(12):
-        sampling, budget = (
-            Sampling(temperature=1.0, request=request),
-            Budget.fixed(chain_paths(4), "sampled"),
-        )
-        options = {"sampling": sampling, "budget": budget, "max_new_tokens": 48, "stop": []}
-        trace = generate(target, head, random_tokens(12, seed=request), **options)
-        accepted += [cycle.accepted for cycle in trace.cycles if cycle.nodes]
-    for output in outputs:
-        if output.tree.draft_probs is None:  # at the end of an answer nothing is drafted
-            continue
-        laws = zip(
-            output.logits.softmax(-1),
-            output.tree.draft_probs[1:],
-            output.tree.tokens[1:].tolist(),
-            strict=False,
-        )
-        ratios.append([float(own[token] / drawn[token]) for own, drawn, token in laws])
-    reached = [list(accumulate((min(1.0, ratio) for ratio in cycle), mul)) for cycle in ratios]
-    square = [
-        sum((2 * place + 1) * chance for place, chance in enumerate(cycle)) for cycle in reached
-    ]
-    spread = sum(
-        second - sum(cycle) ** 2 for second, cycle in zip(square, reached, strict=True)
-    ) ** 0.5 / len(ratios)
-    assert len(accepted) == len(ratios) > 100 and 0.3 < chain_accepted(ratios) < 3.7
-    assert abs(sum(accepted) / len(accepted) - chain_accepted(ratios)) < 1.96 * spread < 0.25

@@ -16,58 +16,63 @@ from eval.result_files.results import read_results
 from recipes.tiny import demo
 from recipes.tiny.corpora import draw_stories
 from recipes.tiny.make_target import make_target
+from tests.eval.jsonl_files import read_lines, write_lines
 
 
-def write_results(path: Path) -> None:
-    """Two answers of each of three drafters: `head` takes 10 passes where `none` takes 20."""
+def make_answer(drafter: str, temperature: int, seconds: float, cycles: int) -> dict[str, Any]:
+    """Return an answer of 21 tokens, of which prefill gives the first."""
+    # all cycles commit the same number of tokens
+    committed = 20 // cycles
+    cycle = {"nodes": 4, "depth": 2, "accepted": 1, "committed": committed, "context": 9}
+    return {
+        "run": "1",
+        "drafter": drafter,
+        "set": "s",
+        "turn": 0,
+        "seed": 0,
+        "temperature": temperature,
+        "tokens": 21,
+        "identical": True,
+        "loops": False,
+        "seconds": seconds,
+        "cpu_seconds": seconds,
+        "cycles": [cycle] * cycles,
+    }
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Two answers of each of three drafters: `head` takes 10 cycles where `none` takes 20."""
     lines: list[dict[str, Any]] = [{"run": {"id": "1"}}]
     for temperature, seconds in ((0, 1.0), (1, 4.0)):
-        for prompt in ("a", "b"):
-            common = {
-                "set": "s",
-                "conversation": prompt,
-                "turn": 0,
-                "seed": 0,
-                "tokens": 21,
-                "identical": True,
-            }
-            for name, spent, count in (
-                ("none", 2.0, 20),
-                ("ngram", 9.0, 20),
-                ("head", seconds, 10),
+        for conversation in ("a", "b"):
+            for answer in (
+                make_answer("none", temperature, 2.0, 20),
+                make_answer("ngram", temperature, 9.0, 20),
+                make_answer("head", temperature, seconds, 10),
             ):
-                cycle = {
-                    "nodes": 4,
-                    "depth": 2,
-                    "accepted": 1,
-                    "committed": 20 // count,
-                    "context": 9,
-                }
-                row = {
-                    **common,
-                    "run": "1",
-                    "drafter": name,
-                    "temperature": temperature,
-                    "seconds": spent,
-                }
-                lines.append(
-                    {**row, "cpu_seconds": spent, "loops": False, "cycles": [cycle] * count}
-                )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                lines.append({**answer, "conversation": conversation})
+
+    return write_lines(tmp_path / "results.jsonl", lines)
 
 
-def test_the_outcome_is_what_was_measured(tmp_path: Path) -> None:
-    """The head's acceptance length and speed-up by temperature, and whether all of the certificate holds."""
-    results, certificate = tmp_path / "results.jsonl", tmp_path / "lossless.json"
-    write_results(results)
-    console = Console(file=StringIO(), width=200)
-    console.print(demo.outcome(read_results(results)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in text.splitlines()
-        if line.startswith("│")
-    ]
+def say_verdict(results: Path, *verdicts: dict[str, Any]) -> list[str]:
+    """Return the demo's last lines with a certificate of these verdicts."""
+    certificate = results.with_name("lossless.json")
+    certificate.write_text(json.dumps({"verdicts": verdicts}))
+    return demo.verdict(read_results(results), certificate).splitlines()
+
+
+def test_the_outcome_is_what_was_measured(results: Path) -> None:
+    """The table has acceptance length, tokens per second and speedup of each drafter at each temperature."""
+    printed = StringIO()
+    Console(file=printed, width=200).print(demo.outcome(read_results(results)))
+    # rich draws the borders of a table with these characters
+    rows = []
+    for line in printed.getvalue().splitlines():
+        if line.startswith("│"):
+            rows.append([cell.strip() for cell in line.split("│")[1:-1]])
+
     assert rows == [
         ["0", "none", "1.00 [1.00, 1.00]", "10 [10, 10]", "1.00 ×"],
         ["0", "ngram", "1.00 [1.00, 1.00]", "2 [2, 2]", "0.22 × [0.22, 0.22]"],
@@ -76,60 +81,65 @@ def test_the_outcome_is_what_was_measured(tmp_path: Path) -> None:
         ["1", "ngram", "1.00 [1.00, 1.00]", "2 [2, 2]", "0.22 × [0.22, 0.22]"],
         ["1", "head", "2.00 [2.00, 2.00]", "5 [5, 5]", "0.50 × [0.50, 0.50]"],
     ]
-    verdicts = [
-        {"lossless": True, "identical": 5, "answers": 5},
-        {"lossless": True, "identical": 4, "answers": 5},
-    ]
-    certificate.write_text(json.dumps({"verdicts": verdicts}))
-    assert demo.verdict(read_results(results), certificate).splitlines() == [
+
+
+def test_the_verdict_sums_up_speed_and_certificate(results: Path) -> None:
+    """The head's speedup at each temperature, and whether every verdict is lossless."""
+    whole = {"lossless": True, "identical": 5, "answers": 5}
+    partly = {"lossless": True, "identical": 4, "answers": 5}
+
+    assert say_verdict(results, whole, partly) == [
         "With the head at T = 0: 2.00 [2.00, 2.00] times as fast",
         "With the head at T = 1: 0.50 [0.50, 0.50] times as fast",
         "Lossless: yes, 9 of 10 answers are the model's own",
     ]
-    verdicts[1]["lossless"] = False
-    certificate.write_text(json.dumps({"verdicts": verdicts}))
-    assert "Lossless: NO, 9 of 10" in demo.verdict(read_results(results), certificate)
+    wrong = {**partly, "lossless": False}
+    assert say_verdict(results, whole, wrong)[-1].startswith("Lossless: NO, 9 of 10")
 
 
-def test_a_busy_machine_is_named(tmp_path: Path) -> None:
-    """Where answers waited for other work, the speed-up in CPU seconds stands beside."""
-    results, certificate = tmp_path / "results.jsonl", tmp_path / "lossless.json"
-    write_results(results)
-    busy = results.read_text().replace('"cpu_seconds": 1.0', '"cpu_seconds": 0.5')
-    results.write_text(busy)
-    certificate.write_text(json.dumps({"verdicts": []}))
-    first = demo.verdict(read_results(results), certificate).splitlines()[0]
-    assert first.endswith(
-        "as fast; in CPU seconds 4.00 [4.00, 4.00] times, as other work had part of this machine"
+def test_a_busy_machine_is_named(results: Path) -> None:
+    """If answers waited for other work, the speedup in CPU seconds is said too."""
+    lines = read_lines(results)
+    # only the head at T = 0 took a second
+    for line in lines:
+        if line.get("cpu_seconds") == 1.0:
+            line["cpu_seconds"] = 0.5
+
+    write_lines(results, lines)
+    in_cpu_seconds = (
+        "in CPU seconds 4.00 [4.00, 4.00] times, as other work had part of this machine"
     )
+
+    assert say_verdict(results)[0].endswith(f"as fast; {in_cpu_seconds}")
 
 
 def test_the_report_is_made_of_what_was_measured_and_certified() -> None:
-    """Measure, certify, report, in this order."""
+    """Stages measure, certify and report, in this order."""
     modules = [stage.command[1] for stage in demo.STAGES]
     order = [modules.index(name) for name in ("eval.measure", "eval.lossless", "eval.report")]
     assert order == sorted(order)
 
 
 def test_the_stages_use_the_files_of_the_recipe() -> None:
-    """What the demo names is what its recipe writes."""
+    """The files that the demo names are those that its recipe writes."""
     recipe = Recipe.load(demo.RECIPE)
     assert recipe.target.path == demo.TARGET
     assert f"{recipe.train.out}/head" == demo.HEAD
-    assert {recipe.eval.prompts, recipe.regenerate.source} == {  # type: ignore[union-attr]
-        f"{demo.DATA}/heldout.jsonl",
-        f"{demo.DATA}/train.jsonl",
-    }
+    assert recipe.eval.prompts == f"{demo.DATA}/heldout.jsonl"
+    assert recipe.regenerate is not None
+    assert recipe.regenerate.source == f"{demo.DATA}/train.jsonl"
+    # the README promises five minutes
     assert sum(stage.seconds for stage in demo.STAGES) < 300
 
 
 def test_conversations_are_the_same_again_and_avoid_what_is_held_out() -> None:
-    """One seed gives one text; no question that is avoided is asked."""
+    """One seed gives one text; no avoided question is asked."""
     first, again = (list(islice(draw_stories(0), 50)) for _ in range(2))
     assert first == again
+    # the first half counts as held out
     avoided = {record["conversations"][0]["value"] for record in first[:25]}
-    others = islice(draw_stories(0, avoid=avoided), 200)
-    assert not avoided & {record["conversations"][0]["value"] for record in others}
+    for record in islice(draw_stories(0, avoid=avoided), 200):
+        assert record["conversations"][0]["value"] not in avoided
 
 
 @pytest.mark.slow
@@ -138,7 +148,8 @@ def test_the_target_of_the_demo_is_made_once(
 ) -> None:
     """A few steps leave a target and data; the same call again finds them."""
     report = make_target(tmp_path, steps=2, corpus="stories")
-    held_out = len((tmp_path / "data/heldout.jsonl").read_text().splitlines())
+    held_out = len(read_lines(tmp_path / "data/heldout.jsonl"))
+
     assert report["conversations"] == {"train": 3000, "heldout": held_out}
     assert 15 <= held_out <= 24
     assert (tmp_path / "target/model.safetensors").is_file()

@@ -1,14 +1,13 @@
-"""The small target that sees: pictures, questions about them, and a model with a processor that `Target` loads."""
+"""The small vision target: pictures, questions about them, and a model with a processor that `Target` loads."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from eagle import Sampling, Target, generate, load_drafter
 from recipes.tiny.make_seeing_target import draw_split, make_seeing_target, right_share, write_data
@@ -16,13 +15,16 @@ from recipes.tiny.scene_chats import KINDS, words_seen
 from recipes.tiny.scenes import PATCH, SIDE, Scene, Thing, draw_scene, paint
 from recipes.tiny.seeing_model import TEMPLATE, train_words
 from recipes.tiny.train_seeing import IGNORED, Chat, encode_chat, label_patches
+from tests.eval.jsonl_files import read_lines
 
-STEPS, IMAGES = 2, 6
+# hardly trained: what it answers does not matter here
+STEPS = 2
+IMAGES = 6
 
 
 @pytest.fixture(scope="module")
 def seeing_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the script writes, hardly trained."""
+    """A folder that the script writes, with a model of two training steps."""
     folder = tmp_path_factory.mktemp("seeing")
     make_seeing_target(folder, STEPS, IMAGES)
     return folder
@@ -34,141 +36,141 @@ def target(seeing_dir: Path) -> Target:
     return Target.load(seeing_dir / "target", dtype="float32")
 
 
-def records(folder: Path, split: str) -> Iterator[dict[str, Any]]:
-    """The records of a split."""
-    return map(json.loads, (folder / "data" / f"{split}.jsonl").read_text().splitlines())
+def test_records_name_images_that_exist(seeing_dir: Path) -> None:
+    """Each image belongs to one record, whose first question begins with the mark of an image."""
+    named = []
+    for split in ("train", "heldout"):
+        for record in read_lines(seeing_dir / f"data/{split}.jsonl"):
+            turns = record["conversations"]
+            assert [turn["from"] for turn in turns] == ["human", "gpt"] * (len(turns) // 2)
 
+            texts = "".join(turn["value"] for turn in turns)
+            has_image = "image" in record
+            assert texts.startswith("<image>\n") == has_image
+            assert texts.count("<image>") == has_image
 
-def test_records_name_images_that_are_there(seeing_dir: Path) -> None:
-    """Each in one record, whose first question begins with the mark of an image; no other file is written."""
-    images = seeing_dir / "data" / "images"
-    chats = [record for split in ("train", "heldout") for record in records(seeing_dir, split)]
-    named = [record["image"] for record in chats if "image" in record]
-    assert sorted(named) == sorted(path.name for path in images.iterdir())
-    assert len(named) == 2 * IMAGES == len(set(named))
-    for record in chats:
-        turns = record["conversations"]
-        assert [turn["from"] for turn in turns] == ["human", "gpt"] * (len(turns) // 2)
-        assert turns[0]["value"].startswith("<image>\n") == ("image" in record)
-        assert "<image>" not in turns[0]["value"][8:] + "".join(turn["value"] for turn in turns[1:])
-    assert sorted(path.name for path in seeing_dir.iterdir()) == [
-        "data",
-        "target",
-        "target_report.json",
-    ]
+            named += [record["image"]] * has_image
 
+    images = (seeing_dir / "data/images").iterdir()
 
-def test_a_second_call_finds_the_target(
-    seeing_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the same settings nothing is made again."""
-    report = json.loads((seeing_dir / "target_report.json").read_text())
-    assert make_seeing_target(seeing_dir, STEPS, IMAGES) == report
-    assert "already there" in capsys.readouterr().out
+    assert sorted(named) == sorted(path.name for path in images)
+    assert len(named) == 2 * IMAGES
+
+    # nothing else is written
+    files = {path.name for path in seeing_dir.iterdir()}
+    assert files == {"data", "target", "target_report.json"}
 
 
 def test_it_is_a_target_that_sees(seeing_dir: Path, target: Target) -> None:
-    """A prompt with an image holds it, and drafts leave the answer as it is."""
-    image = str(next((seeing_dir / "data" / "images").iterdir()))
+    """A prompt holds its image, and drafts leave the answer unchanged."""
+    image = str(next((seeing_dir / "data/images").iterdir()))
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "What do you see?"}]
-    prompt = target.chat([{"role": "user", "content": parts}])
-    assert prompt.media["pixel_values"].shape == (1, 3, PATCH * SIDE, PATCH * SIDE)  # type: ignore[attr-defined]
+    prompt: Any = target.chat([{"role": "user", "content": parts}])
+
+    assert prompt.media["pixel_values"].shape == (1, 3, PATCH * SIDE, PATCH * SIDE)
     assert list(prompt).count(target.model.config.image_token_id) == SIDE**2
-    plain, drafted = (
-        generate(
-            target,
-            load_drafter(name, target),
-            prompt,
-            sampling=Sampling(temperature=0),
-            max_new_tokens=12,
-        )
-        for name in ("none", "ngram")
-    )
-    assert plain.tokens == drafted.tokens
-    assert target.tokenizer.decode(target.chat("Hi")) == "<|user|>\nHi<|end|>\n<|assistant|>\n"
+
+    # n-grams draft from the text of the prompt
+    answers = []
+    for name in ("none", "ngram"):
+        drafter = load_drafter(name, target)
+        trace = generate(target, drafter, prompt, sampling=Sampling(), max_new_tokens=12)
+        answers.append(trace.tokens)
+
+    assert answers[0] == answers[1]
     assert target.stop_tokens == (target.tokenizer.convert_tokens_to_ids("<|end|>"),)
 
 
 def test_the_template_prints_texts_and_parts(target: Target) -> None:
-    """A text as it is; of a list of parts each image as its mark."""
+    """A text is printed as it is; an image in a list of parts as its mark."""
     parts = [{"type": "image"}, {"type": "text", "text": "\nHi"}]
     for content in ("<image>\nHi", parts):
-        text = target.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False
-        )
+        messages = [{"role": "user", "content": content}]
+        text = target.tokenizer.apply_chat_template(messages, tokenize=False)
         assert text == "<|user|>\n<image>\nHi<|end|>\n"
     assert target.tokenizer.chat_template == TEMPLATE
 
 
+def write_splits(folder: Path, seed: int) -> dict[str, bytes]:
+    """Write data of a seed, check that no scene is in both splits, and return the files."""
+    # training avoids the scenes that are held out
+    heldout = draw_split("heldout", 20, seed)
+    avoided = frozenset(chat.scene for chat in heldout if chat.scene)
+    train = draw_split("train", 40, seed, avoided)
+    scenes = [chat.scene for chat in train + heldout if chat.scene]
+
+    assert len(scenes) == len(set(scenes)) == 60
+
+    write_data(folder, {"train": train, "heldout": heldout}, [chat.turns for chat in train])
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def test_data_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
-    """Records and images to the byte; another seed draws others, and no scene of one split is in the other."""
-    files = []
-    for name, seed in (("once", 0), ("again", 0), ("other", 1)):
-        heldout = draw_split("heldout", 20, seed)
-        train = draw_split(
-            "train", 40, seed, frozenset(chat.scene for chat in heldout if chat.scene)
-        )
-        write_data(
-            tmp_path / name, {"train": train, "heldout": heldout}, [chat.turns for chat in train]
-        )
-        files.append(
-            {
-                str(path.relative_to(tmp_path / name)): path.read_bytes()
-                for path in tmp_path.rglob(f"{name}/*")
-                if path.is_file()
-            }
-        )
-        scenes = [chat.scene for chat in train + heldout if chat.scene]
-        assert len(scenes) == 60 == len(set(scenes))
-    assert files[0] == files[1] != files[2]
+    """Records and images agree to the byte; another seed draws others."""
+    first = write_splits(tmp_path / "first", 0)
+    assert write_splits(tmp_path / "again", 0) == first
+    assert write_splits(tmp_path / "other", 1) != first
 
 
-def test_answers_are_what_is_in_the_picture() -> None:
-    """Every kind of question names only shapes that are there, in 8 to 50 words."""
+def test_answers_name_only_what_is_in_the_picture() -> None:
+    """Every kind of question is answered with shapes and colours of its scene, in 8 to 50 words."""
     random = Random(0)
     for _ in range(300):
         scene = draw_scene(random)
-        there = {word for thing in scene.things for word in (thing.colour, thing.shape)}
+        words = {thing.colour for thing in scene.things} | {thing.shape for thing in scene.things}
         for name, (_, ask) in KINDS.items():
             question, text = ask(scene, random)
-            assert set(words_seen(question, text)) <= there, name
+            assert set(words_seen(question, text)) <= words, name
             assert 8 <= len(text.split()) <= 50, text
+
+
+def test_a_scene_is_painted_and_labelled_where_it_says() -> None:
+    """A large red square at the bottom left of a white picture."""
     scene = Scene((Thing(2, 0, "large", "red", "square", (0, 0)),), "white")
-    assert KINDS["describe"][1](scene, random)[1].lower().count("at the bottom left") == 1
-    assert paint(scene).getpixel((PATCH // 2, 4 * PATCH + PATCH // 2)) == (225, 45, 45)
-    assert paint(scene).getpixel((2 * PATCH, 2 * PATCH)) == (250, 250, 250)
+    _, text = KINDS["describe"][1](scene, Random(0))
+
+    assert text.lower().count("at the bottom left") == 1
+
+    picture = paint(scene)
+    red = picture.getpixel((PATCH // 2, 4 * PATCH + PATCH // 2))
+    assert red == (225, 45, 45)
+    assert picture.getpixel((2 * PATCH, 2 * PATCH)) == (250, 250, 250)
+
+    # [row of patches, column, label]
     labels = label_patches(scene).view(SIDE, SIDE, 5)
-    assert labels[4, 0].tolist() == [1, 0, 1, 4, 0]
-    assert labels[0, 3].tolist() == [4, 6, 2, 0, 3]
+    expected = torch.tensor([[1, 0, 1, 4, 0], [4, 6, 2, 0, 3]])
+    assert torch.equal(labels[[4, 0], [0, 3]], expected)
 
 
-def test_answers_and_their_ends_are_learned_and_nothing_else() -> None:
+def test_only_answers_and_their_ends_are_learned() -> None:
     """The labels of a conversation are its answers, each with the end of its turn."""
     chat = Chat([("What is it?", "A red circle."), ("Where?", "On the left.")], None)
-    words = train_words(text for turn in chat.turns for text in turn)
+    messages = []
+    for question, text in chat.turns:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": text})
+
+    words = train_words(message["content"] for message in messages)
     tokens, labels = encode_chat(chat, Random(0), words)
-    assert (
-        words.decode([label for label in labels if label != IGNORED])
-        == "A red circle.<|end|>On the left.<|end|>"
-    )
-    roles = ("user", "assistant")
-    messages = [
-        {"role": role, "content": text}
-        for turn in chat.turns
-        for role, text in zip(roles, turn, strict=True)
-    ]
+    learned = [label for label in labels if label != IGNORED]
+
+    assert words.decode(learned) == "A red circle.<|end|>On the left.<|end|>"
     assert tokens == words.apply_chat_template(messages, return_dict=False)
 
 
-def test_the_share_that_is_right_counts_what_is_missing_and_what_is_too_much() -> None:
-    """Words of the question count for nothing, and neither do questions without a picture."""
-    scene = draw_scene(Random(0))
-    chats = [Chat([("Where is the circle?", "The circle is red. A blue square is near.")], scene)]
-    chats += [Chat([("What is green?", "Grass is green.")], None)]
-    for text, share in (
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
         ("The circle is red. A blue square is near.", 1.0),
         ("The circle is green.", 0.0),
         ("It is red.", 1 / 3),
         ("It is red and blue and green, a square, a cross.", 3 / 5),
-    ):
-        assert right_share(chats, [[("", text)], [("", "Red.")]]) == pytest.approx(share)
+    ],
+)
+def test_the_share_that_is_right_counts_missing_and_extra_words(text: str, share: float) -> None:
+    """Words of the question do not count, and neither do questions without a picture."""
+    question = ("Where is the circle?", "The circle is red. A blue square is near.")
+    about_a_picture = Chat([question], draw_scene(Random(0)))
+    chats = [about_a_picture, Chat([("What is green?", "Grass is green.")], None)]
+    assert right_share(chats, [[("", text)], [("", "Red.")]]) == pytest.approx(share)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from recipes.footprint import EmptyRun, Footprint, large_chunks
 from recipes.forecast import GB, PRECISION, SUPERVISED, empty_head, sizes_of, training_bytes
 
 ROOT = Path(__file__).parents[2]
+# methods of published sizes
 HEADS: dict[str, dict[str, Any]] = {
     "EAGLE-1": {"kind": "eagle1", "fc_bias": False},
     "HASS": {"kind": "hass", "fc_bias": False},
@@ -48,6 +51,7 @@ TARGETS = (
     "meta-llama/Llama-3.1-70B-Instruct",
 )
 LENGTHS = (2_048, 2_048)
+# small enough to train with real numbers
 SMALL = LlamaConfig(
     vocab_size=8_000,
     hidden_size=512,
@@ -60,17 +64,19 @@ SMALL_LENGTHS = (256, 256)
 
 
 class Texts:
-    """Features in memory, of texts whose last tokens are supervised."""
+    """Features in memory, of sequences whose last tokens are supervised."""
 
-    together, sampled, identity = True, False, {}  # read in this thread
+    # read in this thread
+    together = True
+    sampled = False
 
     def __init__(self, run: EmptyRun, lengths: Sequence[int], supervised: float) -> None:
         batch = run.batch(lengths, supervised)
-        self.taps, parts = batch.taps, (batch.tokens, batch.loss_mask, batch.features)
-        self.examples = [
-            Example(*texts)
-            for texts in zip(*(part.split(batch.lengths) for part in parts), strict=True)
-        ]
+        self.identity: dict[str, Any] = {}
+        self.taps = batch.taps
+        tensors = (batch.tokens, batch.loss_mask, batch.features)
+        columns = [tensor.split(batch.lengths) for tensor in tensors]
+        self.examples = [Example(*rows) for rows in zip(*columns, strict=True)]
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -88,38 +94,29 @@ class Texts:
 def run_loop(
     head: Any, config: Any, lengths: Sequence[int], supervised: float, **train: Any
 ) -> None:
-    """Two steps of the loop itself, each of these texts."""
-    section = {"out": "nowhere", "batch_size": len(lengths), "epochs": 2, "validation": 0, **train}
-    recipe = Recipe.load(STAGES / "recipes/tiny/eagle1.yaml").model_copy(
-        update={"train": TrainSection(**section)}
-    )
-    precision = "bf16" if recipe.train.dtype == "bfloat16" else "no"
+    """Run two steps of the loop itself, each over these sequences."""
+    tiny = Recipe.load(STAGES / "recipes/tiny/eagle1.yaml")
+    section = TrainSection(out="nowhere", batch_size=len(lengths), epochs=2, validation=0, **train)
+    recipe = tiny.model_copy(update={"train": section})
+    # another run in this process may have used another precision
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
         cpu=True,
         device_placement=False,
-        mixed_precision=precision,
-        gradient_accumulation_steps=recipe.train.accumulation,
+        mixed_precision="bf16" if section.dtype == "bfloat16" else "no",
+        gradient_accumulation_steps=section.accumulation,
     )
-    empty = EmptyRun(head, config, PRECISION[recipe.train.dtype])
-    empty.head.to = lambda *_, **__: empty.head  # type: ignore[method-assign]  # without numbers it cannot move
+    empty = EmptyRun(head, config, PRECISION[section.dtype])
+    # without numbers it cannot move
+    empty.head.to = lambda *_, **__: empty.head  # type: ignore[method-assign]
+    texts = Texts(empty, lengths, supervised)
     try:
-        run = _Run(
-            accelerator,
-            recipe,
-            empty.head,
-            empty.frozen,
-            Texts(empty, lengths, supervised),
-            None,
-            "",
-        )
+        run = _Run(accelerator, recipe, empty.head, empty.frozen, texts, None, "")
         batches: Any = run.dealer.batches(0)
-        for number in range(2):
-            run._advance(number, batches)
+        for step in range(2):
+            run._advance(step, batches)
     finally:
-        AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # another run in this process may differ
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Watched(TorchDispatchMode):
@@ -129,17 +126,19 @@ class Watched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # storages by address, without keeping them alive
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Computes, and looks which storages are left."""
+        """Run an operation, and look which storages are left."""
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, output)):
             if isinstance(tensor, Tensor):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 self.seen.setdefault(storage.cdata, (storage, tensor.untyped_storage().nbytes()))
+
         self.seen = {key: entry for key, entry in self.seen.items() if not entry[0].expired()}
         self.most = max(self.most, sum(size for _, size in self.seen.values()))
         return output
@@ -148,28 +147,25 @@ class Watched(TorchDispatchMode):
 def live_bytes(
     head: Any, config: Any, lengths: Sequence[int], supervised: float = SUPERVISED, **train: Any
 ) -> int:
-    """The most that two steps of the loop hold on tensors without numbers."""
+    """Return the most bytes that two steps of the loop hold, on tensors without numbers."""
     with Footprint().on_accelerator(), Watched() as watched:
         run_loop(head, config, lengths, supervised, **train)
     return watched.most
 
 
 def allocated_bytes(run: Callable[[], None]) -> int:
-    """The most that the CPU's allocator had given at once."""
+    """Return the most bytes that the CPU's allocator had given at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced, large_chunks():
         run()
-    events = [
-        event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+    events = traced.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    # freed bytes are negative
+    return max(accumulate(event.nbytes() for event in changes))
 
 
 def measure_big() -> Iterator[dict[str, Any]]:
-    """Every method at published sizes."""
+    """Yield a row of every method at published sizes."""
     for path in TARGETS:
         config = sizes_of(path).config
         for name, section in HEADS.items():
@@ -181,42 +177,37 @@ def measure_big() -> Iterator[dict[str, Any]]:
 
 
 def measure_small() -> Iterator[dict[str, Any]]:
-    """Every method at a width of 512, by the allocator."""
+    """Yield a row of every method at a width of 512, by the allocator."""
+    narrow = {"draft_vocab": 2_000, "hidden_size": 256}
     for name, section in HEADS.items():
-        small = {**section, **({"draft_vocab": 2_000} if "draft_vocab" in section else {})}
-        small |= {"hidden_size": 256} if "hidden_size" in section else {}
+        small = {**section, **{key: narrow[key] for key in narrow if key in section}}
         head = empty_head(settings_of(small, "bench"), SMALL)
         for dtype in ("bfloat16", "float32"):
             forecast = training_bytes(head, SMALL, SMALL_LENGTHS, PRECISION[dtype])
-            real = allocated_bytes(lambda: run_loop(head, SMALL, SMALL_LENGTHS, 1.0, dtype=dtype))  # noqa: B023
-            print(f"{name} {dtype}: {forecast / real:.3f}", flush=True)
-            yield {"head": name, "dtype": dtype, "forecast": forecast, "measured": real}
+            run = partial(run_loop, head, SMALL, SMALL_LENGTHS, 1.0, dtype=dtype)
+            allocated = allocated_bytes(run)
+            print(f"{name} {dtype}: {forecast / allocated:.3f}", flush=True)
+            yield {"head": name, "dtype": dtype, "forecast": forecast, "measured": allocated}
 
 
 def table(results: Any) -> str:
-    """What the loop holds in GB, and how far the forecast lies above it."""
-    names = list(dict.fromkeys(row["target"] for row in results["big"]))
-    small = list(dict.fromkeys(row["dtype"] for row in results["small"]))
-    rows: dict[str, list[str]] = {}
-    for row in results["big"]:
-        rows.setdefault(row["head"], []).append(f"{row['measured'] / GB:.2f} GB {above(row)}")
-    for row in results["small"]:
-        rows[row["head"]].append(f"{1e3 * row['measured'] / GB:.0f} MB {above(row)}")
-    header = [
-        "head",
-        *(name.split("/")[1] for name in names),
-        *(f"width 512, {dtype}" for dtype in small),
-    ]
-    return markdown(header, [[head, *cells] for head, cells in rows.items()], results["machine"])
+    """Return what the loop holds, and how far the forecast lies above it, as Markdown."""
+    targets = dict.fromkeys(row["target"].split("/")[1] for row in results["big"])
+    dtypes = dict.fromkeys(f"width 512, {row['dtype']}" for row in results["small"])
+    cells: dict[str, list[str]] = {}
+    for row in [*results["big"], *results["small"]]:
+        held = f"{row['measured'] / GB:.2f} GB"
+        if "dtype" in row:
+            held = f"{1e3 * row['measured'] / GB:.0f} MB"
+        excess = row["forecast"] / row["measured"] - 1
+        cells.setdefault(row["head"], []).append(f"{held} ({excess:+.1%})")
 
-
-def above(row: dict[str, Any]) -> str:
-    """By how much the forecast differs."""
-    return f"({row['forecast'] / row['measured'] - 1:+.1%})"
+    rows = [[head, *figures] for head, figures in cells.items()]
+    return markdown(["head", *targets, *dtypes], rows, results["machine"])
 
 
 def main(argv: list[str]) -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
