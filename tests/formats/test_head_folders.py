@@ -1,4 +1,4 @@
-"""A head's folder that is torn, another tool's, or of another release: a sentence with the file, and what to do."""
+"""A head's folder that is damaged, another tool's, or of another release: a sentence with the file, and what to do."""
 
 from __future__ import annotations
 
@@ -8,161 +8,218 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle import load_drafter
-from eagle.drafters import DRAFTERS, settings_of
+from eagle import Target, load_drafter
 from eagle.formats.card import model_card
-from eagle.formats.checkpoint import load_head, save_head
+from eagle.formats.checkpoint import from_pretrained, load_head, save_head, save_pretrained
 from eagle.formats.export import export
-from eagle.target.target import Target
+from eagle.recipe import Recipe
+from tests.formats.make_heads import assert_equal, change_head, make_head, make_target
 
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+POINTER = b"version https://git-lfs.github.com/spec/v1\n" * 9
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A random target."""
-    torch.manual_seed(0)
-    return Target(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    return make_target()
 
 
 @pytest.fixture
 def folder(target: Target, tmp_path: Path) -> Path:
     """A head as training leaves it."""
-    settings = settings_of({"kind": "eagle3", "taps": (2, 4, 5)}, "test")
-    head = DRAFTERS["eagle3"].for_target(settings, target.config, target.head, ())
+    head = make_head({"kind": "eagle3", "taps": (2, 4, 5)}, target)
     save_head(tmp_path / "head", head, "target: {path: some/target}\n", {"torch": "1"})
     return tmp_path / "head"
 
 
-def change_config(folder: Path, **changed: Any) -> None:
-    """Other keys in config.json; None takes one out."""
-    config = {**json.loads((folder / "config.json").read_text()), **changed}
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if value is not None})
-    )
+def test_a_head_comes_back_from_its_folder(target: Target, tmp_path: Path) -> None:
+    """Settings, shape and every bit; nothing else is written."""
+    folder = tmp_path / "a/b"
+    head = make_head({"kind": "eagle1", "fc_bias": False}, target)
+    save_pretrained(head, folder)
+    loaded: Any = from_pretrained(folder)
+
+    assert loaded.settings == head.settings
+    assert_equal(loaded.state_dict(), head.state_dict())
+    assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS}
+
+    # the check can fail
+    with torch.no_grad():
+        head.fc.weight[0, 0] += 1e-3
+    with pytest.raises(AssertionError):
+        assert_equal(loaded.state_dict(), head.state_dict())
 
 
-def change_weights(folder: Path, **changed: Any) -> None:
-    """Other tensors; a double underscore stands for a dot."""
-    weights = load_file(folder / "model.safetensors")
-    weights |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
-    save_file(
-        {name: tensor for name, tensor in weights.items() if tensor is not None},
-        folder / "model.safetensors",
-    )
-
-
-def cut(folder: Path, name: str, keep: int) -> None:
-    """Leave the first bytes of a file."""
-    (folder / name).write_bytes((folder / name).read_bytes()[:keep])
-
-
-TORN = {
-    "weights cut short": (
-        lambda folder: cut(folder, "model.safetensors", 5000),
-        "model.safetensors",
-    ),
-    "weights cut in the header": (
-        lambda folder: cut(folder, "model.safetensors", 40),
-        "model.safetensors",
-    ),
-    "weights empty": (lambda folder: cut(folder, "model.safetensors", 0), "model.safetensors"),
-    "weights gone": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-    "weights of a hub's pointer": (
-        lambda folder: (folder / "model.safetensors").write_text(
-            "version https://git-lfs.github.com/spec/v1\n" * 9
-        ),
-        "model.safetensors",
-    ),
-    "config cut short": (lambda folder: cut(folder, "config.json", 30), "config.json"),
-    "config empty": (lambda folder: cut(folder, "config.json", 0), "config.json"),
-    "config no text": (
-        lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\x00"),
-        "config.json",
-    ),
-    "config a list": (lambda folder: (folder / "config.json").write_text("[1]"), "eagle import"),
-    "no shape": (
-        lambda folder: change_config(folder, shape=None),
-        "expected the keys settings and shape",
-    ),
-    "settings a word": (
-        lambda folder: change_config(folder, settings="eagle3"),
-        "expected the keys settings and shape",
-    ),
-    "no model_type": (
-        lambda folder: change_config(folder, shape={"hidden_size": 32}),
-        "config.json",
-    ),
-    "sizes of a wrong kind": (
-        lambda folder: change_config(folder, shape={"model_type": "llama", "hidden_size": "x"}),
-        "config.json",
-    ),
-    "other sizes": (
-        lambda folder: change_weights(folder, fc__weight=torch.zeros(32, 64)),
-        r"fc\.weight is \[32, 64\], expected \[32, 96\]",
-    ),
-    "a tensor missing": (lambda folder: change_weights(folder, fc__weight=None), "fc.weight"),
-    "a newer method": (
-        lambda folder: change_config(folder, settings={"kind": "eagle9"}),
-        "kind is 'eagle9'.*newer release",
-    ),
-    "a newer setting": (
-        lambda folder: change_config(
-            folder, settings={"kind": "eagle3", "taps": [2, 4, 5], "warp": 1}
-        ),
-        "warp.*newer release",
-    ),
-    "a budget of another release": (
-        lambda folder: change_config(folder, budget={"nodes": 3, "warp": 1}),
-        "budget",
-    ),
-    "a budget that is none": (lambda folder: change_config(folder, budget=[3]), "budget"),
-}
-
-
-@pytest.mark.parametrize("name", TORN)
-def test_a_spoilt_folder_is_refused_with_what_is_wrong_in_it(
-    name: str, folder: Path, target: Target
+def check_refused(
+    folder: Path,
+    target: Target,
+    words: str,
 ) -> None:
-    """By `load_head`, and by `load_drafter`, which users call."""
-    spoil, says = TORN[name]
-    spoil(folder)
+    """Assert that loading refuses a folder by its name, for training and for users."""
+    # what training and exports call, and what users call
     for load in (load_head, lambda path: load_drafter(path, target)):
-        with pytest.raises(ValueError, match=f"(?s){says}") as refused:
+        with pytest.raises(ValueError, match=f"(?s){words}") as refusal:
             load(folder)
-        assert str(folder) in str(refused.value)
+        assert str(folder) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "text", "words"),
+    [
+        # how much is kept of a file, and what follows
+        (WEIGHTS, 5000, b"", "model.safetensors"),
+        (WEIGHTS, 40, b"", "model.safetensors"),
+        (WEIGHTS, 0, b"", "model.safetensors"),
+        (WEIGHTS, 0, POINTER, "model.safetensors"),
+        (CONFIG, 30, b"", "config.json"),
+        (CONFIG, 0, b"\xff\xfe\x00", "config.json"),
+        (CONFIG, 0, b"[1]", "eagle import"),
+        (CONFIG, 0, b'{"architectures": ["X"]}', "expected the keys settings and shape"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    name: str,
+    start: int,
+    text: bytes,
+    words: str,
+    folder: Path,
+    target: Target,
+) -> None:
+    """Cut short, empty, a hub's pointer, no text, another tool's."""
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:start] + text)
+    check_refused(folder, target, words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shape": None}, "expected the keys settings and shape"),
+        ({"settings": "eagle3"}, "expected the keys settings and shape"),
+        ({"shape": {"hidden_size": 32}}, "config.json"),
+        ({"shape/hidden_size": "x"}, "config.json"),
+        ({"fc.weight": torch.zeros(32, 64)}, r"fc\.weight is \[32, 64\], expected \[32, 96\]"),
+        ({"fc.weight": None}, "fc.weight"),
+        ({"settings/kind": "eagle9"}, "kind is 'eagle9'.*newer release"),
+        ({"settings/warp": 1}, "warp.*newer release"),
+        ({"budget": {"nodes": 3, "warp": 1}}, "budget"),
+        ({"budget": [3]}, "budget"),
+    ],
+)
+def test_a_wrong_value_is_named(
+    changes: dict[str, Any],
+    words: str,
+    folder: Path,
+    target: Target,
+) -> None:
+    """Of another size, of another type, missing, or of another release."""
+    head = (json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS))
+    config, tensors = change_head(head, changes)
+    (folder / CONFIG).write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS)
+    check_refused(folder, target, words)
+
+
+def test_missing_files_are_named(folder: Path) -> None:
+    """Weights in another format count as missing."""
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"model\.safetensors missing"):
+        from_pretrained(folder)
+    (folder / CONFIG).unlink()
+    with pytest.raises(ValueError, match=r"config\.json, model\.safetensors missing"):
+        from_pretrained(folder)
+
+
+def test_a_card_says_what_the_files_say(target: Target, tmp_path: Path) -> None:
+    """Front matter, the target, the settings, the ends of the curve, the acceptance of the newest run."""
+    target_dir = tmp_path / "target"
+    target_dir.mkdir()
+    recipe = Recipe.load("recipes/tiny/eagle1.yaml", [f"target.path={target_dir}"])
+    folder = tmp_path / "head"
+    record = {"validation": {"tree_tau": 2.5}}
+    save_head(folder, make_head({"kind": "eagle1"}, target), recipe.dump(), record)
+    steps = [{"step": step, "total": 9 - step / 100, "lr": 1e-3} for step in range(0, 201, 10)]
+    # one measured answer, but for the tokens and cycles that differ
+    answer = {
+        "temperature": 0.0,
+        "identical": True,
+        "loops": False,
+        "tokens": 9,
+        "seconds": 1.0,
+        "drafter": "eagle1",
+    }
+    results = [
+        {"run": {"date": "old"}},
+        {**answer, "committed": 30, "cycles": 1},
+        {"run": {"date": "new"}},
+        {**answer, "committed": 5, "cycles": 5, "drafter": "none"},
+        {**answer, "committed": 30, "cycles": 10},
+        {**answer, "committed": 30, "cycles": 6},
+    ]
+    for name, rows in (("metrics.jsonl", steps), ("results.jsonl", results)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    card = model_card(folder, "someone/head")
+    front = yaml.safe_load(card.split("---")[1])
+
+    assert front["library_name"] == "eagle"
+    assert "eagle1" in front["tags"]
+    # the target is a folder, which no hub knows
+    assert "base_model" not in front
+    # 60 tokens in the 16 cycles of the new run
+    for words in (
+        str(target_dir),
+        f"| `lr` | {recipe.train.lr} |",
+        recipe.data.train,
+        "| 0 | 9 |",
+        "| 200 | 7 |",
+        "| `tree_tau` | 2.5 |",
+        f"| 0 | `eagle1` | {60 / 16:.4g} |",
+        "date new",
+    ):
+        assert words in card
+
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "results.jsonl").unlink()
+    card = model_card(folder, "someone/head")
+    assert "## Curve" not in card
+    assert "## Acceptance" not in card
 
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators", "eagle"])
 def test_an_exported_folder_is_no_head_to_train_from(
-    engine: str, folder: Path, target: Target, tmp_path: Path
+    engine: str,
+    folder: Path,
+    target: Target,
+    tmp_path: Path,
 ) -> None:
     """The message names the command that makes one of it."""
-    export(load_head(folder).bind(target.head), target.config, engine, tmp_path / "out", folder)
+    head = load_head(folder).bind(target.head)
+    export(head, target.config, engine, tmp_path / "out", folder)
     with pytest.raises(ValueError, match=rf"eagle import {tmp_path / 'out'}"):
         load_head(tmp_path / "out")
 
 
-def test_recipe_and_provenance_are_not_needed(folder: Path, target: Target, tmp_path: Path) -> None:
-    """A head without them loads, drafts and is exported; a card, which is made of them, says what it lacks."""
+def test_recipe_and_provenance_are_not_needed(
+    folder: Path,
+    target: Target,
+    tmp_path: Path,
+) -> None:
+    """A head without them loads and is exported; a model card, which is made of them, says what it lacks."""
     (folder / "recipe.yaml").unlink()
     (folder / "provenance.json").unlink()
     assert load_drafter(folder, target).taps == (2, 4, 5)
-    export(load_head(folder).bind(target.head), target.config, "vllm", tmp_path / "out", folder)
+
+    head = load_head(folder).bind(target.head)
+    export(head, target.config, "vllm", tmp_path / "out", folder)
     assert "Unknown" in (tmp_path / "out/README.md").read_text()
-    with pytest.raises(
-        ValueError, match=r"recipe\.yaml and provenance\.json are missing.*eagle import"
-    ):
+
+    words = r"recipe\.yaml and provenance\.json are missing.*eagle import"
+    with pytest.raises(ValueError, match=words):
         model_card(folder, "me/head")
 
 
@@ -175,17 +232,16 @@ def test_recipe_and_provenance_are_not_needed(folder: Path, target: Target, tmp_
         ("provenance.json", "3"),
     ],
 )
-def test_torn_notes_are_named_and_nothing_is_written(
-    name: str, text: str, folder: Path, target: Target
+def test_damaged_notes_are_named_and_nothing_is_written(
+    name: str,
+    text: str,
+    folder: Path,
+    target: Target,
+    tmp_path: Path,
 ) -> None:
     """Before the export is half there."""
     (folder / name).write_text(text)
+    head = load_head(folder).bind(target.head)
     with pytest.raises(ValueError, match=name):
-        export(
-            load_head(folder).bind(target.head),
-            target.config,
-            "vllm",
-            folder.parent / "out",
-            folder,
-        )
-    assert not (folder.parent / "out").exists()
+        export(head, target.config, "vllm", tmp_path / "out", folder)
+    assert not (tmp_path / "out").exists()

@@ -67,7 +67,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
-VOCAB_SIZE = 16  # small, so that random drafts are now and then right
+# small, so that random drafts are now and then right
+VOCAB_SIZE = 16
 TREES = {"chain": chain_paths(3), "tree": PUBLISHED_TREE}
 SHAPE = {
     "hidden_size": 32,
@@ -75,9 +76,12 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-TOKENIZER_STORIES = 600  # conversations that the tokenizer is made of
-STORIES = 40  # and those of them to learn from
-ON_TWO_LAYERS = {"taps": [0, 1, -1]}  # where the default taps are those of deeper targets
+# conversations that the tokenizer is made of
+TOKENIZER_STORIES = 600
+# and those of them to learn from
+STORIES = 40
+# where the default taps are those of deeper targets
+ON_TWO_LAYERS = {"taps": [0, 1, -1]}
 
 TRAINED = [name for name, method in DRAFTERS.items() if issubclass(method, TrainableDrafter)]
 FAMILIES = [*families.FAMILIES, *families.OTHER_MEANS]
@@ -214,9 +218,11 @@ def make_target(vocab_size: int = VOCAB_SIZE, **overrides: Any) -> Target:
 
 def make_family(name: str) -> Target:
     """Return a target of one of the families that the decoder is held to, in fp64."""
-    torch.manual_seed(0)  # some weights are what the model's class has drawn
+    # some weights are what the model's class samples
+    torch.manual_seed(0)
     model = families.build(name, torch.float64)
-    model.set_experts_implementation("eager")  # the others know no fp64
+    # the other implementations know no fp64
+    model.set_experts_implementation("eager")
     return Target(model)
 
 
@@ -233,8 +239,9 @@ def make_knowing(text: list[int]) -> Any:
 def new_head(name: str, target: Target) -> Any:
     """Return an untrained head with one of the settings in `HEADS`, as its method makes it."""
     settings = dict(HEADS[name])
+    # engines read the default taps alone
     if target.config.num_hidden_layers > 2:
-        settings.pop("taps", None)  # engines read the default ones alone
+        settings.pop("taps", None)
     if "draft_vocab" not in settings:
         return make_head(settings.pop("kind"), target, **settings)
     # which tokens a head may say is counted in texts
@@ -309,9 +316,8 @@ def write_target(folder: Path) -> None:
     }
     target = make_target(len(tokenizer), num_hidden_layers=4, max_position_embeddings=2048, **ends)
     with torch.no_grad():
-        target.model.lm_head.weight *= (
-            2  # so that some tokens are likelier than others, and there is much to learn
-        )
+        # so that some tokens are likelier than others, and there is much to learn
+        target.model.lm_head.weight *= 2
     target.model.float().save_pretrained(folder / "target")
     lines = [json.dumps(record) + "\n" for record in records[:STORIES]]
     (folder / "train.jsonl").write_text("".join(lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ BUDGETS = {
 SAMPLED_TREE = Budget.fixed(access.PUBLISHED_TREE, "sampled")
 SAMPLED_CHAIN = Budget.fixed(access.chain_paths(4), "sampled")
 
+# one drafter of each way to keep a state, which beams copy
 SEARCHED = ("none", "ngram", "eagle3", "medusa", "falcon", "draft_model")
 
 
@@ -58,11 +60,10 @@ class Case:
 
 
 CASES = {
-    **{
-        f"{sampling}, {budget}": Case(SAMPLINGS[sampling], BUDGETS[budget])
-        for sampling in SAMPLINGS
-        for budget in BUDGETS
-    },
+    f"{sampling}, {budget}": Case(SAMPLINGS[sampling], BUDGETS[budget])
+    for sampling, budget in product(SAMPLINGS, BUDGETS)
+}
+CASES |= {
     # what else can be asked of a target that samples: children by likelihood, and sampled ones under both rules
     "likeliest": Case(SAMPLED, replace(DYNAMIC, draw="likeliest")),
     "sampled": Case(SAMPLED, SAMPLED_TREE),
@@ -112,6 +113,7 @@ def family_of(name: str) -> dict[str, str]:
     for sampling in ("T=0", "T=1"):
         case = Case(SAMPLINGS[sampling], FIXED)
         seldom[sampling] = decode(target, counting, PROMPTS["ragged"], case)
+    # what the target says, so that a drafter can know it
     plain = generate(
         target,
         counting,
@@ -178,5 +180,6 @@ def search(target: Any, drafter: Any) -> str:
         stop=[],
         num_return_sequences=3,
     )
+    # the last digits are the processor's own
     scores = [round(score, 6) for score in found.scores]
     return f"tokens {digest(found.tokens)}, scores {digest(scores)}, forwards {found.forwards}"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LENGTH = 8  # hexadecimal digits: two values share a hash once in four thousand million
+# hexadecimal digits: two values share a hash once in four thousand million
+LENGTH = 8
 
 
 def digest(value: Any) -> str:
@@ -21,6 +22,7 @@ def digest(value: Any) -> str:
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's values, whatever its dtype."""
+    # bytes, as numpy knows neither bfloat16 nor float8
     flat = tensor.detach().cpu().contiguous().flatten()
     return bytes(flat.view(torch.uint8).tolist())
 

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from tests.golden import access
 from tests.golden.digests import digest, digest_tensors
 
-LAYERS = 8  # of the target that heads are written for: deep enough for the taps that engines read
-VERSIONS = {"transformers_version"}  # keys that name a library
+# of the target that heads are written for: deep enough for the taps that engines read
+LAYERS = 8
+# keys that name a library
+VERSIONS = {"transformers_version"}
 STORES = {
     "eagle1": ["drafter={kind: eagle1}", "features.dtype=float32"],
     "eagle1, bfloat16": ["drafter={kind: eagle1}", "features.dtype=bfloat16"],
@@ -67,8 +69,9 @@ def exports_of(name: str, target: Any, folder: Path) -> dict[str, Any]:
     items: dict[str, Any] = {}
     for engine in access.engines():
         out = folder / name / engine
+        # an exporter that begins to refuse, or to write, changes the names of the items
         if not access.export_head(head, target, engine, out):
-            continue  # an exporter that begins to refuse, or to write, changes the names of the items
+            continue
         items[f"{name} for {engine}"] = describe_folder(out)
         back = access.import_head(out)
         if back is not None:

@@ -30,11 +30,15 @@ class Group:
     """Items that are made together, and how far their numbers may be from those that are recorded."""
 
     make: Callable[[Path], dict[str, Any]]
-    tolerance: float = 0.0  # relative; hashes and counts are equal or not
-    in_fp32: str = "\n"  # how the names of items end whose numbers are computed in fp32
+    # relative; hashes and counts are equal or not
+    tolerance: float = 0.0
+    # how the names of items end whose numbers are computed in fp32; no name has a line break
+    in_fp32: str = "\n"
 
 
-EXACT, IN_FP32 = 1e-11, 1e-4  # of twenty steps: processors take sums in another order
+# of twenty steps: processors take sums in another order
+EXACT = 1e-11
+IN_FP32 = 1e-4
 GROUPS = {
     "decoding": Group(decoding_items),
     "families": Group(family_items),
@@ -52,6 +56,7 @@ def record_path(name: str) -> Path:
 
 def make(name: str) -> dict[str, Any]:
     """Make the items of a group anew, on one thread."""
+    # the number of threads decides the order of sums
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

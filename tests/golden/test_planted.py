@@ -54,6 +54,7 @@ def resume(folder: Path) -> dict[str, Any]:
     return {"run of draft_model": whole, **resumed_of(folder, "draft_model", whole)}
 
 
+# one fault for each group of items, and one more where a group has several parts
 FAULTS = {
     "scores of a tree": Fault(
         "decoding",
@@ -101,9 +102,11 @@ def test_a_planted_fault_is_seen_where_it_is(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The items that differ are those of the fault."""
+    # the fault stays in the module that it was planted in until the test ends
     fault = FAULTS[name]
     fault.plant(monkeypatch)
     made = fault.make(tmp_path)
+    # making a whole group takes minutes, and the other items do not meet the fault
     recorded = record.read(fault.group)
     before = {item: recorded[item] for item in made}
     assert record.differences(fault.group, before, made).keys() == fault.differing

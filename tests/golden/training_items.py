@@ -12,7 +12,8 @@ from tests.golden.digests import digest
 
 STEPS = 20
 LEARNING_RATE = 1e-3
-DIGITS = 6  # of what validation tells, which is computed in fp32
+# of what validation tells, which is computed in fp32
+DIGITS = 6
 
 
 def training_items(folder: Path) -> dict[str, Any]:
@@ -46,6 +47,7 @@ def describe_weights(head: Any) -> str:
 def learn(name: str, head: Any, target: Any) -> dict[str, Any]:
     """Take some steps in fp64, the batches in turn; returns what is recorded of them."""
     batches = access.make_batches(name, target)
+    # in fp64, so that processors that sum in another order agree in eleven digits
     head = head.double().train()
     weights = [weight for weight in head.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-6)

@@ -13,8 +13,9 @@ from tests.formats.rivals.random_head import HeadRequest, randomize_, save_logit
 
 
 def main() -> None:
-    """All heads at all places of the text, read as in training; a tokenizer is not there."""
+    """Write the logits of all heads at all positions of the text, read as in training."""
     request = HeadRequest.from_command_line()
+    # the target has no tokenizer
     tokenizer = SimpleNamespace(pad_token_id=-1)
     hydra_model.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: tokenizer)
     if not request.switches.get("load"):
@@ -29,6 +30,7 @@ def main() -> None:
         torch.save({}, Path(request.out) / "hydra_lm_head.pt")
     model = hydra_model.HydraModel.from_pretrained(request.out).eval()
     if not request.switches.get("load"):
+        # what does not learn belongs to the target
         randomize_(weight for weight in model.hydra_head.parameters() if weight.requires_grad)
         model.base_model.load_state_dict(
             load_file(Path(request.target) / "model.safetensors"), strict=False

@@ -14,8 +14,12 @@ from transformers import AutoConfig
 from tests.formats.rivals.random_head import HeadRequest, randomize_, save_logits
 
 
-def make_model(request: HeadRequest, layers: int, version2: bool) -> Any:
-    """Their model with random heads, of which they save a state dict and a config."""
+def make_model(
+    request: HeadRequest,
+    layers: int,
+    version2: bool,
+) -> Any:
+    """Return their model with random heads, after saving those and their config as they do."""
     out = Path(request.out)
     if version2:
         config = medusa_model_legacy.MedusaConfig(
@@ -28,30 +32,35 @@ def make_model(request: HeadRequest, layers: int, version2: bool) -> Any:
             request.steps, layers, base_model_name_or_path=request.target
         )
         base = AutoConfig.from_pretrained(request.target)
-        base.medusa_num_heads, base.medusa_num_layers = request.steps, layers
+        base.medusa_num_heads = request.steps
+        base.medusa_num_layers = layers
+        # the loader of the base class, which asks for no published head
         model = medusa_model.KVLlamaForCausalLM.from_pretrained.__func__(
             medusa_model.MedusaModelLlama, request.target, config=base
         )
     randomize_(model.medusa_head.parameters())
+    # their trainer saves the heads without the model
     config.save_pretrained(out)
     torch.save(model.medusa_head.state_dict(), out / "medusa_lm_head.pt")
     return model
 
 
 def main() -> None:
-    """All heads at all places of the text; a tokenizer, which heads have no need of, is not there."""
+    """Write the logits of all heads at all positions of the text."""
     request = HeadRequest.from_command_line()
     version2 = request.switches.get("version2", False)
+    # heads need no tokenizer, and the target has none
     for module in (medusa_model, medusa_model_legacy):
         module.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: None)
     if request.switches.get("load"):
         loader = medusa_model_legacy.MedusaModel if version2 else medusa_model.MedusaModel
         model = loader.from_pretrained(request.out)
     else:
-        model = make_model(request, 2 if request.switches.get("two_layers") else 1, version2)
+        layers = 2 if request.switches.get("two_layers") else 1
+        model = make_model(request, layers, version2)
     tokens = load_file(request.inputs)["tokens"]
-    more = {} if version2 else {"medusa_forward": True}
-    logits = model.eval()(tokens[None], **more)
+    options = {} if version2 else {"medusa_forward": True}
+    logits = model.eval()(tokens[None], **options)
     save_logits(request, [rows[0] for rows in logits])
 
 

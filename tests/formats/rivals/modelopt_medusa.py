@@ -12,14 +12,14 @@ from tests.formats.rivals.random_head import HeadRequest, randomize_, save_logit
 
 
 def main() -> None:
-    """All heads at all places of the text, from their model's own forward."""
+    """Write the logits of all heads at all positions of the text, from their model's own forward."""
     request = HeadRequest.from_command_line()
     model = AutoModelForCausalLM.from_pretrained(request.target, dtype=torch.float32)
     layers = 2 if request.switches.get("two_layers") else 1
+    # so that `save_pretrained` writes the heads too
     mto.enable_huggingface_checkpointing()
-    mtsp.convert(
-        model, mode=[("medusa", {"medusa_num_heads": request.steps, "medusa_num_layers": layers})]
-    )
+    settings = {"medusa_num_heads": request.steps, "medusa_num_layers": layers}
+    mtsp.convert(model, mode=[("medusa", settings)])
     randomize_(model.medusa_heads.parameters())
     tokens = load_file(request.inputs)["tokens"]
     with torch.no_grad():

@@ -13,10 +13,11 @@ from tests.formats.rivals.random_head import HeadRequest, randomize_, save_logit
 
 
 def main() -> None:
-    """All levels at all places of the text that have as many tokens behind them."""
+    """Write the logits of all levels at all positions that have as many tokens after them."""
     request = HeadRequest.from_command_line()
     inputs = load_file(request.inputs)
-    hidden, tokens = inputs["hidden"], inputs["tokens"]
+    hidden = inputs["hidden"]
+    tokens = inputs["tokens"]
     if request.switches.get("load"):
         model = MLPSpeculatorPreTrainedModel.from_pretrained(request.out)
     else:
@@ -31,6 +32,7 @@ def main() -> None:
         )
         model = MLPSpeculatorPreTrainedModel(config)
         randomize_(model.parameters())
+        # tied weights are several names of one tensor, which safetensors does not write
         model.save_pretrained(request.out, safe_serialization=False)
     with torch.no_grad():
         logits = model.eval()(hidden[None, : len(tokens) - request.steps], tokens[None, 1:])

@@ -11,19 +11,24 @@ from tests.formats.rivals.random_head import HeadRequest, randomize_, record_log
 
 
 def main() -> None:
-    """Their model in the steps of their training, whose tokens are those of the text."""
+    """Write the logits of their model in the steps of their training, whose tokens are those of the text."""
     request = HeadRequest.from_command_line()
     logits: list[Tensor] = []
     tokens, features, drafts = request.load_inputs()
     config = AutoConfig.from_pretrained(request.target)
-    layers, config.num_hidden_layers = config.num_hidden_layers, 1
-    full = len(drafts) == config.vocab_size
-    mask = torch.zeros(config.vocab_size, dtype=torch.bool)
-    mask[drafts] = True
+    # of the target, and of the head
+    layers = config.num_hidden_layers
+    config.num_hidden_layers = 1
+    mask = None
+    offsets = None
+    if len(drafts) < config.vocab_size:
+        mask = torch.zeros(config.vocab_size, dtype=torch.bool)
+        mask[drafts] = True
+        offsets = drafts - torch.arange(len(drafts))
     model = Eagle3DraftModel.from_training_args(
         config,
-        None if full else mask,
-        None if full else drafts - torch.arange(len(drafts)),
+        mask,
+        offsets,
         draft_vocab_size=len(drafts),
         target_layer_ids=[2, layers // 2, layers - 3],
         verifier_name_or_path=request.target,
@@ -38,7 +43,8 @@ def main() -> None:
     )
     randomize_(weights)
     record_logits(model.lm_head, logits)
-    with torch.no_grad():  # a text loses its first token, as in their `shift_batch`
+    with torch.no_grad():
+        # a text loses its first token, as in their `shift_batch`
         model.eval()(
             hidden_states=features[None, :-1],
             input_ids=tokens[None, 1:],

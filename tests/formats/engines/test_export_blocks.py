@@ -1,0 +1,257 @@
+"""Block drafters and MTP layers in the layouts of engines and of their own projects: names, keys, refusals."""
+
+# H hidden, V vocabulary
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from eagle.core.drafter import TargetHead
+from eagle.formats.export import EXPORTERS, export
+from eagle.formats.reading.foreign import inspect, read_head
+from tests import foreign_heads as made
+from tests.block_layouts import BLOCKS, GOLDEN, TARGET
+from tests.formats.make_heads import assert_equal, borrow_from, random_head
+
+H = made.H
+V = made.V
+INJECTED = {"taps": [2, 4, 7], "blocks": BLOCKS, "slots": 6, "mask_token": 5}
+DFLASH = {"kind": "dflash", **INJECTED}
+ANCHORED = {**DFLASH, "sample_from_anchor": True}
+DSPARK = {"kind": "dspark", **INJECTED, "rank": 4, "markov": "vanilla", "confidence": True}
+DOMINO = {**DSPARK, "markov": "domino", "gru_size": 8, "confidence": False}
+PEAGLE = {"kind": "peagle", "taps": [2, 4, 6], "blocks": 3, "mask_token": 5}
+HEADS: dict[str, dict[str, Any]] = {
+    "dflash": DFLASH,
+    "dflash, causal": {**DFLASH, "causal": True},
+    "dflash from the anchor": ANCHORED,
+    "dflash of one block": {**DFLASH, "blocks": 1, "slots": 2},
+    "dflash of taps in no order": {**DFLASH, "taps": [7, 2, 4]},
+    "dspark": DSPARK,
+    "dspark, causal": {**DSPARK, "causal": True},
+    "dspark without confidence": {**DSPARK, "confidence": False},
+    "dspark in its places": {**DSPARK, "sample_from_anchor": False},
+    "dspark, gated": {**DSPARK, "markov": "gated"},
+    "dspark, recurrent": {**DSPARK, "markov": "rnn"},
+    "dspark without a Markov head": {**DSPARK, "markov": "none"},
+    "domino": DOMINO,
+    "domino in its places": {**DOMINO, "sample_from_anchor": False, "unbiased": 2},
+    "peagle": {**PEAGLE, "norm_before_residual": True},
+    "peagle with norms": {**PEAGLE, "fc_norm": True},
+    "peagle of one block": {**PEAGLE, "blocks": 1},
+    "peagle of taps in no order": {**PEAGLE, "taps": [6, 2, 4]},
+    "mtp": {"kind": "mtp"},
+    "mtp, state first": {"kind": "mtp", "hidden_first": True},
+}
+# the exporters that take each head
+TAKERS = {
+    "dflash": "vllm sglang trtllm llamacpp speculators zlab specforge",
+    "dflash, causal": "vllm llamacpp zlab",
+    "dflash from the anchor": "speculators deepspec",
+    "dflash of one block": "vllm zlab speculators",
+    "dflash of taps in no order": "vllm zlab speculators",
+    "dspark": "vllm sglang trtllm llamacpp speculators deepspec specforge",
+    "dspark, causal": "vllm llamacpp",
+    "dspark without confidence": "vllm trtllm llamacpp speculators deepspec specforge",
+    "dspark in its places": "vllm llamacpp speculators",
+    "dspark, gated": "sglang speculators deepspec specforge",
+    "dspark, recurrent": "sglang speculators deepspec specforge",
+    "dspark without a Markov head": "speculators deepspec specforge",
+    "domino": "sglang specforge",
+    "domino in its places": "sglang specforge",
+    "peagle": "vllm speculators",
+    "peagle with norms": "vllm",
+    "peagle of one block": "vllm speculators",
+    "peagle of taps in no order": "vllm speculators",
+    "mtp": "deepseek mimo",
+    "mtp, state first": "deepseek mimo",
+}
+
+
+def head_of(name: str, **changes: Any) -> Any:
+    """Return a random head, bound to the target's embedding and LM head."""
+    return random_head({**HEADS[name], **changes}, borrow_from(TARGET))
+
+
+@pytest.mark.parametrize(("engine", "name"), GOLDEN)
+def test_names_shapes_and_keys(engine: str, name: str) -> None:
+    """As the code that loads them has them."""
+    shapes, config = GOLDEN[engine, name]
+    layout = EXPORTERS[engine](head_of(name), TARGET)
+    assert {key: tuple(tensor.shape) for key, tensor in layout.tensors.items()} == shapes
+    assert {tensor.dtype for tensor in layout.tensors.values()} == {torch.float32}
+    assert layout.file == "model.safetensors"
+    assert layout.config == config
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
+    """Bit by bit, in whosever names; and nothing is wrong with it."""
+    target = made.write_target(tmp_path / "target")
+    head = head_of(name)
+    expected = head.state_dict()
+    for engine in TAKERS[name].split():
+        folder = tmp_path / engine
+        export(head, TARGET, engine, folder)
+        found = inspect(folder, target)
+        assert not found.fatal, found
+        assert "unknown keys" not in str(found)
+        loaded: Any = read_head(folder, target)
+        if "no order" in name:
+            assert_same_states(head, loaded)
+            continue
+        tensors = loaded.state_dict()
+        if head.settings.kind == "mtp":
+            # MiMo's layers have biases, zeros here, and read the state first
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith("bias")}
+            if loaded.settings.hidden_first != head.settings.hidden_first:
+                token, state = tensors["eh_proj.weight"].chunk(2, dim=1)
+                tensors["eh_proj.weight"] = torch.cat([state, token], dim=1)
+        else:
+            assert loaded.network == head.network
+        assert_equal(tensors, dict(expected))
+
+
+@torch.no_grad()
+def assert_same_states(head: Any, loaded: Any) -> None:
+    """Assert that both fuse features alike, which each gets in the order of its own taps."""
+    assert loaded.settings.kind == head.settings.kind
+    assert list(loaded.taps) == sorted(head.taps)
+    assert list(loaded.taps) != list(head.taps)
+
+    # a state of each of ten layers for five tokens
+    features = made.drawn(5, 10, H)
+    expected = head.fuse_taps(features[:, list(head.taps)])
+    fused = loaded.fuse_taps(features[:, list(loaded.taps)])
+    torch.testing.assert_close(fused, expected, rtol=1e-4, atol=1e-4)
+
+    if head.settings.kind == "peagle":
+        mask = loaded.mask_state()
+        torch.testing.assert_close(mask, head.mask_state(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in HEADS if "one block" not in name and "no order" not in name]
+)
+def test_no_other_exporter_takes_it(name: str) -> None:
+    """And each says why, by the method or by the setting that its engine has not."""
+    head = head_of(name)
+    settings = HEADS[name]
+    # which a refusal may name
+    switches = {"sample_from_anchor", "causal", "fc_norm", "confidence", "markov"} & settings.keys()
+    if settings["kind"] == "dflash":
+        switches.add("sample_from_anchor")
+    reasons = [f"no layout for '{settings['kind']}'", "own family alone"]
+    reasons += [rf"drafter\.{switch}" for switch in switches]
+    words = "|".join(reasons)
+
+    for engine in EXPORTERS.keys() - {"transformers", *TAKERS[name].split()}:
+        with pytest.raises(ValueError, match=f"(?s)^{engine}: .*({words})"):
+            EXPORTERS[engine](head, TARGET)
+
+
+def test_both_conventions_of_dflash_are_told_apart(tmp_path: Path) -> None:
+    """With the wrong one every guess moves by a position; a refusal says where else the head can go."""
+    words = r"a slot names the token behind its place, .* Export to deepspec or spec"
+    for engine in ("zlab", "vllm", "sglang", "llamacpp"):
+        with pytest.raises(ValueError, match=words):
+            EXPORTERS[engine](head_of("dflash from the anchor"), TARGET)
+    words = r"a slot names the token at its own place, .* Export to zlab or speculators"
+    with pytest.raises(ValueError, match=words):
+        EXPORTERS["deepspec"](head_of("dflash"), TARGET)
+    for engine, name, words in (
+        ("zlab", "dflash", "at its own place (z-lab's"),
+        ("deepspec", "dflash from the anchor", "behind its place (DeepSpec's"),
+        ("speculators", "dflash", "at its own place (z-lab's"),
+    ):
+        export(head_of(name), TARGET, engine, tmp_path / engine)
+        lines = str(inspect(tmp_path / engine)).splitlines()
+        (line,) = [line for line in lines if line.startswith("slots")]
+        assert words in line
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "changes", "words"),
+    [
+        ("zlab", "dflash", {"qk_norm": False}, r"drafter\.qk_norm is false"),
+        (
+            "zlab",
+            "dflash",
+            {"taps": [-1, 2]},
+            r"drafter\.taps is \(-1, 2\), expected the inputs of some layers of 1 to 8",
+        ),
+        ("speculators", "peagle", {"blocks": 5}, "the head has 5 blocks, expected 4"),
+        ("vllm", "mtp", {}, "the target is a llama, .* its own family alone, by its names.*: mimo"),
+    ],
+)
+def test_refusals_name_what_stands_in_the_way(
+    engine: str,
+    name: str,
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    """What no reader has, and what would be read otherwise in silence."""
+    with pytest.raises(ValueError, match=f"{engine}: {words}"):
+        EXPORTERS[engine](head_of(name, **changes), TARGET)
+
+
+def test_what_an_export_needs_of_the_target() -> None:
+    """An embedding that is not scaled, and one to copy where the layout holds a copy."""
+    head = head_of("dflash")
+    target = head.frozen[0]
+    head.frozen = (TargetHead(target.embedding, target.output, embed_scale=2.0),)
+    with pytest.raises(ValueError, match="sglang: the target multiplies its embedding with 2"):
+        EXPORTERS["sglang"](head, TARGET)
+
+    head = head_of("dflash from the anchor")
+    # a head that was loaded and not bound
+    head.frozen = ()
+    with pytest.raises(
+        ValueError, match=r"deepspec: a copy of the target's embedding .* call bind"
+    ):
+        EXPORTERS["deepspec"](head, TARGET)
+
+
+def test_a_layer_for_mimo_is_served_by_vllm() -> None:
+    """Its config names the family; its layers have biases, which are zeros here."""
+    target = LlamaConfig(**{**made.LLAMA, "num_hidden_layers": made.LAYERS})
+    target.model_type = "mimo"
+    tensors = EXPORTERS["vllm"](head_of("mtp, state first"), target).tensors
+    assert not tensors["model.mtp_layers.0.self_attn.k_proj.bias"].any()
+    assert torch.equal(tensors["model.embed_tokens.weight"], made.embedding())
+    # the seed of the LM head that `borrow_from` gives
+    assert torch.equal(tensors["lm_head.weight"], made.drawn(V, H, seed=8))
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "expected"),
+    [
+        ("vllm", "dflash", ['"method": "dflash"']),
+        ("vllm", "peagle", ['"method": "eagle3", "parallel_drafting": true', "V1 model runner"]),
+        ("sglang", "dflash", ["--speculative-algorithm DFLASH", "5 tokens: as many as the head"]),
+        ("llamacpp", "dflash", ["--spec-type draft-dflash", "--spec-draft-n-max 5"]),
+        ("speculators", "peagle", ['"parallel_drafting": true']),
+    ],
+)
+def test_the_readme_says_how_it_is_served(
+    engine: str,
+    name: str,
+    expected: list[str],
+    tmp_path: Path,
+) -> None:
+    """With no longer a chain than a block names tokens: six slots, of which the first is the root's."""
+    export(head_of(name), TARGET, engine, tmp_path)
+    readme = (tmp_path / "README.md").read_text()
+    for words in expected:
+        assert words in readme
+
+    # the mask token stands at the top or in a section
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = config.get("dflash_config", {})
+    assert config.get("mask_token_id", section.get("mask_token_id")) == 5
