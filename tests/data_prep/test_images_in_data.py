@@ -318,7 +318,7 @@ def test_a_head_is_trained_decoded_and_measured(
     measure.main([path])
     answers = {}
     for line in read_records(tmp_path / "out/results.jsonl"):
-        if line.get("conversation") == "llava":
+        if line.get("conversation") == "llava" and "text" in line:
             answers[line["drafter"]] = line["text"]
     prompt = target.chat(ask_about(pictures / "0.png"))
     output = target.model.generate(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -277,7 +276,7 @@ def test_what_is_remarkable_is_noted(using: Callable[[str], Any]) -> None:
         Tally(),
     )
     assert len(example.tokens) == 20
-    read_supervised(chat("What is <|end|>?", "A mark."), tokenizer, tally)
+    examples_of(chat("What is <|end|>?", "A mark."), tokenizer, section(), tally)
     tokenizer.chat_template = ONLY_ANSWERS
     examples_of(chat("Who?", "One."), tokenizer, section(), tally)
     notes = (
@@ -322,7 +321,7 @@ def test_offsets_that_leave_out_spaces_lose_no_token() -> None:
         Tally(),
     )
     expected = tokens.encode("  é\n</s>", tokenizer)[0]
-    assert torch.equal(torch.as_tensor(expected), example.tokens[example.loss_mask])
+    assert example.tokens[example.loss_mask].tolist() == expected.tolist()
 
 
 def test_slow_tokenizers_are_refused() -> None:
@@ -359,7 +358,6 @@ def test_all_data_become_examples_or_reasons(
     assert "warning" not in capsys.readouterr().out
     _, tally = tokenize_data(changed(recipe, max_length=12), tokenizer)
     assert tally.kept + tally.dropped.total() == 3
-    assert tally.dropped
     tokenizer.chat_template = TEMPLATES["dated"]
     with pytest.raises(ValueError, match=r"nothing to learn from(.|\n)*'date' is undefined +3"):
         tokenize_data(recipe, tokenizer)
