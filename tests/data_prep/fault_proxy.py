@@ -1,4 +1,4 @@
-"""A proxy that stands before a server and plants faults by rule; it knows nothing of the client under test."""
+"""A proxy in front of a server that plants faults by rule; it knows nothing of the client under test."""
 
 from __future__ import annotations
 
@@ -14,23 +14,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-Rule = Callable[
-    [int, dict[str, Any]], str | None
-]  # the number of a POST and its request -> the name of a fault
+# the number of a POST and its request -> the name of a fault
+Rule = Callable[[int, dict[str, Any]], str | None]
 HANGING = ("hang", "hang mid-body", "hang dripping", "hang in the head")
-FAULTS = (
-    "429",
-    "500",
-    "503",
-    *HANGING,
-    "hang up",
-    "reset",
-    "cut",
-    "empty",
-    "error",
-    "utf8",
-    "html",
-)
+BODIES = {  # of replies with status 200
+    "empty": b'{"choices": []}',
+    "error": b'{"error": {"message": "overloaded", "code": 500}}',
+    "utf8": b'{"choices": "\xff\xfe"}',
+    "html": b"<html>busy</html>",
+}
+FAULTS = ("429", "500", "503", *HANGING, "hang up", "reset", "cut", *BODIES)
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
@@ -40,65 +33,78 @@ class Handler(BaseHTTPRequestHandler):
     server: FaultProxy
 
     def do_GET(self) -> None:
-        """What is asked before work is forwarded."""
+        """Forward what is asked before work."""
         self.server.heard.append(dict(self.headers))
         self.reply(*self.forward(None))
 
     def do_POST(self) -> None:
-        """Forward, or plant a fault; some let the server answer first, as a line that breaks does."""
+        """Forward, or plant a fault."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.heard.append(dict(self.headers))
+        # POSTs come from several threads
         with self.server.lock:
             number = self.server.posts
             self.server.posts += 1
         fault = self.server.rule(number, json.loads(body))
+        # some faults let the server answer first, as a line that breaks does
         if fault is None:
-            return self.reply(*self.forward(body))
+            self.reply(*self.forward(body))
+            return
         self.server.planted[fault] += 1
         if fault.isdigit():
-            return self.reply(
-                int(fault),
-                json.dumps({"error": f"refused {self.headers.get('Authorization')}"}).encode(),
-            )
-        if fault in HANGING:
-            if fault == "hang mid-body":
-                self.wfile.write(HEAD + b'Content-Length: 999\r\n\r\n{"choices": [')
-            drop = {"hang dripping": b" ", "hang in the head": b"X"}.get(fault)
-            if fault == "hang dripping":
-                self.wfile.write(HEAD + b"\r\n")
-            while drop is not None and not self.server.released.wait(0.05):
-                self.wfile.write(drop)
-            self.server.released.wait(60)
-        elif fault == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-        elif fault == "cut":
-            _, whole = self.forward(body)
-            self.wfile.write(
-                HEAD + f"Content-Length: {len(whole)}\r\n\r\n".encode() + whole[: len(whole) // 2]
-            )
+            error = {"error": f"refused {self.headers.get('Authorization')}"}
+            self.reply(int(fault), json.dumps(error).encode())
+        elif fault in HANGING:
+            self.hang(fault)
+        elif fault in BODIES:
+            self.reply(200, BODIES[fault])
         elif fault != "hang up":
-            texts = {
-                "empty": b'{"choices": []}',
-                "error": b'{"error": {"message": "overloaded", "code": 500}}',
-            }
-            self.reply(
-                200,
-                texts.get(
-                    fault, b'{"choices": "\xff\xfe"}' if fault == "utf8" else b"<html>busy</html>"
-                ),
+            self.break_off(fault, body)
+
+    def hang(self, fault: str) -> None:
+        """Send no whole reply until the proxy stops."""
+        drop = None
+        if fault == "hang mid-body":
+            self.wfile.write(HEAD + b'Content-Length: 999\r\n\r\n{"choices": [')
+        elif fault == "hang dripping":
+            self.wfile.write(HEAD + b"\r\n")
+            drop = b" "
+        elif fault == "hang in the head":
+            drop = b"X"
+        while drop is not None and not self.server.released.wait(0.05):
+            self.wfile.write(drop)
+        self.server.released.wait(60)
+
+    def break_off(self, fault: str, body: bytes) -> None:
+        """Reset the connection, or let the server answer and send half of its answer."""
+        if fault == "reset":
+            # with a linger of 0 seconds, closing sends RST
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(
+                socket.SOL_SOCKET,
+                socket.SO_LINGER,
+                linger,
             )
+            self.connection.close()
+            return
+        assert fault == "cut"
+        _, whole = self.forward(body)
+        self.wfile.write(HEAD + f"Content-Length: {len(whole)}\r\n\r\n".encode())
+        self.wfile.write(whole[: len(whole) // 2])
 
     def forward(self, body: bytes | None) -> tuple[int, bytes]:
-        """The status and body of the server behind."""
+        """Return the status and body of the server behind."""
         behind = HTTPConnection(self.server.behind, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        if "Authorization" in self.headers:
+            headers["Authorization"] = self.headers["Authorization"]
         try:
-            key = self.headers["Authorization"]
-            headers = {
-                "Content-Type": "application/json",
-                **({"Authorization": key} if key else {}),
-            }
-            behind.request("POST" if body else "GET", self.path, body, headers)
+            behind.request(
+                "POST" if body else "GET",
+                self.path,
+                body,
+                headers,
+            )
             reply = behind.getresponse()
             return reply.status, reply.read()
         finally:
@@ -120,14 +126,20 @@ class Handler(BaseHTTPRequestHandler):
 class FaultProxy(ThreadingHTTPServer):
     """A server whose rule may change, and that may be stopped and started again at its port."""
 
-    daemon_threads, allow_reuse_address, request_queue_size = True, True, 64
+    # a thread that hangs does not keep a test from ending
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
 
     def __init__(self, url: str, rule: Rule, port: int = 0) -> None:
-        self.behind, self.rule = urlsplit(url).netloc, rule
-        self.posts, self.retry_after = 0, "0"
+        self.behind = urlsplit(url).netloc
+        self.rule = rule
+        self.posts = 0
+        self.retry_after: str | None = "0"
         self.planted: Counter[str] = Counter()
         self.heard: list[dict[str, str]] = []
-        self.lock, self.released = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
+        self.released = threading.Event()
         super().__init__(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.thread = threading.Thread(
@@ -136,18 +148,18 @@ class FaultProxy(ThreadingHTTPServer):
         self.thread.start()
 
     def stop(self) -> None:
-        """Take no more connections; what hangs is let go."""
+        """Take no more connections, and let go what hangs."""
         self.released.set()
         self.shutdown()
         self.server_close()
 
     def handle_error(self, *_: Any) -> None:
-        """A client that hung up is no error here."""
+        """Ignore clients that hung up."""
 
 
 @contextmanager
 def faults_before(url: str, rule: Rule = lambda *_: None) -> Iterator[FaultProxy]:
-    """A proxy before the server at this address."""
+    """Yield a proxy in front of the server at this address."""
     proxy = FaultProxy(url, rule)
     try:
         yield proxy
