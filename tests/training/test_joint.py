@@ -97,6 +97,8 @@ def find_gradients(pair: Joint, loss: Tensor) -> dict[str, Tensor]:
 def largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Return the largest difference of losses and gradients, relative to each tensor's norm."""
     assert got.keys() == expected.keys()
+    # a gradient of zero would compare nothing
+    assert all(value.norm() > 0 for value in expected.values())
     differences = [(got[name] - value).norm() / value.norm() for name, value in expected.items()]
     return float(max(differences))
 
