@@ -10,9 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from trained import ROOT, finished, launched, prepared
+from trained import ROOT, finished, launched
 
-PROGRAM = """
+PLAIN = """
+import os, signal
+from eagle.log import script
+
+def main(argv):
+    os.kill(os.getpid(), signal.SIGINT)
+
+script(main)
+"""
+HINTED = """
 import os, signal
 from eagle.log import interrupted_by_user, script
 
@@ -21,23 +30,13 @@ def hint():
     return "step 3 is kept"
 
 def main(argv):
-    with interrupted_by_user(hint) if argv else open(os.devnull):
+    with interrupted_by_user(hint):
         os.kill(os.getpid(), signal.SIGINT)
 
 script(main)
 """
-
-
-def test_ctrl_c_ends_a_command_in_a_sentence(tmp_path: Path) -> None:
-    """With the inner hint, else that of every command; a second Ctrl-C while it is printed changes nothing."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(tmp_path / "program.py")]
-    for arguments, hint in ([], "give the same command again"), (["hinted"], "step 3 is kept"):
-        done = finished([*command, *arguments], seconds=60)
-        assert (done.returncode, done.stdout) == (130, f"\nstopped; {hint}\n")
-
-
-LOST = """
+# Python only prints what is raised in a destructor, and the command would go on
+IN_A_DESTRUCTOR = """
 import os, signal, time
 from eagle.log import script
 
@@ -52,15 +51,7 @@ def main(argv):
 
 script(main)
 """
-
-
-def test_ctrl_c_inside_a_destructor_is_not_lost(tmp_path: Path) -> None:
-    """Python only prints what is raised there, and the command would go on."""
-    (tmp_path / "program.py").write_text(LOST)
-    done = finished([sys.executable, str(tmp_path / "program.py")], seconds=40)
-    assert (done.returncode, done.stdout) == (130, "\nstopped; give the same command again\n")
-
-
+# as code that runs within an import of an extension module
 SWALLOWED = """
 import os, signal, time
 from eagle import log
@@ -72,42 +63,49 @@ def main(argv):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(50)
     except BaseException:
-        pass  # as code that runs within an import of an extension module
+        pass
     time.sleep(50)
 
 log.script(main)
 """
+AGAIN = "give the same command again"
 
 
-def test_ctrl_c_that_is_swallowed_comes_again(tmp_path: Path) -> None:
-    """A library that catches everything does not keep a command going."""
-    (tmp_path / "program.py").write_text(SWALLOWED)
-    done = finished([sys.executable, str(tmp_path / "program.py")], seconds=40)
-    assert (done.returncode, done.stdout) == (130, "\nstopped; give the same command again\n")
+@pytest.mark.parametrize(
+    ("program", "hint"),
+    [(PLAIN, AGAIN), (HINTED, "step 3 is kept"), (IN_A_DESTRUCTOR, AGAIN), (SWALLOWED, AGAIN)],
+    ids=["plain", "hinted", "in a destructor", "swallowed"],
+)
+def test_ctrl_c_ends_a_command_in_a_sentence(program: str, hint: str, tmp_path: Path) -> None:
+    """Wherever it comes, with the inner hint if there is one; a second Ctrl-C meanwhile changes nothing."""
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    done = finished([sys.executable, str(path)], seconds=60)
+    assert done.returncode == 130
+    assert done.stdout == f"\nstopped; {hint}\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [None, "ddp"])
 def test_ctrl_c_in_training_says_where_it_goes_on(
-    config: str | None, tiny_target_dir: Path, tmp_path: Path
+    config: str | None, command: list[str], tmp_path: Path
 ) -> None:
     """One sentence, of however many processes; the same command goes on from that step."""
-    asked = [
-        *prepared(tiny_target_dir, tmp_path),
-        f"train.out={tmp_path / 'run'}",
-        "train.checkpoint_every=1",
-    ]
+    checkpoints = tmp_path / "run/checkpoints"
+    asked = [*command, f"train.out={tmp_path / 'run'}", "train.checkpoint_every=1"]
     script = [str(ROOT / "recipes/train_eagle.py"), *asked, "train.epochs=200"]
-    command = launched(config, *script) if config else [sys.executable, *script]
+    line = launched(config, *script) if config else [sys.executable, *script]
     log = tmp_path / "log"
+
     with log.open("w") as file:
-        started = subprocess.Popen(
-            command, stdout=file, stderr=file, cwd=ROOT, start_new_session=True
-        )
+        # a group of its own gets the signal, as that of a terminal does
+        started = subprocess.Popen(line, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
+
     try:
-        until = time.monotonic() + 200
-        while not list((tmp_path / "run/checkpoints").glob("step-1?")):
-            assert started.poll() is None and time.monotonic() < until, log.read_text()
+        deadline = time.monotonic() + 200
+        while not list(checkpoints.glob("step-1?")):
+            assert started.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does
         status = started.wait(100)
@@ -115,12 +113,11 @@ def test_ctrl_c_in_training_says_where_it_goes_on(
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
             started.wait()
-    newest = max(
-        int(path.name[5:])
-        for path in (tmp_path / "run/checkpoints").glob("step-*")
-        if path.suffix != ".part"
-    )
-    output = log.read_text()
-    assert output.count(f"stopped; the same command goes on from step {newest}\n") == 1, output
+
+    # what is half written ends in .part
+    newest = max(int(path.name[5:]) for path in checkpoints.glob("step-*[0-9]"))
+    printed = log.read_text()
+    assert printed.count(f"stopped; the same command goes on from step {newest}\n") == 1, printed
     if config is None:
-        assert status == 130 and "Traceback" not in output
+        assert status == 130
+        assert "Traceback" not in printed

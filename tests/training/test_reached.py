@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -14,15 +15,16 @@ from eagle.training.reached import COLUMN, Curve, describe_reached, read_curves
 
 @pytest.fixture
 def curves(tmp_path: Path) -> Path:
-    """Results of a method with 1,000 weights: .5 accepted drafts at one token a weight, .25 a doubling, then less."""
-    points = [(1000, 1.5), (2000, 1.75), (4000, 2.0), (8000, 2.02)]
-    listed = [{"tokens": tokens, "value": tau, "low": tau, "high": tau} for tokens, tau in points]
-    arms = [{"arm": f"some, {tokens:,} tokens", "weights": 1000} for tokens, _ in points]
-    alone = {"points": listed[:1]}
-    columns = [
-        {"column": "other", "curves": {}},
-        {"column": COLUMN, "curves": {"some": {"points": listed}, "one": alone}},
-    ]
+    """Return results of a method with 1,000 weights: .5 drafts at one token a weight, .25 a doubling, then less."""
+    points = []
+    arms = []
+
+    for tokens, tau in [(1000, 1.5), (2000, 1.75), (4000, 2.0), (8000, 2.02)]:
+        points.append({"tokens": tokens, "value": tau, "low": tau, "high": tau})
+        arms.append({"arm": f"some, {tokens:,} tokens", "weights": 1000})
+
+    by_method = {"some": {"points": points}, "one": {"points": points[:1]}}
+    columns = [{"column": "other", "curves": {}}, {"column": COLUMN, "curves": by_method}]
     path = tmp_path / "curves.json"
     path.write_text(json.dumps({"arms": arms, "curves": columns}))
     return path
@@ -31,62 +33,48 @@ def curves(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [
-        (
-            10,
-            r"^10 supervised tokens are few: some was measured on .* 20 to 160 tokens, .*: train longer$",
-        ),
-        (
-            20,
-            r"^20 .* 20 weights: .* 49% of the .* 8 times as many, .* brought \+0\.17 accepted tokens: train longer$",
-        ),
-        (
-            40,
-            r"had 74% of the .* with 4 times as many, .* brought \+0\.14 accepted tokens: train longer$",
-        ),
-        (
-            80,
-            r"had 98% of the .* with 2 times as many, .* brought \+0\.02 accepted tokens: more tokens bring little$",
-        ),
+        (10, r"^10 supervised tokens are few: .* 20 to 160 tokens, .*: train longer$"),
+        (20, r"^20 .* 20 weights: .* 49% of the .* 8 times as many, .*\+0\.17 .*: train longer$"),
+        (40, r"had 74% of the .* with 4 times as many, .*\+0\.14 .*: train longer$"),
+        (80, r"had 98% of the .* with 2 times as many, .*\+0\.02 .*: more tokens bring little$"),
         (160, "as many as some was measured with .*, or more: 160, counted for"),
         (999, "as many as some was measured with .*, or more: 160, counted for"),
     ],
 )
 def test_it_is_read_off_the_curve(tokens: int, says: str, curves: Path) -> None:
     """By tokens per weight that is trained; what is frozen does not count."""
+    # 20 weights are trained: 10 tokens are half a token a weight
     head = nn.ModuleList([nn.Linear(4, 5, bias=False), nn.Linear(9, 9).requires_grad_(False)])
-    said = describe_reached("some", tokens, head, curves)
-    assert said is not None
-    assert re.search(says, said), said
-    assert curves.name in said
+    described = describe_reached("some", tokens, head, curves)
+    assert described is not None
+    assert re.search(says, described), described
+    assert curves.name in described
 
 
 def test_no_figure_is_written_in_powers_of_ten(curves: Path) -> None:
     """Also of few tokens and many weights."""
-    said = describe_reached("some", 453, nn.Linear(4000, 5880), curves)
-    assert said is not None and "24,000,000 to 190,000,000 tokens" in said
-    assert not re.search(r"\de[+-]\d|0\.0\d", said)
+    described = describe_reached("some", 453, nn.Linear(4000, 5880), curves)
+    assert described is not None
+    assert "24,000,000 to 190,000,000 tokens" in described
+    assert not re.search(r"\de[+-]\d|0\.0\d", described)
 
 
-def test_nothing_is_said_without_a_curve(curves: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "tokens"), [("other", 9), ("one", 9), ("some", 0)])
+def test_nothing_is_said_without_a_curve(kind: str, tokens: int, curves: Path) -> None:
     """Of another method, of one point, of a head that learned nothing, and where no results are."""
-    head = nn.Linear(2, 2)
-    for kind, tokens, path in (
-        ("other", 9, curves),
-        ("one", 9, curves),
-        ("some", 0, curves),
-        ("some", 9, tmp_path / "no"),
-    ):
-        assert describe_reached(kind, tokens, head, path) is None
+    head: Any = nn.Linear(2, 2)
+    assert describe_reached(kind, tokens, head, curves) is None
+    assert describe_reached("some", 9, head, curves.with_name("no")) is None
 
 
 def test_between_points_it_is_straight_over_the_logarithm() -> None:
     """And flat beyond the ends."""
     curve = Curve((1.0, 4.0, 8.0), (1.0, 3.0, 4.0))
-    assert [curve.at(place) for place in (0.5, 1, 2, 4, 8, 99)] == [1, 1, 2, 3, 4, 4]
+    assert [curve.at(tokens) for tokens in (0.5, 1, 2, 4, 8, 99)] == [1, 1, 2, 3, 4, 4]
     assert curve.at(2**2.5) == pytest.approx(3.5)
 
 
 def test_the_committed_curves_are_of_known_methods() -> None:
-    """Those that a run is judged by."""
+    """A run is judged by these."""
     assert {"eagle1", "eagle3", "medusa"} <= read_curves().keys()
     assert all(len(curve.taus) >= 4 for curve in read_curves().values())

@@ -36,85 +36,93 @@ SHAPE = LlamaConfig(
 SUPERVISED = 9  # tokens, all behind the second: then both count the same slots
 
 
-def both_losses(method: str) -> tuple[Tensor, Tensor, Any, Any]:
-    """Of the plain head and ours on one text, from the same weights, and both heads."""
-    torch.manual_seed(0)
-    embedding, output = nn.Embedding(37, 16), nn.Linear(16, 37, bias=False)
-    frozen = TargetHead(embedding.requires_grad_(False), output.requires_grad_(False))
-    settings = HEADS[method] | ({"dropout": 0.0} if "dropout" in HEADS[method] else {})
+def draw_example() -> Example:
+    """Return a sequence whose answer begins after the second token."""
+    mask = torch.arange(2 + SUPERVISED) >= 2
+    return Example(torch.randint(37, (len(mask),)), mask, torch.randn(len(mask), 1, 16))
+
+
+def make_both(method: str, frozen: TargetHead) -> tuple[Any, Any]:
+    """Return our head and the released one, with the same weights, away from where they begin."""
+    settings = dict(HEADS[method])
+    if "dropout" in settings:
+        settings["dropout"] = 0.0
     ours = DRAFTERS[method].for_target(
         settings_of({"kind": method, **settings}, "test"), SHAPE, frozen
     )
+
     for weight in ours.parameters():
         weight.data += 0.1 * torch.randn_like(weight)
-    plain = PLAIN[method](SHAPE, settings)
-    plain.load_state_dict(ours.state_dict())
-    mask = torch.arange(2 + SUPERVISED) >= 2
-    text = Example(torch.randint(37, (len(mask),)), mask, torch.randn(len(mask), 1, 16))
-    torch.manual_seed(1)  # of the level that is drawn
-    one = plain.loss(padded([text]), embedding.weight, output.weight)
-    torch.manual_seed(1)
-    return one, ours(collate([text], (-1,)), frozen)["total"], plain, ours
+
+    released = PLAIN[method](SHAPE, settings)
+    released.load_state_dict(ours.state_dict())
+    return ours, released
 
 
-def sums_by_level(loss: Any) -> Any:
-    """Divide what a level's slots sum to by all supervised slots, as ours does, not by those that the level has."""
+def weigh_by_level(loss: Any) -> Any:
+    """Divide what a level's positions sum to by all supervised positions, as ours does, not by those of the level."""
 
-    def summed(logits: Tensor, named: Tensor, mask: Tensor, ahead: int) -> Tensor:
-        return loss(logits, named, mask, ahead) * mask[:, ahead:].sum() / mask.sum()
+    def weighed(logits: Tensor, labels: Tensor, mask: Tensor, ahead: int) -> Tensor:
+        return loss(logits, labels, mask, ahead) * mask[:, ahead:].sum() / mask.sum()
 
-    return summed
+    return weighed
 
 
 def compare(method: str, patch: pytest.MonkeyPatch) -> None:
-    """Losses and gradients of both steps within rounding."""
+    """Check that losses and gradients of both steps agree within rounding."""
     for name in ("token_loss", "probs_loss"):
-        patch.setattr(released_levels, name, sums_by_level(getattr(released_levels, name)))
-    one, other, plain, ours = both_losses(method)
+        patch.setattr(released_levels, name, weigh_by_level(getattr(released_levels, name)))
+
+    torch.manual_seed(0)
+    embedding = nn.Embedding(37, 16).requires_grad_(False)
+    output = nn.Linear(16, 37, bias=False).requires_grad_(False)
+    frozen = TargetHead(embedding, output)
+    ours, released = make_both(method, frozen)
+    example = draw_example()
+    # both draw the same level, where one is drawn
+    torch.manual_seed(1)
+    expected = released.loss(padded([example]), embedding.weight, output.weight)
+    torch.manual_seed(1)
+    loss = ours(collate([example], (-1,)), frozen)["total"]
     if method == "blockwise":
-        one = (
-            one * HEADS[method]["levels"]
-        )  # the expectation is the sum over levels, as in its siblings
-    torch.testing.assert_close(one, other)
-    one.backward()
-    other.backward()
-    found = dict(ours.named_parameters())
-    for name, weight in plain.named_parameters():
-        torch.testing.assert_close(
-            found[name].grad, weight.grad, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        # the expectation is the sum over levels, as in its siblings
+        expected = expected * HEADS[method]["levels"]
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+
+    for name, weight in released.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name).grad, weight.grad)
 
 
-METHODS = [
-    name for name in HEADS if name != "falcon"
-]  # whose blocks begin where a text's seed says
+# Falcon's blocks begin where a sequence's seed says
+METHODS = [name for name in HEADS if name != "falcon"]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_both_steps_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One loss, and the same gradient of every tensor, on a text whose slots both count alike."""
+    """One loss, and the same gradient of every tensor, on a sequence whose positions both count alike."""
     compare(method, monkeypatch)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_level_that_names_another_token_is_seen(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Labels shifted by one more."""
-    for name in ("token_loss", "probs_loss"):
-        honest = getattr(released_levels, name)
-        monkeypatch.setattr(
-            released_levels, name, lambda *args, honest=honest: honest(*args[:-1], args[-1] + 1)
-        )
+def test_a_level_that_learns_another_token_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: labels shifted by one more."""
+    token_loss = released_levels.token_loss
+
+    def shift(logits: Tensor, labels: Tensor, mask: Tensor, ahead: int) -> Tensor:
+        return token_loss(logits, labels, mask, ahead + 1)
+
+    monkeypatch.setattr(released_levels, "token_loss", shift)
+
     with pytest.raises(AssertionError):
-        compare(method, monkeypatch)
+        compare("medusa", monkeypatch)
 
 
-def test_both_train_the_same_tensors() -> None:
-    """By name and size, whatever the method."""
-    for method, settings in HEADS.items():
-        ours = DRAFTERS[method].for_target(settings_of({"kind": method, **settings}, "test"), SHAPE)
-        sizes = {name: weight.shape for name, weight in ours.named_parameters()}
-        assert sizes == {
-            name: weight.shape for name, weight in PLAIN[method](SHAPE, settings).named_parameters()
-        }
+@pytest.mark.parametrize("method", HEADS)
+def test_both_train_the_same_tensors(method: str) -> None:
+    """By name and size."""
+    settings = settings_of({"kind": method, **HEADS[method]}, "test")
+    ours = DRAFTERS[method].for_target(settings, SHAPE)
+    released = PLAIN[method](SHAPE, HEADS[method])
+    sizes = {name: weight.shape for name, weight in ours.named_parameters()}
+    assert sizes == {name: weight.shape for name, weight in released.named_parameters()}

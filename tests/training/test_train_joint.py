@@ -5,132 +5,148 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trained import ROOT, apart, equal, finished, launched, rows, weights
 
 from data_prep.read_once import read_examples
-from eagle import Sampling, Target, generate, load_drafter
+from eagle import Sampling, Target, load_drafter
 from eagle.recipe import Recipe
 from eagle.target.loading import load_model
 from eagle.training.plan import Plan
 from eval.load_run import load_target
 from recipes.train_medusa2 import main as train
 from tests.families import own_answer
+from tests.target.decoded import decode
 
 pytest.importorskip("peft", reason="peft is not installed")
-RECIPE = str(ROOT / "recipes/tiny/medusa2.yaml")
-QUESTION = "What does copy do?"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def command(tiny_target_dir: Path) -> list[str]:
-    """Six steps of four short conversations, in fp32, with rates at which they tell."""
-    short = [
+def joint(tiny_target_dir: Path) -> list[str]:
+    """Return a recipe of six steps of four short conversations, in fp32, with rates at which they tell."""
+    return [
+        str(ROOT / "recipes/tiny/medusa2.yaml"),
+        f"target.path={tiny_target_dir / 'target'}",
+        "target.dtype=float32",
+        f"data.train={tiny_target_dir / 'data/train.jsonl'}",
         "data.limit=30",
         "data.max_length=96",
-        "train.validation=0.2",
-        "train.checkpoint_every=3",
-    ]
-    exact = [
-        "target.dtype=float32",
         "train.dtype=float32",
         "train.init=null",
         "train.epochs=1",
         "train.lr=1e-2",
+        "train.validation=0.2",
+        "train.checkpoint_every=3",
+        "joint.dropout=0",
+        "regenerate=null",
     ]
-    where = [
-        f"target.path={tiny_target_dir / 'target'}",
-        f"data.train={tiny_target_dir / 'data/train.jsonl'}",
-    ]
-    return [RECIPE, *where, *short, *exact, "joint.dropout=0", "regenerate=null"]
 
 
 @pytest.fixture(scope="module")
-def made(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command leaves."""
+def made(joint: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what the command leaves."""
     out = tmp_path_factory.mktemp("joint") / "run"
-    train([*command, f"train.out={out}"])
+    train([*joint, f"train.out={out}"])
     return out
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_ends_in_the_same_bytes(
-    command: list[str], made: Path, tmp_path: Path
+    joint: list[str], made: Path, tmp_path: Path
 ) -> None:
     """From its checkpoint in the middle: metrics, heads and target."""
-    shutil.copytree(made, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step-6")
-    train([*command, f"train.out={tmp_path / 'run'}"])
-    assert rows(tmp_path / "run") == rows(made) and len(rows(made)) == 3
-    assert equal(tmp_path / "run", made, "head") and equal(tmp_path / "run", made, "target")
+    out = tmp_path / "run"
+    shutil.copytree(made, out)
+    # the checkpoint in the middle is the newest now
+    shutil.rmtree(out / "checkpoints/step-6")
+    train([*joint, f"train.out={out}"])
+    assert len(rows(made)) == 3
+    assert rows(out) == rows(made)
+
+    for name in ("head", "target"):
+        assert equal(out, made, name)
 
 
-@pytest.mark.slow
 def test_two_processes_are_one_on_the_same_steps(
-    command: list[str], made: Path, tmp_path: Path
+    joint: list[str], made: Path, tmp_path: Path
 ) -> None:
     """Heads, target and KL agree."""
+    out = tmp_path / "run"
     script = str(ROOT / "recipes/train_medusa2.py")
-    done = finished(launched("ddp", script, *command, f"train.out={tmp_path / 'run'}"))
+    done = finished(launched("ddp", script, *joint, f"train.out={out}"))
+
     assert done.returncode == 0, done.stdout
+
     for name in ("head", "target"):
-        assert apart(weights(tmp_path / "run", name), weights(made, name)) < 5e-5
-    one, other = (rows(out)[-1]["validation"]["kl"] for out in (made, tmp_path / "run"))
-    assert one == pytest.approx(other, rel=1e-3)
+        assert apart(weights(out, name), weights(made, name)) < 5e-5
+
+    kl = rows(made)[-1]["validation"]["kl"]
+
+    assert rows(out)[-1]["validation"]["kl"] == pytest.approx(kl, rel=1e-3)
 
 
-@pytest.mark.slow
-def test_the_new_target_is_decoded_without_loss_and_says_how_far_it_is_from_the_old(
-    command: list[str], made: Path
-) -> None:
-    """Drafts do not change the untouched new model's answer; the KL is that of both models' logits, token by token."""
-    target, untouched = (
-        Target.load(made / "target", dtype="float32"),
-        load_model(made / "target", torch.float32),
-    )
-    head, prompt = load_drafter(made / "head", target), target.chat(QUESTION)
-    drafted = generate(target, head, prompt, max_new_tokens=40, stop=[])
-    assert (
-        drafted.tokens == own_answer(untouched.eval(), prompt, 40) and drafted.acceptance_length > 1
-    )
-    both = (head, load_drafter("none", target))
-    warm = [
-        generate(target, drafter, prompt, sampling=Sampling(1.0), max_new_tokens=40)
-        for drafter in both
-    ]
-    assert warm[0].tokens == warm[1].tokens
-    recipe = Recipe.load(command[0], [*command[1:], f"train.out={made}"])
+def test_the_new_target_is_decoded_without_loss(made: Path) -> None:
+    """Drafts change neither the untouched new model's greedy answer nor a sampled one."""
+    target = Target.load(made / "target", dtype="float32")
+    # transformers' own model of the same folder
+    untouched = load_model(made / "target", torch.float32).eval()
+    head = load_drafter(made / "head", target)
+    prompt = target.chat("What does copy do?")
+
+    assert decode(target, head, prompt, 40) == own_answer(untouched, prompt, 40)
+
+    none = load_drafter("none", target)
+    sampled = [decode(target, each, prompt, 40, sampling=Sampling(1.0)) for each in (head, none)]
+
+    assert sampled[0] == sampled[1]
+
+
+@torch.no_grad()
+def read_log_probs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return [T, V], a model's log-probs after each token, in fp64."""
+    return model(input_ids=tokens[None]).logits[0].double().log_softmax(-1)
+
+
+def test_the_new_target_says_how_far_it_is_from_the_old(joint: list[str], made: Path) -> None:
+    """The KL is that of both models' logits, token by token, over the held-out conversations."""
+    recipe = Recipe.load(joint[0], [*joint[1:], f"train.out={made}"])
     old = load_model(recipe.target.path, torch.float32).eval()
+    new = load_model(made / "target", torch.float32).eval()
     examples = read_examples(recipe)
-    plan, sums = Plan([int(example.loss_mask[2:].sum()) for example in examples], recipe.train), []
-    for example in (examples[index] for index in plan.validation):
-        with torch.no_grad():
-            p, q = (
-                model(input_ids=example.tokens[None]).logits[0].double().log_softmax(-1)
-                for model in (old, untouched)
-            )
-        places = [place for place in range(2, len(example.tokens)) if example.loss_mask[place]]
-        sums += [
-            float((p[place - 1].exp() * (p[place - 1] - q[place - 1])).sum()) for place in places
-        ]
-    told = json.loads((made / "target/provenance.json").read_text())
-    assert (
-        told["kl_from_the_old_target"] == pytest.approx(sum(sums) / len(sums), rel=1e-3)
-        and sum(sums) > 0
-    )
-    assert told["made_from"]["path"] == recipe.target.path
-    assert json.loads((made / "head/provenance.json").read_text()) == told
+    # says which conversations are held out
+    plan = Plan([int(example.loss_mask[2:].sum()) for example in examples], recipe.train)
+    divergences = []
+
+    for index in plan.validation:
+        example = examples[index]
+        p = read_log_probs(old, example.tokens)
+        q = read_log_probs(new, example.tokens)
+        by_position = (p.exp() * (p - q)).sum(-1)
+        # position i predicts token i + 1; the first two tokens are nobody's
+        divergences.append(by_position[1:-1][example.loss_mask[2:]])
+
+    expected = torch.cat(divergences).mean().item()
+
+    assert expected > 0
+
+    provenance = json.loads((made / "target/provenance.json").read_text())
+
+    assert provenance["kl_from_the_old_target"] == pytest.approx(expected, rel=1e-3)
+    assert provenance["made_from"]["path"] == recipe.target.path
+    assert json.loads((made / "head/provenance.json").read_text()) == provenance
 
 
-@pytest.mark.slow
-def test_the_heads_recipe_names_the_new_target(command: list[str], made: Path) -> None:
+def test_the_heads_recipe_names_the_new_target(joint: list[str], made: Path) -> None:
     """So that nobody measures them on the old one, which the recipe of the run is refused for."""
     served = Recipe.load(made / "head/recipe.yaml")
-    assert served.target.path == str(made / "target") and served.joint is None
-    with pytest.raises(ValueError, match=r"makes a new target of .*head/recipe.yaml"):
-        load_target(Recipe.load(command[0], command[1:]))
+    assert served.target.path == str(made / "target")
+    # the new target's heads are ordinary ones
+    assert served.joint is None
+    with pytest.raises(ValueError, match="makes a new target of"):
+        load_target(Recipe.load(joint[0], joint[1:]))
 
 
 @pytest.mark.parametrize(
@@ -145,10 +161,9 @@ def test_the_heads_recipe_names_the_new_target(command: list[str], made: Path) -
         ("joint=null", "has no section `joint`"),
     ],
 )
-@pytest.mark.slow
 def test_what_it_does_not_do_is_refused(
-    override: str, message: str, command: list[str], tmp_path: Path
+    override: str, message: str, joint: list[str], tmp_path: Path
 ) -> None:
     """With a sentence, before anything is trained."""
     with pytest.raises(ValueError, match=message):
-        train([*command, f"train.out={tmp_path / 'run'}", override])
+        train([*joint, f"train.out={tmp_path / 'run'}", override])
