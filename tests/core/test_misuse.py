@@ -294,25 +294,6 @@ def test_options_go_to_the_drafters_that_have_them(name: Any, target: Target) ->
     assert ngram.pick == "frequent"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_file_that_is_cut_short_is_named(
-    name: str,
-    target: Target,
-    tmp_path: Path,
-) -> None:
-    """Weights or config of a head, wherever they end."""
-    # whole, it is read
-    save_pretrained(new_head("eagle1", target), tmp_path)
-    load_drafter(tmp_path, target)
-    file = tmp_path / name
-    whole = file.read_bytes()
-    # before, in and after the header of the weights
-    for length in (0, 5, len(whole) // 2, len(whole) - 1):
-        file.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=f"{name} cannot be read.*cut short"):
-            load_drafter(tmp_path, target)
-
-
 def test_a_head_on_another_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
     """When it is loaded, and when it is bound to one target and drafts for another."""
     head = new_head("eagle1", target)

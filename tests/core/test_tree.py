@@ -52,23 +52,6 @@ def test_relations_of_every_tree_of_five_nodes(parents: tuple[int, ...]) -> None
         assert walk(tree, choices) == path
 
 
-@pytest.mark.parametrize("parents", ALL_PARENTS, ids=str)
-def test_a_tree_is_rebuilt_from_its_paths(parents: tuple[int, ...]) -> None:
-    """Paths in the order of their last nodes give the same tree; in any order the same set of paths."""
-
-    def list_paths(tree: DraftTree) -> list[list[int]]:
-        return [tree.tokens[tree.path(node)].tolist()[1:] for node in NODES]
-
-    tree = make_tree(parents)
-    paths = list_paths(tree)
-    # equal paths are shared, so all of them together are the tree
-    again = DraftTree.from_paths(10, paths)
-    assert again.tokens.equal(tree.tokens)
-    assert again.parents.equal(tree.parents)
-    backwards = DraftTree.from_paths(10, paths[::-1])
-    assert sorted(list_paths(backwards)) == sorted(paths)
-
-
 def test_paths_share_their_common_beginning() -> None:
     """Equal tokens after different ones are different nodes; repeated paths add nothing."""
     tree = DraftTree.from_paths(

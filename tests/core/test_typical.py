@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle import Budget, DraftTree, Sampling, Trace, generate
+from eagle import DraftTree, Sampling
 from eagle.core import verify as verification
 from eagle.core.sampling import PUBLISHED_TYPICAL
 from eagle.core.verify import Choose, verify, walk_typically
-from tests.batches import Bench, new_head
 from tests.core.test_verify_law import PLAIN, random_tree, read
 from tests.enumerate_law import distance, futures, laws_of, random_logits
-from tests.families import random_tokens
 
 VOCAB_SIZE = 5
 
@@ -148,66 +146,6 @@ def test_the_token_after_the_path_is_the_targets_own_choice() -> None:
             output,
             path[-1:],
         )
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    """Return a small target."""
-    return Bench("llama")
-
-
-def answer_prompts(
-    bench: Bench,
-    **options: Any,
-) -> list[Trace]:
-    """Answer three prompts with an untrained head."""
-    prompts = [random_tokens(length, seed=length) for length in (3, 9, 14)]
-    head = new_head("medusa", bench.target)
-    return generate(
-        bench.target,
-        head,
-        prompts,
-        stop=[],
-        max_new_tokens=24,
-        **options,
-    )
-
-
-@pytest.mark.slow
-def test_a_batch_answers_as_each_prompt_alone_and_accepts_more(bench: Bench) -> None:
-    """Acceptance is longer than that of exact verification, and so the tokens are others."""
-    options: dict[str, Any] = {
-        "temperature": 0.7,
-        "top_k": 20,
-        "seed": 1,
-    }
-    budget = Budget(12, 3, 4)
-    # looser than published, so that an untrained head has accepted drafts
-    typical = Sampling(**options, typical=(0.02, 0.3))
-    batch = answer_prompts(
-        bench,
-        sampling=typical,
-        budget=budget,
-        batch_size=3,
-    )
-    alone = answer_prompts(
-        bench,
-        sampling=typical,
-        budget=budget,
-        batch_size=1,
-    )
-    exact = answer_prompts(
-        bench,
-        sampling=Sampling(**options),
-        budget=budget,
-        batch_size=3,
-    )
-    tokens = [trace.tokens for trace in batch]
-    assert tokens == [trace.tokens for trace in alone]
-    assert tokens != [trace.tokens for trace in exact]
-    # as many tokens in fewer cycles
-    cycles = sum(len(trace.cycles) for trace in batch)
-    assert cycles < sum(len(trace.cycles) for trace in exact)
 
 
 @pytest.mark.parametrize(

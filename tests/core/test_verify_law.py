@@ -326,38 +326,6 @@ def verify_by(
     return verify(read(tree, logits), choose)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [PLAIN, FILTERED],
-    ids=["plain", "filtered"],
-)
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [("token", sample_tree), ("block", sample_block)],
-)
-def test_verify_applies_the_rule_of_the_sampling(
-    name: str,
-    rule: Rule,
-    sampling: Sampling,
-) -> None:
-    """Drafts that carry probabilities are judged by the filtered distribution of the target."""
-    # the public function must choose this rule, and filter the target as asked
-    sampling = replace(sampling, rule=name)
-    for seed in range(3):
-        logits = random_logits(seed, 4, 4, torch.float64)
-        target = laws_of(logits, sampling)
-        _, draft = random_laws(seed, 4, 3)
-        trees = list(drawn_trees(draft, [1, 1]))
-        joint, accepted = emitted(
-            partial(verify_by, logits, sampling),
-            target,
-            trees,
-        )
-        _, expected = emitted(rule, target, trees)
-        assert distance(joint, target) < 1e-12
-        assert accepted == pytest.approx(expected, abs=1e-12)
-
-
 class ScriptedChoose(Choose):
     """Choose by enumeration instead of noise."""
 
