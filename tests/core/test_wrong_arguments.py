@@ -1,10 +1,11 @@
-"""Every argument of every public call, given what it is not: refused in a sentence of ours, never by a raw error."""
+"""Every argument of every public call refuses odd values with an error of this project, never with a raw one."""
 
 from __future__ import annotations
 
 import math
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from eagle.drafters.none import NoDrafter
 from tests.families import build
 
 PROMPT = [5, 9, 11, 40]
-NAN = float("nan")
+LARGE = 10**30
 ODD: list[Any] = [
     None,
     "x",
@@ -27,10 +28,10 @@ ODD: list[Any] = [
     -1,
     0,
     1.5,
-    NAN,
+    math.nan,
     math.inf,
     True,
-    10**30,
+    LARGE,
     [],
     [None],
     ["x"],
@@ -38,223 +39,197 @@ ODD: list[Any] = [
     {1},
     object(),
     int,
+    torch.ones(2, 2),
+    b"x",
+    lambda: 1,
 ]
-ODD += [torch.ones(2, 2), b"x", lambda: 1]
-OK: dict[str, Callable[[Any], bool]] = {  # odd values that are right nevertheless
-    "sampling": lambda value: value is None,
-    "stop": lambda value: value is None or value == 0 or value in ([], {}, {1}),
-    "budget": lambda value: value is None,
-    "timing": lambda value: value is True,
-    "trace": lambda value: value is None,
-    "batch_size": lambda value: value is None or value == 10**30,
-    "max_tokens_in_cache": lambda value: value is None or value == 10**30,
-    "processors": lambda value: value in ([], {}),
-    "early_stopping": lambda value: value is True,
-    "temperature": lambda value: value in (0, 1.5, 10**30),
-    "length_penalty": lambda value: value in (-1, 0, 1.5),
+# odd values that an argument takes nevertheless, by their representation: 1 and True are equal
+DECODING: dict[str, list[Any]] = {
+    "target": [],
+    "drafter": [],
+    "prompt": [],
+    "sampling": [None],
+    "max_new_tokens": [],
+    "stop": [
+        None,
+        0,
+        [],
+        {},
+        {1},
+    ],
+    "budget": [None],
+    "timing": [True],
+    "trace": [None],
+    "batch_size": [None, LARGE],
+    "max_tokens_in_cache": [None, LARGE],
+}
+SHARED = ("target", "drafter", "prompt", "max_new_tokens", "stop", "budget")
+BEAMS: dict[str, list[Any]] = {
+    **{name: DECODING[name] for name in SHARED},
+    # as many as are asked for are made
+    "beams": [LARGE],
+    "length_penalty": [-1, 0, 1.5],
+    "early_stopping": [True],
+    "num_return_sequences": [],
+    "processors": [[], {}],
+}
+SETTINGS: dict[Callable[..., Any], dict[str, list[Any]]] = {
+    partial(Sampling, temperature=1.0): {
+        "temperature": [0, 1.5, LARGE],
+        "top_k": [0, LARGE],
+        "top_p": [],
+        "min_p": [0],
+        "repetition_penalty": [1.5, LARGE],
+        "seed": [-1, 0, LARGE],
+        "request": [-1, 0, LARGE],
+        "rule": [],
+        "lenience": [],
+        "typical": [None],
+    },
+    Budget: {
+        "nodes": [0, LARGE],
+        "depth": [0, LARGE],
+        "top_k": [0, LARGE],
+        "paths": [None, [], {}],
+        "draw": [],
+        "sharpness": [None, 1.5, LARGE],
+        "confidence": [None, 0],
+    },
+    partial(DraftTree, tokens=torch.tensor([1, 2]), parents=torch.tensor([-1, 0])): {
+        "tokens": [],
+        "parents": [],
+        # one row for each node
+        "draft_probs": [None, torch.ones(2, 2)],
+        "likelihoods": [None],
+    },
+    partial(Goodput, draft=[0.0, 1.0], read=[1.0, 1.0]): {
+        "draft": [],
+        "read": [],
+        "budget": [None],
+        "share": [0],
+        "memory": [LARGE],
+        "costs": [None],
+    },
 }
 
 
-def is_right(name: str, value: Any) -> bool:
-    """Whether an odd value is none for this argument."""
-    return not isinstance(value, torch.Tensor) and bool(OK.get(name, lambda value: False)(value))
-
-
 def is_ours(error: Exception) -> bool:
-    """Whether it was raised on purpose: by a `raise` of this project, or by Python for an argument that is missing."""
+    """Return whether the error comes from a `raise` of this project."""
+    # the innermost one: a raw error of torch or Python ends elsewhere
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(eagle.__file__).parent in Path(frame.filename).parents and "raise" in (
-        frame.line or ""
-    )
+    is_inside = Path(eagle.__file__).parent in Path(frame.filename).parents
+    return is_inside and "raise" in (frame.line or "")
 
 
-def assert_refused(call: Callable[..., Any], arguments: dict[str, Any], name: str) -> None:
-    """All odd values of one argument."""
+def check_refused(
+    call: Callable[[], Any],
+    said: str,
+) -> None:
+    """Fail unless a call ends with a sentence of ours."""
+    try:
+        result = call()
+        # a stream begins when it is read
+        if isinstance(result, Iterator):
+            list(result)
+    except (ValueError, TypeError) as error:
+        assert is_ours(error), f"{said}: {error!r}"
+        assert len(str(error)) > 20, f"{said}: {error!r}"
+        assert " " in str(error), f"{said}: {error!r}"
+    else:
+        pytest.fail(f"{said} is accepted: {result!r:.80}")
+
+
+def check_argument(
+    call: Callable[..., Any],
+    name: str,
+    right: list[Any],
+) -> None:
+    """Try all odd values of one argument of a call whose other arguments are right."""
+    shown = [repr(value) for value in right]
     for value in ODD:
-        if is_right(name, value) or (
-            name == "beams" and repr(value) == repr(10**30)
-        ):  # as many are made
-            continue
-        said = f"{name}={value!r:.30}"
-        try:
-            result = call(**{**arguments, name: value})
-            if isinstance(result, Iterator):
-                list(result)
-        except (ValueError, TypeError) as error:
-            assert is_ours(error), f"{said}: {error!r}"
-            assert " " in str(error) and len(str(error)) > 20, f"{said}: {error!r}"
-        except Exception as error:
-            pytest.fail(f"{said}: {error!r}")
-        else:
-            pytest.fail(f"{said} is accepted: {result!r:.80}")
+        if repr(value) not in shown:
+            check_refused(partial(call, **{name: value}), f"{name}={value!r:.30}")
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    """A llama of random weights."""
+    """Return a llama of random weights."""
     return Target(build("llama"))
 
 
-DECODING = [
-    "target",
-    "drafter",
-    "prompt",
-    "sampling",
-    "max_new_tokens",
-    "stop",
-    "budget",
-    "timing",
-    "trace",
-]
-DECODING += ["batch_size", "max_tokens_in_cache"]
-BEAMS = [
-    "target",
-    "drafter",
-    "prompt",
-    "beams",
-    "length_penalty",
-    "early_stopping",
-    "num_return_sequences",
-]
-BEAMS += ["max_new_tokens", "stop", "processors", "budget"]
-
-
 @pytest.mark.parametrize("name", DECODING)
-@pytest.mark.parametrize("many", [False, True])
-def test_decoding(name: str, many: bool, target: Target) -> None:
-    """Of `generate` and `stream`, with one prompt and with several."""
-    arguments: dict[str, Any] = {
-        "target": target,
-        "drafter": NoDrafter(),
-        "prompt": PROMPT,
-        "max_new_tokens": 2,
-    }
-    if many:
-        arguments["prompt"] = [PROMPT, PROMPT[1:]]
-    for call in (generate, stream):
-        if name == "prompt" and many:
-            for odd in ODD:
-                if odd != [] and not isinstance(odd, torch.Tensor):
-                    assert_one(call, {**arguments, "prompt": [PROMPT, odd]})
-        elif (name, many) == ("trace", True):
-            assert_one(call, {**arguments, "trace": []})
-        elif name == "prompt":
-            assert_refused(call, arguments, name)
-        else:
-            assert_refused(call, arguments, name)
-
-
-def assert_one(call: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """A single wrong call."""
-    with pytest.raises((ValueError, TypeError)) as caught:
-        result = call(**arguments)
-        assert not list(result)
-    assert is_ours(caught.value), repr(caught.value)
+@pytest.mark.parametrize("decode", [generate, stream])
+def test_decoding(
+    decode: Callable[..., Any],
+    name: str,
+    target: Target,
+) -> None:
+    """Of one prompt, and of several where lists are read otherwise."""
+    call = partial(
+        decode,
+        target=target,
+        drafter=NoDrafter(),
+        prompt=PROMPT,
+        max_new_tokens=2,
+    )
+    check_argument(call, name, DECODING[name])
+    several = partial(
+        call,
+        prompt=[PROMPT, PROMPT[1:]],
+    )
+    if name == "prompt":
+        for value in ODD:
+            check_refused(partial(call, prompt=[PROMPT, value]), f"[..., {value!r:.30}]")
+    elif name == "trace":
+        check_refused(partial(several, trace=[]), "trace=[]")
+    else:
+        check_argument(several, name, DECODING[name])
 
 
 @pytest.mark.parametrize("name", BEAMS)
 def test_beam_search(name: str, target: Target) -> None:
     """Processors are called, and so are tried before."""
-    arguments = {"target": target, "drafter": NgramDrafter(), "prompt": PROMPT, "max_new_tokens": 2}
-    assert_refused(beam_search, arguments, name)
+    call = partial(
+        beam_search, target=target, drafter=NgramDrafter(), prompt=PROMPT, max_new_tokens=2
+    )
+    check_argument(call, name, BEAMS[name])
 
 
-SETTINGS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, Callable[[Any], bool]]]] = {
-    Sampling: (
-        {"temperature": 1.0},
-        {
-            "temperature": lambda v: v in (0, 1.5, 10**30),
-            "top_k": lambda v: v in (0, 10**30),
-            "top_p": lambda v: False,
-            "min_p": lambda v: v == 0,
-            "repetition_penalty": lambda v: v in (1.5, 10**30),
-            "seed": lambda v: v in (-1, 0, 10**30),
-            "request": lambda v: v in (-1, 0, 10**30),
-            "rule": lambda v: False,
-            "lenience": lambda v: False,
-            "typical": lambda v: v is None,
-        },
-    ),
-    Budget: (
-        {},
-        {
-            "nodes": lambda v: v in (0, 10**30),
-            "depth": lambda v: v in (0, 10**30),
-            "top_k": lambda v: v in (0, 10**30),
-            "paths": lambda v: v is None or v in ([], {}),
-            "draw": lambda v: False,
-            "sharpness": lambda v: v is None or v in (1.5, 10**30),
-            "confidence": lambda v: v is None or v == 0,
-        },
-    ),
-    DraftTree: (
-        {"tokens": torch.tensor([1, 2]), "parents": torch.tensor([-1, 0])},
-        {
-            "tokens": lambda v: False,
-            "parents": lambda v: False,
-            "draft_probs": lambda v: v is None,
-            "likelihoods": lambda v: v is None,
-        },
-    ),
-    Goodput: (
-        {"draft": [0.0, 1.0], "read": [1.0, 1.0]},
-        {
-            "draft": lambda v: False,
-            "read": lambda v: False,
-            "budget": lambda v: v is None,
-            "share": lambda v: v == 0,
-            "memory": lambda v: v == 10**30,
-            "costs": lambda v: v is None,
-        },
-    ),
-}
+@pytest.mark.parametrize("make", SETTINGS)
+def test_settings(make: Callable[..., Any]) -> None:
+    """All fields of the classes that hold settings and drafts; odd values that make sense are taken."""
+    for name, right in SETTINGS[make].items():
+        check_argument(make, name, right)
+        for value in right:
+            make(**{name: value})
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(make, name) for make, (_, names) in SETTINGS.items() for name in names]
+    "value",
+    ODD,
+    ids=lambda value: f"{value!r:.12}",
 )
-def test_settings(make: Callable[..., Any], name: str) -> None:
-    """Of the classes that hold settings and drafts."""
-    arguments, names = SETTINGS[make]
-    right = names[name]
-    for value in ODD:
-        if isinstance(value, torch.Tensor) and (make, name) == (DraftTree, "draft_probs"):
-            continue
-        if isinstance(value, (torch.Tensor, bool)) or not right(value):
-            try:
-                make(**{**arguments, name: value})
-            except (ValueError, TypeError) as error:
-                assert is_ours(error) and (name in str(error) or "tree" in str(error)), (
-                    f"{name}={value!r}: {error!r}"
-                )
-            else:
-                pytest.fail(f"{make.__name__}({name}={value!r:.30}) is accepted")
-        else:
-            make(**{**arguments, name: value})
-
-
-@pytest.mark.parametrize("value", ODD, ids=lambda value: f"{value!r:.12}")
 def test_targets_and_drafters(
     value: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is loaded, and what it is loaded from; a name of no model is not asked for in the network, with pauses."""
+    """What is loaded, and what it is loaded from."""
+    # a name of no model is looked up on the hub, with retries
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for call in (
-        lambda: Target(value),
-        lambda: Target.load(value),
-        lambda: Target.load(tmp_path, dtype=value),
-        lambda: Target.load(tmp_path, device=value),
-        lambda: load_drafter(value, target),
-        lambda: load_drafter("ngram", value),
-        lambda: target.chat(value),
-        lambda: Goodput.measure(
-            target, NoDrafter(), PROMPT, batch_sizes=value if value is not None else 0
-        ),
-        lambda: Sampling.from_processors(value if value not in ([], {}) else 3),
-    ):
-        try:
-            call()
-        except (ValueError, TypeError) as error:
-            assert is_ours(error), f"{error!r}"
-        else:
-            pytest.fail(f"{value!r:.30} is accepted")
+    measure = partial(Goodput.measure, target, NoDrafter(), PROMPT)
+    calls = [
+        partial(Target, value),
+        partial(Target.load, value),
+        partial(Target.load, tmp_path, dtype=value),
+        partial(Target.load, tmp_path, device=value),
+        partial(load_drafter, value, target),
+        partial(load_drafter, "ngram", value),
+        partial(target.chat, value),
+    ]
+    # None stands for one prompt at a time
+    if value is not None:
+        calls.append(partial(measure, batch_sizes=value))
+    # no processors are greedy decoding
+    if repr(value) not in ("[]", "{}"):
+        calls.append(partial(Sampling.from_processors, value))
+    for call in calls:
+        check_refused(call, f"{value!r:.30}")

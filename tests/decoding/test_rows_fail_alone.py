@@ -1,4 +1,4 @@
-"""An error that one text of a batch causes ends that text alone: its neighbours answer as the untouched model does."""
+"""An error that one sequence of a batch causes ends that sequence alone; its neighbours get their own answers."""
 
 from __future__ import annotations
 
@@ -25,466 +25,519 @@ from eagle.drafters.several import FirstOf
 from tests.batches import new_head
 from tests.families import FAMILIES, VOCAB_SIZE, build, own_answer, random_tokens
 
-BAD = 77  # the prompt that begins with this token is the one whose drafts fail
-COUNT, LIMIT = 4, 10
-Tree = Callable[[Committed, list[int]], Any]
+# the prompt that begins with this token is the one that fails
+BAD = 77
+BAD_LENGTH = 7
+COUNT = 4
+LIMIT = 10
+Fault = Callable[[Committed], Any]
 
 
 class FaultyText:
-    """Drafts the text's own tokens again, and from the second draft on does what it must not."""
+    """Draft a copy of the prompt, and from the third token of the bad sequence on return the fault."""
 
-    def __init__(self, fault: Tree) -> None:
-        self.fault, self.read, self.calls = fault, list[int](), 0
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.read: list[int] = []
 
     def propose(self, update: Committed, budget: Budget) -> Any:
-        """A chain, or the fault."""
+        """Return a chain, or the fault; it depends on the sequence, not on how often a state was asked."""
         self.read += update.tokens.tolist()
-        self.calls += 1
-        if self.read[0] == BAD and self.calls > 1:
-            return self.fault(update, self.read)
-        return DraftTree.chain([update.root, *self.read[:2]][: budget.depth + 1])
+        if self.read[0] == BAD and len(self.read) > BAD_LENGTH + 1:
+            return self.fault(update)
+        tokens = [update.root, *self.read[:2]]
+        return DraftTree.chain(tokens[: budget.depth + 1])
 
 
 class Faulty(Drafter):
-    """One text's drafts fail."""
+    """A drafter that fails for one sequence, and is asked for one at a time."""
 
-    def __init__(self, fault: Tree) -> None:
+    def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
     def begin(self, noise: Noise | None = None) -> Any:
-        """A new text."""
+        """Return the state of a new sequence."""
         return FaultyText(self.fault)
 
 
-class FaultyTogether(Faulty):
-    """All texts are drafted for in one call, which fails as a whole."""
+class FaultyBatch(Faulty):
+    """A drafter that drafts for a batch in one call, which fails as a whole."""
 
     taps = (1,)
 
     def open(self) -> Any:
-        """The rows."""
-        return Together(self)
+        """Return the state of a batch."""
+        return BatchState(self)
 
 
-class Together(EachText):
-    """Raises without a word on which row it was, and leaves the others half told."""
+class BatchState(EachText):
+    """Raise without saying which row it was, with the rows after it not updated."""
 
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """One after the other, and no attempt to tell them apart."""
-        for update in updates.values():
-            assert update.features is not None and len(update.features) == len(update.tokens)
-        return {
-            row: self.texts[row].propose(update, budgets[row]) for row, update in updates.items()
-        }
+        """Draft for one row after the other."""
+        trees = {}
+        for row, update in updates.items():
+            assert update.features is not None
+            # also where a state is made again and reads its whole sequence
+            assert len(update.features) == len(update.tokens)
+            trees[row] = self.texts[row].propose(
+                update,
+                budgets[row],
+            )
+        return trees
 
 
-def fail(update: Committed, read: list[int]) -> Any:
-    """An error of the drafter's own."""
+def fail(update: Committed) -> Any:
+    """Raise an error of the drafter's own."""
     raise KeyError("lost")
 
 
-FAULTS: dict[str, tuple[Tree, str]] = {
+FAULTS: dict[str, tuple[Fault, str]] = {
     "raises": (fail, "lost"),
     "outside": (
-        lambda update, read: DraftTree.chain([update.root, VOCAB_SIZE]),
-        r"the draft holds token ids \[96\], expected 0\.\.95",
+        lambda update: DraftTree.chain([update.root, VOCAB_SIZE]),
+        r"token ids \[96\], expected 0\.\.95",
     ),
-    "negative": (
-        lambda update, read: DraftTree.chain([update.root, -3]),
-        r"token ids \[-3\], expected 0\.\.95",
+    "root": (
+        lambda update: DraftTree.chain([update.root ^ 1, 3]),
+        "the draft's root is token",
     ),
-    "another root": (
-        lambda update, read: DraftTree.chain([(update.root + 1) % VOCAB_SIZE, 3]),
-        r"the draft's root is token \d+, expected \d+.*update\.root",
-    ),
-    "no tree": (lambda update, read: None, r"the drafter proposed no tree, expected a DraftTree"),
-    "a list": (
-        lambda update, read: [update.root],
-        r"the drafter proposed a list, expected a DraftTree",
-    ),
-    "too deep": (
-        lambda update, read: DraftTree.chain([update.root, *[1] * 300]),
-        r"the draft has 300 levels, expected at most \d+: draft within budget\.depth",
+    "none": (lambda update: None, "proposed no tree"),
+    "deep": (
+        lambda update: DraftTree.chain([update.root, *[1] * 300]),
+        "has 300 levels",
     ),
     "draft_probs": (
-        lambda update, read: DraftTree.chain([update.root, 3], torch.ones(2, 5) / 5),
-        r"probs are \[2, 5\], expected those of 96 tokens for each of 2 nodes",
+        lambda update: DraftTree.chain(
+            [update.root, 3],
+            torch.ones(2, 5) / 5,
+        ),
+        r"probs are \[2, 5\]",
     ),
 }
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    """A llama of random weights."""
+    """Return a llama of random weights."""
     return Target(build("llama"))
 
 
 @cache
-def plain_answer(target: Target, prompt: tuple[int, ...]) -> list[int]:
-    """The untouched model's own answer."""
+def plain_answer(
+    target: Target,
+    prompt: tuple[int, ...],
+) -> list[int]:
+    """Return the untouched model's own answer."""
     return own_answer(target.model, list(prompt), LIMIT)
 
 
-def prompts_with(place: int, length: int = 6) -> list[list[int]]:
-    """Prompts of several lengths; that at `place` is the one that fails."""
-    prompts = [random_tokens(3 + 2 * number, seed=number) for number in range(COUNT)]
-    prompts = [[token if token != BAD else 1 for token in prompt] for prompt in prompts]
-    prompts[place] = [BAD, *random_tokens(length, seed=9)]
+def make_prompts(bad_index: int) -> list[list[int]]:
+    """Return prompts of several lengths, of which one fails."""
+    prompts = []
+    for seed in range(COUNT):
+        tokens = random_tokens(3 + 2 * seed, seed=seed)
+        prompts.append([token if token != BAD else 1 for token in tokens])
+    prompts[bad_index] = [BAD, *random_tokens(BAD_LENGTH - 1, seed=9)]
     return prompts
 
 
-def check_neighbours(target: Target, place: int, traces: list[Trace], message: str) -> None:
-    """The failed text keeps what it had and its error; the others are the untouched model's own."""
-    prompts = [trace.prompt for trace in traces]
-    for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
-        own = plain_answer(target, tuple(prompt))
-        if number == place:
-            assert trace.finish == "error" and len(trace.tokens) < LIMIT
-            assert trace.tokens == own[: len(trace.tokens)]
+def check_answers(
+    target: Target,
+    bad_index: int,
+    traces: list[Trace],
+    message: str,
+) -> None:
+    """Check that one sequence has its error and what it wrote before, and the others their whole answers."""
+    for index, trace in enumerate(traces):
+        # the untouched model, by itself
+        expected = plain_answer(target, tuple(trace.prompt))
+        if index == bad_index:
+            assert trace.finish == "error"
+            assert len(trace.tokens) < LIMIT
+            assert trace.tokens == expected[: len(trace.tokens)]
             with pytest.raises(Exception, match=message):
                 trace.checked()
         else:
-            assert (
-                trace.tokens == own and trace.finish == "length" and trace.checked().error is None
-            )
+            assert trace.tokens == expected
+            assert trace.finish == "length"
+            assert trace.checked().error is None
 
 
-def run(
-    target: Target, drafter: Drafter, place: int, batch_size: int, **options: Any
+def answer_batch(
+    target: Target,
+    drafter: Drafter,
+    bad_index: int,
+    **options: Any,
 ) -> list[Trace]:
-    """A batch in which the text at `place` fails, with the warning that says so."""
-    options = {"max_new_tokens": LIMIT, "stop": [], **options}
-    with pytest.warns(
-        RuntimeWarning,
-        match=rf"1 of {COUNT} texts ended with an error, see trace\.error; prompt {place}",
-    ):
-        return generate(target, drafter, prompts_with(place), batch_size=batch_size, **options)
+    """Answer the prompts, and check the warning that one failed."""
+    options = {"max_new_tokens": LIMIT, "stop": [], "batch_size": 4, **options}
+    warning = rf"1 of {COUNT} texts ended with an error, see trace\.error; prompt {bad_index}"
+    with pytest.warns(RuntimeWarning, match=warning):
+        return generate(target, drafter, make_prompts(bad_index), **options)
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_faulty_draft_ends_its_own_text(kind: str, place: int, target: Target) -> None:
-    """At any place of a batch of two or four; a drafter that cannot say whose error it was is asked row by row."""
-    fault, message = FAULTS[kind]
-    for drafter in (Faulty(fault), FirstOf([Faulty(fault), NgramDrafter()])):
-        check_neighbours(
-            target, place, run(target, drafter, place, 4 if place == 1 else 2), message
-        )
-    with pytest.raises(Exception, match=message):
-        generate(target, Faulty(fault), prompts_with(place)[place], max_new_tokens=LIMIT, stop=[])
-
-
-class FaultsOfTexts(FaultyText):
-    """Fails by what the text holds, not by how often it was asked."""
-
-    def propose(self, update: Committed, budget: Budget) -> Any:
-        """The fault once a few tokens are committed."""
-        self.calls = len(self.read) + len(update.tokens) - 8
-        return super().propose(update, budget)
-
-
-@pytest.mark.parametrize("place", [0, 1, 3])
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_state_for_all_rows_is_asked_row_by_row(
-    kind: str, place: int, target: Target, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Faulty,
+        lambda fault: FirstOf([Faulty(fault), NgramDrafter()]),
+        FaultyBatch,
+    ],
+    ids=["alone", "several", "batch"],
+)
+def test_a_faulty_draft_ends_its_own_sequence(
+    wrap: Callable[[Fault], Drafter], kind: str, target: Target
 ) -> None:
-    """Its error may be any row's; new states read the texts whole, with the states that they tap."""
-    monkeypatch.setattr(Faulty, "begin", lambda self, noise=None: FaultsOfTexts(self.fault))
+    """A drafter that cannot say whose error it was is asked row by row."""
     fault, message = FAULTS[kind]
-    check_neighbours(
-        target, place, run(target, FaultyTogether(fault), place, 4 if place == 1 else 2), message
-    )
+    # the bad sequence is neither the first nor the last
+    traces = answer_batch(target, wrap(fault), 1)
+    check_answers(target, 1, traces, message)
 
 
-def test_an_error_of_every_row_is_raised(target: Target) -> None:
+@pytest.mark.parametrize("bad_index", [0, 3])
+def test_the_bad_sequence_may_be_the_first_or_the_last(bad_index: int, target: Target) -> None:
+    """In a batch of two, where later prompts take the row that it leaves; alone, its error is raised."""
+    traces = answer_batch(target, FaultyBatch(fail), bad_index, batch_size=2)
+    check_answers(target, bad_index, traces, "lost")
+    prompt = make_prompts(bad_index)[bad_index]
+    with pytest.raises(KeyError, match="lost"):
+        generate(target, Faulty(fail), prompt, max_new_tokens=LIMIT, stop=[])
+
+
+@pytest.mark.parametrize("call", [generate, stream])
+def test_an_error_of_every_row_is_raised(call: Callable[..., Any], target: Target) -> None:
     """So is one that no row causes by itself."""
 
-    class Broken(FaultyTogether):
-        """Fails whoever asks."""
+    class Broken(FaultyBatch):
+        """Fail for every sequence at once."""
 
         def begin(self, noise: Noise | None = None) -> Any:
-            """A text that fails at once."""
+            """Return a state that fails in its first draft."""
             text = FaultyText(fail)
-            text.read, text.calls = [BAD], 1
+            # as if the sequence had come far enough to fail
+            text.read = [BAD] * (BAD_LENGTH + 1)
             return text
 
     with pytest.raises(KeyError, match="lost"):
-        generate(target, Broken(fail), prompts_with(0), max_new_tokens=LIMIT, stop=[])
-    with pytest.raises(KeyError, match="lost"):
-        list(stream(target, Broken(fail), prompts_with(0), max_new_tokens=LIMIT, stop=[]))
+        list(call(target, Broken(fail), make_prompts(0), max_new_tokens=LIMIT, stop=[]))
 
 
 @pytest.mark.parametrize("call", ["admit", "release"])
-def test_a_row_that_cannot_begin_or_end(call: str, target: Target) -> None:
-    """Of a state for all rows."""
+def test_a_row_that_cannot_begin_or_end(
+    call: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is in its trace; an answer that was whole before stays whole."""
+    original = getattr(EachText, call)
 
-    class Rows(EachText):
-        """Fails for one row."""
+    def fail_for_one_row(state: EachText, row: int, *args: Any) -> None:
+        original(state, row, *args)
+        if row == 2:
+            raise RuntimeError("no room")
 
-        def admit(self, row: int, noise: Noise | None = None) -> None:
-            """Begin."""
-            if (call, row) == ("admit", 2):
-                raise RuntimeError("no room")
-            super().admit(row, noise)
-
-        def release(self, row: int) -> None:
-            """End."""
-            super().release(row)
-            if (call, row) == ("release", 2):
-                raise RuntimeError("no room")
-
-    class Drafts(NgramDrafter):
-        """With these rows."""
-
-        def open(self) -> Any:
-            """The rows."""
-            return Rows(self)
-
-    traces = run(target, Drafts(), 2, batch_size=3)
+    monkeypatch.setattr(EachText, call, fail_for_one_row)
+    traces = answer_batch(target, NgramDrafter(), 2, batch_size=3)
     if call == "admit":
-        check_neighbours(target, 2, traces, "no room")
+        check_answers(target, 2, traces, "no room")
     else:
-        assert [trace.tokens for trace in traces] == [
-            plain_answer(target, tuple(t.prompt)) for t in traces
-        ]
+        for trace in traces:
+            assert trace.tokens == plain_answer(target, tuple(trace.prompt))
         assert str(traces[2].error) == "no room"
 
 
 class Speller:
-    """A tokenizer that cannot spell some text."""
+    """A tokenizer that cannot spell one token."""
 
     eos_token_id = None
 
     def __init__(self, unknown: int) -> None:
         self.unknown = unknown
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
-        """Letters."""
+    def decode(
+        self,
+        tokens: list[int],
+        skip_special_tokens: bool = True,
+    ) -> str:
+        """Return one letter a token."""
         if self.unknown in tokens:
             raise UnicodeError(f"no spelling of {self.unknown}")
         return "".join(chr(0x4E00 + token) for token in tokens)
 
 
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_text_that_cannot_be_spelt(place: int, target: Target) -> None:
-    """Where a stop string is looked for in what was written."""
-    prompts = prompts_with(place)
-    answers = [own_answer(target.model, prompt, LIMIT) for prompt in prompts]
-    others = {token for number, answer in enumerate(answers) for token in answer if number != place}
-    unknown = next(token for token in answers[place] if token not in others)
-    spelt = Target(copy.deepcopy(target.model), Speller(unknown))
-    check_neighbours(
-        spelt, place, run(spelt, NgramDrafter(), place, 4, stop=["x"]), f"no spelling of {unknown}"
-    )
+def test_a_text_that_cannot_be_spelt(target: Target) -> None:
+    """Where a stop string is searched in what was written."""
+    answers = [plain_answer(target, tuple(prompt)) for prompt in make_prompts(1)]
+    known = {
+        *answers[0],
+        *answers[2],
+        *answers[3],
+    }
+    unknown = next(token for token in answers[1] if token not in known)
+    spelling = Target(copy.deepcopy(target.model), Speller(unknown))
+    traces = answer_batch(spelling, NgramDrafter(), 1, stop=["x"])
+    check_answers(spelling, 1, traces, f"no spelling of {unknown}")
 
 
-@pytest.mark.quick("within-0", "within-1", "within-3", "draw-0")
-@pytest.mark.parametrize("place", [0, 1, 3])
-@pytest.mark.parametrize("call", ["within", "learn", "draw", "no budget"])
-def test_a_policy_that_fails_for_one_text(call: str, place: int, target: Target) -> None:
-    """A policy that decides for each text; an error in what it decides for all is raised."""
-    length = 11  # of the prompt that fails, as none of the others is after the first cycle
+class FailingPolicy:
+    """A policy that fails for the sequence in row 0 after its first cycle, in one of its calls."""
 
-    class Policy:
-        """Fails where the text is of one length."""
+    nodes = 3
 
-        nodes = 3
+    def __init__(self, call: str) -> None:
+        self.call = call
+        if call in ("share", "sampled"):
+            self.share = self.share_budget
 
-        def __init__(self) -> None:
-            self.share = self.share_out if call in ("draw", "no budget") else None
-            self.count = 0
+    def within(self, levels: int) -> Budget:
+        """Return a budget; only the failing sequence has so many levels left."""
+        if self.call == "within" and levels == LIMIT - 3:
+            raise ZeroDivisionError("within")
+        return Budget(3, 3).within(levels)
 
-        def within(self, levels: int) -> Budget:
-            """The budget."""
-            if call == "within" and levels == LIMIT - 3:  # which only the failing text comes to
-                raise ZeroDivisionError("within")
-            return Budget(3, 3).within(levels)
+    def share_budget(
+        self,
+        levels: dict[int, int],
+        contexts: dict[int, int],
+    ) -> dict[int, Any]:
+        """Return the budget of each row: none, or one that greedy decoding does not take."""
+        budgets: dict[int, Any] = {}
+        for row, level in levels.items():
+            budgets[row] = Budget(3, 3).within(level)
+        if 0 in budgets and contexts[0] > BAD_LENGTH:
+            sampled = Budget.fixed(chain_paths(2), "sampled")
+            budgets[0] = sampled if self.call == "sampled" else None
+        return budgets
 
-        def share_out(self, levels: dict[int, int], contexts: dict[int, int]) -> dict[int, Any]:
-            """The budget of each row."""
-            budgets: dict[int, Any] = {
-                row: Budget(3, 3).within(most) for row, most in levels.items()
-            }
-            if place in budgets and contexts[place] > length:
-                budgets[place] = (
-                    None if call == "no budget" else Budget.fixed(chain_paths(2), "sampled")
-                )
-            return budgets
+    def learn(self, cycle: Cycle) -> None:
+        """Learn from a cycle; no other sequence is so short."""
+        if self.call == "learn" and cycle.context == BAD_LENGTH + 1:
+            raise ZeroDivisionError("learn")
 
-        def learn(self, cycle: Cycle) -> None:
-            """The outcome of a cycle."""
-            if call == "learn" and cycle.context == length + 1:
-                raise ZeroDivisionError("learn")
 
-    prompts = [random_tokens(30 + 2 * number, seed=number) for number in range(COUNT)]
-    prompts[place] = random_tokens(length, seed=50)
-    limits = [LIMIT] * COUNT
-    if call == "within":
-        limits = [LIMIT - 4] * COUNT
-        limits[place] = LIMIT
+@pytest.mark.parametrize("call", ["within", "learn", "sampled", "share"])
+def test_a_policy_that_fails_for_one_sequence(call: str, target: Target) -> None:
+    """What it decides for the others is used."""
+    prompts = [random_tokens(30 + 2 * index, seed=index) for index in range(COUNT)]
+    prompts[0] = random_tokens(BAD_LENGTH, seed=50)
+    # so that no other row has as many levels left
+    limits = [LIMIT, *[LIMIT - 4] * (COUNT - 1)]
     options: dict[str, Any] = {
-        "budget": Policy(),
         "max_new_tokens": limits,
         "stop": [],
-        "batch_size": 4,
+        "batch_size": COUNT,
     }
-    with pytest.warns(RuntimeWarning, match=rf"1 of {COUNT} texts ended with an error"):
-        traces = generate(target, NoDrafter(), prompts, **options)
-    for number, trace in enumerate(traces):
-        own = own_answer(target.model, trace.prompt, limits[number])
-        assert (trace.error is not None) == (number == place)
-        assert trace.tokens == own[: len(trace.tokens)] and (trace.tokens == own or number == place)
+    with pytest.warns(RuntimeWarning, match=f"1 of {COUNT} texts ended with an error"):
+        traces = generate(
+            target,
+            NoDrafter(),
+            prompts,
+            budget=FailingPolicy(call),
+            **options,
+        )
+    for index, trace in enumerate(traces):
+        expected = own_answer(target.model, trace.prompt, limits[index])
+        if index == 0:
+            assert trace.error is not None
+            assert trace.tokens == expected[: len(trace.tokens)]
+        else:
+            assert trace.error is None
+            assert trace.tokens == expected
 
 
-SAMPLINGS: dict[str, tuple[Sampling, Budget | None]] = {
+SAMPLED = Sampling(1.0, seed=3)
+SAMPLED_CHAIN = Budget.fixed(chain_paths(2), "sampled")
+# each rule of verification meets the logits in another place
+RULES: dict[str, tuple[Sampling, Budget | None]] = {
     "greedy": (Sampling(), None),
-    "noise": (Sampling(1.0, seed=3), None),
-    "filtered": (Sampling(1.0, top_k=5, top_p=0.9, seed=3), None),
-    "drawn": (Sampling(1.0, seed=3), Budget.fixed(chain_paths(2), "sampled")),
-    "block": (Sampling(1.0, seed=3, rule="block"), Budget.fixed(chain_paths(2), "sampled")),
-    "typical": (Sampling(1.0, seed=3, typical=(0.09, 0.3)), Budget(3, 3, draw="likeliest")),
+    "sampled": (SAMPLED, SAMPLED_CHAIN),
+    "block": (Sampling(1.0, seed=3, rule="block"), SAMPLED_CHAIN),
+    "typical": (
+        Sampling(1.0, seed=3, typical=(0.09, 0.3)),
+        Budget(3, 3, draw="likeliest"),
+    ),
     "lenient": (Sampling(lenience=0.5), None),
 }
-
-
-@pytest.mark.quick("typical-3", "lenient-3")
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [("greedy", 0), *((kind, 3) for kind in SAMPLINGS)]
-    + [pytest.param(kind, 0, marks=pytest.mark.slow) for kind in SAMPLINGS if kind != "greedy"],
-)
-def test_logits_that_are_no_numbers(kind: str, place: int) -> None:
-    """Of one text, in its prompt or later; what follows in its slot is untouched by what it left there."""
-    model, prompts = build("llama"), prompts_with(place)
-
-    def spoil(module: Any, args: Any, embedded: Tensor) -> Tensor:
-        """No number where the prompt of the text that fails begins."""
-        (tokens,) = args
-        begins = torch.stack(
-            [tokens.roll(-step, -1) == prompts[place][step] for step in range(3)]
-        ).all(0)
-        return embedded.masked_fill(begins[..., None], float("nan"))
-
-    model.get_input_embeddings().register_forward_hook(spoil)
-    clean, target = Target(build("llama")), Target(model)
-    sampling, budget = SAMPLINGS[kind]
-    options: dict[str, Any] = {
-        "sampling": sampling,
-        "budget": budget,
-        "stop": [],
-        "max_new_tokens": LIMIT,
-    }
-    drafters: list[Callable[[Target], Drafter]] = [lambda target: new_head("eagle1", target)]
-    if kind == "greedy":
-        drafters += [lambda target: NgramDrafter(), lambda target: SparseKv(8, 2)]
-    for make in drafters:
-        with pytest.warns(
-            RuntimeWarning,
-            match=rf"1 of 4 .* prompt {place}: ValueError.*logits are nan after 7 tokens",
-        ):
-            traces = generate(target, make(target), prompts, batch_size=2, **options)
-        assert traces[place].tokens == [] and traces[place].finish == "error"
-        expected = generate(clean, make(clean), prompts, batch_size=2, **options)
-        for number in set(range(COUNT)) - {place}:
-            if kind in ("greedy", "noise", "filtered", "lenient", "typical"):
-                assert traces[number].tokens == expected[number].tokens
-            assert traces[number].finish == "length"
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0] * 4,
-    "original_max_position_embeddings": 40,
+MAKE_DRAFTER: dict[str, Callable[[Target], Drafter]] = {
+    "eagle1": lambda target: new_head("eagle1", target),
+    "ngram": lambda target: NgramDrafter(),
+    # its drafts read the target's own cache
+    "sparse_kv": lambda target: SparseKv(8, 2),
 }
 
 
-@pytest.mark.quick("0")
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_text_that_reaches_the_border_of_longrope(
-    place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the middle of a batch, with drafts and without; texts on either side of it go on."""
-    overrides = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [
+        *((rule, "eagle1") for rule in RULES),
+        pytest.param("greedy", "ngram", marks=pytest.mark.slow),
+        pytest.param("greedy", "sparse_kv", marks=pytest.mark.slow),
+    ],
+)
+def test_logits_that_are_nan(rule: str, drafter: str) -> None:
+    """The request that takes the row of the failed one does not read what it left there."""
+    bad_index = 0
+    prompts = make_prompts(bad_index)
+
+    def spoil(module: Any, args: Any, embedded: Tensor) -> Tensor:
+        # nan where the first three tokens of the bad prompt begin
+        (tokens,) = args
+        matches = [tokens.roll(-step, -1) == prompts[bad_index][step] for step in range(3)]
+        begins = torch.stack(matches).all(0)
+        return embedded.masked_fill(begins[..., None], float("nan"))
+
+    model = build("llama")
+    model.get_input_embeddings().register_forward_hook(spoil)
+    sampling, budget = RULES[rule]
+
+    def answer(target: Target) -> list[Trace]:
+        options: dict[str, Any] = {
+            "sampling": sampling,
+            "budget": budget,
+            "stop": [],
+        }
+        head = MAKE_DRAFTER[drafter](target)
+        return generate(target, head, prompts, batch_size=2, max_new_tokens=LIMIT, **options)
+
+    warning = f"prompt {bad_index}: ValueError.*logits are nan after 7 tokens"
+    with pytest.warns(RuntimeWarning, match=warning):
+        # of prompts, two are answered at a time
+        traces = answer(Target(model))
+    assert traces[bad_index].tokens == []
+    assert traces[bad_index].finish == "error"
+    expected = answer(Target(build("llama")))
+    for index in range(1, COUNT):
+        assert traces[index].finish == "length"
+        # coins of sampled drafts depend on the batch's history
+        if budget is not SAMPLED_CHAIN:
+            assert traces[index].tokens == expected[index].tokens
+
+
+def test_a_sequence_that_reaches_the_limit_of_longrope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequences on either side of the limit go on, with drafts and without."""
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 40,
+    }
+    overrides = {"rope_parameters": longrope, "original_max_position_embeddings": 40}
     monkeypatch.setitem(FAMILIES, "longrope", ("llama", overrides))
     target = Target(build("longrope"))
-    prompts = [random_tokens(length, seed=length) for length in (5, 50, 20, 12)]
-    prompts[place] = random_tokens(36, seed=1)
-    for drafter in (NoDrafter(), NgramDrafter(), new_head("eagle1", target)):
+    # 36 tokens and 10 new ones cross the limit of 40
+    prompts = [random_tokens(length, seed=length) for length in (36, 50, 20, 12)]
+    for drafter in (NoDrafter(), new_head("eagle1", target)):
         with pytest.warns(RuntimeWarning, match="cannot grow from 40 tokens to 41"):
-            traces = generate(target, drafter, prompts, batch_size=3, max_new_tokens=LIMIT, stop=[])
-        check_neighbours(
-            target,
-            place,
-            traces,
-            "cannot grow from 40 tokens to 41: keep prompt and max_new_tokens",
-        )
+            traces = generate(
+                target,
+                drafter,
+                prompts,
+                batch_size=3,
+                max_new_tokens=LIMIT,
+                stop=[],
+            )
+        check_answers(target, 0, traces, "keep prompt and max_new_tokens")
 
 
 def test_a_draft_beyond_the_caches_limit(target: Target) -> None:
-    """More nodes than the policy said it asks for would break the limit of all texts."""
+    """More nodes than the policy announced would break the limit of the whole batch."""
 
-    def overflow(update: Committed, read: list[int]) -> DraftTree:
-        """Fifty nodes under the root."""
-        return DraftTree.from_paths(update.root, [[token] for token in range(50)])
+    # a policy of three nodes announced three
+    def overflow(update: Committed) -> DraftTree:
+        return DraftTree.from_paths(
+            update.root,
+            [[token] for token in range(50)],
+        )
 
-    traces = run(target, Faulty(overflow), 1, 3, max_tokens_in_cache=120, budget=Budget(3, 3))
-    check_neighbours(
-        target, 1, traces, r"the draft has 50 nodes, and the cache's limit leaves \d+: draft within"
+    options = {"max_tokens_in_cache": 120, "budget": Budget(3, 3), "batch_size": 3}
+    traces = answer_batch(target, Faulty(overflow), 1, **options)
+    check_answers(target, 1, traces, "50 nodes, and the cache's limit leaves")
+
+
+def test_an_error_of_the_forward_is_raised(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no single row's, and the target can be used again."""
+    prompts = make_prompts(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.reader, "masks", None)
+        with pytest.raises(AttributeError):
+            generate(target, NoDrafter(), prompts, max_new_tokens=LIMIT, stop=[])
+    trace = generate(
+        target,
+        NoDrafter(),
+        prompts[0],
+        max_new_tokens=3,
+        stop=[],
     )
+    assert trace.tokens == own_answer(target.model, prompts[0], 3)
 
 
-def test_an_error_of_the_forward_is_everyones(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is raised, and the target is as good as new."""
-    monkeypatch.setattr(target.reader, "masks", None)
-    with pytest.raises(AttributeError):
-        generate(target, NoDrafter(), prompts_with(0), max_new_tokens=LIMIT, stop=[])
-    monkeypatch.undo()
-    prompt = prompts_with(0)[0]
-    assert generate(target, NoDrafter(), prompt, max_new_tokens=3, stop=[]).tokens == own_answer(
-        target.model, prompt, 3
-    )
+def test_full_memory_is_raised(target: Target) -> None:
+    """It is no single row's, whichever row met it."""
 
-
-def test_memory_that_is_full_is_no_rows_own(target: Target) -> None:
-    """Whichever row met it."""
-
-    def exhaust(update: Committed, read: list[int]) -> Any:
-        """No memory."""
+    def exhaust(update: Committed) -> Any:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError):
-        generate(target, Faulty(exhaust), prompts_with(0), max_new_tokens=LIMIT, stop=[])
+        generate(
+            target,
+            Faulty(exhaust),
+            make_prompts(0),
+            max_new_tokens=LIMIT,
+            stop=[],
+        )
 
 
-def test_a_step_tells_of_texts_that_failed(target: Target) -> None:
-    """With no tokens, so that who asked knows that they have ended."""
+def test_a_step_reports_sequences_that_failed(target: Target) -> None:
+    """With no tokens, so that the caller knows that they have ended."""
+    # a server would remove these requests
     decoding = Decoding(target, Faulty(fail), batch_size=4)
     traces = [Trace([]) for _ in range(COUNT)]
-    for number, prompt in enumerate(prompts_with(2)):
-        decoding.add(number, prompt, Sampling(), LIMIT, traces[number], stop=[])
-    ended = list[int]()
+    for row, prompt in enumerate(make_prompts(2)):
+        decoding.add(
+            row,
+            prompt,
+            Sampling(),
+            LIMIT,
+            traces[row],
+            stop=[],
+        )
+    ended = []
     while not decoding.is_done:
-        ended += [number for number, _ in decoding.step() if traces[number].finish != "running"]
+        for row, _ in decoding.step():
+            if traces[row].finish != "running":
+                ended.append(row)
     decoding.close()
     assert sorted(ended) == [0, 1, 2, 3]
     assert [trace.finish for trace in traces] == ["length", "length", "error", "length"]
 
 
-def test_who_needs_every_answer_raises(target: Target) -> None:
-    """Costs and samples to learn from are made of whole answers."""
+def test_a_measurement_of_costs_raises(target: Target) -> None:
+    """It is made of whole answers."""
+    options: dict[str, Any] = {
+        "batch_sizes": (4,),
+        "max_new_tokens": 30,
+    }
     with pytest.raises(KeyError, match="lost"):
         Goodput.measure(
-            target, Faulty(fail), prompts_with(1), Budget(2, 2), batch_sizes=(4,), max_new_tokens=30
+            target,
+            Faulty(fail),
+            make_prompts(1),
+            Budget(2, 2),
+            **options,
         )
+
+
+def test_answers_to_learn_from_raise() -> None:
+    """Training needs every answer."""
     model = build("llama")
     with torch.no_grad():
+        # logits of the bad prompt are nan
         model.get_input_embeddings().weight[BAD] = float("nan")
-    prompts, count = [torch.tensor(prompt) for prompt in prompts_with(1)], COUNT
+    prompts = [torch.tensor(prompt) for prompt in make_prompts(1)]
+    samplings = [Sampling()] * COUNT
     with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="logits are nan"):
-        sample_answers(Target(model), prompts, [2] * count, [Sampling()] * count, [])
+        sample_answers(Target(model), prompts, [2] * COUNT, samplings, [])

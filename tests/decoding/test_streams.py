@@ -1,4 +1,4 @@
-"""Several streams at once, in turn and in threads, on one target and one drafter: each answer is right."""
+"""Several streams on one target and one drafter, in turn and in threads: each answer is right."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from eagle import Budget, Sampling, Target, Trace, generate
+from eagle.core.drafter import Drafter
 from eagle.core.tree import DraftTree, chain_paths
 from eagle.core.verify import Choose
 from eagle.decoding.decode import stream
-from eagle.drafters.draft_model import DraftModel, DraftModelSettings
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
 from eagle.drafters.several import FirstOf
 from eagle.target.state import TargetState
+from tests.batches import own_model
 from tests.families import VOCAB_SIZE, PlantedTrees, build, own_answer, own_logits, random_tokens
 
 COUNT = 24
+OPTIONS: dict[str, Any] = {"max_new_tokens": COUNT, "stop": []}
 PROMPTS = [random_tokens(20, seed=seed) for seed in range(5, 9)]
 MODEL = build("llama")
 ANSWERS = [own_answer(MODEL, prompt, COUNT) for prompt in PROMPTS]
@@ -32,187 +35,195 @@ ANSWERS = [own_answer(MODEL, prompt, COUNT) for prompt in PROMPTS]
 
 @pytest.fixture(autouse=True)
 def eager_threads() -> Iterator[None]:
-    """Threads take turns a thousand times a second more often than Python lets them."""
+    """Let threads take turns much more often than Python does."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(interval)
 
 
-def answer(target: Target, number: int, drafter: Any = None) -> list[int]:
-    """What a target says to one of the prompts, with right drafts among wrong ones."""
-    drafter = drafter or PlantedTrees(PROMPTS[number] + ANSWERS[number], taps=(number % 4, -1))
-    return generate(target, drafter, PROMPTS[number], max_new_tokens=COUNT, stop=[]).tokens
+@pytest.fixture
+def target() -> Target:
+    """Return a target of its own for each test."""
+    return Target(copy.deepcopy(MODEL))
 
 
-def together(*tasks: Callable[[], Any]) -> list[Any]:
-    """What the tasks give, each in a thread of its own, or the exception that ended it; they begin at once."""
+def answer(
+    target: Target,
+    index: int,
+    drafter: Drafter | None = None,
+) -> list[int]:
+    """Answer one of the prompts, with right drafts among wrong ones."""
+    text = PROMPTS[index] + ANSWERS[index]
+    drafter = drafter or PlantedTrees(text, taps=(index, -1))
+    return generate(target, drafter, PROMPTS[index], **OPTIONS).tokens
+
+
+def run_in_threads(*tasks: Callable[[], Any]) -> list[Any]:
+    """Return the results of tasks that begin at once, each in a thread of its own."""
+    # so that they overlap whatever a thread takes to start
     start = Barrier(len(tasks))
 
     def run(task: Callable[[], Any]) -> Any:
         start.wait()
-        try:
-            return task()
-        except Exception as error:
-            return error
+        return task()
 
     with ThreadPoolExecutor(len(tasks)) as pool:
         return list(pool.map(run, tasks))
 
 
-def in_turn(*streams: Iterator[list[int]]) -> list[Any]:
-    """The tokens of streams that are asked for one piece each in turn, or the exception that ended them."""
-    results: list[Any] = [[] for _ in streams]
+def run_in_turn(*streams: Iterator[list[int]]) -> list[list[int]]:
+    """Return the tokens of streams of which each is asked for a few in turn."""
+    answers: list[list[int]] = [[] for _ in streams]
     running = dict(enumerate(streams))
     while running:
-        for number, pieces in list(running.items()):
-            try:
-                results[number] += next(pieces)
-            except StopIteration:
-                del running[number]
-            except Exception as error:
-                results[number] = error
-                del running[number]
-    return results
+        for index, chunks in list(running.items()):
+            chunk = next(chunks, None)
+            if chunk is None:
+                del running[index]
+            else:
+                answers[index] += chunk
+    return answers
 
 
-OPTIONS: dict[str, Any] = {"max_new_tokens": COUNT, "stop": []}
+@pytest.mark.parametrize("make_drafter", [NoDrafter, NgramDrafter])
+def test_streams_on_one_target_are_independent(
+    make_drafter: Callable[[], Drafter], target: Target
+) -> None:
+    """Also where one begins while another is being written."""
+    streams = [stream(target, make_drafter(), prompt, **OPTIONS) for prompt in PROMPTS]
+    # the others begin while this one is being written
+    first = [token for _ in range(5) for token in next(streams[0])]
+    answers = run_in_turn(*streams)
+    assert [first + answers[0], *answers[1:]] == ANSWERS
 
 
-@pytest.mark.parametrize("drafter", [NoDrafter, NgramDrafter])
-def test_streams_on_one_target_do_not_disturb_each_other(drafter: Any) -> None:
-    """Each has a state of its own, also where one begins while the other is being written."""
-    target = Target(copy.deepcopy(MODEL))
-    early = stream(target, drafter(), PROMPTS[0], **OPTIONS)
-    first = [token for _ in range(5) for token in next(early)]
-    rest, other = in_turn(early, stream(target, drafter(), PROMPTS[1], **OPTIONS))
-    assert [first + rest, other] == ANSWERS[:2]
-    assert in_turn(*(stream(target, drafter(), prompt, **OPTIONS) for prompt in PROMPTS)) == ANSWERS
-
-
-def test_streams_that_shared_a_state_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a target that has one state for all."""
-    target = Target(copy.deepcopy(MODEL))
+def test_a_shared_state_is_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: a target that has one state for all."""
     state = TargetState(target)
     monkeypatch.setattr(target, "open", lambda *_: state)
-    results = in_turn(*(stream(target, NoDrafter(), prompt, **OPTIONS) for prompt in PROMPTS[:2]))
-    assert results != ANSWERS[:2]
+    streams = [stream(target, NoDrafter(), prompt, **OPTIONS) for prompt in PROMPTS[:2]]
+    try:
+        answers = run_in_turn(*streams)
+    except Exception:
+        # a state may also refuse what it does not expect
+        return
+    assert answers != ANSWERS[:2]
 
 
-def test_a_reader_by_hand_is_not_disturbed_by_a_stream() -> None:
-    """`read`, `keep` and `extend` go on in their own state, whoever else writes with the target."""
-    target = Target(copy.deepcopy(MODEL))
-    expected, tree = own_logits(MODEL, [*PROMPTS[0], 5, 6, 1]), DraftTree.chain([5, 6])
+def test_a_state_is_not_disturbed_by_a_stream(target: Target) -> None:
+    """`read`, `keep` and `extend` go on, whoever else decodes with the target."""
+    # a text of its own, beside what streams read
     state = target.open()
     state.begin(PROMPTS[0], Choose(Sampling()))
     assert answer(target, 1) == ANSWERS[1]
-    output = state.read({0: tree})[0]
+    output = state.read({0: DraftTree.chain([5, 6])})[0]
     assert answer(target, 2) == ANSWERS[2]
     state.keep({0: [0, 1]})
-    assert answer(target, 1) == ANSWERS[1]
     last = state.extend({0: [1]})[0]
+    text = [*PROMPTS[0], 5, 6, 1]
+    logits = torch.cat([output.logits, last[None]])
     torch.testing.assert_close(
-        torch.cat([output.logits, last[None]]), expected[-3:], rtol=1e-4, atol=1e-5
+        logits,
+        own_logits(MODEL, text)[-3:],
+        rtol=1e-4,
+        atol=1e-5,
     )
-    assert state.text(0) == [*PROMPTS[0], 5, 6, 1]
+    assert state.text(0) == text
 
 
 @pytest.mark.slow
-def test_threads_on_one_target_are_right() -> None:
-    """No thread gets another's text, and none crashes."""
-    target = Target(copy.deepcopy(MODEL))
-    for _ in range(3):
-        assert (
-            together(*(lambda number=number: answer(target, number) for number in range(4)))
-            == ANSWERS
-        )
-
-
-@pytest.mark.slow
-def test_targets_over_one_model_answer_in_threads() -> None:
-    """Weights are shared, and nothing else: not the attention, not the taps."""
+@pytest.mark.parametrize(
+    "is_shared",
+    [True, False],
+    ids=["one target", "targets over one model"],
+)
+def test_threads_are_right(is_shared: bool) -> None:
+    """No thread gets another's answer, on one target or on several that share only the weights."""
     model = copy.deepcopy(MODEL)
-    targets = [Target(model) for _ in range(4)]
+    # taps and attention are a target's own, weights the model's
+    shared = Target(model)
+    targets = [shared if is_shared else Target(model) for _ in PROMPTS]
+    tasks = [partial(answer, targets[index], index) for index in range(len(PROMPTS))]
+    # a race does not show every time
     for _ in range(3):
-        assert together(*(lambda n=n: answer(targets[n], n) for n in range(4))) == ANSWERS
+        assert run_in_threads(*tasks) == ANSWERS
 
 
 @pytest.mark.slow
-def test_the_users_own_model_generates_beside_a_target() -> None:
+def test_the_users_own_model_generates_while_a_target_decodes() -> None:
     """`model.generate` in another thread is not touched by what the target reads with."""
     model = copy.deepcopy(MODEL)
-    target, ids = Target(model), torch.tensor(PROMPTS[:1])
+    target = Target(model)
+    tokens = torch.tensor(PROMPTS[:1])
+    taps = (0, 2, -1)
+    expected = target.features(tokens, taps)
 
-    def own() -> list[int]:
-        return model.generate(ids, do_sample=False, max_new_tokens=COUNT)[
-            0, ids.shape[1] :
-        ].tolist()
+    def generate_with_transformers() -> list[int]:
+        output = model.generate(tokens, do_sample=False, max_new_tokens=COUNT)
+        result: list[int] = output[0, tokens.shape[1] :].tolist()
+        return result
 
-    def states() -> bool:
-        return torch.equal(target.features(ids, (0, 2, -1)), expected)
+    def read_features() -> bool:
+        return target.features(tokens, taps).equal(expected)
 
-    expected = target.features(ids, (0, 2, -1))
+    tasks = [partial(answer, target, 1), generate_with_transformers, read_features]
     for _ in range(3):
-        results = together(lambda: answer(target, 1), own, own, states, states)
-        assert results == [ANSWERS[1], ANSWERS[0], ANSWERS[0], True, True]
-
-
-def small(target: Target) -> DraftModel:
-    """The model itself as a draft model."""
-    model = build("llama")
-    return DraftModel(DraftModelSettings(), model.config, model).bind(target.head)
-
-
-SAMPLINGS = [Sampling(), Sampling(1.0, seed=3)]
-MAKES = [small, lambda _: NgramDrafter(), lambda target: FirstOf([NgramDrafter(), small(target)])]
+        assert run_in_threads(*tasks) == [ANSWERS[1], ANSWERS[0], True]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", MAKES, ids=["draft model", "n-grams", "list"])
 @pytest.mark.parametrize(
-    "sampling",
-    [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]],
-    ids=["greedy", "T=1"],
+    "make_drafter",
+    [
+        own_model,
+        lambda target: FirstOf([NgramDrafter(), own_model(target)]),
+    ],
+    ids=["draft model", "several"],
 )
-def test_streams_on_one_drafter_do_not_disturb_each_other(make: Any, sampling: Sampling) -> None:
+def test_streams_on_one_drafter_are_independent(
+    make_drafter: Callable[[Target], Drafter],
+) -> None:
     """Each is cycle by cycle what it is alone, on one target and on two."""
-    targets = [Target(copy.deepcopy(MODEL)) for _ in range(2)]
-    drafter = make(targets[0])
-    options: dict[str, Any] = {
+    first = Target(copy.deepcopy(MODEL))
+    second = Target(copy.deepcopy(MODEL))
+    sampling = Sampling(1.0, seed=3)
+    options = {
         "sampling": sampling,
         "budget": Budget.fixed(chain_paths(3)),
         **OPTIONS,
     }
-    alone = [generate(targets[0], make(targets[0]), prompt, **options) for prompt in PROMPTS[:2]]
     noise = Choose(sampling).noise
-    place = noise and (lambda at: noise([at], VOCAB_SIZE, torch.device("cpu"))[0])
-    expected = [own_answer(MODEL, prompt, COUNT, None, place) for prompt in PROMPTS[:2]]
-    for both in (targets, targets[:1] * 2):
-        traces = [Trace([]) for _ in both]
-        parts = zip(both, PROMPTS, traces, strict=False)
-        streams = [
-            stream(target, drafter, prompt, trace=trace, **options)
-            for target, prompt, trace in parts
-        ]
-        assert in_turn(*streams) == expected
+    assert noise is not None
+
+    def noise_at(position: int) -> Tensor:
+        return noise([position], VOCAB_SIZE, torch.device("cpu"))[0]
+
+    expected = [own_answer(MODEL, prompt, COUNT, None, noise_at) for prompt in PROMPTS[:2]]
+    alone = [generate(first, make_drafter(first), prompt, **options) for prompt in PROMPTS[:2]]
+    # one drafter for both, with a state for each sequence
+    drafter = make_drafter(first)
+    for targets in ((first, second), (first, first)):
+        traces = [Trace([]), Trace([])]
+        streams = []
+        for target, prompt, trace in zip(targets, PROMPTS[:2], traces, strict=True):
+            streams.append(stream(target, drafter, prompt, trace=trace, **options))
+        assert run_in_turn(*streams) == expected
         assert [trace.cycles for trace in traces] == [trace.cycles for trace in alone]
 
 
-def test_lists_that_share_a_drafter_do_not_disturb_each_other() -> None:
-    """The drafter in both lists follows the texts of both."""
-    target = Target(copy.deepcopy(MODEL))
-    shared = small(target)
+def test_lists_that_share_a_drafter_are_independent(target: Target) -> None:
+    """The drafter in both lists follows the sequences of both."""
+    shared = own_model(target)
     streams = [stream(target, FirstOf([shared]), prompt, **OPTIONS) for prompt in PROMPTS[:2]]
-    assert in_turn(*streams) == ANSWERS[:2]
+    assert run_in_turn(*streams) == ANSWERS[:2]
 
 
 @pytest.mark.slow
 def test_threads_on_one_drafter_are_right() -> None:
-    """No thread drafts by another's text, and none crashes, on targets of their own and on one."""
+    """No thread drafts by another's sequence, on targets of their own and on one."""
     targets = [Target(copy.deepcopy(MODEL)) for _ in range(3)]
-    drafter = small(targets[0])
-    for places in ([0, 1, 2], [0, 0, 0]):
-        tasks = [
-            partial(answer, targets[place], number, drafter) for number, place in enumerate(places)
-        ]
-        assert together(*tasks) == ANSWERS[:3]
+    drafter = own_model(targets[0])
+    for used in (targets, [targets[0]] * 3):
+        tasks = [partial(answer, used[index], index, drafter) for index in range(3)]
+        assert run_in_threads(*tasks) == ANSWERS[:3]

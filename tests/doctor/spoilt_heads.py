@@ -52,7 +52,10 @@ def sections(config: Config) -> list[Config]:
     ]
 
 
-def change_keys(names: tuple[str, ...], function: Callable[[Any], Any]) -> Edit:
+def change_keys(
+    names: tuple[str, ...],
+    function: Callable[[Any], Any],
+) -> Edit:
     """Put a function of a key's value in its place, wherever the config has it."""
 
     def edit(config: Config, tensors: Tensors) -> None:
@@ -64,7 +67,10 @@ def change_keys(names: tuple[str, ...], function: Callable[[Any], Any]) -> Edit:
     return edit
 
 
-def change(pattern: str, function: Callable[[Tensor], Tensor]) -> Edit:
+def change(
+    pattern: str,
+    function: Callable[[Tensor], Tensor],
+) -> Edit:
     """Put a function of each tensor whose name has this pattern in its place."""
     return lambda config, tensors: tensors.update(
         {name: function(tensor) for name, tensor in tensors.items() if re.search(pattern, name)}
@@ -120,7 +126,10 @@ def swap_halves(config: Config, tensors: Tensors) -> None:
 def randomise(matrix: Tensor) -> Tensor:
     """A normal matrix of the same size and spread."""
     return (
-        torch.randn(matrix.shape, generator=torch.Generator().manual_seed(matrix.shape[0]))
+        torch.randn(
+            matrix.shape,
+            generator=torch.Generator().manual_seed(matrix.shape[0]),
+        )
         * matrix.std()
     )
 
@@ -148,7 +157,10 @@ def set_theta(function: Callable[[float], float]) -> Edit:
 def set_rows(config: Config, tensors: Tensors) -> None:
     """Put the embedding of a target that was trained on into the folder."""
     rows = tensors["embed_tokens.weight"]
-    noise = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(
+        rows.shape,
+        generator=torch.Generator().manual_seed(0),
+    )
     tensors["embed_tokens.weight"] = rows + rows.std() * noise
 
 
@@ -182,7 +194,12 @@ BREAKS = (
         swap_halves,
         HALF_WORDS,
     ),
-    Break("half of q swapped with k", WITH_BLOCK, swap("q_proj", "k_proj", 0.5), ("q_proj",)),
+    Break(
+        "half of q swapped with k",
+        WITH_BLOCK,
+        swap("q_proj", "k_proj", 0.5),
+        ("q_proj",),
+    ),
     Break("k and v swapped", WITH_BLOCK, swap("k_proj", "v_proj"), ("k_proj and",)),
     Break("gate and up swapped", WITH_BLOCK, swap(GATE, UP), ("mlp.gate_proj and",)),
     Break("an MLP of random weights", WITH_BLOCK, change(FIRST, randomise), ("the MLP",)),
@@ -220,7 +237,12 @@ BREAKS = (
         change_keys(("norm_before_residual",), lambda on: not on),
         ("norm_before_residual",),
     ),
-    Break("d2t one too high", (EAGLE3,), change("^d2t$", lambda offsets: offsets + 1), ("d2t",)),
+    Break(
+        "d2t one too high",
+        (EAGLE3,),
+        change("^d2t$", lambda offsets: offsets + 1),
+        ("d2t",),
+    ),
     Break(
         "rows of the LM head shuffled",
         (EAGLE3, PEAGLE, MEDUSA),
@@ -233,7 +255,12 @@ BREAKS = (
         change_keys(("mask_token_id",), lambda _: 17),
         ("mask_token",),
     ),
-    Break("Markov tables swapped", (BLOCKS,), swap("markov_w1", "markov_w2"), ("markov_w1 and",)),
+    Break(
+        "Markov tables swapped",
+        (BLOCKS,),
+        swap("markov_w1", "markov_w2"),
+        ("markov_w1 and",),
+    ),
     Break(
         "sample_from_anchor negated",
         (BLOCKS,),
