@@ -79,6 +79,7 @@ def write_held_out(conversations: list[Conversation], path: Path) -> int:
             f"got {len(conversations)} conversations, expected 20 or more: one in twenty is held out for measuring"
         )
     lines = []
+    # the last ones: recipes name the first by `data.limit`
     for conversation in islice(conversations, len(conversations) - count, None):
         record: dict[str, Any] = {"id": conversation.id, "messages": conversation.messages}
         if conversation.tools:
@@ -94,11 +95,13 @@ def render_recipe(
     """Return the recipe, with a comment for each value that was chosen for this model."""
     kind = args.method
     width = sizes.hidden_size
+    # before the answers exist, the data are counted as ShareGPT's mean conversation
     tokens = conversations * TOKENS
     rate = write_rate(suggest_rate(kind, width))
     published = write_rate(PUBLISHED_RATES[kind])
     endpoint = find_server(args.model)
     drafter = f"  kind: {kind}\n"
+    # keys that only some methods have
     if kind in ("eagle1", "hass"):
         drafter += "  fc_bias: false  # vLLM's layout has none\n"
     if kind in ("eagle3", "peagle"):
@@ -140,6 +143,7 @@ def find_server(model: str) -> str | None:
         with make_opener().open(f"{SERVER}/models", timeout=1.0) as response:
             listed = {entry["id"] for entry in json.loads(response.read())["data"]}
     except (OSError, ValueError, LookupError, TypeError):
+        # nothing there, or something else
         return None
     return SERVER if model in listed else None
 
@@ -147,6 +151,7 @@ def find_server(model: str) -> str | None:
 def describe(args: argparse.Namespace, sizes: Sizes, conversations: int, body: str) -> str:
     """Return the comments above a recipe: what it is, what it will need, and the commands."""
     recipe = Recipe.model_validate(yaml.safe_load(body))
+    # a forecast is made without weights, of which such a head copies some
     lines = [
         f"{args.method} for {args.model}, written by `eagle init`: read it, and edit what you know better.",
         'How each value was chosen: docs/recipes.md, "What eagle init writes".',

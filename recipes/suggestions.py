@@ -56,6 +56,7 @@ def suggest_epochs(tokens: int) -> int:
 
 def find_unusual(recipe: Recipe, sizes: Sizes) -> Iterator[str]:
     """Yield a sentence for each setting that is far from what is suggested for a target of these sizes."""
+    # a head that goes on from another takes a lower rate
     kind = recipe.drafter.kind
     rate = recipe.train.lr
     if kind in PUBLISHED_RATES and recipe.train.init is None:
