@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from eagle import __version__
 from eagle.log import interrupted_by_user, script
-from eagle.shipped import HELP_PAGE, STAGES
+from eagle.shipped import HELP_PAGE, reach_stages
 
 
 class Verb(NamedTuple):
@@ -173,15 +173,6 @@ def printed_help(verb: str) -> str | None:
     section = rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$"
     match = re.search(section, HELP_PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return match[1] if match else None
-
-
-def reach_stages() -> None:
-    """Let this process and those that it starts import data_prep, eval and recipes."""
-    if str(STAGES) not in sys.path:
-        sys.path.insert(0, str(STAGES))
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if str(STAGES) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(STAGES), *paths])
 
 
 def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:

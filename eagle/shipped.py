@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,15 @@ STAGES = PACKAGE / "stages" if (PACKAGE / "stages").is_dir() else PACKAGE.parent
 RECIPES = STAGES / "recipes"
 HELP_PAGE = STAGES / "docs/reference/cli.md"  # the output of `--help` of every verb
 DEMO = "recipes/tiny/demo.yaml"  # what training runs where no recipe is named
+
+
+def reach_stages() -> None:
+    """Let this process and those that it starts import data_prep, eval and recipes."""
+    if str(STAGES) not in sys.path:
+        sys.path.insert(0, str(STAGES))
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if str(STAGES) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(STAGES), *paths])
 
 
 def recipe_names() -> list[str]:

@@ -59,7 +59,8 @@ def main(argv: list[str]) -> None:
 
     text = render_recipe(args, sizes, kept, folder, held_out)
     write_text(args.out, text)
-    Recipe.load(args.out)  # what is written can be read
+    # what is written can be read
+    Recipe.load(args.out)
     print(f"{args.out}: {args.method} for {args.model}, {kept:,} conversations to learn from")
     print(f"{held_out}: the last {len(conversations) - kept} of {args.data}, for measuring")
     print(f"next: eagle train {args.out} --check")

@@ -154,6 +154,9 @@ def check_call(call: Call, written: dict[str, Path]) -> None:
         overrides = getattr(args, "overrides", [])
         if "copy" in args and args.name:
             written[str(args.copy)] = find_recipe(args.name)
+        if "method" in args and "model" in args:
+            # `eagle init` writes a recipe of this method
+            written[str(args.out)] = find_recipe(f"tiny/{args.method}")
     if isinstance(recipe, str):
         load_recipe(written.get(recipe) or find_recipe(recipe), overrides)
 

@@ -239,6 +239,9 @@ class Target(ChatMixin):
         processor = processor_of(path, model, **source)
         return cls(model, tokenizer, processor, invariant)
 
+    # the name that users of transformers look for
+    from_pretrained = load
+
     def with_adapter(self, path: str | Path) -> Target:
         """Return a target that reads with a LoRA or DoRA adapter over this target's weights, which stay as they are.
 

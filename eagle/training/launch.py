@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from inspect import signature
@@ -23,6 +25,7 @@ from accelerate import (
     InitProcessGroupKwargs,
 )
 from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -153,6 +156,16 @@ def resolve_dtype(recipe: Recipe) -> Recipe:
         return recipe
     dtype = str(fastest_dtype(best_device())).removeprefix("torch.")
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"dtype": dtype})})
+
+
+@contextmanager
+def own_state() -> Iterator[None]:
+    """A context after whose end another run in this process may launch with other settings, as another precision."""
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 class _DataParallel(DistributedDataParallelKwargs):

@@ -1,0 +1,301 @@
+"""The calls for users: text, messages and names where the modules below take tokens, drafters and recipes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from eagle.core.arguments import nearest
+from eagle.core.budget import Budget, Policy
+from eagle.core.drafter import Drafter
+from eagle.core.sampling import Sampling
+from eagle.decoding import decode
+from eagle.decoding.decode import Stop
+from eagle.formats.checkpoint import load_drafter
+from eagle.recipe import OTHER_NAMES, Recipe, TrainSection
+from eagle.shipped import reach_stages
+from eagle.target.target import Target
+from eagle.training.launch import own_state, resolve_dtype
+
+# drafters that calls have named, by target, so that a second call loads nothing
+LOADED: WeakKeyDictionary[Target, dict[str, Drafter]] = WeakKeyDictionary()
+SECTIONS = set(Recipe.model_fields) - {"target"}
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | str | Path,
+    prompt: Any,
+    *,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Any = None,
+    batch_size: int | None = None,
+    max_tokens_in_cache: int | None = None,
+    **unknown: Any,
+) -> Any:
+    """Return the target's answer to a prompt, accelerated by a drafter that does not change it.
+
+    Args:
+        target: The model whose answers these are.
+        drafter: A drafter, or the name of one: a folder, a hub id, or a method without weights as "ngram".
+        prompt: The text of a user's message, a list of messages, or token ids as a list, tensor or tokenizer's output;
+            or a list of several of these.
+        temperature: Of the sampling; 0, the default, takes the likeliest token.
+        top_p: Sample from the likeliest tokens of this total probability.
+        top_k: Sample from so many of the likeliest tokens.
+        seed: Of the sampling.
+        sampling: All settings of the sampling in its place; one for all prompts or one for each. With one for all,
+            each prompt gets the next request number, so that each has its own noise.
+        max_new_tokens: For all prompts or for each.
+        stop: A token id, a string, or several; None means the target's stop tokens, an empty list none.
+        budget: What is drafted, or a policy that decides; by default the drafter's.
+        timing: Whether traces keep the seconds of cycles.
+        trace: An empty `Trace` to write to, or one for each prompt.
+        batch_size: The most prompts at once; a prompt begins when an earlier one has ended.
+        max_tokens_in_cache: The most tokens of prompts, answers and drafts at once, padded to the longest.
+
+    Returns:
+        A `Trace` with `text`, `tokens` and `acceptance_length`; for several prompts, or any list with a `batch_size`, a
+        list of traces in the prompts' order.
+
+    Raises:
+        Exception: An error that ends the only answer, or every answer. One that ends some of several stays on its
+            trace, `trace.error`, and a warning counts them.
+
+    Example:
+        >>> target = Target.load("runs/demo/target")  # doctest: +SKIP
+        >>> generate(target, "runs/demo/eagle1/head", "Hello", temperature=0.7).text  # doctest: +SKIP
+    """
+    shortcuts = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    return decode.generate(
+        target,
+        open_drafter(drafter, target),
+        encode_prompt(target, prompt),
+        sampling=join_sampling(sampling, shortcuts),
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        budget=budget,
+        timing=timing,
+        trace=trace,
+        batch_size=batch_size,
+        max_tokens_in_cache=max_tokens_in_cache,
+        **unknown,
+    )
+
+
+def stream(
+    target: Target,
+    drafter: Drafter | str | Path,
+    prompt: Any,
+    *,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    **options: Any,
+) -> Iterator[Any]:
+    """Yield new tokens as they are committed, as lists with a `text`.
+
+    The arguments are those of `generate`. With several prompts, or a `batch_size`, items are pairs (index of the
+    prompt, new tokens).
+
+    Example:
+        >>> for new in stream(target, "ngram", "Count to ten."):  # doctest: +SKIP
+        ...     print(new.text, end="")
+    """
+    shortcuts = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    return decode.stream(
+        target,
+        open_drafter(drafter, target),
+        encode_prompt(target, prompt),
+        sampling=join_sampling(sampling, shortcuts),
+        **options,
+    )
+
+
+def train(
+    model: Any,
+    tokenizer: Any,
+    conversations: Any,
+    *,
+    method: str = "eagle1",
+    output_dir: str | Path,
+    **settings: Any,
+) -> Path:
+    """Train a draft head for a model on conversations, as `eagle train` does, and return the head's folder.
+
+    Args:
+        model: A folder, a hub id or a GGUF file; or a model of transformers, which is saved into the output folder.
+        tokenizer: The model's; None where the model is named by a path.
+        conversations: A file, a hub dataset, or a list of records with `messages`, whose answers should be the model's.
+        method: The head's, such as "eagle3".
+        output_dir: The folder of the run: checkpoints, metrics, and the head in `head`.
+        settings: Keys of a recipe's section `train`, as `lr=1e-4, epochs=2`, and whole sections, as
+            `drafter={"draft_vocab": 8192}` or `data={"max_length": 1024}`.
+
+    Returns:
+        The folder of the head, which `generate` and `load_drafter` take.
+
+    Raises:
+        ValueError: For unknown settings, or data that nothing can be learned of.
+
+    Example:
+        >>> head = train("my/model", None, "chats.jsonl", method="eagle3", output_dir="runs/mine")  # doctest: +SKIP
+    """
+    out = Path(output_dir)
+    values = sort_settings(settings)
+    values["target"] = {"path": _name_model(model, tokenizer, out), **values.get("target", {})}
+    values["data"] = {"train": _name_data(conversations, out), **values["data"]}
+    values["drafter"] = {"kind": method, **values["drafter"]}
+    values["train"] = {"out": str(out), **values["train"]}
+    recipe = resolve_dtype(Recipe.parse(values, "eagle.train"))
+    reach_stages()
+    # a later run in this process may have another precision
+    with own_state():
+        import_module("recipes.train_eagle").train_head(recipe, "eagle.train")
+    return out / "head"
+
+
+def measure(
+    target: str | Path,
+    drafters: str | Path | Mapping[str, Any],
+    prompts: str | Path,
+    *,
+    output_dir: str | Path,
+    **settings: Any,
+) -> Any:
+    """Measure drafters beside plain decoding, as `eagle measure` does, and return the results.
+
+    Args:
+        target: A folder, a hub id or a GGUF file.
+        drafters: The name of one, or several by a name for the tables, each a name or a dict as a recipe's
+            `eval.drafters` has it.
+        prompts: A file of prompts or conversations.
+        output_dir: The folder that gets `results.jsonl`; what is there already is not measured again.
+        settings: Keys of a recipe's section `eval`, as `count=40, temperatures=(0.0, 1.0)`.
+
+    Returns:
+        The results, whose `groups()` hold acceptance length and speed of each drafter.
+
+    Example:
+        >>> results = measure("my/model", "runs/mine/head", "prompts.jsonl", output_dir="runs/mine")  # doctest: +SKIP
+    """
+    if not isinstance(drafters, Mapping):
+        drafters = {Path(drafters).name: drafters}
+    measured = {}
+    for name, drafter in drafters.items():
+        measured[name] = drafter if isinstance(drafter, Mapping) else {"head": str(drafter)}
+    out = str(output_dir)
+    values = {
+        "target": {"path": str(target)},
+        "data": {"train": str(prompts)},
+        "drafter": {"kind": "eagle1"},
+        "train": {"out": out},
+        "eval": {"prompts": str(prompts), "drafters": measured, **settings},
+    }
+    recipe = Recipe.parse(values, "eagle.measure")
+    reach_stages()
+    path = import_module("eval.measure").measure(recipe, "eagle.measure")
+    return import_module("eval.result_files.results").read_results(path)
+
+
+def open_drafter(drafter: Any, target: Any) -> Any:
+    """Return a drafter as it is, or the one of this name for this target, loaded at the first call."""
+    if not isinstance(drafter, (str, Path)) or not isinstance(target, Target):
+        return drafter
+    loaded = LOADED.setdefault(target, {})
+    name = str(drafter)
+    if name not in loaded:
+        loaded[name] = load_drafter(name, target)
+    return loaded[name]
+
+
+def encode_prompt(target: Any, prompt: Any) -> Any:
+    """Return the token ids of text or messages, or of several of these; anything else as it is."""
+    if not isinstance(target, Target):
+        return prompt
+    if isinstance(prompt, str) or _is_chat(prompt):
+        return target.chat(prompt)
+    if isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
+        return [target.chat(text) for text in prompt]
+    if isinstance(prompt, list) and prompt and all(_is_chat(item) for item in prompt):
+        return [target.chat(chat) for chat in prompt]
+    return prompt
+
+
+def _is_chat(prompt: Any) -> bool:
+    """Return whether a prompt is a list of messages."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(item, Mapping) and "role" in item for item in prompt)
+
+
+def join_sampling(sampling: Any, shortcuts: dict[str, Any]) -> Any:
+    """Return the sampling, or one of the settings that a call names by themselves."""
+    named = {name: value for name, value in shortcuts.items() if value is not None}
+    if not named:
+        return sampling
+    if sampling is not None:
+        raise ValueError(
+            f"got sampling and {', '.join(named)}, expected one of them: Sampling takes {', '.join(named)}, too"
+        )
+    return Sampling(**named)
+
+
+def sort_settings(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of a recipe, from whole sections and from keys of `train`."""
+    values: dict[str, dict[str, Any]] = {"data": {}, "drafter": {}, "train": {}}
+    keys = TrainSection.model_fields
+    for name, value in settings.items():
+        key = OTHER_NAMES.get(name, name)
+        if name in SECTIONS | {"target"}:
+            values[name] = {**values.get(name, {}), **value}
+        elif key in keys:
+            values["train"][key] = value
+        else:
+            raise ValueError(
+                f"eagle.train has no setting {name}{nearest(name, [*keys, *SECTIONS])}: expected a key of a recipe's "
+                "section train, or a section"
+            )
+    return values
+
+
+def _name_model(model: Any, tokenizer: Any, out: Path) -> str:
+    """Return the path of a model; one in memory is saved with its tokenizer."""
+    if isinstance(model, (str, Path)):
+        return str(model)
+    if tokenizer is None:
+        raise ValueError(
+            "the model is in memory and the tokenizer is None: pass the model's tokenizer, or its path as model"
+        )
+    folder = out / "target"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _name_data(conversations: Any, out: Path) -> str:
+    """Return the path or the name of conversations; records in memory are written to a file."""
+    if isinstance(conversations, (str, Path)):
+        return str(conversations)
+    path = out / "conversations.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for record in conversations:
+            # a list of messages is a record, too
+            whole = record if isinstance(record, Mapping) else {"messages": record}
+            file.write(json.dumps(whole, ensure_ascii=False) + "\n")
+    return str(path)
