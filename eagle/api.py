@@ -19,7 +19,6 @@ from eagle.formats.checkpoint import load_drafter
 from eagle.recipe import OTHER_NAMES, Recipe, TrainSection
 from eagle.shipped import reach_stages
 from eagle.target.target import Target
-from eagle.training.launch import own_state, resolve_dtype
 
 # drafters that calls have named, by target, so that a second call loads nothing
 LOADED: WeakKeyDictionary[Target, dict[str, Drafter]] = WeakKeyDictionary()
@@ -161,10 +160,12 @@ def train(
     values["data"] = {"train": _name_data(conversations, out), **values["data"]}
     values["drafter"] = {"kind": method, **values["drafter"]}
     values["train"] = {"out": str(out), **values["train"]}
-    recipe = resolve_dtype(Recipe.parse(values, "eagle.train"))
     reach_stages()
+    # accelerate loads with it, which decoding does not need
+    launch = import_module("eagle.training.launch")
+    recipe = launch.resolve_dtype(Recipe.parse(values, "eagle.train"))
     # a later run in this process may have another precision
-    with own_state():
+    with launch.own_state():
         import_module("recipes.train_eagle").train_head(recipe, "eagle.train")
     return out / "head"
 

@@ -38,6 +38,7 @@ WRONG: dict[str, list[str]] = {
     "eval.tune": [MISSING, JOINT],
     "recipes.forecast": [f"{MISSING} 'no override'"],
     "recipes.cards": [MISSING],
+    "recipes.init_recipe": [f"--model {GONE} --data {GONE}"],
     "recipes.overlap": [MISSING],
     "data_prep.count_tokens": [f"{MISSING} --out x", MISSING],
     "data_prep.draft_vocab": [f"{MISSING} --out x --size 3", f"{MISSING} --out x --size few"],

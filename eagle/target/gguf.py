@@ -24,6 +24,7 @@ from huggingface_hub import cached_assets_path, hf_hub_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle.disk import lock_folder, sha256, write_text
+from eagle.target.whole import check_weights
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -108,9 +109,6 @@ def unpack_gguf(file: Path, folder: Path) -> None:
     Raises:
         ValueError: if the file cannot be read, lacks weights, or its weights do not fit on the disk.
     """
-    # imported here, as that module reads paths through this one
-    from eagle.target.loading import check_weights
-
     if find_spec("gguf") is None:
         raise ValueError(f"{file} needs the package gguf to be read: `pip install gguf`")
     source: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}

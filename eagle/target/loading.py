@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,12 +30,8 @@ from eagle.target.twin import share_weights
 from eagle.target.weights.dense import keep_layout, unpack_weights
 from eagle.target.weights.packed import unpack_model
 from eagle.target.weights.quantised import check_quantised, place, read_quantization, why_not_here
+from eagle.target.whole import check_weights, is_spare
 
-# buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
-COMPUTED = re.compile(
-    r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^(model\.)?mtp(_layers)?\."
-)
-MAX_NAMED = 4  # tensors that an error lists
 # without it transformers asks in the terminal whether to run code
 NO_CODE = {"trust_remote_code": False}
 
@@ -165,39 +160,9 @@ def _is_whole(file: Path) -> bool:
         return False
 
 
-def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
-    """Refuse a model whose files lack weights or hold unknown weights."""
-    missing = sorted(report["missing_keys"])
-    unexpected = [name for name in sorted(report["unexpected_keys"]) if not _is_spare(name, model)]
-    # the text model of a larger one, whose files hold the rest, too
-    if vars(model.config).get("sub_configs", {}) or type(model.config).sub_configs:
-        unexpected = []
-    faults = []
-    if missing:
-        faults.append(f"missing weights {_list_some(missing)}")
-    if unexpected:
-        faults.append(f"unknown weights {_list_some(unexpected)}")
-    if faults:
-        raise ValueError(
-            f"{path} is no whole {model.config.model_type} model: {'; '.join(faults)}. Missing weights would be "
-            "random: take a folder that save_pretrained wrote. A draft head that was exported, or that another tool "
-            "made, comes in by `eagle import`"
-        )
-
-
-def _is_spare(name: str, model: Any) -> bool:
-    """Return whether an unknown tensor is a buffer that the model computes, or of a multi-token prediction layer."""
-    if COMPUTED.search(name):
-        return True
-    # DeepSeek-V3 and others number these layers on from the last decoder layer
-    layer = re.search(r"\.layers\.(\d+)\.", name)
-    extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
-    return layer is not None and 0 <= int(layer[1]) - model.config.num_hidden_layers < extra
-
-
 def read_spare_tensor(model: Any, name: str) -> Tensor | None:
     """Return a tensor of a multi-token prediction layer from the model's files; None if there is none."""
-    if not _is_spare(name, model):
+    if not is_spare(name, model):
         return None
     path = _find_file(model.config, SAFE_WEIGHTS_NAME)
     index = _find_file(model.config, SAFE_WEIGHTS_INDEX_NAME)
@@ -225,12 +190,6 @@ def _find_file(config: Any, name: str) -> str | None:
     folder = model_folder(config.name_or_path, options["revision"])
     path: str | None = cached_file(folder, name, **options)
     return path
-
-
-def _list_some(names: list[str]) -> str:
-    listed = ", ".join(names[:MAX_NAMED])
-    more = len(names) - MAX_NAMED
-    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
