@@ -207,9 +207,9 @@ def eagle3_states(
     return {at: rms(output, gain, shape.rms_norm_eps) for at, output in outputs.items()}
 
 
-def eagle3_logits(weights: Weights, *text_and_head: Any) -> dict:
+def eagle3_logits(weights: Weights, *args: Any, **kwargs: Any) -> dict:
     """Return {(anchor, step): logits [D]}; the arguments are those of `eagle3_states`."""
-    states = eagle3_states(weights, *text_and_head)
+    states = eagle3_states(weights, *args, **kwargs)
     return {at: weights["lm_head.weight"] @ state for at, state in states.items()}
 
 

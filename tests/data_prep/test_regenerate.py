@@ -391,12 +391,13 @@ def test_an_output_within_its_source_is_refused(command: list[str], source: Path
 def test_settings_that_exclude_each_other_are_refused() -> None:
     """The error says what to set."""
     with pytest.raises(ValueError, match=r"samples is 2 at temperature 0, .*samples=1"):
-        check_section(section_of(samples=2))
+        check_section(section_of(source="questions", samples=2))
     with pytest.raises(ValueError, match=r"drop without a server: .*reasoning=keep"):
-        check_section(section_of(reasoning="drop"))
+        check_section(section_of(source="questions", reasoning="drop"))
     sampling = {"samples": 2, "temperature": 1.0}
     check_section(
         section_of(
+            source="questions",
             reasoning="drop",
             endpoint="http://a",
             **sampling,

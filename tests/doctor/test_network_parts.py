@@ -198,7 +198,11 @@ FAULTS: list[tuple[str, Edit, str]] = [
     ("eagle3", set_taps(3, 1, 2), "layer ids [3, 1, 2] are out of order: [1, 2, 3] was meant"),
     ("eagle3", by_probe("q, k and v take [state; embedding]"), "q, k and v take [state"),
     ("eagle3", by_probe("norm_before_residual is False"), "norm_before_residual is True"),
-    ("eagle3", by_probe("rope theta is 10000 (default), expected ten"), "rope theta is 100000"),
+    (
+        "eagle3",
+        by_probe("rope theta is 10000 (default), expected ten times higher"),
+        "rope theta is 100000",
+    ),
     ("eagle3", by_probe("rows of q and k are not in halves"), "rows of q and k are not interl"),
     (
         "eagle3",

@@ -65,6 +65,11 @@ class HandedIn:
     def __call__(self, positions: list[int], vocab_size: int, device: torch.device) -> Tensor:
         return torch.stack([gumbel(position) for position in positions])
 
+    def pick(self, scores: Tensor, position: int) -> int | None:
+        """Return the token of the largest sum, by noise for every token."""
+        noise = self([position], len(scores), scores.device)[0]
+        return int((scores + noise).argmax())
+
     def forget(self, position: int) -> None:
         """Hold nothing."""
 
