@@ -82,7 +82,7 @@ def commands(page: Path) -> list[str]:
 
 def messages_of_the_project() -> str:
     """Return every text of the sources in a line of its own, with `...` for what is put in."""
-    texts = []
+    texts: list[str] = []
     for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             texts += _texts(ast.parse(path.read_text(encoding="utf-8")))
@@ -142,6 +142,7 @@ def check_call(call: Call, written: dict[str, Path]) -> None:
     """
     if call == Call("eagle", ["--version"]):
         return
+    recipe: Any
     if call.program in TRAINS or call.arguments[:1] == ["train"]:
         # training has no parser: whatever is left of the launcher's options are a recipe and overrides
         words = call.arguments
@@ -230,7 +231,7 @@ def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
     # untrained heads: commands need heads that load, not good ones
     head = Eagle1.for_target(Eagle1.Settings(fc_bias=False), target.config)
     save_head(tiny / "eagle1/head", head, Recipe.load(ROOT / name, where).dump(), {})
-    small = DraftModel.for_target(DraftModel.Settings(), target.config)
+    small = DraftModel.for_target(DraftModel.Settings(layers=2), target.config)
     save_head(tiny / "draft_model/head", small, "", {})
     answers = (tiny / "data/train.jsonl").read_text().splitlines(keepends=True)
     (tiny / "data/regenerated.jsonl").write_text("".join(answers[:20]))

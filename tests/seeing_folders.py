@@ -103,6 +103,8 @@ def read_words(words_from: Path, name: str) -> Any:
 
 def make_processor(name: str, words: Any) -> Any:
     """Return a family's processor for images of 16 x 16 and more, with image processors that need only pillow."""
+    square: Any
+    tiles: Any
     if name == "llava":
         square = CLIPImageProcessorPil(**SQUARE)
         return LlavaProcessor(square, words, chat_template=TEMPLATE, image_token="<image>", **LLAVA)

@@ -115,8 +115,9 @@ def unpack_gguf(file: Path, folder: Path) -> None:
     # newer releases of transformers leave the weights packed unless they are told otherwise
     if hasattr(transformers, "GgufConfig"):
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loader: Any = AutoModelForCausalLM
     with _explaining_errors(file):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = loader.from_pretrained(
             file.parent, dtype=torch.float32, output_loading_info=True, **source
         )
     # a tensor that transformers has no name for would be left at random

@@ -183,7 +183,7 @@ def _find_file(config: Any, name: str) -> str | None:
     """Return the path of one of a loaded model's files, from its folder or the hub; None if it has no such file."""
     if not config.name_or_path:
         return None
-    options = {
+    options: dict[str, Any] = {
         "revision": getattr(config, "_commit_hash", None),
         "_raise_exceptions_for_missing_entries": False,
     }

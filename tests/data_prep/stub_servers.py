@@ -169,7 +169,7 @@ def pool_at(
     assert section.endpoint
     addresses = section.endpoint
     if isinstance(addresses, str):
-        addresses = [addresses]
+        addresses = (addresses,)
     # a first wait of 0 s makes all waits 0
     backoff = Backoff(section.seed, first)
     endpoints = []
@@ -205,7 +205,7 @@ def regenerate(
         pool_at(section, key=key),
         reader_of(target),
         section,
-        *share,
+        *share,  # type: ignore[arg-type]  # index and count, at most
     )
 
 

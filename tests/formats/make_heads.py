@@ -65,7 +65,10 @@ def make_head(
     """Return an untrained head for a target, whose draft vocabulary is drawn from the supervised tokens."""
     parsed = settings_of(settings, "test")
     method = DRAFTERS[parsed.kind]
-    weights = {"weights": target.tensor} if method.reads.weights else {}
+    weights = {}
+    # a stand-in that lends embedding and LM head alone has no further weights to start from
+    if method.reads.weights and hasattr(target, "tensor"):
+        weights["weights"] = target.tensor
     tokens = [torch.tensor(supervised)]
     return method.for_target(parsed, target.config, target.head, tokens, **weights)
 

@@ -66,7 +66,13 @@ UNREAD = ("inv_freq", "prefix_embeding_layer.embed_tokens.weight", "input_embed_
 
 def head_of(name: str, config: Any = TARGET) -> Any:
     """Return a random head, bound to the target's embedding and LM head."""
-    return random_head({"levels": LEVELS, **HEADS[name]}, borrow_from(config))
+    head = random_head({"levels": LEVELS, **HEADS[name]}, borrow_from(config))
+    if head.settings.kind == "hydra":
+        # the authors' code runs the second block of a level again and again
+        for _, second, *others in head.blocks:
+            for block in others:
+                block.load_state_dict(second.state_dict())
+    return head
 
 
 def share_blocks(head: Any) -> None:
