@@ -39,6 +39,7 @@ GROUPS = {
             "recipes.tiny.make_target",
             "train the tiny model of the recipes in tiny/, with its data",
         ),
+        "env": Verb("eagle.command.environment", "versions and devices, for a bug report"),
     },
     "Train a head": {
         "prepare": Verb(
@@ -123,7 +124,10 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
         print(overview(), file=sys.stderr)
         sys.exit(2)
     name, *rest = words
-    if name in HELP:
+    if name == "help" and rest:
+        # `eagle help VERB` is `eagle VERB --help`
+        name, rest = rest[0], ["--help"]
+    if name in HELP | {"help"}:
         show(overview())
     if name == "--version":
         show(f"eagle {__version__}")

@@ -10,11 +10,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
-from eagle.__main__ import VERBS, main, printed_help
+from eagle.__main__ import VERBS, find_verb, main, overview, printed_help
+from eagle.command.environment import main as environment
 from eagle.command.launcher import SHARED
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +27,7 @@ MISSING = "missing/recipe.yaml"
 JOINT = str(ROOT / "recipes/tiny/medusa2.yaml")  # a recipe that makes a new target
 ENGINE = f"--target {GONE} --environment {GONE} --engine"
 # verbs that do something without arguments, or end with status 0
-WORKING = ("demo", "recipes", "tiny-target", "train", "forecast")
+WORKING = ("demo", "recipes", "tiny-target", "train", "forecast", "env")
 # the commands, and wrong arguments of each beside those that all get
 WRONG: dict[str, list[str]] = {
     # stages whose recipe is not there
@@ -233,3 +236,24 @@ def test_every_argument_is_explained(folder: str) -> None:
 def test_help_tells_how_processes_share_the_work(verb: str) -> None:
     """Of every verb whose stage runs on several processes."""
     assert "--processes N" in (printed_help(verb) or "")
+
+
+def test_the_environment_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Versions of what matters, and of packages that are not installed that they are not."""
+    environment([])
+    facts = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert facts["transformers"] == version("transformers")
+    assert facts["torch"].startswith(torch.__version__)
+    assert {"eagle", "python", "processor", "device", "gguf"} <= facts.keys()
+
+
+def test_help_of_a_verb_has_two_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    """`eagle help measure` and `eagle measure --help`; `eagle help` lists all verbs."""
+    printed = []
+    for words in (["help", "measure"], ["measure", "--help"], ["help"]):
+        with pytest.raises(SystemExit):
+            find_verb(words)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "usage: eagle measure" in printed[0]
+    assert printed[2].strip() == overview()
