@@ -104,7 +104,14 @@ def stream(
     top_k: int | None = None,
     seed: int | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
-    **options: Any,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop: Stop = None,
+    budget: Budget | Policy | None = None,
+    timing: bool = False,
+    trace: Any = None,
+    batch_size: int | None = None,
+    max_tokens_in_cache: int | None = None,
+    **unknown: Any,
 ) -> Iterator[Any]:
     """Yield new tokens as they are committed, as lists with a `text`.
 
@@ -121,7 +128,14 @@ def stream(
         open_drafter(drafter, target),
         encode_prompt(target, prompt),
         sampling=join_sampling(sampling, shortcuts),
-        **options,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        budget=budget,
+        timing=timing,
+        trace=trace,
+        batch_size=batch_size,
+        max_tokens_in_cache=max_tokens_in_cache,
+        **unknown,
     )
 
 

@@ -242,7 +242,7 @@ def main(argv: list[str]) -> None:
         "drafter", help="a head's folder or hub id, or a method without weights, such as ngram"
     )
     parser.add_argument(
-        "--target", required=True, help="the model that answers: a folder or a hub id"
+        "--target", "--model", required=True, help="the model that answers: a folder or a hub id"
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token"

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("prompt", help="what the user says, as a text")
     parser.add_argument(
-        "--target", required=True, help="the model that answers: a folder or a hub id"
+        "--target", "--model", required=True, help="the model that answers: a folder or a hub id"
     )
     parser.add_argument(
         "--image", action="append", default=[], metavar="PATH", help="an image before the prompt"

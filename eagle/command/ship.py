@@ -21,7 +21,7 @@ def run_export(argv: list[str]) -> None:
     """Write a head in the layout that an engine reads."""
     parser = argparse.ArgumentParser(prog="eagle export", description=run_export.__doc__)
     parser.add_argument("head", help="the head's folder")
-    parser.add_argument("--target", required=True, help=TARGET)
+    parser.add_argument("--target", "--model", required=True, help=TARGET)
     parser.add_argument(
         "--to", required=True, choices=list(EXPORTERS), help="the engine that will read it"
     )
@@ -44,7 +44,9 @@ def run_import(argv: list[str]) -> None:
     )
     parser.add_argument("out", help="the folder to write")
     parser.add_argument(
-        "--target", help=f"{TARGET}; needed where its embedding or sizes are not in the checkpoint"
+        "--target",
+        "--model",
+        help=f"{TARGET}; needed where its embedding or sizes are not in the checkpoint",
     )
     parser.add_argument(
         "--taps", help="inputs of which layers it reads, as 2,16,29, where its config does not tell"
@@ -68,7 +70,9 @@ def run_inspect(argv: list[str]) -> None:
     parser.add_argument(
         "folder", help="a head, an export or another tool's checkpoint: a folder or a hub id"
     )
-    parser.add_argument("--target", help=f"{TARGET}, with which the checkpoint is compared")
+    parser.add_argument(
+        "--target", "--model", help=f"{TARGET}, with which the checkpoint is compared"
+    )
     args = parser.parse_args(argv)
     findings = inspect(args.folder, args.target)
     print(findings)
@@ -80,7 +84,7 @@ def run_doctor(argv: list[str]) -> None:
     """Tell why a head accepts as little as it does; status 1 if it is broken."""
     parser = argparse.ArgumentParser(prog="eagle doctor", description=run_doctor.__doc__)
     parser.add_argument("head", help="a head's folder or hub id")
-    parser.add_argument("--target", required=True, help=TARGET)
+    parser.add_argument("--target", "--model", required=True, help=TARGET)
     parser.add_argument("--prompts", help="a file of conversations; by default a few questions")
     parser.add_argument(
         "--server", help="address of a running vLLM or SGLang, whose acceptance is compared"
