@@ -344,7 +344,8 @@ WRONG_CALLS: list[tuple[Callable[[Target], Any], str]] = [
     (lambda target: target.chat("hello"), "no chat template"),
     (lambda target: decode(target, NONE, [1] * 200, 57), "lower max_new_tokens to 56"),
     (lambda target: decode(target, NONE, [1], 0), "max_new_tokens is 0"),
-    (lambda target: decode(target, NONE, "hello", 1), "use target.chat"),
+    # text is a message, and this target has no tokenizer
+    (lambda target: decode(target, NONE, "hello", 1), "no chat template"),
     (lambda target: decode(target, NONE, torch.ones(2, 2, 3), 1), r"shape \(2, 2, 3\)"),
     (lambda target: generate(target, NONE, [1], stop=["x"]), "need a tokenizer"),
     (lambda _: Target.load(Path(__file__).parent), "folder without config.json"),
