@@ -78,7 +78,7 @@ def measure_largest_gap(model: Any, target: Target) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.not_long("gemma3_text", "llama4_text", "qwen3_5_text", "gpt_neo")
+@pytest.mark.not_long("gemma3_text", "qwen3_5_text", "gpt_neo")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_answers_part_only_at_near_ties(model_type: str) -> None:
     """Known and random trees, alone and in batches of three."""
