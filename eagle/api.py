@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from eagle.core.arguments import nearest
 from eagle.core.budget import Budget, Policy
@@ -15,13 +14,11 @@ from eagle.core.drafter import Drafter
 from eagle.core.sampling import Sampling
 from eagle.decoding import decode
 from eagle.decoding.decode import Stop
-from eagle.formats.checkpoint import load_drafter
+from eagle.formats.checkpoint import WEIGHTS, load_drafter
 from eagle.recipe import OTHER_NAMES, Recipe, TrainSection
 from eagle.shipped import reach_stages
 from eagle.target.target import Target
 
-# drafters that calls have named, by target, so that a second call loads nothing
-LOADED: WeakKeyDictionary[Target, dict[str, Drafter]] = WeakKeyDictionary()
 SECTIONS = set(Recipe.model_fields) - {"target"}
 
 
@@ -77,6 +74,7 @@ def generate(
         >>> target = Target.load("runs/demo/target")  # doctest: +SKIP
         >>> generate(target, "runs/demo/eagle1/head", "Hello", temperature=0.7).text  # doctest: +SKIP
     """
+    # the decoder below takes tokens, a loaded drafter and one Sampling
     shortcuts = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     return decode.generate(
         target,
@@ -122,6 +120,7 @@ def stream(
         >>> for new in stream(target, "ngram", "Count to ten."):  # doctest: +SKIP
         ...     print(new.text, end="")
     """
+    # its arguments are checked at the call, before the first token is asked for
     shortcuts = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     return decode.stream(
         target,
@@ -214,6 +213,7 @@ def measure(
     for name, drafter in drafters.items():
         measured[name] = drafter if isinstance(drafter, Mapping) else {"head": str(drafter)}
     out = str(output_dir)
+    # measuring reads neither data nor drafter, which every recipe has
     values = {
         "target": {"path": str(target)},
         "data": {"train": str(prompts)},
@@ -228,14 +228,22 @@ def measure(
 
 
 def open_drafter(drafter: Any, target: Any) -> Any:
-    """Return a drafter as it is, or the one of this name for this target, loaded at the first call."""
+    """Return a drafter as it is, or the one of this name for this target, loaded at the first call.
+
+    It is loaded again when its weights were written anew, or the target lends another LM head since.
+    """
     if not isinstance(drafter, (str, Path)) or not isinstance(target, Target):
         return drafter
-    loaded = LOADED.setdefault(target, {})
+    # a changed model gets its head here
+    target.refresh()
     name = str(drafter)
-    if name not in loaded:
-        loaded[name] = load_drafter(name, target)
-    return loaded[name]
+    weights = Path(name) / WEIGHTS
+    written = weights.stat().st_mtime_ns if weights.is_file() else None
+    loaded = target.named_drafters.get(name)
+    if loaded is None or loaded[0] is not target.head or loaded[1] != written:
+        loaded = (target.head, written, load_drafter(name, target))
+        target.named_drafters[name] = loaded
+    return loaded[2]
 
 
 def encode_prompt(target: Any, prompt: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import eagle
 from eagle import Sampling, Target, generate, load_drafter, measure, stream, train
 from eagle.decoding import decode
+from eagle.formats.checkpoint import WEIGHTS, save_pretrained
+from tests.batches import new_head
 
 QUESTION = "What is it?"
 CHAT = [{"role": "user", "content": QUESTION}]
@@ -91,6 +94,7 @@ def test_a_head_is_trained_and_measured_in_python(tiny_target_dir: Path, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     heads = []
+    # accelerate keeps the precision of a run for the whole process, unless it is told to forget
     for dtype in ("float32", "bfloat16"):
         head = train(
             model,
@@ -120,6 +124,17 @@ def test_a_head_is_trained_and_measured_in_python(tiny_target_dir: Path, tmp_pat
     assert {group.drafter for group in results.groups()} == {"none", "head", "ngram"}
     target = Target.from_pretrained(folder, dtype="float32")
     assert generate(target, heads[0], "Who?", max_new_tokens=8).tokens
+
+
+def test_a_named_head_is_loaded_again_when_it_was_written_anew(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    """A notebook that trains a head twice into one folder decodes with the second."""
+    save_pretrained(new_head("eagle1", tiny_target), tmp_path)
+    first = eagle.api.open_drafter(tmp_path, tiny_target)
+    assert eagle.api.open_drafter(tmp_path, tiny_target) is first
+    os.utime(tmp_path / WEIGHTS, ns=(1, 1))
+    assert eagle.api.open_drafter(tmp_path, tiny_target) is not first
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -109,6 +109,8 @@ class Target(ChatMixin):
         self.viewed: TargetView | None = None
         self.found_variance: str | None = None  # None: not looked for yet, "": none
         self.spare: TargetState | None = None
+        # drafters that calls have named: the LM head they borrow, when their weights were written, and themselves
+        self.named_drafters: dict[str, tuple[Any, int | None, Any]] = {}
         self.weight_mark = WeightMark(model)
         self.model_mark = ModelMark(model, self.config, self.reader.hooked, volatile)
 

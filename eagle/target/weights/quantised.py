@@ -15,6 +15,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
+from eagle.target.gguf import is_gguf
+
 GUIDE = "docs/quantised.md"
 INSTEAD = f"take the plain weights, or a format of {GUIDE} that loads here"
 UNFIT = (ImportError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError)
@@ -64,6 +66,9 @@ METHODS = {
 
 def read_quantization(path: Any, **source: Any) -> dict[str, Any] | None:
     """Return the quantization_config of a folder's or a hub id's config.json; None without one, or without a config."""
+    # whose weights are unpacked, and which would be read whole as a config
+    if is_gguf(path):
+        return None
     try:
         config, _ = PreTrainedConfig.get_config_dict(path, revision=source.get("revision"))
     except (OSError, ValueError):  # the loader tells what is wrong
