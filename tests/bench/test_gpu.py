@@ -29,6 +29,7 @@ ABOUT = {
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_fault_costs_only_itself_and_a_second_call_goes_on(tmp_path: Path) -> None:
     """An error, a crash and a hang are recorded; what failed is tried again."""
     context = Context(

@@ -42,6 +42,8 @@ def small_head(name: str) -> Any:
 
 
 @pytest.mark.slow
+# half precision takes minutes a case on CPUs without instructions for it
+@pytest.mark.not_long("*-float32-*", "EAGLE-1-bfloat16-*", "EAGLE-3, 32,000 drafted-bfloat16-1")
 @pytest.mark.parametrize(
     ("name", "dtype", "accumulation"),
     [

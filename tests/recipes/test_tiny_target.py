@@ -238,6 +238,7 @@ def test_half_of_a_hybrid_is_linear_attention(tokenizer: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", MODELS)
 def test_the_same_seed_gives_the_same_weights(
     architecture: str, tiny_target_dir: Path, tokenizer: Any, tmp_path: Path

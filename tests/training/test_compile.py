@@ -77,6 +77,7 @@ def test_compiled_steps_are_the_eager_ones(name: str, dtype: torch.dtype, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_fault_in_what_is_compiled_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
