@@ -48,6 +48,8 @@ FAMILY = {
     "nemotron-3-nano": "nemotron_h",
     "gemma-3n": "gemma3n_text",
     "llama-4-scout": "llama4_text",
+    "qwen2.5-coder-0.5b": "qwen2",
+    "gemma3-270m": "gemma3_text",
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -225,10 +227,11 @@ def count_by_hand(settings: Any, sizes: dict[str, Any]) -> int:
         # three states are joined; the first layer reads embedding and state beside each other
         first = 3 * width * width + layer + width * (queries + 2 * keys)
         first += (2 + 3 * settings.fc_norm) * width
+        lm_head = (settings.draft_vocab or sizes["vocab_size"]) * width
         if kind == "eagle3":
-            return first + 32_000 * width
-        # further layers, an LM head over all tokens, and what a mask reads in place of three states
-        return first + (settings.blocks - 1) * layer + (sizes["vocab_size"] + 3) * width
+            return first + lm_head
+        # further layers, and what a mask reads in place of three states
+        return first + (settings.blocks - 1) * layer + lm_head + 3 * width
 
     # EAGLE-1 and HASS have no norm before attention
     return fused + settings.fc_bias * width + layer - width
@@ -246,7 +249,8 @@ def count_levels(settings: Any, sizes: dict[str, Any], layer: int) -> int:
         return levels * (2 * vocab + 2) * inner + projections
 
     if settings.kind == "medusa":
-        return levels * (settings.layers * (width * width + width) + width * vocab)
+        lm_head = width * vocab if settings.lm_head == "own" else 0
+        return levels * (settings.layers * (width * width + width) + lm_head)
     # Hydra: two matrices side by side, further gates, an LM head; a Llama layer in front
     total = levels * ((settings.layers - 1) * (width + 1) * width + vocab * (width + 1))
     for level in range(levels):
