@@ -83,9 +83,9 @@ def small_config() -> LlamaConfig:
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/recipes.md has its tables of recipes, of states of sequences, and of targets."""
+    """docs/measurements/forecasts.md has its tables of recipes, of states of sequences, and of targets."""
     module.main([])
-    page = (ROOT / "docs/recipes.md").read_text()
+    page = (ROOT / "docs/measurements/forecasts.md").read_text()
     tables = capsys.readouterr().out.strip().split("\n\n")
     assert len(tables) == 3
     for printed in tables:
@@ -102,7 +102,7 @@ def test_rows_of_the_page_are_what_the_command_prints() -> None:
         table({small: forecast(recipe, sizes_of(small), 68_000)}),
         table_of_states({hybrid: sizes_of(hybrid).text or TextMemory(0, 0)}),
     ]
-    page = (ROOT / "docs/recipes.md").read_text()
+    page = (ROOT / "docs/measurements/forecasts.md").read_text()
     for printed in tables:
         assert printed.splitlines()[-1] in page
 
