@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.documents import blocks
 
-PAGE = Path(__file__).parent.parent / "docs/adding-a-method.md"
+PAGE = Path(__file__).parent.parent / "docs/guides/own-method.md"
 METHOD = next(text for text in blocks(PAGE, "python") if "class Recurrent(" in text)
 LOOKUP = '''"""The last token, again and again."""
 

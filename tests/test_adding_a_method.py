@@ -1,4 +1,4 @@
-"""The method on docs/adding-a-method.md takes the way that the page describes: checks, training, measuring, export.
+"""The method on docs/guides/own-method.md takes the way that the page describes: checks, training, measuring, export.
 
 Faults that are planted in this method are in tests/conformance/test_planted_methods.py.
 """
@@ -31,21 +31,29 @@ from eagle.formats.checkpoint import load_head
 from eagle.formats.export import EXPORTERS
 from eval.measure import main as measure
 from recipes.train_eagle import main as train
-from tests.documents import ROOT, blocks
+from tests.documents import ROOT, blocks, commands
 from tests.recipes import test_recipes
 
-PAGE = ROOT / "docs/adding-a-method.md"
-METHOD, LAYOUT = blocks(PAGE, "python")
-(RECIPE,) = blocks(PAGE, "yaml")
+PAGE = ROOT / "docs/guides/own-method.md"
+(METHOD,) = [text for text in blocks(PAGE, "python") if "class Recurrent(" in text]
+(LAYOUT,) = [text for text in blocks(PAGE, "python") if "def layout(" in text]
+(OUTSIDE,) = [text for text in blocks(PAGE, "yaml") if text.startswith("# recurrent.yaml")]
+# of a method that was contributed
+RECIPE = OUTSIDE.replace("kind: recurrent.py:Recurrent", "kind: recurrent")
 (ROW,) = blocks(PAGE, "markdown")
-COMMANDS = "".join(blocks(PAGE, "sh")).splitlines()
-# the lines that a reader adds to the registries of methods and of engines
-(KIND, CLASS), (ENGINE, _) = re.findall(r'^\+ +"(\w+)": (\w+),$', PAGE.read_text(), re.MULTILINE)
+# what needs no model of the reader's, then the export
+VERBS = ("eagle extract", "eagle train", "eagle measure", "eagle export")
+COMMANDS = [
+    line
+    for line in [*commands(PAGE), *"".join(blocks(PAGE, "sh")).splitlines()]
+    if line.startswith(VERBS)
+]
+# the lines that a reader adds to the registries of engines and of methods
+(ENGINE, _), (KIND, CLASS) = re.findall(r'^\+ +"(\w+)": (\w+),$', PAGE.read_text(), re.MULTILINE)
 STAGES: dict[str, Callable[[list[str]], None]] = {
-    "data_prep.extract": extract,
-    "recipes/train_eagle.py": train,
-    "eval.measure": measure,
-    "eagle": eagle,
+    "extract": extract,
+    "train": train,
+    "measure": measure,
 }
 FEW = [
     "data.limit=100",
@@ -104,19 +112,20 @@ def test_the_example_keeps_to_the_rules_of_its_places(
     registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Imports go down only and to no other method; the recipe and the row are found."""
-    assert not wrong_imports(f"eagle.drafters.{KIND}", ast.parse(METHOD))
+    assert not wrong_imports(f"eagle.drafters.recurrent.{KIND}", ast.parse(METHOD))
     assert not wrong_imports(f"eagle.formats.engines.{ENGINE}", ast.parse(LAYOUT))
     methods = {method.__module__ for method in DRAFTERS.values()}
     assert not methods & set(re.findall(r"^from (\S+)", METHOD, re.MULTILINE))
     # the files that a reader writes, where the page says
     recipe = f"recipes/tiny/{KIND}.yaml"
-    files = {"docs/papers.md": ROW, recipe: RECIPE, f"eagle/drafters/{KIND}.py": METHOD}
+    module = f"eagle/drafters/recurrent/{KIND}.py"
+    files = {"docs/papers.md": ROW, recipe: RECIPE, module: METHOD}
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert recipe in PAGE.read_text()
-    assert f"eagle/drafters/{KIND}.py" in PAGE.read_text()
+    assert f"| `{module}` | the method |" in PAGE.read_text()
     # the project's own tests of recipes and rows, in a folder with the page's files alone
     monkeypatch.setattr(test_recipes, "ROOT", tmp_path)
     test_recipes.test_every_method_has_a_row_among_the_papers_and_a_recipe(KIND)
@@ -129,8 +138,7 @@ def followed(
 ) -> Path:
     """The page's commands, run in order on little data, in a folder where `make tiny` seems to have run."""
     folder = tmp_path_factory.mktemp("followed")
-    (folder / "recipes/tiny").mkdir(parents=True)
-    (folder / f"recipes/tiny/{KIND}.yaml").write_text(RECIPE)
+    (folder / f"{KIND}.yaml").write_text(RECIPE)
     data = folder / "runs/tiny/data"
     data.mkdir(parents=True)
     (folder / "runs/tiny/target").symlink_to(tiny_target_dir / "target")
@@ -140,12 +148,12 @@ def followed(
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for line in COMMANDS:
-            # `python -m X` and `accelerate launch X` as X
-            words = re.sub(r"^(python|accelerate launch)( -m)? ", "", line)
-            program, *arguments = shlex.split(words, comments=True)
-            few = FEW if arguments[0].endswith(".yaml") else []
-            STAGES[program]([*arguments, *few])
-    return folder / f"runs/tiny/{KIND}"
+            _, verb, *arguments = shlex.split(line)
+            if verb in STAGES:
+                STAGES[verb]([*arguments, *FEW])
+            else:
+                eagle([verb, *arguments])
+    return folder / f"runs/{KIND}"
 
 
 @pytest.mark.slow
@@ -186,5 +194,5 @@ def test_the_exported_example_is_the_trained_one(followed: Path, tiny_target: Ta
     entered = F.silu(F.linear(normed, tensors["enter.weight"], tensors["enter.bias"]))
     expected = states + F.linear(entered, tensors["leave.weight"], tensors["leave.bias"])
     torch.testing.assert_close(head.step(tokens, states, tiny_target.head), expected)
-    target = (followed.parent / "target").resolve()
+    target = (followed.parent / "tiny/target").resolve()
     assert f"my-engine {target} " in (folder / "README.md").read_text()

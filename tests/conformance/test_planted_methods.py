@@ -17,7 +17,7 @@ from eagle.formats.export import EXPORTERS
 from eagle.formats.layout import Layout, tensors_of
 from tests.outside_methods import METHOD
 
-# lines of the method in docs/adding-a-method.md that faults replace
+# lines of the method in docs/guides/own-method.md that faults replace
 GROWN = """return grow(
             update.root, frozen.logits(states)[0], level, budget, self.noise, self.length + 1
         )"""

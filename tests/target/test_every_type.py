@@ -15,7 +15,7 @@ from tests.target.type_outcomes import RESULTS, find_outcome
 
 STORED = json.loads(RESULTS.read_text())
 IS_SAME_RELEASE = STORED["run"]["transformers"] == transformers.__version__
-PAGE = Path(__file__).parents[2] / "docs" / "lossless.md"
+PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "lossless.md"
 MAX_UNBUILT = 10  # types that transformers does not build small
 MIN_SERVED = 170  # types that read trees
 REASONS = {
