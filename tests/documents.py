@@ -13,6 +13,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,8 @@ ROOT = Path(__file__).parent.parent
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 DOCS = [page for page in sorted((ROOT / "docs").glob("**/*.md")) if page not in GUIDES]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# a block in a tab of a page is indented
+FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"[A-Z_]+=")  # set for one command
 # verbs of `eagle` that take minutes, or end with what does
 STAGES = {
@@ -69,7 +71,8 @@ class Call:
 
 def blocks(page: Path, language: str) -> list[str]:
     """Return every fenced block of a language."""
-    return [text for found, text in FENCE.findall(page.read_text()) if found == language]
+    found = FENCE.findall(page.read_text())
+    return [dedent(text) for _, name, text in found if name == language]
 
 
 def commands(page: Path) -> list[str]:

@@ -100,7 +100,7 @@ def test_no_page_installs_what_is_not_published() -> None:
     [
         "README.md",
         "docs/index.md",
-        "docs/guides/laptop.md",
+        "docs/guides/hardware.md",
         "recipes/tiny/demo.py",
         "Makefile",
         "eagle/README.md",
@@ -123,7 +123,7 @@ def test_the_laptop_guide_has_the_demos_figures() -> None:
     length = head.estimate(ACCEPTANCE_LENGTH).value
     speedup = head.estimate(SPEED_UP).value
     sentence = f"τ {length:.2f} at T = 0 and decoded {speedup:.2f} ×"
-    assert sentence in (ROOT / "docs/guides/laptop.md").read_text()
+    assert sentence in (ROOT / "docs/guides/hardware.md").read_text()
 
 
 def test_the_table_across_methods_is_that_of_the_result_files() -> None:

@@ -1,7 +1,7 @@
 """On a simulated accelerator, decoding, training and extraction give the CPU's results and wait at known places only.
 
 tests/simulated.py simulates the device, in a process of its own. tests/simulated_runs.py names the runs. The table of
-docs/accelerators.md lists the waits that are checked here.
+docs/measurements/decoding-speed.md lists the waits that are checked here.
 """
 
 from __future__ import annotations

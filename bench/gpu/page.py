@@ -12,7 +12,7 @@ RESULTS = ROOT / "docs/results"
 PAGE = "docs/measurements/gpu.md"
 HEAD = """# On a GPU
 
-`python -m bench.gpu` measures this package on one GPU ([how to run it](../accelerators.md#measure-on-a-gpu)). This page
+`python -m bench.gpu` measures this package on one GPU ([how to run it](../install.md#measure-on-a-gpu)). This page
 is written from its result files by `python -m bench.gpu --page`.
 """
 NOTHING = """

@@ -64,9 +64,9 @@ SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
     ("measurements/data-preparation", comparison_table, "compare_stores compare_stores_chat"),
     ("measurements/long-context", comparison_table, "compare_window"),
     ("measurements/methods", comparison_table, "compare_tiny compare_hybrid compare_hybrid_llama"),
-    ("guides/model-that-sees", comparison_table, "compare_seeing"),
-    ("recipes", memory_table, "memory"),
-    ("recipes", card_table, "cards"),
+    ("measurements/images", comparison_table, "compare_seeing"),
+    ("measurements/forecasts", memory_table, "memory"),
+    ("measurements/forecasts", card_table, "cards"),
 ]
 CASES = [(page, table, file) for page, table, files in SHOWN for file in files.split()]
 

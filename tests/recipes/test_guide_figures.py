@@ -10,7 +10,7 @@ from recipes.forecast import GB, forecast, sizes_of
 from tests.documents import ROOT
 
 CONVERSATIONS = 10_000
-# rows of docs/guides/one-gpu.md: model, head, features; recipe and what changes it
+# rows of docs/guides/hardware.md: model, head, features; recipe and what changes it
 ONE_GPU = {
     "Llama 3.1 8B | EAGLE-1 | stored": "llama-3.1-8b/eagle1 train.accumulation=8",
     "Qwen3 8B | EAGLE-1 | stored": "qwen3-8b/eagle1 train.accumulation=8",
@@ -45,7 +45,7 @@ def test_a_row_of_the_guide_for_one_gpu_is_its_forecast(row: str) -> None:
     name, *overrides = ONE_GPU[row].split()
     recipe = Recipe.load(find_recipe(name), [*overrides, f"data.limit={CONVERSATIONS}"])
     run = forecast(recipe, sizes_of(recipe.target.path), CONVERSATIONS, cards=1)
-    page = (ROOT / "docs/guides/one-gpu.md").read_text()
+    page = (ROOT / "docs/guides/hardware.md").read_text()
     shown = page.partition(f"\n| {row} |")[2].splitlines()[0]
     # the first cells after the name of the row
     memory, disk, hours = (cell.strip() for cell in shown.split("|")[:3])
