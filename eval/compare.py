@@ -23,7 +23,7 @@ import torch
 from eagle.data.identity import differences, target_identity
 from eagle.device import best_device
 from eagle.disk import lock_folder, write_text
-from eagle.log import interrupted_by_user, progress, script
+from eagle.log import JSON_HELP, interrupted_by_user, json_alone, progress, script
 from eagle.shipped import commit
 from eagle.training.trackers import Trackers, check_trackers
 from eval.comparison.compare_decode import Decoder
@@ -44,7 +44,8 @@ def prepare(comparison: Comparison) -> None:
         if Path(path).exists():
             continue
         print(f"{path} is not there yet: python {command}", flush=True)
-        done = subprocess.run([sys.executable, *shlex.split(command)])
+        # what it tells is no part of the result
+        done = subprocess.run([sys.executable, *shlex.split(command)], stdout=2)
         if done.returncode or not Path(path).exists():
             raise ValueError(
                 f"{path} is still missing after `python {command}` (status {done.returncode}): see above"
@@ -168,13 +169,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--report", action="store_true", help="the table of the results that are there"
     )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)
     comparison = Comparison.load(args.comparison, args.overrides)
-    if args.report:
-        print(report(comparison, Rows(comparison.folder)))
-        return
-    with interrupted_by_user(lambda: GOES_ON), lock_folder(comparison.folder):
-        print(run(comparison))
+    with json_alone(args.json) as write_json:
+        if args.report:
+            print(report(comparison, Rows(comparison.folder)))
+        else:
+            with interrupted_by_user(lambda: GOES_ON), lock_folder(comparison.folder):
+                print(run(comparison))
+        write_json(json.loads((comparison.folder / "comparison.json").read_text()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eagle.disk import write_text
 from eagle.log import script
@@ -52,6 +53,11 @@ SECTIONS = {
     "answers": ("Answers", answers),
     "lossless": ("Losslessness", losslessness),
     "made": ("Made by", provenance),
+}
+FIGURES = {
+    "acceptance_length": ACCEPTANCE_LENGTH,
+    "tokens_per_second": TOKENS_PER_SECOND,
+    "speedup": SPEED_UP,
 }
 # escaping keeps model text from being markup; should it ever fail, the browser still runs and fetches nothing
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -130,6 +136,26 @@ def markdown(path: str | Path) -> str:
         if key != "id" and not isinstance(value, dict | list)
     ]
     return "\n".join([*lines, "", f"<sub>{', '.join(header)}</sub>"])
+
+
+def figures(path: str | Path) -> dict[str, Any]:
+    """Return the figures over all answers of each drafter, for programs, and what made them."""
+    results = read_results(path)
+    groups = []
+    for group in results.groups():
+        row: dict[str, Any] = {
+            "drafter": group.drafter,
+            "temperature": group.temperature,
+            "batch_size": group.batch_size,
+            "answers": len(group.answers),
+            "identical": group.identical,
+            "differing": group.differing,
+        }
+        # each with the ends of its interval
+        for name, metric in FIGURES.items():
+            row[name] = group.estimate(metric)
+        groups.append(row)
+    return {"file": str(path), "run": results.header, "groups": groups}
 
 
 def _overall_lines(groups: Sequence[Group]) -> list[str]:

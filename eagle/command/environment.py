@@ -11,6 +11,7 @@ import torch
 
 from eagle import __version__
 from eagle.device import best_device, fastest_dtype
+from eagle.log import JSON_HELP, json_alone
 from eagle.shipped import commit
 
 PACKAGES = (
@@ -29,12 +30,16 @@ PACKAGES = (
 def main(argv: list[str]) -> None:
     """Print versions, processor and devices, to be pasted into a bug report."""
     parser = argparse.ArgumentParser(prog="eagle env", description=main.__doc__)
-    parser.parse_args(argv)
-    print(describe_environment())
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    args = parser.parse_args(argv)
+    facts = read_environment()
+    with json_alone(args.json) as write_json:
+        print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
+        write_json(facts)
 
 
-def describe_environment() -> str:
-    """Return a line for each fact."""
+def read_environment() -> dict[str, str]:
+    """Return each fact by its name."""
     device = best_device()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {
@@ -49,7 +54,7 @@ def describe_environment() -> str:
         facts[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB"
     for name in PACKAGES:
         facts[name] = _version_of(name)
-    return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
+    return facts
 
 
 def _version_of(package: str) -> str:

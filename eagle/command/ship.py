@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 
 from eagle.doctor import Diagnosis, Drift, examine, measure_drift
 from eagle.formats.checkpoint import load_head
@@ -12,6 +13,7 @@ from eagle.formats.export import EXPORTERS, export
 from eagle.formats.networks.eagle_heads import MEANINGS
 from eagle.formats.reading.foreign import import_head, inspect
 from eagle.formats.reading.target_files import embedding_dtype
+from eagle.log import JSON_HELP, json_alone
 from eagle.target.target import Target
 
 TARGET = "the model that the head drafts for: a folder or a hub id"
@@ -73,9 +75,12 @@ def run_inspect(argv: list[str]) -> None:
     parser.add_argument(
         "--target", "--model", help=f"{TARGET}, with which the checkpoint is compared"
     )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_args(argv)
-    findings = inspect(args.folder, args.target)
-    print(findings)
+    with json_alone(args.json) as write_json:
+        findings = inspect(args.folder, args.target)
+        print(findings)
+        write_json({**asdict(findings), "fatal": findings.fatal})
     if findings.fatal:
         sys.exit(1)
 
@@ -93,17 +98,20 @@ def run_doctor(argv: list[str]) -> None:
         "--base",
         help="the head's own target; tells what it loses on TARGET, a fine-tune or adapter",
     )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_args(argv)
-    report: Diagnosis | Drift
-    if not args.base:
-        report = examine(args.head, args.target, args.prompts, args.server)
-    elif args.server:
+    if args.base and args.server:
         raise ValueError(
             "--base compares two targets without a server: got --server too, expected one of both"
         )
-    else:
-        report = measure_drift(args.head, args.base, args.target, args.prompts)
-    print(report)
+    report: Diagnosis | Drift
+    with json_alone(args.json) as write_json:
+        if args.base:
+            report = measure_drift(args.head, args.base, args.target, args.prompts)
+        else:
+            report = examine(args.head, args.target, args.prompts, args.server)
+        print(report)
+        write_json(report.to_json())
     # a drift calls for training, not for repairs
     if isinstance(report, Diagnosis) and report.broken:
         sys.exit(1)

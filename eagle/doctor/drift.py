@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ class Drift:
         if self.kept >= TRAIN_ON:
             return f"train the head on: {what}; set train.init to it, on answers of the fine-tune"
         return f"train a new head: {what}, too little for a start"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict with its figures."""
+        return {"verdict": self.verdict, "kept": self.kept, **asdict(self)}
 
     def __str__(self) -> str:
         lines = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,6 +147,11 @@ class Effect:
             and not self.only_eases
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the change, whether it mends a fault beyond doubt, and its gains."""
+        gains = {"greedy": self.greedy, "sampled": self.sampled}
+        return {"change": self.probe.fault, "is_sure": self.is_sure, **gains}
+
     def __str__(self) -> str:
         return f"{self.probe.fault}: τ {self.greedy}, drawn drafts {self.sampled}"
 
@@ -164,6 +170,21 @@ class Diagnosis:
     def broken(self) -> bool:
         """Whether the head has a fault or belongs to another target."""
         return self.verdict.startswith(("broken", "made for another target"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict with its figures: acceptance by level, and the gains of what was changed."""
+        values: dict[str, Any] = {
+            "verdict": self.verdict,
+            "broken": self.broken,
+            "faults": [effect.to_json() for effect in self.faults],
+            "tried": [effect.to_json() for effect in self.tried],
+            "notes": self.notes,
+        }
+        if self.figures is not None:
+            values["levels"] = self.figures.rates()
+            values["greedy_tau"] = self.figures.greedy_tau
+            values["sampled_tau"] = self.figures.sampled_tau
+        return values
 
     def __str__(self) -> str:
         lines = [f"verdict: {self.verdict}"]

@@ -9,9 +9,11 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict, is_dataclass
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from time import monotonic
 from traceback import walk_tb
@@ -40,6 +42,8 @@ OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
 LOST_AFTER = 10.0  # seconds after which a Ctrl-C that ended nothing comes again
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
+QUIET = "EAGLE_QUIET"  # set where nothing tells of progress
+JSON_HELP = "print the result as one JSON object; all other text goes to stderr"
 # in gloo's and NCCL's words
 LOST = (
     "Connection reset by peer",
@@ -115,6 +119,39 @@ def script(
         if not leave_message(sentence):
             print(f"error: {sentence}", file=sys.stderr, flush=True)
         sys.exit(status)
+
+
+@contextmanager
+def json_alone(asked: bool) -> Iterator[Callable[[Any], None]]:
+    """Yield what writes a value as JSON; where that is asked for, stdout gets nothing else, and stderr all other text.
+
+    Args:
+        asked: Whether the command line has `--json`; without it, what is yielded writes nothing.
+    """
+    out = sys.stdout
+
+    def write(value: Any) -> None:
+        if asked:
+            print(json.dumps(as_json(value)), file=out, flush=True)
+
+    with redirect_stdout(sys.stderr if asked else out):
+        yield write
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON holds it: what is neither a number nor a container as text, and no infinite numbers."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    elif hasattr(value, "_asdict"):
+        # a named tuple
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    return value if isinstance(value, int | None) else str(value)
 
 
 def has_lost_others(error: BaseException) -> bool:
@@ -298,6 +335,7 @@ def progress(
         note: Returns what is shown beside.
     """
     console = Console(stderr=True)
+    show = show and QUIET not in os.environ
     # outside a terminal a bar would be shown at its end alone
     if show and not console.is_terminal and not console.is_jupyter:
         with ProgressLines(what, unit, total, done, note=note, out=console.file) as lines:

@@ -279,9 +279,11 @@ def test_the_exit_status_tells_the_verdict(
     foreign_heads.write(head, foreign_heads.without(foreign_heads.specforge(), "fc.weight"))
     command = ["doctor", str(head), "--target", str(target)]
     with pytest.raises(SystemExit) as broken:
-        main(command)
+        main([*command, "--json"])
     assert broken.value.code == 1
-    assert "verdict: broken: fc.weight is missing" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "verdict: broken: fc.weight is missing" in printed.err
+    assert json.loads(printed.out)["broken"] is True
     with pytest.raises(SystemExit) as misused:
         main([*command, "--prompts", str(tmp_path / "none.jsonl")])
     assert misused.value.code == 2

@@ -126,8 +126,10 @@ def test_a_planted_drift_is_found(
         # the next token of the vocabulary in place of the same one
         parrot.lm_head.weight.copy_(parrot.lm_head.weight.roll(1, 0))
     tuned = save_model(parrot, mixing_target, tmp_path / "tuned")
-    main(["doctor", head, "--target", tuned, "--base", base, "--prompts", prompts])
-    report = capsys.readouterr().out
+    main(["doctor", head, "--target", tuned, "--base", base, "--prompts", prompts, "--json"])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["by_temperature"].keys() == {"0.0", "1.0"}
+    report = printed.err
     assert report.startswith("verdict: train a new head: its drafts add 0%")
     assert "T = 1: " in report
 

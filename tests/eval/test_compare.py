@@ -138,6 +138,8 @@ def test_a_finished_comparison_is_reported_and_not_made_again(
 
     main([path])
     assert capsys.readouterr().out.endswith(shown)
+    main([path, "--report", "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads((out / "comparison.json").read_text())
     assert (out / "results.jsonl").read_bytes() == results
 
     header = read_lines(out / "results.jsonl")[0]["run"]
