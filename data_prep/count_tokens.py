@@ -1,4 +1,4 @@
-"""Count the tables to draft from: `eagle count-tokens RECIPE [key=value ...] --out FOLDER`."""
+"""Count the tables to draft from: `eagle prepare RECIPE --only tokens --out FOLDER`."""
 
 # T tokens, V vocabulary
 
@@ -145,7 +145,7 @@ def report(tables: Tables) -> str:
 
 def main(argv: list[str]) -> None:
     """Count the tokens, save the tables, and print what was counted."""
-    parser = command_line("eagle count-tokens", __doc__)
+    parser = command_line("eagle prepare --only tokens", __doc__)
     parser.add_argument("--out", required=True, help="the folder to write, as runs/tiny/bigram")
     parser.add_argument(
         "--kind",

@@ -1,4 +1,4 @@
-"""Choose a draft vocabulary: `eagle draft-vocab RECIPE [key=value ...] --size D --out PATH`."""
+"""Choose a draft vocabulary: `eagle prepare RECIPE --only draft-vocab --size D --out PATH`."""
 
 # D draft vocabulary, V target vocabulary
 
@@ -55,7 +55,7 @@ def report(counts: Tensor, size: int) -> str:
 
 def main(argv: list[str]) -> None:
     """Count the supervised tokens, save the most frequent, and print how many they cover."""
-    parser = command_line("eagle draft-vocab", __doc__)
+    parser = command_line("eagle prepare --only draft-vocab", __doc__)
     parser.add_argument("--size", type=int, required=True, help="tokens in the draft vocabulary")
     parser.add_argument(
         "--out", required=True, help="the file to write, as runs/tiny/draft_vocab.safetensors"

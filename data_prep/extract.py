@@ -32,7 +32,11 @@ def main(argv: list[str]) -> None:
     """Fill, verify or forecast the recipe's feature store; every launched process does its share."""
     parser = command_line("eagle extract", __doc__.splitlines()[0])
     parser.add_argument(
-        "--forecast", action="store_true", help="tell tokens, bytes and time, and stop"
+        "--estimate",
+        "--forecast",
+        dest="forecast",
+        action="store_true",
+        help="tell tokens, bytes and time, and stop",
     )
     parser.add_argument("--verify", action="store_true", help="read every byte back")
     parser.add_argument(

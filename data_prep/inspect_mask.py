@@ -1,4 +1,4 @@
-"""Show which tokens are supervised, and check the mask: `eagle inspect-mask RECIPE [key=value ...]`."""
+"""Show which tokens are supervised, and check the mask: `eagle prepare RECIPE --only masks`."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def quartiles(lengths: Sequence[int]) -> str:
 
 def main(argv: list[str]) -> None:
     """Print and write what the recipe's data teach; end with an error if a check fails."""
-    parser = command_line("eagle inspect-mask", __doc__)
+    parser = command_line("eagle prepare --only masks", __doc__)
     parser.add_argument("--count", type=int, default=3, help="conversations to show")
     parser.add_argument("--html", metavar="PATH", help="write them there, too")
     args = parser.parse_intermixed_args(argv)

@@ -6,7 +6,9 @@ from data_prep import inspect_mask, regenerate
 from eagle.data.features import world
 from eagle.log import script
 from eagle.recipe import Recipe
-from eagle.recipe.command_lines import command_line
+from eagle.recipe.command_lines import ProgramOption, command_line
+
+STEPS = ("answers", "masks", "overlap", "draft-vocab", "tokens")
 
 
 def main(argv: list[str]) -> None:
@@ -16,6 +18,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--html", metavar="PATH", help="write them there, too")
     parser.add_argument(
         "--without-failed", action="store_true", help="finish without the conversations that failed"
+    )
+    # for which `eagle` runs the program of that step
+    parser.add_argument(
+        "--only",
+        action=ProgramOption,
+        choices=STEPS,
+        help="run one step, which has options of its own: see `eagle help prepare --only STEP`",
     )
     args = parser.parse_intermixed_args(argv)
     recipe = [args.recipe, *args.overrides]

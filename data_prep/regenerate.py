@@ -1,4 +1,4 @@
-"""Replace the data's answers by the target's own: `eagle regenerate RECIPE [key=value ...]`."""
+"""Replace the data's answers by the target's own: `eagle prepare RECIPE --only answers`."""
 
 from __future__ import annotations
 
@@ -191,9 +191,13 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
 
 def main(argv: list[str]) -> None:
     """Replace every answer, keep what is done, and print a summary."""
-    parser = command_line("eagle regenerate", __doc__)
+    parser = command_line("eagle prepare --only answers", __doc__)
     parser.add_argument(
-        "--forecast", action="store_true", help="say how long it would take, and stop"
+        "--estimate",
+        "--forecast",
+        dest="forecast",
+        action="store_true",
+        help="say how long it would take, and stop",
     )
     parser.add_argument(
         "--without-failed", action="store_true", help="finish without the conversations that failed"

@@ -105,7 +105,7 @@ def check_supervision(supervised: int, tokens: int, source: str, tally: Tally) -
             f"{explain_nothing(source, tally)}\nWhat became of its records:\n{tally.table()}"
         )
     if supervised == tokens:
-        print("warning: every token is supervised; look at `eagle inspect-mask RECIPE`")
+        print("warning: every token is supervised; look at `eagle prepare RECIPE --only masks`")
 
 
 def explain_nothing(source: str, tally: Tally) -> str:
@@ -120,9 +120,9 @@ def explain_nothing(source: str, tally: Tally) -> str:
         return (
             f"{source} gives nothing to learn from: its records are questions without an answer "
             f"({tally.dropped[NO_ANSWER]:,}). Let the target answer first: name the file in regenerate.source, and run "
-            "`eagle regenerate`"
+            "`eagle prepare`"
         )
-    return f"{source} gives nothing to learn from: look at `eagle inspect-mask RECIPE`"
+    return f"{source} gives nothing to learn from: look at `eagle prepare RECIPE --only masks`"
 
 
 def reading_options(recipe: Recipe) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def reading_options(recipe: Recipe) -> dict[str, Any]:
     data = recipe.data
     if recipe.regenerate and data.train == recipe.regenerate.out and not Path(data.train).exists():
         raise ValueError(
-            f"{data.train} is not there: run `eagle regenerate RECIPE` first, which makes it"
+            f"{data.train} is not there: run `eagle prepare RECIPE` first, which makes it"
         )
     return read_options(data)
 

@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
-from eagle.__main__ import GROUPS, VERBS, overview, run_verb
+from eagle.__main__ import GROUPS, OLD, VERBS, overview, run_verb
 from eagle.shipped import HELP_PAGE as PAGE
 
 INTRODUCTION = """# Command line
@@ -19,6 +19,12 @@ INTRODUCTION = """# Command line
 the package: `eagle recipes` lists them. `key=value` replaces a value of the recipe, as `train.lr=1e-3`;
 [recipe keys](recipes.md) lists all of them.
 """
+OLD_NAMES = """## Old names
+
+They go on working, with the same arguments.
+
+| old | now |
+|---|---|"""
 
 
 def print_help(verb: str) -> str:
@@ -45,6 +51,8 @@ def page() -> str:
         for name, verb in verbs.items():
             about = verb.about[0].upper() + verb.about[1:]
             sections.append(f"### eagle {name}\n\n{about}.\n\n```text\n{print_help(name)}\n```\n")
+    rows = [f"| `eagle {old}` | `eagle {new}` |" for old, new in OLD.items()]
+    sections.append("\n".join([OLD_NAMES, *rows, ""]))
     return "\n".join(sections)
 
 

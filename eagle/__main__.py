@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from eagle import __version__
-from eagle.log import interrupted_by_user, script
+from eagle.log import QUIET, interrupted_by_user, script
 from eagle.shipped import HELP_PAGE, reach_stages
 
 
@@ -26,66 +26,67 @@ class Verb(NamedTuple):
     function: str = "main"
 
 
+# A verb whose arguments choose another program, as `prepare --only masks`, has a line for each; `--help` lists verbs.
 GROUPS = {
     "Start": {
-        "demo": Verb(
-            "recipes.tiny.demo", "every stage on a small model: two to five minutes, no downloads"
+        "demo": Verb("recipes.tiny.demo", "every stage on a small model: minutes, no downloads"),
+        "demo --tiny-target": Verb(
+            "recipes.tiny.make_target",
+            "train the tiny model of the recipes in tiny/, with its data",
         ),
         "init": Verb("recipes.init_recipe", "write a recipe for your model and your conversations"),
         "recipes": Verb(
             "eagle.command.copy_recipe", "list the recipes that come with eagle; copy one"
         ),
-        "tiny-target": Verb(
-            "recipes.tiny.make_target",
-            "train the tiny model of the recipes in tiny/, with its data",
-        ),
         "env": Verb("eagle.command.environment", "versions and devices, for a bug report"),
     },
     "Train a head": {
         "prepare": Verb(
-            "data_prep.prepare", "write the target's own answers, then show what is learned of them"
+            "data_prep.prepare", "write the target's own answers, show what is learned of them"
         ),
-        "extract": Verb("data_prep.extract", "store the target's hidden features"),
-        "train": Verb(
-            "eagle.command.launcher", "train the head; --check tries everything first", "train"
+        "prepare --only answers": Verb(
+            "data_prep.regenerate", "write the target's own answers, and no more"
         ),
-        "forecast": Verb("recipes.forecast", "memory, disk and hours of a run"),
-        "check-method": Verb(
-            "eagle.command.check_method", "what every method must hold, of one of your own"
+        "prepare --only masks": Verb("data_prep.inspect_mask", "show which tokens are learned"),
+        "prepare --only overlap": Verb(
+            "recipes.overlap", "evaluation prompts that stand in the training data"
         ),
-        "draft-vocab": Verb(
+        "prepare --only draft-vocab": Verb(
             "data_prep.draft_vocab", "choose the tokens of a smaller draft vocabulary"
         ),
-        "count-tokens": Verb("data_prep.count_tokens", "count tables for drafters without weights"),
-        "regenerate": Verb("data_prep.regenerate", "only the first half of prepare"),
-        "overlap": Verb("recipes.overlap", "evaluation prompts that stand in the training data"),
-        "inspect-mask": Verb("data_prep.inspect_mask", "only the second half of prepare"),
+        "prepare --only tokens": Verb(
+            "data_prep.count_tokens", "count tables for drafters without weights"
+        ),
+        "extract": Verb("data_prep.extract", "store the target's hidden features"),
+        "train": Verb("eagle.command.launcher", "train the head; --check tries it first", "train"),
+        "train --estimate": Verb("recipes.forecast", "memory, disk and hours of a run"),
+        "check-method": Verb(
+            "eagle.command.check_method", "check a method of your own by what all must hold"
+        ),
     },
     "Measure": {
         "measure": Verb("eval.measure", "acceptance length and speed, beside plain decoding"),
+        "measure --verify": Verb(
+            "eval.lossless", "compare every answer with the untouched model's own"
+        ),
+        "measure --tune": Verb("eval.tune", "the draft tree that is fastest on this machine"),
         "report": Verb("eval.report", "measurements as one page"),
         "compare": Verb("eval.compare", "train and measure several methods on equal terms"),
-        "tune": Verb("eval.tune", "the draft tree that is fastest on this machine"),
-        "lossless": Verb("eval.lossless", "compare every answer with the untouched model's own"),
     },
     "Use and ship": {
-        "chat": Verb(
-            "eagle.command.chat",
-            "a conversation in the terminal: drafts in green, and what they gain",
-        ),
         "generate": Verb(
-            "eagle.command.generate", "stream an answer, drafted by a head or a method's name"
+            "eagle.command.generate", "stream an answer with drafts; no prompt: a conversation"
         ),
         "export": Verb(
             "eagle.command.ship", "write a head as a serving engine reads it", "run_export"
         ),
-        "card": Verb(
-            "eagle.command.write_card", "write the README.md of a head or of data, for a hub"
-        ),
         "push": Verb(
             "eagle.command.share",
-            "send a head, features or answers to a hub; shows first what would go",
+            "show what would go to a hub of a head or data; send it",
             "run_push",
+        ),
+        "push --card": Verb(
+            "eagle.command.write_card", "write the README.md of a head or of data, for a hub"
         ),
         "pull": Verb(
             "eagle.command.share", "bring them from a hub, every file verified", "run_pull"
@@ -100,13 +101,33 @@ GROUPS = {
     },
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+# verbs that go on working, and what is written instead of each
+OLD = {
+    "regenerate": "prepare --only answers",
+    "inspect-mask": "prepare --only masks",
+    "overlap": "prepare --only overlap",
+    "draft-vocab": "prepare --only draft-vocab",
+    "count-tokens": "prepare --only tokens",
+    "forecast": "train --estimate",
+    "lossless": "measure --verify",
+    "tune": "measure --tune",
+    "card": "push --card",
+    "tiny-target": "demo --tiny-target",
+    "chat": "generate",
+}
 LIGHT = {"recipes"}  # verbs that need no torch
 VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
 # in which the processes that a verb starts are told
 PLUGINS = "EAGLE_PLUGINS"
 TRUST_CODE = "EAGLE_TRUST_CODE"
+# by which Hugging Face's libraries show no bars
+BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 HELP = {"-h", "--help"}
-USAGE = "usage: eagle VERB [arguments]      `eagle VERB --help` tells the arguments of one"
+USAGE = "usage: eagle VERB [arguments]      `eagle help VERB` tells the arguments of one"
+FOR_ALL = """\
+train, prepare, extract and measure take --processes N. All verbs take -q (no
+progress), --plugin PATH.py (methods of your own, by their names there) and
+--trust-code (run the method.py beside a head of others: read it first)."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -123,19 +144,25 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
     if not words:
         print(overview(), file=sys.stderr)
         sys.exit(2)
-    name, *rest = words
-    if name == "help" and rest:
+    if words[0] == "help" and words[1:]:
         # `eagle help VERB` is `eagle VERB --help`
-        name, rest = rest[0], ["--help"]
-    if name in HELP | {"help"}:
+        words = [*words[1:], "--help"]
+    given = words[0]
+    if given in HELP | {"help"}:
         show(overview())
-    if name == "--version":
+    if given == "--version":
         show(f"eagle {__version__}")
+    name, rest = find_program(words)
     if name not in VERBS:
-        near = difflib.get_close_matches(name, VERBS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(VERBS)}"
+        shown = [verb for verb in VERBS if " " not in verb]
+        near = difflib.get_close_matches(name, [*shown, *OLD], n=1)
+        hint = f"expected one of {', '.join(shown)}"
+        if near:
+            hint = f"did you mean {OLD.get(near[0], near[0])}?"
         print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
+    if given in OLD and QUIET not in os.environ:
+        print(f"eagle {given} is `eagle {OLD[given]}` now; the old name works too", file=sys.stderr)
     if HELP & set(rest):
         # the verb's own parser would import torch first
         text = printed_help(name)
@@ -144,6 +171,24 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
     reach_stages()
     verb = partial(run_verb, name, VERBS[name], plugins=plugins, trusts_heads=trusts_heads)
     return verb, rest, 2 if name in VERDICTS else 1
+
+
+def find_program(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the key of `VERBS` that a command line runs, and the arguments that are left for its program.
+
+    `prepare R --only masks`, `prepare R --only=masks` and the old `inspect-mask R` are one program.
+    """
+    name, *rest = [*OLD.get(words[0], words[0]).split(), *words[1:]]
+    for program in VERBS:
+        verb, *option = program.split()
+        if verb != name or not option:
+            continue
+        for spelled in (option, ["=".join(option)]):
+            for start in range(len(rest)):
+                end = start + len(spelled)
+                if rest[start:end] == spelled:
+                    return program, rest[:start] + rest[end:]
+    return name, rest
 
 
 def show(text: str) -> NoReturn:
@@ -157,17 +202,8 @@ def overview() -> str:
     lines = [USAGE]
     for title, group in GROUPS.items():
         lines.append(f"\n{title}:")
-        lines += [f"  {name:<14}{verb.about}" for name, verb in group.items()]
-    lines.append(
-        "\ntrain, prepare, extract, measure and lossless take --processes N: see `eagle train --help`."
-    )
-    lines.append(
-        "All verbs take --plugin PATH.py (methods of your own, by the names that they have there) and"
-    )
-    lines.append(
-        "--trust-code (run the method.py beside a head that another has made: read it first)."
-    )
-    return "\n".join(lines)
+        lines += [f"  {name:<14}{verb.about}" for name, verb in group.items() if " " not in name]
+    return "\n".join([*lines, "", FOR_ALL])
 
 
 def printed_help(verb: str) -> str | None:
@@ -180,14 +216,17 @@ def printed_help(verb: str) -> str | None:
 
 
 def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:
-    """Return the plugins, whether heads' code is trusted, and the other arguments.
+    """Return the plugins, whether heads' code is trusted, and the other arguments; obey `--quiet`.
 
-    Both are those of this command line or of the process that began this one.
+    All are those of this command line or of the process that began this one.
     """
     parser = argparse.ArgumentParser(prog="eagle", usage=USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--plugin", action="append", default=[])
     parser.add_argument("--trust-code", action="store_true")
+    parser.add_argument("-q", "--quiet", action="store_true")
     args, rest = parser.parse_known_args(argv)
+    if args.quiet:
+        os.environ.update(dict.fromkeys((QUIET, *BARS), "1"))
     plugins = [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
     for path in args.plugin:
         # a process that begins here may run in another folder
@@ -221,7 +260,8 @@ def run_verb(
     trusts_heads: bool = False,
 ) -> None:
     """Run a stage, here or on several processes, or a verb of the package itself."""
-    if "torch" not in sys.modules and not HELP & set(argv) and name not in LIGHT:
+    has_to_wait = "torch" not in sys.modules and not HELP & set(argv) and name not in LIGHT
+    if has_to_wait and QUIET not in os.environ:
         print(
             f"eagle {name}: importing torch and transformers, a few seconds ...",
             file=sys.stderr,

@@ -1,9 +1,10 @@
-"""Compare drafted output with the untouched model's own: `eagle lossless RECIPE [--batch-size N]`."""
+"""Compare drafted output with the untouched model's own: `eagle measure RECIPE --verify`."""
 
 # V vocabulary
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import deque
@@ -23,7 +24,7 @@ from eagle.core.verify import Choose
 from eagle.decoding.decode import generate
 from eagle.disk import write_text
 from eagle.formats.checkpoint import load_drafter
-from eagle.log import progress, script
+from eagle.log import JSON_HELP, json_alone, progress, script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 from eagle.target.bits.near_ties import add_noise, first_difference, in_last_places
@@ -502,7 +503,7 @@ class _Certifier:
 
 def main(argv: list[str]) -> None:
     """Compare, print the verdicts, and write them beside the results; ends with 1 if output differs."""
-    parser = command_line("eagle lossless", __doc__)
+    parser = command_line("eagle measure --verify", __doc__)
     parser.add_argument(
         "--batch-size", type=int, metavar="N", help="texts at a time (default: the recipe's)"
     )
@@ -518,8 +519,17 @@ def main(argv: list[str]) -> None:
         action="store_true",
         help="compare with the model in float32 too, which needs memory for a third set of weights",
     )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)
+    with json_alone(args.json) as write_json:
+        certificate = certify_recipe(args)
+        write_json(certificate)
+    if not all(verdict["lossless"] for verdict in certificate["verdicts"]):
+        sys.exit(f"the output of a drafter is not the model's own: see {certificate['file']}")
 
+
+def certify_recipe(args: argparse.Namespace) -> dict[str, Any]:
+    """Compare as a command line asks, print the verdicts, and return the certificate with the file that holds it."""
     overrides = list(args.overrides)
     if args.batch_size is not None:
         overrides.append(f"eval.batch_size={args.batch_size}")
@@ -560,8 +570,7 @@ def main(argv: list[str]) -> None:
     certificate = {"run": header, "verdicts": [verdict.to_json() for verdict in verdicts]}
     path = Path(recipe.train.out) / "lossless.json"
     write_text(path, json.dumps(certificate, indent=2) + "\n")
-    if not all(verdict.is_lossless for verdict in verdicts):
-        sys.exit(f"the output of a drafter is not the model's own: see {path}")
+    return {"file": str(path), **certificate}
 
 
 if __name__ == "__main__":

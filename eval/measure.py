@@ -19,9 +19,9 @@ from eagle.decoding.decode import generate
 from eagle.decoding.forward_costs import Costs
 from eagle.device import ThreadsOfLongWork
 from eagle.disk import lock_path, write_text
-from eagle.log import interrupted_by_user, progress, script
+from eagle.log import JSON_HELP, interrupted_by_user, json_alone, progress, script
 from eagle.recipe import Recipe
-from eagle.recipe.command_lines import command_line
+from eagle.recipe.command_lines import ProgramOption, command_line
 from eagle.target.target import Target
 from eagle.training.trackers import Trackers
 from eval.costs import NOT_DRAFTING
@@ -38,7 +38,7 @@ from eval.measure_batches import measure_batches
 from eval.measurement import Measurement
 from eval.processes import ALONE, Processes
 from eval.prompts import Case, encode_prompt, questions
-from eval.report import markdown, page
+from eval.report import figures, markdown, page
 from eval.result_files.answer_rows import Row, row_of
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
 from eval.result_files.write_results import ResultsWriter, merge_parts, part_of, read_stored
@@ -325,12 +325,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--again", action="store_true", help="measure anew; the rows that are there are kept aside"
     )
+    parser.add_argument(
+        "--verify",
+        action=ProgramOption,
+        nargs=0,
+        help="compare every answer with the model's own: see `eagle help measure --verify`",
+    )
+    parser.add_argument(
+        "--tune",
+        action=ProgramOption,
+        nargs=0,
+        help="find the fastest draft tree: see `eagle help measure --tune`",
+    )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)
     recipe = Recipe.load(args.recipe, args.overrides)
     processes = Processes.join()
     # only the first process writes the file, so only it holds the lock
     lock = lock_path(results_file(recipe), hold=processes.is_first)
-    with interrupted_by_user(lambda: GOES_ON), lock:
+    with interrupted_by_user(lambda: GOES_ON), lock, json_alone(args.json) as write_json:
         path = measure(recipe, args.recipe, again=args.again, processes=processes)
         processes.wait()
         if processes.is_first:
@@ -338,6 +351,7 @@ def main(argv: list[str]) -> None:
             table = markdown(path)
             print(table)
             log_measurement(recipe, path, table)
+            write_json(figures(path))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The fastest budget for a head on this machine: `eagle tune RECIPE [key=value ...] [--write] [--exhaustive]`.
+"""The fastest budget for a head on this machine: `eagle measure RECIPE --tune`.
 
 Bare forwards are timed, the target answers the tuning prompts once, and every candidate is replayed along its answers:
 exactly the cycles that it would decode in. Tokens per second are those cycles at the prices of the bare forwards; a
@@ -7,6 +7,7 @@ drafter that takes no forwards pays for its drafts what they took in the replays
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from eagle.decoding.cycle_times import measure_costs
 from eagle.decoding.forward_costs import PENDING, Costs
 from eagle.device import ThreadsOfLongWork
 from eagle.formats.checkpoint import load_drafter, write_budget
-from eagle.log import progress, script
+from eagle.log import JSON_HELP, json_alone, progress, script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target
@@ -370,7 +371,7 @@ def policy_line(tuning: Tuning) -> str:
 
 def main(argv: list[str]) -> None:
     """Time bare forwards, replay the candidates, print what they would bring, and say what to decode with."""
-    parser = command_line("eagle tune", __doc__)
+    parser = command_line("eagle measure --tune", __doc__)
     parser.add_argument(
         "--write", action="store_true", help="put the budget into the head's config.json"
     )
@@ -380,7 +381,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--exhaustive", action="store_true", help="replay every candidate, and compare the choice"
     )
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)
+    with json_alone(args.json) as write_json:
+        write_json(tune(args))
+
+
+def tune(args: argparse.Namespace) -> dict[str, Any]:
+    """Tune as a command line asks, print how, and return the budget to decode with and its figures."""
     recipe = Recipe.load(args.recipe, args.overrides)
     target = load_target(recipe)
     head = Path(recipe.train.out) / "head"
@@ -419,6 +427,14 @@ def main(argv: list[str]) -> None:
     if args.write:
         write_budget(head, budget)
         print(f"written into {head}/config.json")
+    chosen = tuning.trial(budget)
+    return {
+        "budget": budget,
+        "reason": reason,
+        "acceptance_length": chosen.acceptance_length,
+        "modelled_speedup": chosen.speed / tuning.trial(NOT_DRAFTING).speed,
+        "num_speculative_tokens": fastest.budget.depth,
+    }
 
 
 def _try_all(tuning: Tuning, candidates: Sequence[Budget], chosen: Budget) -> None:

@@ -310,7 +310,7 @@ def read_sample(recipe: Recipe) -> Sample:
         raise ValueError(explain_nothing(recipe.data.train, tally))
     raise ValueError(
         f"{recipe.data.train} gives {len(usable)} usable examples, {STEPS} steps need {needed}: lower "
-        "train.batch_size, or look at `eagle inspect-mask RECIPE`"
+        "train.batch_size, or look at `eagle prepare RECIPE --only masks`"
     )
 
 

@@ -1,4 +1,4 @@
-"""Disk, memory and hours before a run: `eagle forecast [RECIPE ...]` prints them as Markdown."""
+"""Disk, memory and hours before a run: `eagle train [RECIPE ...] --estimate` prints them as Markdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from eagle.data.identity import tap_identity
 from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import head_shape
-from eagle.log import script
+from eagle.log import JSON_HELP, json_alone, script
 from eagle.recipe import DataSection, Recipe, TargetSection
 from eagle.recipe.command_lines import recipe_parser
 from eagle.shipped import RECIPES, STAGES
@@ -365,10 +365,10 @@ def table(rows: dict[str, Forecast]) -> str:
     return "\n".join(lines)
 
 
-def of_recipes(
+def forecasts_of(
     words: list[str], cards: int = CARDS, tflops: float = TFLOPS, conversations: int | None = None
-) -> str:
-    """Return the tables of forecasts and of recurrent states for recipes; `key=value` words apply to each of them."""
+) -> tuple[dict[str, Forecast], dict[str, TextMemory]]:
+    """Return forecasts by recipe, and recurrent states by target; `key=value` words apply to each recipe."""
     overrides = [word for word in words if "=" in word]
     paths = [word for word in words if "=" not in word]
     forecasts = {}
@@ -377,12 +377,18 @@ def of_recipes(
         recipe = Recipe.load(path, overrides)
         sizes = sizes_of_target(recipe.target)
         count = conversations or conversations_of(recipe)
-        forecasts[f"`{path}`"] = forecast(recipe, sizes, count, cards, tflops=tflops)
+        forecasts[path] = forecast(recipe, sizes, count, cards, tflops=tflops)
         if sizes.text:
             states[recipe.target.path] = sizes.text
+    return forecasts, states
+
+
+def tables_of(forecasts: dict[str, Forecast], states: dict[str, TextMemory]) -> str:
+    """Return the tables of forecasts by recipe and of recurrent states."""
+    text = table({f"`{path}`": run for path, run in forecasts.items()})
     if not states:
-        return table(forecasts)
-    return f"{table(forecasts)}\n\n{table_of_states(states)}"
+        return text
+    return f"{text}\n\n{table_of_states(states)}"
 
 
 def shipped() -> list[str]:
@@ -393,28 +399,41 @@ def shipped() -> list[str]:
     return [str(path.relative_to(STAGES)) for path in paths if Recipe.load(path).joint is None]
 
 
-def of_targets() -> str:
-    """Return the table of published targets, each with the recipe llama-3.1-8b/eagle1."""
+def of_targets() -> dict[str, Forecast]:
+    """Return forecasts of published targets, each with the recipe llama-3.1-8b/eagle1."""
     recipe = Recipe.load("llama-3.1-8b/eagle1")
     targets = sorted(json.loads(KNOWN.read_text()).items(), key=lambda item: item[1]["parameters"])
-    return table({name: forecast(recipe, read_sizes(row), 68_000) for name, row in targets})
+    return {name: forecast(recipe, read_sizes(row), 68_000) for name, row in targets}
 
 
 def main(argv: list[str]) -> None:
     """Print the forecasts of the recipes that are named, or of all shipped recipes and published targets."""
-    parser = recipe_parser("eagle forecast", __doc__)
+    parser = recipe_parser("eagle train --estimate", __doc__)
     parser.add_argument(
         "words", nargs="*", metavar="RECIPE|key=value", help="recipes, and key=value laid over each"
     )
-    parser.add_argument("--cards", type=int, default=CARDS, help="that share a step")
     parser.add_argument(
-        "--tflops", type=float, default=TFLOPS, help="that a card computes a second"
+        "--processes",
+        "--cards",
+        type=int,
+        default=CARDS,
+        help="GPUs that share a step (default: 8)",
+    )
+    parser.add_argument(
+        "--tflops", type=float, default=TFLOPS, help="that a GPU computes a second (default: 300)"
     )
     parser.add_argument("--conversations", type=int, help="of the data, where that is not known")
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
     args = parser.parse_intermixed_args(argv)
-    print(of_recipes(args.words, args.cards, args.tflops, args.conversations))
-    if not args.words:
-        print(f"\n{of_targets()}")
+    with json_alone(args.json) as write_json:
+        runs, states = forecasts_of(args.words, args.processes, args.tflops, args.conversations)
+        print(tables_of(runs, states))
+        # bytes and hours as they are, which the tables round
+        values = {"runs": runs, "states": states}
+        if not args.words:
+            values["targets"] = targets = of_targets()
+            print(f"\n{table(targets)}")
+        write_json(values)
 
 
 if __name__ == "__main__":

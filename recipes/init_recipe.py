@@ -40,13 +40,20 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--data", required=True, metavar="FILE", help="conversations to learn from")
     parser.add_argument(
-        "--method", default="eagle1", choices=sorted(PUBLISHED_RATES), help="(default: eagle1)"
+        "--method",
+        default="eagle1",
+        choices=sorted(PUBLISHED_RATES),
+        help="what to train (default: eagle1)",
     )
     parser.add_argument(
-        "-o", "--out", type=Path, default=Path("head.yaml"), help="(default: head.yaml)"
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("head.yaml"),
+        help="the recipe to write (default: head.yaml)",
     )
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="of the model's repository"
+        "--trust-remote-code", action="store_true", help="run code of the model's repository"
     )
     args = parser.parse_args(argv)
     if args.out.exists():

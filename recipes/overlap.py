@@ -1,4 +1,4 @@
-"""Find evaluation prompts in the training data: `eagle overlap RECIPE [key=value ...]`.
+"""Find evaluation prompts in the training data: `eagle prepare RECIPE --only overlap`.
 
 A prompt is found where 13 of its tokens in a row stand in an example, or where a conversation asks the same, whatever
 its case and punctuation.
@@ -6,13 +6,16 @@ its case and punctuation.
 
 from __future__ import annotations
 
+import argparse
+from typing import Any
+
 import numpy as np
 
 from data_prep.conversations import read_conversations
 from data_prep.ngrams import find_overlap
 from data_prep.read_once import open_cache, text_key
 from data_prep.tokens import encode, load_tokenizer
-from eagle.log import script
+from eagle.log import JSON_HELP, json_alone, script
 from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line
 from eval.prompts import question_sets, questions
@@ -50,7 +53,15 @@ def read_prompts(recipe: Recipe) -> dict[str, str]:
 
 def main(argv: list[str]) -> None:
     """Print the prompts that occur in the recipe's training data, and in how many of its examples."""
-    args = command_line("eagle overlap", __doc__).parse_intermixed_args(argv)
+    parser = command_line("eagle prepare --only overlap", __doc__)
+    parser.add_argument("--json", action="store_true", help=JSON_HELP)
+    args = parser.parse_intermixed_args(argv)
+    with json_alone(args.json) as write_json:
+        write_json(report(args))
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the prompts that are found, and return in how many examples each is."""
     recipe = Recipe.load(args.recipe, args.overrides)
     prompts = read_prompts(recipe)
     cache = open_cache(recipe)
@@ -65,6 +76,7 @@ def main(argv: list[str]) -> None:
     print(
         f"{len(counts):,} of {len(prompts):,} evaluation prompts stand in the {len(cache):,} training examples"
     )
+    return {"prompts": len(prompts), "examples": len(cache), "overlap": counts}
 
 
 if __name__ == "__main__":

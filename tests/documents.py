@@ -20,7 +20,7 @@ from unittest.mock import patch
 from accelerate.commands.launch import launch_command_parser
 from PIL import Image
 
-from eagle.__main__ import VERBS, take_code_options
+from eagle.__main__ import VERBS, find_program, take_code_options
 from eagle.command.launcher import launcher_options
 from eagle.drafters import settings_of
 from eagle.drafters.draft_model import DraftModel
@@ -201,7 +201,7 @@ def _main_of(call: Call) -> tuple[Callable[[list[str]], None], list[str]]:
             module = import_module(f"{module.__name__}.__main__")
         return module.main, call.arguments
     # the launcher takes its own options away first
-    name, *arguments = call.arguments
+    name, arguments = find_program(call.arguments)
     if name not in VERBS:
         raise ValueError(f"eagle {name}: expected one of {', '.join(VERBS)}")
     verb = VERBS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -16,9 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from eagle.__main__ import VERBS, find_verb, main, overview, printed_help
+from eagle.__main__ import OLD, VERBS, find_program, find_verb, main, overview, printed_help
 from eagle.command.environment import main as environment
 from eagle.command.launcher import SHARED
+from eagle.log import as_json, progress
 
 ROOT = Path(__file__).parent.parent
 # no id of a hub either, which would be asked for
@@ -27,7 +29,7 @@ MISSING = "missing/recipe.yaml"
 JOINT = str(ROOT / "recipes/tiny/medusa2.yaml")  # a recipe that makes a new target
 ENGINE = f"--target {GONE} --environment {GONE} --engine"
 # verbs that do something without arguments, or end with status 0
-WORKING = ("demo", "recipes", "tiny-target", "train", "forecast", "env")
+WORKING = ("demo", "recipes", "demo --tiny-target", "train", "train --estimate", "env")
 # the commands, and wrong arguments of each beside those that all get
 WRONG: dict[str, list[str]] = {
     # stages whose recipe is not there
@@ -53,6 +55,7 @@ WRONG: dict[str, list[str]] = {
     "tests.engines.engine_builds": [f"{GONE} unknown"],
     "eagle": [
         *(verb for verb in VERBS if verb not in WORKING),
+        *(old for old, verb in OLD.items() if verb not in WORKING),
         "unknown",
         # what each verb reads is not there, or is named wrongly
         f"train {MISSING}",
@@ -77,6 +80,8 @@ WRONG: dict[str, list[str]] = {
         "measure tiny/eagle1 --plugin gone.py",
         "extract tiny/eagle1 drafter.kind=gone.py:Mine",
         "--plugin",
+        "prepare tiny/eagle1 --only unknown",
+        f"generate {GONE} --target {GONE} --compare",
     ],
     # a joint recipe belongs to the other script, and the reverse
     "recipes/train_eagle.py": [MISSING, f"{MISSING} --check", JOINT],
@@ -155,19 +160,21 @@ def test_a_wrong_command_line_ends_in_a_sentence(
     signal.alarm(0)
     status = ended.value.code
     printed = capsys.readouterr()
+    # of an old verb, the line on what is written instead
+    complaint = re.sub(r"^eagle .* now; the old name works too\n", "", printed.err)
     assert list(tmp_path.iterdir()) == []
     if line == "--help":
         assert status in (0, None)
         assert "usage: " in printed.out
-    elif printed.err.startswith("usage: "):
+    elif complaint.startswith("usage: "):
         assert status == 2
-        assert "error: " in printed.err or not argv
+        assert "error: " in complaint or not argv
     else:
         # inspect and doctor have 1 for the verdict that a head is broken
         is_verdict = argv[:1] in (["inspect"], ["doctor"])
         assert status == (2 if is_verdict else 1)
-        assert len(printed.err) > 20
-        assert re.fullmatch(r"error: [^\n]+\n", printed.err)
+        assert len(complaint) > 20
+        assert re.fullmatch(r"error: [^\n]+\n", complaint)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +184,7 @@ def test_a_wrong_command_line_ends_in_a_sentence(
         ("train tiny/eagle1 --learning_rate=1", "did you mean train.lr=1?"),
         ("regenerate tiny/eagle1 --seed 3", "mean regenerate.seed=3 or train.seed=3?"),
         ("forecast tiny/eagle1 --train.lr 3", "did you mean train.lr=3?"),
+        ("measure tiny/eagle1 --agian", "did you mean --again?"),
         ("measure tiny/eagle1 --no-such", "keys of the recipe are given as section.key=value"),
     ],
 )
@@ -257,3 +265,137 @@ def test_help_of_a_verb_has_two_spellings(capsys: pytest.CaptureFixture[str]) ->
     assert printed[0] == printed[1]
     assert "usage: eagle measure" in printed[0]
     assert printed[2].strip() == overview()
+
+
+def test_the_overview_fits_a_screen() -> None:
+    """All verbs by group, without those of old names."""
+    lines = overview().splitlines()
+    assert len(lines) <= 32
+    assert max(map(len, lines)) <= 80
+    assert not {line.split()[0] for line in lines if line} & (OLD.keys() - {"train"})
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_an_old_verb_is_its_new_spelling(
+    old: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever its option stands; a line on stderr says what to write, unless quiet is wanted."""
+    monkeypatch.setenv("EAGLE_QUIET", "")
+    monkeypatch.delenv("EAGLE_QUIET")
+    words = ["RECIPE", "--out", "x"]
+    verb, *option = OLD[old].split()
+    program = find_program([old, *words])
+    assert program == (OLD[old], words)
+    # before the other words, after them, and as one word
+    spellings = [
+        [verb, *option, *words],
+        [verb, *words, *option],
+        [verb, *words, *filter(None, ["=".join(option)])],
+    ]
+    for spelled in spellings:
+        assert find_program(spelled) == program
+        assert find_verb(spelled)[1] == words
+        assert capsys.readouterr().err == ""
+    run, rest, _ = find_verb([old, *words])
+    assert run.args == (OLD[old], VERBS[OLD[old]])
+    assert rest == words
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"eagle {old} is `eagle {OLD[old]}` now; the old name works too\n"
+    assert printed_help(OLD[old]) in main_help([old], capsys)
+    find_verb([old, *words, "--quiet"])
+    assert capsys.readouterr().err == ""
+
+
+def main_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what `eagle help` prints of some words."""
+    with pytest.raises(SystemExit):
+        find_verb(["help", *words])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "prepare tiny/eagle1 --on masks",
+            "eagle prepare --only masks",
+        ),
+        (
+            "measure tiny/eagle1 --tun",
+            "eagle measure --tune",
+        ),
+        (
+            "train tiny/eagle1 --est",
+            "eagle train --estimate",
+        ),
+        (
+            "push head me/head --car",
+            "eagle push --card",
+        ),
+    ],
+)
+def test_an_option_that_chooses_a_program_is_written_in_full(
+    line: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An abbreviation, which argparse would take, is refused before anything runs."""
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert f"expected `{expected} ...`, written in full" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "keys"),
+    [
+        ("env", {"eagle", "torch", "gguf"}),
+        ("recipes", {"tiny/eagle1", "vicuna-7b/eagle1"}),
+        ("recipes tiny/eagle1", {"target", "train"}),
+        ("train --estimate llama-3.1-8b/eagle3 --processes 4", {"runs", "states"}),
+    ],
+)
+def test_a_result_is_one_json_object(
+    line: str, keys: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It alone is on stdout; what is printed without `--json` is on stderr."""
+    main(line.split())
+    text = capsys.readouterr().out
+    main([*line.split(), "--json"])
+    printed = capsys.readouterr()
+    assert keys <= json.loads(printed.out).keys()
+    assert printed.out.count("\n") == 1
+    assert printed.err == text
+
+
+def test_json_holds_no_infinite_number() -> None:
+    """Which JSON has no word for; other values are texts."""
+    assert as_json({0.5: [float("inf"), float("nan"), 1.5]}) == {"0.5": [None, None, 1.5]}
+    assert as_json([True, None]) == [True, None]
+    assert as_json(Path("x")) == "x"
+
+
+def test_recipes_of_models_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Then those of the tiny model, comparisons and settings of accelerate."""
+    main(["recipes"])
+    folders = re.findall(r"^([^ \n:]+)", capsys.readouterr().out, re.MULTILINE)
+    assert folders[-3:] == ["tiny", "compare", "accelerate"]
+    assert folders[:-3] == sorted(folders[:-3])
+
+
+def test_quiet_shows_no_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither here nor in processes that begin here, nor bars of Hugging Face's libraries."""
+    assert list(progress("ab", "work", 2)) == ["a", "b"]
+    assert "work: 2 of 2" in capsys.readouterr().err
+    names = (
+        "EAGLE_QUIET",
+        "HF_HUB_DISABLE_PROGRESS_BARS",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS",
+    )
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    find_verb(["extract", "-q", "RECIPE"])
+    assert [os.environ[name] for name in names] == ["1", "1", "1"]
+    assert list(progress("ab", "work", 2)) == ["a", "b"]
+    assert capsys.readouterr().err == ""

@@ -113,7 +113,7 @@ def profile_step(step: Step, device: str) -> str:
 
 
 def measure_step(work: Work, compiled: bool = False) -> Figures:
-    """Measure the steps of a head, and compare memory with what `eagle forecast` counts."""
+    """Measure the steps of a head, and compare memory with what `eagle train --estimate` counts."""
     peak = find_peak(work.device)
     is_gpu = work.device != "cpu"
     # what other units left behind is no memory of this step

@@ -106,7 +106,7 @@ def turns_of(record: dict[str, Any], notes: set[str]) -> list[Any]:
 def with_reasons(turns: list[Any], record: dict[str, Any], notes: set[str]) -> list[Any]:
     """Return the turns with the reasons of a list beside them, which has one for each answer."""
     reasons = next((value for _, value in with_names(record, LISTED_FINISHES)), None)
-    # `eagle regenerate` gives its answers weights itself.
+    # `eagle prepare` gives its answers weights itself.
     if not isinstance(reasons, list) or "sampling" in record:
         return turns
     answers = [i for i, turn in enumerate(turns) if is_spoken_by(ASSISTANT, turn)]
@@ -303,7 +303,7 @@ def _with_marks(turns: list[Any], key: str, marks: list[Any]) -> list[Any]:
 
 
 def _with_own_reasons(turns: list[Any], record: dict[str, Any]) -> list[Any]:
-    """Return the turns of a record of `eagle regenerate` with the reasons of its answers."""
+    """Return the turns of a record of `eagle prepare` with the reasons of its answers."""
     reasons = record.get("finish_reasons")
     answers = [
         i

@@ -235,43 +235,13 @@ def converse(chat: Chat, write: Write) -> None:
                 print(f"error: {error}", file=sys.stderr)
 
 
-def main(argv: list[str]) -> None:
-    """Talk with a target in the terminal, drafted by a head or a method without weights; /help lists commands."""
-    parser = argparse.ArgumentParser(prog="eagle chat", description=main.__doc__)
-    parser.add_argument(
-        "drafter", help="a head's folder or hub id, or a method without weights, such as ngram"
-    )
-    parser.add_argument(
-        "--target", "--model", required=True, help="the model that answers: a folder or a hub id"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of what is sampled: the same words get the same answers",
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=512, help="of one answer (default: 512)"
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of the drafter: of a method without weights, or draft_vocab=FILE of a head",
-    )
-    parser.add_argument(
-        "--dtype", default="auto", help="of the target; by default what is fastest here"
-    )
-    args = parser.parse_args(argv)
+def talk(args: argparse.Namespace) -> None:
+    """Talk with a target in the terminal, as the arguments of `eagle generate` ask."""
     sampling = Sampling(args.temperature, seed=args.seed)
     # a wrong drafter is refused before the target is loaded
     options = parse_options(args.option)
     check_drafter(args.drafter, options)
-    target = Target.load(args.target, dtype=args.dtype)
+    target = Target.load(args.target, dtype=args.dtype or "auto")
     drafter = load_drafter(args.drafter, target, **options)
     chat = Chat(target, drafter, sampling, args.max_new_tokens)
     warm_up(chat)

@@ -19,6 +19,7 @@ from eagle.command.answering import (
     supports_colour,
     writer_to,
 )
+from eagle.command.chat import talk
 from eagle.core.budget import Budget
 from eagle.core.drafter import Drafter
 from eagle.core.sampling import PUBLISHED_TYPICAL
@@ -35,12 +36,14 @@ from eagle.target.target import Target
 
 
 def main(argv: list[str]) -> None:
-    """Stream an answer to a prompt, drafted by a head or a method without weights."""
+    """Stream an answer to a prompt, or talk in the terminal, drafted by a head or a method without weights."""
     parser = argparse.ArgumentParser(prog="eagle generate", description=main.__doc__)
     parser.add_argument(
         "drafter", help="a head's folder or hub id, or a method without weights, such as ngram"
     )
-    parser.add_argument("prompt", help="what the user says, as a text")
+    parser.add_argument(
+        "prompt", nargs="?", help="what the user says; without it, a conversation in the terminal"
+    )
     parser.add_argument(
         "--target", "--model", required=True, help="the model that answers: a folder or a hub id"
     )
@@ -51,7 +54,10 @@ def main(argv: list[str]) -> None:
         "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=128, help="of the answer (default: 128)"
+        "--seed", type=int, default=0, help="of what is sampled: the same seed, the same answer"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, help="of an answer (default: 128, in a conversation 512)"
     )
     parser.add_argument(
         "--compare",
@@ -77,9 +83,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--dtype", help="of the target; by default what is fastest here, and to compare float32"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.max_new_tokens is None:
+        args.max_new_tokens = 512 if args.prompt is None else 128
+    if args.prompt is None:
+        names = ("image", "compare", "policy", "typical", "beams")
+        unfit = [f"--{name}" for name in names if getattr(args, name)]
+        if unfit:
+            raise ValueError(f"{', '.join(unfit)} got no prompt, expected one behind the drafter")
+        talk(args)
     # a beam search keeps several answers: it has none to stream
-    if args.beams is None:
+    elif args.beams is None:
         _generate(args)
     else:
         _search(args)
@@ -112,7 +126,8 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = read_prompt(target, args)
     if target.device.type == "cpu":
         choose_threads(partial(generate, target, plain, prompt, max_new_tokens=2))
-    sampling = Sampling(args.temperature, typical=PUBLISHED_TYPICAL if args.typical else None)
+    typical = PUBLISHED_TYPICAL if args.typical else None
+    sampling = Sampling(args.temperature, seed=args.seed, typical=typical)
     if args.compare:
         # the first forwards are slow, and would count for one of both
         for warmed in (drafter, plain):

@@ -10,18 +10,22 @@ from eagle.recipe import Recipe
 from eagle.recipe.command_lines import command_line, parse_train
 from eagle.shipped import DEMO, find_recipe
 
+CHECKS = """\
+  --check              try every stage on two batches, tell memory and hours, and stop
+  --estimate           compute memory, disk and hours without running anything: see `eagle help train --estimate`"""
 USAGE = """\
   --processes N        how many share the work, one a GPU
   --config_file FILE   settings of accelerate: a file, or ddp, zero2, zero3, two_machines; with N the default is ddp
   --machine_rank N, --main_process_ip IP, --main_process_port PORT   for two_machines"""
 
+ESTIMATE = "train --estimate"
 # whose work several processes share
 SHARED = {
     "prepare",
-    "regenerate",
+    "prepare --only answers",
     "extract",
     "measure",
-    "lossless",
+    "measure --verify",
 }
 
 
@@ -58,11 +62,14 @@ def asks_for_help(argv: list[str]) -> bool:
 def run_stage(name: str, module: str, argv: list[str]) -> None:
     """Run a stage in this process, or on as many as the options ask for."""
     options, rest = launcher_options(argv)
+    if name == ESTIMATE:
+        # which only counts the processes
+        options, rest = [], argv
     if options and not asks_for_help(argv):
         check_recipe(rest)
         # which imports torch and accelerate, and takes seconds
         import_module("eagle.training.launch").launch_processes(
-            options, ["-m", "eagle", name, *rest]
+            options, ["-m", "eagle", *name.split(), *rest]
         )
         return
     sys.argv[1:] = rest
@@ -92,9 +99,7 @@ def train(argv: list[str]) -> None:
         print(
             f"usage: eagle train [RECIPE] [key=value ...] [--check] [options]\n\n{train.__doc__}\n"
         )
-        print(
-            f"  --check              try every stage on two batches, tell memory and hours, and stop\n{USAGE}"
-        )
+        print(f"{CHECKS}\n{USAGE}")
         sys.exit()
     options, rest = launcher_options(argv)
     args = parse_train(rest)

@@ -16,6 +16,7 @@ from eagle.formats.hub import LOG_IN, check_name, fetch, has_token, send
 from eagle.formats.parcel import Parcel, Sent, is_export, pack_export, pack_head
 from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.log import progress
+from eagle.recipe.command_lines import ProgramOption
 from eagle.recipe.plain_yaml import parse_yaml
 
 
@@ -38,6 +39,13 @@ def run_push(argv: list[str]) -> None:
         help="an export, sent beside",
     )
     parser.add_argument("--yes", action="store_true", help="send it")
+    # for which `eagle` runs the program that writes it
+    parser.add_argument(
+        "--card",
+        action=ProgramOption,
+        nargs=0,
+        help="write its README.md and send nothing: see `eagle help push --card`",
+    )
     args = parser.parse_args(argv)
     check_name(args.name)
     parcel = pack(args.path, args.name, args.also)

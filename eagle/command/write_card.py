@@ -12,17 +12,21 @@ from eagle.formats.card import model_card
 
 def main(argv: list[str]) -> None:
     """Write the README.md that a hub shows: what this is, what it was made from, how to load it."""
-    parser = argparse.ArgumentParser(prog="eagle card", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="eagle push --card", description=main.__doc__)
     parser.add_argument(
         "path",
         type=Path,
         help="a head, a feature store, or conversations that `eagle prepare` wrote",
     )
     parser.add_argument(
-        "--name", metavar="OWNER/NAME", help="on the hub; by default the name of the folder"
+        "repository",
+        nargs="?",
+        metavar="OWNER/NAME",
+        help="on the hub (default: the folder's name)",
     )
+    parser.add_argument("--name", metavar="OWNER/NAME", help="the same, as an option")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: README.md in the folder")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     path = args.path
     if not path.exists():
         raise ValueError(
@@ -32,7 +36,7 @@ def main(argv: list[str]) -> None:
     if out.exists():
         raise ValueError(f"{out} is there already: delete it, or name another file with --out")
     # a run's head lies in a folder of the run
-    name = args.name or (path.parent.name if path.name == "head" else path.stem)
+    name = args.repository or args.name or (path.parent.name if path.name == "head" else path.stem)
     is_head = (path / "model.safetensors").is_file()
     text = model_card(path, name) if is_head else dataset_card(path, name)
     write_text(out, text)

@@ -344,7 +344,7 @@ def load_drafter(
         revision: The revision of a head on the hub.
         trust_code: Whether a head may bring the file of its method, which is run.
         options: What methods without weights take. A head that borrows the target's LM head takes `draft_vocab`, a
-            file of `eagle draft-vocab`: it then drafts these tokens alone, and computes no logits of others.
+            file of `eagle prepare --only draft-vocab`: it then drafts these tokens alone, without logits of others.
     """
     if not isinstance(target, Target):
         raise ValueError(
@@ -445,7 +445,9 @@ def _load_one(
 
 
 def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
-    """Let a bound head draft the tokens of a file of `eagle draft-vocab` alone, as FR-Spec (Zhao et al. 2025).
+    """Let a bound head draft the tokens of a file of `eagle prepare --only draft-vocab` alone.
+
+    This is FR-Spec (Zhao et al. 2025).
 
     The target's LM head costs a small head most of a level; only its rows for these tokens are then read. Output stays
     lossless: tokens that cannot be drafted have a draft probability of 0.
@@ -465,7 +467,7 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
     if len(t2d) != vocab_size:
         raise ValueError(
             f"the draft vocabulary {draft_vocab} is of {len(t2d)} tokens, and the target's LM head has {vocab_size}: "
-            "make one with this target's recipe by `eagle draft-vocab`"
+            "make one with this target's recipe by `eagle prepare --only draft-vocab`"
         )
     tokens = t2d.nonzero()[:, 0].to(frozen.weight.device)
     narrowed = frozen.narrow(tokens)

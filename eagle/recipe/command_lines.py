@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from eagle.recipe import OTHER_NAMES, Recipe, type_of_key
@@ -30,6 +31,9 @@ class RecipeParser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if unknown != message.split() and unknown[0].startswith("--"):
             near = " or ".join(self._overrides_for(unknown[0]))
+            options = get_close_matches(unknown[0], self._option_string_actions, n=1)
+            if options and not near:
+                near = options[0]
             message += (
                 f": did you mean {near}?"
                 if near
@@ -52,6 +56,21 @@ class RecipeParser(argparse.ArgumentParser):
             for key in keys:
                 if name in (key, f"{section}.{key}") or OTHER_NAMES.get(name) == key:
                     yield f"{section}.{key}={value}"
+
+
+class ProgramOption(argparse.Action):
+    """An option by which `eagle` chooses another program: parsers tell it in their help, and never meet it there."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        """End with usage: the option is abbreviated, or the program was started without `eagle`."""
+        words = " ".join([parser.prog, *self.option_strings[:1], *([values] if values else [])])
+        parser.error(f"got {option_string}, expected `{words} ...`, written in full")
 
 
 def recipe_parser(program: str, about: str | None) -> argparse.ArgumentParser:
@@ -79,6 +98,9 @@ def parse_train(argv: Sequence[str]) -> argparse.Namespace:
     parser.usage = "eagle train [RECIPE] [key=value ...] [--check] [options]"
     parser.add_argument(
         "--check", action="store_true", help="try every stage on two batches, and stop"
+    )
+    parser.add_argument(
+        "--estimate", action=ProgramOption, nargs=0, help="compute memory, disk and hours"
     )
     args = parser.parse_intermixed_args(argv if has_recipe else ["", *argv])
     args.recipe = args.recipe or None

@@ -77,11 +77,11 @@ def losslessness(report: ReportData) -> Html:
 
 
 def _certificate(report: ReportData, label: str) -> Html:
-    """Show the certificate that `eagle lossless` wrote beside the results."""
+    """Show the certificate that `eagle measure --verify` wrote beside the results."""
     path = report.runs[label].path.with_name("lossless.json")
     name = f"{label}: " if label else ""
     if not path.exists():
-        command = code("eagle lossless RECIPE")
+        command = code("eagle measure RECIPE --verify")
         return missing(name, "no lossless.json lies beside the results; ", command, " makes it.")
     verdicts = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
     rows = []

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from eagle.device import choose_threads
 from eagle.log import script
+from eagle.recipe.command_lines import ProgramOption
 from eagle.shipped import DEMO as RECIPE
 from eagle.shipped import RECIPES
 from eval.result_files.figures import format_number
@@ -48,9 +49,9 @@ have written itself: the same text in fewer passes.
 This demo makes a small model, trains a head for it, and measures both on this
 machine. Everything goes to runs/demo."""
 NEXT = f"""\
-  eagle chat {HEAD} --target {TARGET}
+  eagle generate {HEAD} --target {TARGET}
   eagle generate {HEAD} "How do I make pancakes?" --target {TARGET} --compare
-  eagle tune {RECIPE.removeprefix("recipes/").removesuffix(".yaml")}
+  eagle measure {RECIPE.removeprefix("recipes/").removesuffix(".yaml")} --tune
   eagle doctor {HEAD} --target {TARGET}"""
 
 
@@ -219,7 +220,15 @@ def show_report(path: Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Run all stages, and print the time and the outcome."""
-    argparse.ArgumentParser(prog="eagle demo", description=__doc__).parse_args(argv)
+    parser = argparse.ArgumentParser(prog="eagle demo", description=__doc__)
+    # for which `eagle` runs the program of the first stage
+    parser.add_argument(
+        "--tiny-target",
+        action=ProgramOption,
+        nargs=0,
+        help="only train a tiny model, with its data: see `eagle help demo --tiny-target`",
+    )
+    parser.parse_args(argv)
     start = perf_counter()
     print(f"{ABOUT}\n\n{len(STAGES)} stages, two to five minutes on two cores.", flush=True)
     run(STAGES)

@@ -324,7 +324,7 @@ def greedy_answers(model: Any, tokenizer: Any, records: Sequence[Record]) -> lis
 
 def main(argv: list[str]) -> None:
     """Make the target and print its report."""
-    parser = argparse.ArgumentParser(prog="eagle tiny-target", description=__doc__)
+    parser = argparse.ArgumentParser(prog="eagle demo --tiny-target", description=__doc__)
     parser.add_argument("--corpus", choices=CORPORA, default="docstrings", help="what it learns")
     parser.add_argument(
         "--model",

@@ -373,5 +373,5 @@ def test_answers_that_are_not_there_yet_are_asked_for(tmp_path: Path) -> None:
     answers = str(tmp_path / "answers.jsonl")
     overrides = [f"data.train={answers}", f"regenerate.out={answers}"]
     recipe = Recipe.load("recipes/tiny/eagle1.yaml", overrides)
-    with pytest.raises(ValueError, match=r"answers\.jsonl is not there: run `eagle regenerate"):
+    with pytest.raises(ValueError, match=r"answers\.jsonl is not there: run `eagle prepare"):
         tokenize_data(recipe, None)

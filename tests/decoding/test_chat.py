@@ -75,7 +75,7 @@ def talk(
             "stdin",
             io.StringIO("".join(f"{line}\n" for line in lines)),
         )
-        command = ["chat", "suffix", "--target", str(folder), "--dtype", "float64"]
+        command = ["generate", "suffix", "--target", str(folder), "--dtype", "float64"]
         main([*command, "--max-new-tokens", str(LIMIT), *options])
         captured = capsys.readouterr()
         return captured.out, captured.err

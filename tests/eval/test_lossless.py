@@ -157,9 +157,11 @@ def test_equal_output_is_certified(
     """All drafters pass at T = 0 and 1 over all turns; a prompt without room is counted."""
     # the long prompt is left out of all six verdicts
     write_lines(tmp_path / "asked.jsonl", [*QUESTIONS, LONG])
-    main(command)
-    said = capsys.readouterr().out
+    main([*command, "--json"])
+    printed = capsys.readouterr()
+    said = printed.err
     verdicts = read_verdicts(tmp_path)
+    assert json.loads(printed.out)["verdicts"] == verdicts
     expected = {
         "answers": 3,
         "identical": 3,

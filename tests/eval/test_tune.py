@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -373,10 +373,13 @@ def test_a_drafter_without_weights_is_tuned(
 
     monkeypatch.setattr(tune.Tuning, "could_pay", record)
     asked = [*tuned, "eval.drafters={copies: {head: ngram, options: {longest: 2}}}"]
-    tune.main([*asked, "--drafter", "copies"])
+    tune.main([*asked, "--drafter", "copies", "--json"])
 
     assert tried[0] == Budget(7, 5, 1)
-    assert "decode with" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["reason"] in printed.err
+    assert result["budget"].keys() == asdict(Budget()).keys()
 
     with pytest.raises(ValueError, match=r"put the budget into eval\.drafters\.copies\.budget"):
         tune.main([*asked, "--drafter", "copies", "--write"])

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from eagle import Target
-from eagle.__main__ import VERBS, main
+from eagle.__main__ import VERBS, find_program, main
 from eagle.command.share import next_step, pack, run_push
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import from_pretrained, load_head
@@ -289,7 +289,7 @@ def test_nothing_of_a_hostile_folder_runs_or_leaks(
     before = set(place.run.rglob("*"))
     if way in LINES:
         # imports need memory that the folder shall not take
-        import_module(VERBS[way].module)
+        import_module(VERBS[find_program([way])[0]].module)
     OPENED.clear()
     refusal = in_little_memory(lambda: try_way(way, place), 400)
     opened = place.opened_outside()

@@ -114,7 +114,7 @@ def test_a_planted_fault_is_seen_where_it_is(
 
 def test_an_option_that_changes_is_seen() -> None:
     """Its name, its choices and its default count; what is said about it does not."""
-    text = access.help_text("tune") + access.help_text("count-tokens")
+    text = access.help_text("measure --tune") + access.help_text("prepare --only tokens")
     described = describe_help(text)
     assert describe_help(text.replace("default: bigram", "default: unigram")) != described
     assert describe_help(text.replace("{bigram,unigram}", "{bigram}")) != described

@@ -209,7 +209,7 @@ CUT_OFF = {"role": "assistant", "content": "Becau", "finish_reason": "length"}
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([QUESTION], "questions without an answer.*eagle regenerate"),
+        ([QUESTION], "questions without an answer.*eagle prepare"),
         ([QUESTION, CUT_OFF], "cut off.*max_new_tokens"),
     ],
 )

@@ -24,11 +24,12 @@ from recipes.forecast import (
     empty_head,
     exchange_bytes,
     forecast,
-    of_recipes,
+    forecasts_of,
     reading_bytes,
     sizes_of,
     sizes_of_config,
     table,
+    tables_of,
     target_bytes,
     token_flops,
     training_bytes,
@@ -98,7 +99,7 @@ def test_rows_of_the_page_are_what_the_command_prints() -> None:
     small = "Qwen/Qwen3-0.6B"
     hybrid = "Qwen/Qwen3-Next-80B-A3B-Instruct"
     tables = [
-        of_recipes(["recipes/vicuna-7b/eagle1.yaml"]),
+        tables_of(*forecasts_of(["recipes/vicuna-7b/eagle1.yaml"])),
         table({small: forecast(recipe, sizes_of(small), 68_000)}),
         table_of_states({hybrid: sizes_of(hybrid).text or TextMemory(0, 0)}),
     ]
@@ -110,10 +111,10 @@ def test_rows_of_the_page_are_what_the_command_prints() -> None:
 def test_overrides_change_a_recipe_that_is_forecast() -> None:
     """Without a store nothing is on the disk."""
     path = "recipes/vicuna-7b/eagle1.yaml"
-    row = of_recipes([path, "features.store=null"]).splitlines()[-1]
+    row = tables_of(*forecasts_of([path, "features.store=null"])).splitlines()[-1]
     assert f"| `{path}` |" in row
     assert "| none |" in row
-    assert "| none |" not in of_recipes([path])
+    assert "| none |" not in tables_of(*forecasts_of([path]))
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -252,7 +253,7 @@ def test_a_small_target_in_a_folder_is_measured(tmp_path: Path) -> None:
     assert sizes.head_dim == 8
 
     asked = ["recipes/tiny/eagle1.yaml", f"target.path={tmp_path}"]
-    row = of_recipes(asked, conversations=20).splitlines()[-1].split(" | ")
+    row = tables_of(*forecasts_of(asked, conversations=20)).splitlines()[-1].split(" | ")
     # parameters of the head, and tokens
     for cell in (row[2], row[4]):
         assert not {"B", "M"} & set(cell), row

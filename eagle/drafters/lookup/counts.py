@@ -27,7 +27,7 @@ from eagle.target.target import Target
 EXACT = 1 << 53  # above it the doubles of the probs could not hold the counts
 # those of bigrams keep with 0.7 / 1 / 2 / 3 on a target of 25 M parameters 2.07 / 2.08 / 1.97 / 1.90 (12 prompts)
 SHARPNESS = 1.0
-AGAIN = "count with this target, by `eagle count-tokens RECIPE --out FOLDER`"
+AGAIN = "count with this target, by `eagle prepare RECIPE --only tokens --out FOLDER`"
 
 Counts = TypeVar("Counts", bound="CountDrafter")
 

@@ -206,6 +206,6 @@ def _draft_vocabulary(
     if len(t2d) != vocab_size:
         raise ValueError(
             f"{requested} was made for a vocabulary of {len(t2d)}, this target has {vocab_size}: make it again with "
-            "`eagle draft-vocab`"
+            "`eagle prepare --only draft-vocab`"
         )
     return t2d.nonzero()[:, 0]

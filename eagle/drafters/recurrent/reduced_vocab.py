@@ -33,7 +33,9 @@ def load_draft_vocab(
 ) -> tuple[Tensor, Tensor]:
     """Return `d2t` [D] and `t2d` [V]; refuse a file that was made from another tokenizer or other data."""
     if not Path(path).is_file():
-        raise ValueError(f"no draft vocabulary at {path}: run `eagle draft-vocab RECIPE` first")
+        raise ValueError(
+            f"no draft vocabulary at {path}: run `eagle prepare RECIPE --only draft-vocab` first"
+        )
     with open_tensors(path) as file:
         metadata = file.metadata() or {}
         identity = json.loads(metadata.get("identity", "{}"))  # of the tokenizer and the data
