@@ -355,9 +355,12 @@ def test_an_option_that_chooses_a_program_is_written_in_full(
     ],
 )
 def test_a_result_is_one_json_object(
-    line: str, keys: set[str], capsys: pytest.CaptureFixture[str]
+    line: str,
+    keys: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It alone is on stdout; what is printed without `--json` is on stderr."""
+    """It alone is on stdout; what is printed without `--json` is on stderr, and with `-q` nowhere."""
     main(line.split())
     text = capsys.readouterr().out
     main([*line.split(), "--json"])
@@ -365,6 +368,9 @@ def test_a_result_is_one_json_object(
     assert keys <= json.loads(printed.out).keys()
     assert printed.out.count("\n") == 1
     assert printed.err == text
+    monkeypatch.setenv("EAGLE_QUIET", "1")
+    main([*line.split(), "--json"])
+    assert tuple(capsys.readouterr()) == (printed.out, "")
 
 
 def test_json_holds_no_infinite_number() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -123,7 +124,7 @@ def script(
 
 @contextmanager
 def json_alone(asked: bool) -> Iterator[Callable[[Any], None]]:
-    """Yield what writes a value as JSON; where that is asked for, stdout gets nothing else, and stderr all other text.
+    """Yield what writes a value as JSON; where that is asked for, all other text goes to stderr, or nowhere.
 
     Args:
         asked: Whether the command line has `--json`; without it, what is yielded writes nothing.
@@ -134,7 +135,11 @@ def json_alone(asked: bool) -> Iterator[Callable[[Any], None]]:
         if asked:
             print(json.dumps(as_json(value)), file=out, flush=True)
 
-    with redirect_stdout(sys.stderr if asked else out):
+    rest: TextIO = out
+    if asked:
+        # who wants quiet wants no text beside the object
+        rest = io.StringIO() if QUIET in os.environ else sys.stderr
+    with redirect_stdout(rest):
         yield write
 
 
