@@ -80,7 +80,7 @@ def name_of(model: str) -> str:
 
 
 def write_held_out(conversations: list[Conversation], path: Path) -> int:
-    """Write the last conversations into a file of their own; return how many."""
+    """Write the last conversations into a file of their own, unless they are there; return how many."""
     count = min(HELD_OUT, len(conversations) // 20)
     if not count:
         raise ValueError(
@@ -93,7 +93,14 @@ def write_held_out(conversations: list[Conversation], path: Path) -> int:
         if conversation.tools:
             record["tools"] = conversation.tools
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    write_text(path, "".join(lines))
+    text = "".join(lines)
+    # a file of other data may be what an earlier recipe measures on
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise ValueError(
+            f"{path} holds other conversations than the last {count} of --data: delete it if no recipe measures on "
+            "it, or give the command in another folder"
+        )
+    write_text(path, text)
     return count
 
 

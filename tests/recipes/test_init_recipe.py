@@ -67,6 +67,22 @@ def test_recipes_of_all_methods_load(
         assert f"eagle {verb} " in text
 
 
+def test_held_out_conversations_of_other_data_stay(
+    tiny_target_dir: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second recipe of the same data shares the file; one of other data is refused and writes nothing."""
+    monkeypatch.chdir(chats.parent)
+    recipe = Recipe.load(write_recipe("eagle1", tiny_target_dir / "target", chats))
+    assert recipe.data.heldout is not None
+    before = Path(recipe.data.heldout).read_text()
+    write_recipe("eagle3", tiny_target_dir / "target", chats)
+    chats.write_text(chats.read_text().replace("What is", "What was"))
+    with pytest.raises(ValueError, match=r"heldout\.jsonl holds other conversations .* delete it"):
+        write_recipe("medusa", tiny_target_dir / "target", chats)
+    assert Path(recipe.data.heldout).read_text() == before
+    assert not chats.with_name("medusa.yaml").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ("eagle1", "eagle3", "mtp", "dflash"))
 def test_a_written_recipe_passes_the_check(
