@@ -340,7 +340,7 @@ DOMINO_HEADS = replace(
     DSPARK_HEADS,
     name="a Domino head",
     methods=(),
-    tensors=r"(prefix_gru|embed_proj)\.",
+    tensors=r"(logit_head\.)?(prefix_gru|embed_proj)\.",
     words="domino",
     read_settings=partial(_read_corrected, anchor_key="shift_label", names_next=False),
 )

@@ -165,6 +165,8 @@ def match(network: Network, head: HeadFolder) -> None:
     # a head of this project has our names and its settings as they are
     if head.layout == OWN:
         read_own(head)
+        # one network may serve several methods
+        head.method = head.settings["kind"]
     else:
         copies = _name_tensors(network, head)
         if network.has_block:

@@ -14,6 +14,7 @@ from eagle.formats.checkpoint import save_head
 from eagle.formats.reading.foreign import inspect
 from tests import foreign_heads as made
 from tests.formats.every_layout import EVERY
+from tests.formats.make_heads import make_head, make_target
 
 # one head of each network, and a second where its names have little in common with the first's
 KINDS = {
@@ -27,7 +28,7 @@ KINDS = {
     "Falcon": "FALCON",
     "block: z-lab": "DFlash",
     "block: DSpark": "DSpark",
-    "block: Domino": "Domino",
+    "block: Domino": "Domino",  # by its early names
     "block: P-EAGLE": "P-EAGLE",
     "block: DeepSeek": "MTP",
     "block: MiMo": "MTP",
@@ -73,8 +74,6 @@ def test_a_head_is_called_by_its_name(name: str, tmp_path: Path) -> None:
     """Whole or half, and also where its tensors alone tell what it is."""
     word = KINDS[name]
     config, tensors = EVERY[name]
-    # Domino's early names begin with `logit_head.`, and its config alone tells what they are
-    tensors = {key.removeprefix("logit_head."): tensor for key, tensor in tensors.items()}
     for variant, head in list_variants((config, tensors)).items():
         if name in ALIKE and ("half" in variant or "tensor" in variant):
             continue
@@ -165,6 +164,18 @@ def test_a_draft_model_of_this_project(tmp_path: Path) -> None:
     found = inspect(tmp_path / "head")
 
     assert found.kind == "a draft_model of this project"
+    assert not found.fatal, found
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_block_drafters_of_this_project(kind: str, tmp_path: Path) -> None:
+    """Their blocks are alike, and each is shown with its own method."""
+    target = make_target()
+    save_head(tmp_path / "head", make_head({"kind": kind, "slots": 4}, target), "", {})
+    found = inspect(tmp_path / "head")
+
+    assert found.kind == f"a {kind} of this project"
+    assert found.facts["method"] == kind
     assert not found.fatal, found
 
 
