@@ -34,8 +34,8 @@ def main(argv: list[str]) -> None:
     recipe = resolve_dtype(Recipe.load(source, args.overrides))
     if recipe.joint is not None:
         raise ValueError(
-            f"{args.recipe} has a section `joint`, which trains the target too: use `eagle train RECIPE` without "
-            "--check, or recipes/train_medusa2.py"
+            f"{source} with a section `joint` trains the target too: use `eagle train RECIPE` without --check, or "
+            "recipes/train_medusa2.py"
         )
     # Processes of `accelerate launch` must not all make the demo's model at once.
     is_launched = "LOCAL_RANK" in os.environ

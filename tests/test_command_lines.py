@@ -210,6 +210,22 @@ def test_a_drafter_that_is_none_is_refused_before_the_target_is_loaded(
     assert "error: no drafter nosuch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train joint={}", "name a recipe with a section `joint`"),
+        ("train joint={} --check", "recipes/tiny/demo.yaml with a section `joint` trains the"),
+    ],
+)
+def test_the_demos_target_is_not_trained(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A section `joint` needs a recipe, which names another target."""
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", ["--help", "doctor --help"])
 def test_a_reader_that_has_seen_enough_gets_no_traceback(line: str) -> None:
     """As `head`, which closes the pipe."""

@@ -114,5 +114,10 @@ def train(argv: list[str]) -> None:
                 if "num_processes" in option
             ]
     elif Recipe.load(args.recipe or DEMO, args.overrides).joint is not None:
+        if args.recipe is None:
+            raise ValueError(
+                "joint=... trains a target too, and the demo's stays as it is: name a recipe with a section `joint`, "
+                "as `eagle train tiny/medusa2 joint.rank=16`"
+            )
         module = "recipes.train_medusa2"
     run_stage("train", module, argv)
