@@ -42,6 +42,7 @@ UNUSED = {
     "patience": None,
     "stem": None,
     "mean_over": "step",
+    "on_policy": None,
 }
 
 

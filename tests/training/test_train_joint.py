@@ -156,6 +156,7 @@ def test_the_heads_recipe_names_the_new_target(joint: list[str], made: Path) -> 
         ("train.decode=2", "train.decode is for heads alone"),
         ("train.stem=runs/other", "train.stem is for heads alone"),
         ("train.mean_over=texts", "train.mean_over is for heads alone"),
+        ("train.on_policy={}", "train.on_policy is for heads alone"),
         ("features.shard_target=true", "whole on every process"),
         ("joint.rnak=3", "did you mean rank"),
         ("joint=null", "has no section `joint`"),
