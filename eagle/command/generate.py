@@ -99,7 +99,8 @@ def main(argv: list[str]) -> None:
         _search(args)
 
 
-def _load(args: argparse.Namespace, options: dict[str, Any]) -> tuple[Target, Drafter]:
+def _load(args: argparse.Namespace) -> tuple[Target, Drafter]:
+    options = parse_options(args.option)
     # a wrong drafter is refused before the target is loaded
     check_drafter(args.drafter, options)
     target = Target.load(args.target, dtype=args.dtype or "auto", images=bool(args.image))
@@ -121,7 +122,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise ValueError(
             "--policy measures exact verification, --typical is lossy: leave one of them out"
         )
-    target, drafter = _load(args, parse_options(args.option))
+    target, drafter = _load(args)
     plain = load_drafter("none", target)
     prompt = read_prompt(target, args)
     if target.device.type == "cpu":
@@ -183,7 +184,7 @@ def _search(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--beams searches by the target's own probabilities: leave {', '.join(unfit)} out"
         )
-    target, drafter = _load(args, {})
+    target, drafter = _load(args)
     prompt = read_prompt(target, args)
     start = perf_counter()
     result = beam_search(

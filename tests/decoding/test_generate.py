@@ -146,6 +146,7 @@ def test_a_lossy_answer_is_called_one(ask: Ask) -> None:
         (["--typical"], "needs a temperature above 0"),
         (["--typical", "--policy"], "leave one of them out"),
         (["--option", "longst=2"], "did you mean longest"),
+        (["--beams", "3", "--option", "longst=2"], "did you mean longest"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
