@@ -10,7 +10,16 @@ from itertools import chain, count
 from typing import Any
 
 from data_prep.chats.marks import MEDIA, is_false, simplify
-from data_prep.chats.turns import LISTS, Dropped, describe, first_of, layout_of, parse_json
+from data_prep.chats.turns import (
+    ASSISTANT,
+    LISTS,
+    ROLES,
+    Dropped,
+    describe,
+    first_of,
+    layout_of,
+    parse_json,
+)
 
 Source = str | bytes  # a path, a data URL, or the bytes of a file
 MARK = "\ue002"  # stands for an image in a text
@@ -25,7 +34,8 @@ PARTS = ("image", "image_url", "input_image")  # types of parts of a content
 KEYS = re.compile(
     "(?:input)?(?:image|img|picture|photo|screenshot)s?(?:path|url|uri|file|filename|name|data|bytes|base64|list|link|src)?s?"
 )
-ANSWERS = ("gpt", "assistant", "model", "chatgpt", "bot")
+ANSWERS = [speaker for speaker, role in ROLES.items() if role == ASSISTANT]
+IN_ANSWER = "an image in an answer"
 
 
 def take_images(record: dict[str, Any]) -> tuple[dict[str, Any], list[Source], set[str]]:
@@ -125,6 +135,11 @@ def _take_turn(turn: dict[str, Any], beside: bool) -> tuple[dict[str, Any], list
     if MARK in printed or NUMBERED.search(printed):
         raise Dropped("a private character that stands for images")
     is_answer = _speaker_of(turn) in ANSWERS
+    if own and is_answer:
+        raise Dropped(IN_ANSWER)
+    if own and content is None:
+        # an image alone may be a question
+        content = ""
     images: list[Source | None] = []
     if isinstance(content, list):
         content = [_take_part(part, images) for part in content]
@@ -144,7 +159,7 @@ def _take_turn(turn: dict[str, Any], beside: bool) -> tuple[dict[str, Any], list
             )
         images = [*_fill_places(images, own)]
     if images and is_answer:
-        raise Dropped("an image in an answer")
+        raise Dropped(IN_ANSWER)
     return {**turn, key: content}, images
 
 

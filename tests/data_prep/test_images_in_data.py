@@ -82,6 +82,8 @@ WRONG = [
 ]
 WRONG_MESSAGES = [
     ('{"role": "assistant", "content": [{"type": "image", "image": "0.png"}]}', "an image in an answer"),
+    ('{"role": "bard", "content": [{"type": "image", "image": "1.png"}]}', "an image in an answer"),
+    ('{"role": "assistant", "content": "Here.", "images": ["0.png"]}', "an image in an answer"),
     ('{"role": "user", "content": [{"type": "text", "text": "\U000f0000"}]}', "a private character"),
 ]  # fmt: skip
 
@@ -175,6 +177,16 @@ def test_every_layout_is_read(records: list[dict[str, Any]], tmp_path: Path) -> 
     assert read == READ
     assert tally.noted["images without a place in the text: shown before it"] == 1
     assert [conversation.id for conversation in read_conversations(path)] == ["text"]
+
+
+def test_an_image_alone_is_a_question(tmp_path: Path) -> None:
+    """Beside a turn without any text."""
+    turns = [{"role": "user", "content": None, "images": ["2.png"]}]
+    turns.append({"role": "assistant", "content": "A box."})
+    path = write_records(tmp_path / "data.jsonl", [{"messages": turns}])
+    (conversation,) = read_conversations(path, images=True)
+    assert conversation.messages[0] == {"role": "user", "content": MARK}
+    assert conversation.images == ("2.png",)
 
 
 def test_tokens_and_masks_are_the_processors(
