@@ -53,6 +53,8 @@ def join_turns(
         if count < length:
             joined = [*joined, *turns]
             total += count
+    if joined:
+        yield joined
 
 
 def render_turns(turns: list[Turn]) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from recipes.tiny.corpora import (
     extract_prose,
     parse_source,
 )
+from recipes.tiny.make_long import join_turns
 from recipes.tiny.make_target import (
     MODELS,
     make_once,
@@ -321,6 +322,18 @@ def test_the_state_of_a_stopped_build_is_kept_for_its_settings_alone(tmp_path: P
 
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"data", "target", "target_report.json"}
+
+
+def test_joined_conversations_lose_none(tiny_target_dir: Path) -> None:
+    """The last sequence may be short, and is there."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir / "target")
+    conversations = []
+    for i in range(5):
+        question = {"from": "human", "value": f"What is {i}?"}
+        conversations.append([question, {"from": "gpt", "value": "A number."}])
+    joined = [*join_turns(conversations, tokenizer, 40)]
+    assert len(joined) > 1
+    assert [*chain.from_iterable(joined)] == [*chain.from_iterable(conversations)]
 
 
 @pytest.mark.slow
