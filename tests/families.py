@@ -129,6 +129,8 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return the family's model with random weights, so large that answers vary and biases matter."""
     model_type, overrides = (FAMILIES | OTHER_MEANS)[name]
     config = AutoConfig.for_model(model_type, **{**COMMON, **overrides})
+    # some vectors start from random numbers, which `draw_weights` only adds to
+    torch.manual_seed(0)
     return draw_weights(AutoModelForCausalLM.from_config(config)).to(dtype).eval()
 
 

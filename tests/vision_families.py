@@ -146,6 +146,8 @@ GRIDS = ([1, 4, 4], [1, 4, 6], [1, 2, 4])  # of images in patches
 def build(name: str) -> PreTrainedModel:
     """Return the family's model with random weights."""
     config = AutoConfig.for_model(name, **VISION_FAMILIES[name])
+    # some vectors start from random numbers, which `draw_weights` only adds to
+    torch.manual_seed(0)
     return draw_weights(AutoModelForImageTextToText.from_config(config)).eval()
 
 
