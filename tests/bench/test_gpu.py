@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -15,6 +13,7 @@ from bench.gpu.page import PAGE, RESULTS, SECTIONS, describe_unit, render_page
 from bench.gpu.worker import Context, read_units, write_unit
 from tests.documents import ROOT
 from tests.test_missing_packages import MISSING, make_environment
+from tests.trained import finished
 
 FAULTS = Stage("tests.bench.gpu_faults", 60, workers=1)
 # a unit that hangs takes all of them, so the others need to be done by then
@@ -78,19 +77,8 @@ def test_a_rehearsal_runs_every_stage_on_a_bare_machine(tmp_path: Path) -> None:
         "--results",
         str(tmp_path),
     ]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    first = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    first = finished(command, seconds=600, PYTHONPATH=str(ROOT))
+    assert first.returncode == 0, first.stdout[-3000:]
     for stage in STAGES:
         units = read_units(tmp_path, stage.name)
         assert units
@@ -102,13 +90,7 @@ def test_a_rehearsal_runs_every_stage_on_a_bare_machine(tmp_path: Path) -> None:
     page = render_page(tmp_path)
     assert all(f"## {title}" in page for title, _ in SECTIONS.values())
     assert "MFU" in page
-    second = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    second = finished(command, PYTHONPATH=str(ROOT))
     assert second.returncode == 0
     assert second.stdout.count("kept") == len(STAGES)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.formats.export import EXPORTERS
 from eagle.target.target import Target
+from tests.trained import finished
 
 OF_ALL = {
     "target",
@@ -54,34 +53,10 @@ NOT_REHEARSED = {
 def test_a_small_rehearsal_runs_every_stage(tmp_path: Path) -> None:
     """One method; `make rehearsal` takes all, at a real model's sizes."""
     out = tmp_path / "rehearsal.json"
-    command = [
-        sys.executable,
-        "-m",
-        "bench.rehearsal",
-        "--size",
-        "small",
-    ]
-    command += [
-        "--methods",
-        "eagle3.1",
-        "--folder",
-        str(tmp_path / "all"),
-        "--out",
-        str(out),
-    ]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = f"--size small --methods eagle3.1 --folder {tmp_path / 'all'} --out {out}"
+    command = [sys.executable, "-m", "bench.rehearsal", *options.split()]
+    done = finished(command, seconds=600, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout[-3000:]
     rows = {row["stage"]: row for row in json.loads(out.read_text())["stages"]}
     assert rows.keys() == OF_ALL | {f"{stage}, eagle3.1" for stage in OF_A_METHOD}
     # figures depend on the machine: they are only there

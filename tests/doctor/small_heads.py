@@ -11,7 +11,9 @@ from torch import Tensor
 from eagle import Target
 from eagle.core.examples import Batch
 from eagle.doctor.agreement import Agreement
+from eagle.doctor.texts import answer_prompts
 from eagle.drafters import DRAFTERS, settings_of
+from tests.families import random_tokens
 from tests.trained import fixture_seed
 
 
@@ -31,6 +33,14 @@ def make_head(
         target.head,
         *supervised,
     )
+
+
+def answer_random(
+    count: int, target: Target, max_new_tokens: int, temperatures: tuple[float, ...]
+) -> Batch:
+    """Return a target's answers to so many random prompts of six tokens."""
+    prompts = [random_tokens(6, seed) for seed in range(count)]
+    return answer_prompts(target, prompts, max_new_tokens, temperatures)
 
 
 def fit(

@@ -16,16 +16,10 @@ from eagle.doctor.agreement import expect_accepted, measure, visit_slots
 from eagle.doctor.texts import answer_prompts
 from eagle.doctor.wiring import Wiring
 from tests.doctor.small_heads import train_head
-from tests.families import build, random_tokens
+from tests.families import random_tokens
 
 LEVELS = 3
 LIMIT = 24
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """Return a llama that does not repeat itself."""
-    return Target(build("llama"))
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from eagle.doctor.texts import answer_prompts, every_tap, read_states, split_tex
 from eagle.doctor.verdict import Effect, Gain
 from eagle.doctor.wiring import Wiring
 from eagle.drafters.parts.validation import figures
-from tests.doctor.small_heads import fit, make_agreement, make_head, train_head
-from tests.families import build, random_tokens
+from tests.doctor.small_heads import answer_random, fit, make_agreement, make_head, train_head
+from tests.families import random_tokens
 
 LEVELS = 4
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -35,20 +35,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    """Return a llama that does not repeat itself."""
-    return Target(build("llama"))
-
-
-@pytest.fixture(scope="module")
 def texts(target: Target) -> Batch:
     """Return its greedy and sampled answers to four prompts."""
-    return answer_prompts(
-        target,
-        [random_tokens(6, seed) for seed in range(4)],
-        20,
-        (0.0, 1.0),
-    )
+    return answer_random(4, target, 20, (0.0, 1.0))
 
 
 @pytest.fixture(scope="module")
@@ -296,12 +285,7 @@ def test_answers_end_once_there_are_enough(target: Target) -> None:
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 def test_a_head_that_learned_hard_labels_is_not_called_broken(name: str, target: Target) -> None:
     """It is too sure of the target's likeliest tokens, as many tools train."""
-    texts = answer_prompts(
-        target,
-        [random_tokens(6, seed) for seed in range(24)],
-        20,
-        (0.0, 1.0),
-    )
+    texts = answer_random(24, target, 20, (0.0, 1.0))
     # the target's likeliest token after each position
     labels = target.head.logits(texts.select_taps((-1,))[:, 0]).argmax(-1)
     slots = texts.loss_mask.nonzero()[:, 0] - 1

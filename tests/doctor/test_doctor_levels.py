@@ -19,13 +19,12 @@ from eagle.core.drafter import TargetHead, TrainableDrafter
 from eagle.core.examples import Batch
 from eagle.doctor import diagnose
 from eagle.doctor.examine import open_head
-from eagle.doctor.texts import answer_prompts, select_texts
+from eagle.doctor.texts import select_texts
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.drafters.parts.decoder_block import head_shape
 from eagle.formats.checkpoint import save_head, save_pretrained
 from eagle.recipe import Section
-from tests.doctor.small_heads import fit, train_head
-from tests.families import build, random_tokens
+from tests.doctor.small_heads import answer_random, fit, train_head
 from tests.registry import BY_DEFAULT
 from tests.trained import fixture_seed
 
@@ -74,20 +73,9 @@ class ResidualHeads(TrainableDrafter):
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    """Return a llama that does not repeat itself."""
-    return Target(build("llama"))
-
-
-@pytest.fixture(scope="module")
 def texts(target: Target) -> Batch:
     """Return its answers to 30 prompts."""
-    return answer_prompts(
-        target,
-        [random_tokens(6, seed) for seed in range(30)],
-        20,
-        (0.0,),
-    )
+    return answer_random(30, target, 20, (0.0,))
 
 
 def train_residual(target: Target, texts: Batch, tap: int) -> ResidualHeads:

@@ -18,13 +18,11 @@ from eagle import Target
 from eagle.core.examples import Batch
 from eagle.doctor.examine import borrow_embedding, weigh_findings
 from eagle.doctor.probes import Probe, list_orders, list_probes, list_removals
-from eagle.doctor.texts import answer_prompts
 from eagle.doctor.verdict import Diagnosis, Effect, Gain, decide
 from eagle.doctor.wiring import Wiring
 from eagle.formats.checkpoint import save_pretrained
 from eagle.formats.reading.head_folder import Finding
-from tests.doctor.small_heads import make_agreement, make_head
-from tests.families import build, random_tokens
+from tests.doctor.small_heads import answer_random, make_agreement, make_head
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "eagle1": {"kind": "eagle1"},
@@ -62,20 +60,9 @@ Edit = Callable[[Any, Target], None]
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    """Return a small llama."""
-    return Target(build("llama"))
-
-
-@pytest.fixture(scope="module")
 def texts(target: Target) -> Batch:
     """Return an answer to each of two prompts."""
-    return answer_prompts(
-        target,
-        [random_tokens(6, seed) for seed in range(2)],
-        10,
-        (0.0,),
-    )
+    return answer_random(2, target, 10, (0.0,))
 
 
 def random_head(name: str, target: Target, texts: Batch) -> Any:

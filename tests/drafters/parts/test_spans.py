@@ -313,27 +313,17 @@ def test_autograd_merges_as_the_cpus_own_gradient_does() -> None:
     )
 
 
-def attend_to_neighbours(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Spans,
-    own: Any,
-) -> Tensor:
+def attend_to_neighbours(*inputs: Any) -> Tensor:
     """Attend to the drafted keys of the row before."""
+    *rest, own = inputs
     rolled = [(own_key.roll(1, 1), own_value) for own_key, own_value in own]
-    return attend(query, key, value, spans, own=rolled)
+    return attend(*rest, own=rolled)
 
 
-def attend_further(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Spans,
-    own: Any,
-) -> Tensor:
+def attend_further(*inputs: Any) -> Tensor:
     """Attend through a window that is longer by one row."""
-    return attend(query, key, value, make_spans(Window(3, 18)), own=own)
+    *main, _, own = inputs
+    return attend(*main, make_spans(Window(3, 18)), own=own)
 
 
 @pytest.mark.parametrize("fault", [attend_to_neighbours, attend_further])
