@@ -123,7 +123,9 @@ def write(
         "machine": "x86_64, 1 threads",
         "commit": "abc1234",
         "date": "today",
-        "drafters": {name: {"head": f"runs/{name}", "budget": budget} for name in drafters},
+        "drafters": {
+            name: {"head": f"runs/{name}", "budget": budget} for name in ("none", *drafters)
+        },
         **header,
     }
     # easy conversations are the same for all drafters

@@ -473,6 +473,19 @@ def test_modelled_time_takes_the_headers_costs(results: Path, tmp_path: Path) ->
         assert "modelled" in made.sections["headline"]
 
 
+def test_drafters_that_all_have_costs_are_compared_by_modelled_time(tmp_path: Path) -> None:
+    """In the comparison, in figures by task and in the table, where one without costs leaves all of it out."""
+    names = ["eagle1", "hass"]
+    for costly in (names, names[:1]):
+        costs = dict.fromkeys(["none", *costly], FREE_HEAD)
+        path = write(tmp_path / "results.jsonl", names, (0.0,), costs=costs, new_tokens=49)
+        made = Parsed(page([path]))
+        is_modelled = costly == names
+        assert ("in modelled speed-up" in made.sections["comparison"]) == is_modelled
+        assert ("Modelled speed-up" in made.sections["speed"]) == is_modelled
+        assert ("in modelled time" in markdown(path)) == is_modelled
+
+
 def test_the_table_has_the_groups_intervals(results: Path, groups: Groups, tmp_path: Path) -> None:
     """Figures have intervals where rows name their conversation, and stand alone where they do not."""
     table = markdown(results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -190,6 +191,25 @@ def test_what_was_pushed_is_pulled(
     assert not sent_large(hub)
     assert repository.commits[1:] == [["README.md"]]
     assert repository.files["README.md"] == b"mine"
+
+
+def test_another_hub_is_named_in_the_environment(
+    hub: StubHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By HF_ENDPOINT, which the client reads when it is imported."""
+    hub.repositories["model", HEAD] = Repository(files={"config.json": b"{}"})
+    constants = huggingface_hub.constants
+    # the fixture brings back what it was
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    for name, value in {
+        "HF_ENDPOINT": hub.address,
+        "HF_HUB_CACHE": constants.HF_HUB_CACHE,
+        "HF_HUB_DISABLE_XET": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    importlib.reload(constants)
+    pull(HEAD, tmp_path / "out")
+    assert (tmp_path / "out/config.json").read_bytes() == b"{}"
 
 
 def test_a_head_is_loaded_by_its_id(

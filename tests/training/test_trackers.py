@@ -26,6 +26,7 @@ from eagle.training.trackers import Trackers, check_trackers, flatten, name_run
 from eagle.training.train import _Run
 from eval.compare import main as compare
 from eval.measure import log_measurement
+from recipes.train_medusa2 import main as train_jointly
 
 EVERY = (
     "train.checkpoint_every=4",
@@ -180,6 +181,30 @@ def test_every_row_is_in_both_trackers(whole: Path, command: list[str], tmp_path
     (hyper,) = out.glob("tensorboard/*/hparams.yml")
 
     assert "train.lr: 0.001" in hyper.read_text()
+
+
+def test_joint_training_is_tracked_too(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Every row of a target that is trained with its heads."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    command = [
+        str(ROOT / "recipes/tiny/medusa2.yaml"),
+        f"target.path={tiny_target_dir / 'target'}",
+        f"data.train={tiny_target_dir / 'data/train.jsonl'}",
+        "target.dtype=float32",
+        "data.limit=8",
+        "data.max_length=64",
+        "regenerate=null",
+        "train.init=null",
+        "train.dtype=float32",
+        "train.epochs=1",
+        "train.validation=0.2",
+        "train.checkpoint_every=1",
+        "train.log_with=tensorboard",
+    ]
+    train_jointly([*command, f"train.out={tmp_path / 'run'}"])
+    expected = read_metrics(tmp_path / "run")
+    assert {name.partition("/")[0] for _, name in expected} == {"train", "validation"}
+    assert read_tensorboard(tmp_path / "run").keys() == expected.keys()
 
 
 @pytest.fixture

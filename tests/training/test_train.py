@@ -19,6 +19,8 @@ from eagle.core.examples import Batch, collate
 from eagle.data.store import FeatureStore
 from eagle.drafters import DRAFTERS, settings_of
 from eagle.formats.checkpoint import load_head
+from eagle.formats.export import export
+from eagle.formats.reading.foreign import import_head
 from eagle.recipe import Recipe
 
 WHOLE = ("train.validation=0.2", "train.checkpoint_every=3")
@@ -223,6 +225,21 @@ def test_validation_has_one_gate(whole: Path, command: list[str], tmp_path: Path
     assert predicted[-1]["validation"] == read[-1]["validation"]
     # with a rate of nothing, the head that comes out is the one that went in
     assert apart(weights(outs[0]), weights(whole)) == 0
+
+
+def test_training_starts_from_an_imported_head(
+    whole: Path, command: list[str], tiny_target: Target, tmp_path: Path
+) -> None:
+    """One that another tool's layout held, with all its weights."""
+    head = load_head(whole / "last").bind(tiny_target.head)
+    export(head, tiny_target.config, "eagle", tmp_path / "theirs")
+    import_head(
+        tmp_path / "theirs", tmp_path / "ours", Recipe.load(command[0], command[1:]).target.path
+    )
+    asked = (f"train.init={tmp_path / 'ours'}", "train.lr=1e-30", "train.max_steps=1")
+    out = run(command, tmp_path / "run", *asked)
+    # with a rate of nothing, the head that comes out is the one that went in
+    assert apart(weights(out), weights(whole)) == 0
 
 
 @pytest.mark.parametrize(
