@@ -49,6 +49,8 @@ def write_recipe(kind: str, target: Path, chats: Path) -> Path:
     return out
 
 
+# a forecast of the others takes many seconds
+@pytest.mark.quick("eagle1", "medusa", "mtp")
 @pytest.mark.parametrize("kind", PUBLISHED_RATES)
 def test_recipes_of_all_methods_load(
     kind: str, tiny_target_dir: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,10 +74,10 @@ def test_held_out_conversations_of_other_data_stay(
 ) -> None:
     """A second recipe of the same data shares the file; one of other data is refused and writes nothing."""
     monkeypatch.chdir(chats.parent)
-    recipe = Recipe.load(write_recipe("eagle1", tiny_target_dir / "target", chats))
+    recipe = Recipe.load(write_recipe("mtp", tiny_target_dir / "target", chats))
     assert recipe.data.heldout is not None
     before = Path(recipe.data.heldout).read_text()
-    write_recipe("eagle3", tiny_target_dir / "target", chats)
+    write_recipe("eagle1", tiny_target_dir / "target", chats)
     chats.write_text(chats.read_text().replace("What is", "What was"))
     with pytest.raises(ValueError, match=r"heldout\.jsonl holds other conversations .* delete it"):
         write_recipe("medusa", tiny_target_dir / "target", chats)
