@@ -15,7 +15,7 @@ from statistics import fmean
 
 from torch import Tensor
 
-from eval.page.page_theory import check_rate, expected_tokens
+from eval.page.page_acceptance import check_rate, expected_tokens
 
 
 def overlap(p: Tensor, q: Tensor, lenience: float = 1.0) -> float:

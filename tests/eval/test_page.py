@@ -14,11 +14,16 @@ from synthetic import HOSTILE, RATES, answer, pieces, write
 from eagle.core.budget import Budget
 from eagle.decoding.forward_costs import Costs
 from eagle.markup import Html, html, readable, tag
-from eval.page.page_accepted import accepted_lengths, bin_confidences, by_position, most_used_nodes
-from eval.page.page_batches import points_by_size, texts_in_a_step
+from eval.page.page_acceptance import (
+    Rates,
+    accepted_lengths,
+    bin_confidences,
+    break_even,
+    by_position,
+    most_used_nodes,
+)
 from eval.page.page_parts import ReportData, labels
-from eval.page.page_speed import mean_milliseconds
-from eval.page.page_theory import Rates, break_even
+from eval.page.page_speed import mean_milliseconds, points_by_size, texts_in_a_step
 from eval.report import SECTIONS, main, markdown, page
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle.core.tree import DraftTree
 from eagle.core.verify import sample_tree, walk
-from eval.page.page_theory import expected_tokens, tokens_of_rates
+from eval.page.page_acceptance import expected_tokens, tokens_of_rates
 from tests.enumerate_law import Chance, every_outcome
 from tests.eval.closed_forms import (
     best_gamma,
