@@ -1,21 +1,32 @@
-"""Draw small figures as inline SVG, without a library or a script. The page's style sheet holds colours and sizes."""
+"""Draw figures as inline SVG, without a library or a script. The page's style sheet holds colours and margins.
+
+Figures are as wide as the page gives them: x is in percent of the plotted area, y in pixels, and text keeps its size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, floor, isfinite, log10
 
 from eagle.markup import Html, tag
 from eval.result_files.statistics import Estimate
 
-# of every figure: a phone's column, so that its text is as large there as on a desk
-WIDTH = 340
-# margins around the plotted area
-LEFT = 40
-RIGHT = 10
+# pixels of the narrowest figure, for which labels are set: a wider one has more room between them
+WIDTH = 310
+# pixels around the plotted area; left and right are those of the style sheet, by kind of figure
+LEFT = {"plot": 48, "dots": 14, "tree": 16}
+RIGHT = {"plot": 12, "dots": 20, "tree": 18}
 TOP = 22
 BOTTOM = 36
+# widths of letters in shares of their size, those of wide system fonts
+NARROW = 0.43
+WIDE = 1.0
+OTHER = 0.66
+NARROW_LETTERS = frozenset(" .,:;|!'()[]-/fijlrtI")
+WIDE_LETTERS = frozenset("mw@%ABCDEFGHJKLMNOPQRSTUVWXYZ")
+GAP = 6
 # SVG paths around the origin: circle, square, diamond, triangle
 MARKS = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
@@ -26,7 +37,8 @@ MARKS = (
 # those of the style sheet, that of `none` included
 COLOURS = 6
 Points = Sequence[tuple[float, Estimate]]
-Position = tuple[float, float]  # x and y, in the figure's pixels
+# x in percent of the plotted area, or in pixels as text; y in pixels
+Position = tuple[float | str, float]
 Path = tuple[int, ...]  # ranks among siblings, from the root to a node
 
 
@@ -37,7 +49,7 @@ class Scale:
     low: float
     high: float
     start: float = 0
-    end: float = WIDTH
+    end: float = 100
     percent: bool = False
     step: float | None = None  # between the numbers shown; None for about five of them
 
@@ -69,7 +81,7 @@ class Scale:
         """Return the coordinate of a value, clipped to the ends of the axis."""
         inside = min(max(value, self.low), self.high)
         share = (inside - self.low) / (self.high - self.low)
-        return round(self.start + share * (self.end - self.start), 1)
+        return round(self.start + share * (self.end - self.start), 2)
 
     def ticks(self) -> list[float]:
         """Return about five round values."""
@@ -118,7 +130,7 @@ def legend(names: Mapping[str, int]) -> Html:
     """Draw the colour and shape of each series beside its name."""
     chips = []
     for name, series in names.items():
-        drawing = tag("svg", _mark(series, (7, 7)), viewBox="0 0 14 14", aria_hidden="true")
+        drawing = tag("svg", _mark(series, ("7", 7)), viewBox="0 0 14 14", aria_hidden="true")
         chips.append(tag("li", drawing, tag("span", name)))
     return tag("ul", chips, class_="legend")
 
@@ -142,7 +154,6 @@ def draw_dots(
         unit: What stands after every number.
         note: A sentence below the title.
     """
-    scale = replace(scale, start=8, end=WIDTH - 14)
     parts = []
     # the top of the next row, in pixels
     y = 0.0
@@ -155,30 +166,69 @@ def draw_dots(
             positions = [(scale(figure), at) for figure in value]
             parts.append(_point(series, value, positions, hint))
         y += 26 + 12 * len(points)
-        parts.append(_line((scale.start, y - 3), (scale.end, y - 3), "rule"))
+        parts.append(_line((0, y - 3), (100, y - 3), "rule"))
 
-    foot = y - 3
-    ticks = []
-    grid = []
-    for tick in scale.ticks():
-        x = scale(tick)
-        grid.append(_line((x, 4), (x, foot), "grid"))
-        ticks.append(_text((x, y + 12), scale.format(tick) + unit, "tick", "middle"))
     x = scale(reference)
-    grid.append(_line((x, 4), (x, foot), "reference"))
+    grid = [_columns(scale, 4, y - 3, unit), _line((x, 4), (x, y - 3), "reference")]
     # points are drawn over the grid
-    return _figure(title, note, y + 18, [grid, parts, ticks])
+    return _figure(title, note, y + 18, [grid, parts], kind="dots")
+
+
+def _columns(scale: Scale, top: float, foot: float, unit: str) -> list[Html]:
+    """Draw a vertical line at each tick, with its number below it."""
+    parts = [_line((scale(tick), top), (scale(tick), foot), "grid") for tick in scale.ticks()]
+    return parts + _numbers(scale, foot + 15, "dots", unit)
+
+
+def _numbers(scale: Scale, y: float, kind: str, unit: str = "") -> list[Html]:
+    """Write the numbers of a horizontal axis, as many as have room in the narrowest figure."""
+    ticks = scale.ticks()
+    labels = [scale.format(tick) + unit for tick in ticks]
+    step = _every(labels, _area(kind) / max(len(ticks) - 1, 1))
+    numbers = []
+    for tick, label in list(zip(ticks, labels, strict=True))[::step]:
+        numbers.append(_text((scale(tick), y), label, "tick", "middle"))
+    return numbers
+
+
+def _area(kind: str) -> int:
+    """Return the pixels between the margins of the narrowest figure."""
+    return WIDTH - LEFT[kind] - RIGHT[kind]
+
+
+def _every(labels: Sequence[str], pitch: float) -> int:
+    """Return n such that every n-th label has room, at `pitch` pixels from one to the next."""
+    widest = max(text_width(label, 11) for label in labels)
+    return ceil((widest + GAP) / pitch)
+
+
+def text_width(text: str, size: float) -> float:
+    """Return about how many pixels a text is wide, on the wide side."""
+    shares = 0.0
+    for letter in text:
+        if letter in NARROW_LETTERS:
+            shares += NARROW
+        elif letter in WIDE_LETTERS or not letter.isascii():
+            shares += WIDE
+        else:
+            shares += OTHER
+    return shares * size
 
 
 def _label(name: str, points: Sequence[tuple[int, Estimate]], y: float, unit: str) -> list[Html]:
     """Write the name of a row, and the value of a single point beside it."""
     if len(points) != 1:
-        return [_text((0, y), _shorten(name, 44), "label")]
+        return _heads(name, "", y)
     [(_, value)] = points
-    number = format_number(value, unit)
+    return _heads(name, format_number(value, unit), y)
+
+
+def _heads(name: str, value: str, y: float) -> list[Html]:
+    """Write a name at the left and a value at the right; the name is cut where both have no room."""
+    room = _area("dots") + LEFT["dots"] - text_width(value, 12) - GAP
     return [
-        _text((0, y), _shorten(name, 28), "label"),
-        _text((WIDTH, y), number, "value", "end"),
+        _text((f"-{LEFT['dots']}", y), _shorten(name, room), "label"),
+        _text((100, y), value, "value", "end"),
     ]
 
 
@@ -206,7 +256,6 @@ def draw_plot(
         diagonal: Whether a dashed line shows where x and y are equal.
     """
     height = 226
-    x = replace(x, start=LEFT + 8, end=WIDTH - RIGHT)
     # pixels count downwards, so the axis starts at its larger coordinate
     y = replace(y, start=height - BOTTOM, end=TOP)
     parts = _axes(x, y, height, axes)
@@ -217,26 +266,25 @@ def draw_plot(
         parts.append(_line((x(low), y(low)), (x(high), y(high)), "reference"))
 
     for i, (series_index, points) in enumerate(series):
-        aside = 0.0
-        if joined:
-            # side by side, so that intervals at the same value do not hide each other
-            aside = 3 * (i - (len(series) - 1) / 2)
-        finite = []
-        for at, value in points:
-            if isfinite(value.value):
-                finite.append((round(x(at) + aside, 1), value))
-
+        finite = [(x(at), value) for at, value in points if isfinite(value.value)]
+        drawn = []
         # the line is drawn first, below the points
-        if joined and len(finite) > 1:
-            path = "M" + "L".join(f"{at} {y(value.value)}" for at, value in finite)
-            trace = tag("path", d=path, class_="trace")
-            parts.append(tag("g", trace, class_=_colour(series_index)))
+        if joined:
+            for (left, before), (right, after) in pairwise(finite):
+                drawn.append(_line((left, y(before.value)), (right, y(after.value)), "trace"))
         for at, value in finite:
             hint = format_number(value)
             if y.percent:
                 hint = format_percent(value)
             positions = [(at, y(figure)) for figure in value]
-            parts.append(_point(series_index, value, positions, hint))
+            drawn.append(_point(series_index, value, positions, hint))
+
+        aside = 0.0
+        if joined:
+            # side by side, so that intervals at the same value do not hide each other
+            aside = 3 * (i - (len(series) - 1) / 2)
+        moved = f"translate({aside} 0)"
+        parts.append(tag("g", drawn, class_=_colour(series_index), transform=moved))
     return _figure(title, note, height, parts)
 
 
@@ -260,23 +308,24 @@ def draw_bars(
         note: A sentence below the title.
     """
     height = 168
-    x = Scale(-0.5, len(shares) - 0.5, LEFT, WIDTH - RIGHT, step=1)
+    x = Scale(-0.5, len(shares) - 0.5, step=1)
     y = replace(y, start=height - BOTTOM, end=TOP)
-    width = min((x.end - x.start) / len(shares) - 4, 34)
+    # pixels from bar to bar
+    pitch = _area("plot") / len(shares)
+    labels = [f"{share:.0%}" for share in shares]
+    step = _every(labels, pitch)
     bars = []
-    for i, share in enumerate(shares):
+    for i, (share, label) in enumerate(zip(shares, labels, strict=True)):
         top = y(share)
-        bar = tag(
-            "rect",
-            x=round(x(i) - width / 2, 1),
-            y=top,
-            width=round(width, 1),
-            height=round(y.start - top, 1),
-            class_="bar",
-        )
+        hint = tag("title", f"{i}: {share:.1%}")
+        # a line, whose width is in pixels
+        width = round(min(pitch - 3, 34), 1)
+        at = f"{x(i):g}%"
+        bar = tag("line", hint, x1=at, x2=at, y1=y.start, y2=top, class_="bar", stroke_width=width)
+        bars.append(bar)
         # a share that would be shown as 0% has no text
-        label = f"{share:.0%}" if share >= 0.005 else ""
-        bars.append(tag("g", bar, _text((x(i), top - 4), label, "tick", "middle")))
+        if share >= 0.005 and i % step == 0:
+            bars.append(_text((x(i), top - 4), label, "tick", "middle"))
 
     parts = _axes(x, y, height, axes)
     parts.append(tag("g", bars, class_=_colour(series)))
@@ -296,31 +345,26 @@ def draw_stack(
     totals = []
     for _, values in rows:
         totals.append(sum(value for _, value in values))
-    scale = replace(Scale.over(totals), start=0, end=WIDTH - 8)
+    scale = Scale.over(totals)
 
     bars = []
     # the top of the next row, in pixels
     y = 0.0
     for (name, values), total in zip(rows, totals, strict=True):
-        bars.append(_text((0, y + 14), _shorten(name, 30), "label"))
-        bars.append(_text((WIDTH, y + 14), f"{total:.3g} {unit}", "value", "end"))
+        bars += _heads(name, f"{total:.3g} {unit}", y + 14)
         done = 0.0
         for part, value in values:
             left = scale(done)
             done += value
-            # a gap between neighbours; the smallest part stays visible
-            width = max(scale(done) - left - 1, 0.3)
+            # the smallest part stays visible
+            width = max(round(scale(done) - left, 2), 0.3)
             hint = tag("title", f"{name}: {part} {value:.3g} {unit}")
-            bars.append(tag("rect", hint, x=left, y=y + 20, width=width, height=12, class_=part))
+            bar = tag(
+                "rect", hint, x=f"{left:g}%", y=y + 20, width=f"{width:g}%", height=12, class_=part
+            )
+            bars.append(bar)
         y += 42
-
-    ticks = scale.ticks()
-    grid = [_line((scale(value), 18), (scale(value), y - 4), "grid") for value in ticks]
-    numbers = []
-    # the first and the last number would be cut off at the figure's edge
-    for value in ticks[1:-1]:
-        numbers.append(_text((scale(value), y + 10), scale.format(value), "tick", "middle"))
-    return _figure(title, "", y + 16, [grid, bars, numbers])
+    return _figure(title, "", y + 16, [_columns(scale, 18, y - 4, ""), bars], kind="dots")
 
 
 def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
@@ -331,10 +375,10 @@ def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
         shares: How often each node was accepted, the root and every node's parent included.
     """
     depth = max(map(len, shares))
-    column = (WIDTH - 40) / max(depth, 1)
+    column = 100 / max(depth, 1)
     positions = {}
     for path, row in assign_rows(shares).items():
-        positions[path] = (14 + len(path) * column, 22 + 36 * row)
+        positions[path] = (round(len(path) * column, 2), 22 + 36 * row)
 
     edges = []
     nodes = []
@@ -347,17 +391,28 @@ def draw_tree(title: str, shares: Mapping[Path, float]) -> Html:
             rank = path[-1] + 1
             edges.append(_edge(positions[path[:-1]], (x, y), column, shares[path]))
         hint = tag("title", f"{name}: {shares[path]:.1%}")
-        circle = tag("circle", hint, cx=round(x, 1), cy=round(y, 1), r=9, class_="node")
+        circle = tag("circle", hint, cx=f"{x:g}%", cy=y, r=9, class_="node")
         inside = _text((x, y + 4), rank, "rank", "middle")
         below = _text((x, y + 20), f"{shares[path]:.0%}", "tick", "middle")
         nodes.append(tag("g", circle, inside, below))
 
-    lowest = max(y for _, y in positions.values())
+    height = max(y for _, y in positions.values()) + 26
+    # a path has no percents: its own drawing is stretched to the figure's width
+    stretched = tag(
+        "svg",
+        edges,
+        viewBox=f"0 0 100 {height}",
+        preserveAspectRatio="none",
+        width="100%",
+        height=height,
+    )
     # edges end at the centres of nodes, so the nodes are drawn over them
-    return _figure(title, "", lowest + 26, [edges, nodes])
+    return _figure(title, "", height, [stretched, nodes], kind="tree")
 
 
-def _edge(start: Position, end: Position, column: float, share: float) -> Html:
+def _edge(
+    start: tuple[float, float], end: tuple[float, float], column: float, share: float
+) -> Html:
     """Draw the curve from a parent to its child, wider where the target went there more often."""
     # a cubic curve that leaves and arrives horizontally: both control points lie halfway between the columns
     u, v = start
@@ -386,10 +441,19 @@ def assign_rows(shares: Mapping[Path, float]) -> dict[Path, int]:
     return rows
 
 
-def _figure(title: str, note: str, height: float, parts: Sequence[object]) -> Html:
-    """Return a drawing of the common width under its title and a note; later parts cover earlier ones."""
-    view_box = f"0 0 {WIDTH} {ceil(height)}"
-    drawing = tag("svg", tag("title", title), parts, viewBox=view_box, role="img")
+def _figure(
+    title: str, note: str, height: float, parts: Sequence[object], *, kind: str = "plot"
+) -> Html:
+    """Return a drawing under its title and a note; later parts cover earlier ones.
+
+    Args:
+        title: Stands above the drawing, and names it to a screen reader.
+        note: A sentence below the title.
+        height: In pixels.
+        parts: Elements of the drawing.
+        kind: Decides the margins.
+    """
+    drawing = tag("svg", tag("title", title), parts, height=ceil(height), role="img", class_=kind)
     below = tag("span", note, class_="note") if note else ""
     caption = tag("figcaption", tag("strong", title), below)
     return tag("figure", caption, drawing)
@@ -398,21 +462,19 @@ def _figure(title: str, note: str, height: float, parts: Sequence[object]) -> Ht
 def _axes(x: Scale, y: Scale, height: float, titles: tuple[str, str]) -> list[Html]:
     """Draw both axes with their numbers and titles."""
     foot = height - BOTTOM
-    right = WIDTH - RIGHT
     grid = []
     numbers = []
     # numbers stand in the margins, so that lines and points do not cross them
     for value in y.ticks():
-        grid.append(_line((LEFT, y(value)), (right, y(value)), "grid"))
-        numbers.append(_text((LEFT - 6, y(value) + 4), y.format(value), "tick", "end"))
-    for value in x.ticks():
-        numbers.append(_text((x(value), foot + 16), x.format(value), "tick", "middle"))
+        grid.append(_line(("-8", y(value)), (100, y(value)), "grid"))
+        numbers.append(_text(("-14", y(value) + 4), y.format(value), "tick", "end"))
     return [
         *grid,
         *numbers,
-        _line((LEFT, foot), (right, foot), "rule"),
-        _text((right, height - 5), titles[0], "title", "end"),
-        _text((0, 11), titles[1], "title"),
+        *_numbers(x, foot + 16, "plot"),
+        _line(("-8", foot), (100, foot), "rule"),
+        _text((100, height - 5), titles[0], "title", "end"),
+        _text((f"-{LEFT['plot']}", 11), titles[1], "title"),
     ]
 
 
@@ -426,8 +488,9 @@ def _colour(series: int) -> str:
 def _mark(series: int, position: Position, hint: str = "") -> Html:
     """Draw a point. Its colour and its shape both tell the series."""
     x, y = position
-    outline = MARKS[series % len(MARKS)]
-    shape = tag("path", d=outline, transform=f"translate({x} {y})", class_="point")
+    outline = tag("path", d=MARKS[series % len(MARKS)], class_="point")
+    # a drawing of its own, since a path has no percents
+    shape = tag("svg", outline, x=_x(x), y=y)
     return tag("g", tag("title", hint) if hint else "", shape, class_=_colour(series))
 
 
@@ -439,19 +502,26 @@ def _point(series: int, value: Estimate, positions: Sequence[Position], hint: st
     return tag("g", whisker, _mark(series, centre, hint), class_=_colour(series))
 
 
+def _x(x: float | str) -> str:
+    return x if isinstance(x, str) else f"{x:g}%"
+
+
 def _text(position: Position, value: object, kind: str, anchor: str = "start") -> Html:
     x, y = position
-    return tag("text", value, x=round(x, 1), y=round(y, 1), class_=kind, text_anchor=anchor)
+    return tag("text", value, x=_x(x), y=round(y, 1), class_=kind, text_anchor=anchor)
 
 
 def _line(start: Position, end: Position, kind: str) -> Html:
     x, y = start
     u, v = end
-    return tag("path", d=f"M{x} {y}L{u} {v}", class_=kind)
+    return tag("line", x1=_x(x), y1=y, x2=_x(u), y2=v, class_=kind)
 
 
-def _shorten(name: str, max_letters: int) -> str:
-    """Return the name, cut to at most `max_letters` letters."""
-    if len(name) <= max_letters:
+def _shorten(name: str, room: float) -> str:
+    """Return the name, cut to what is at most `room` pixels wide."""
+    if text_width(name, 13) <= room:
         return name
-    return name[: max_letters - 1] + "…"
+    length = len(name) - 1
+    while length > 1 and text_width(f"{name[:length]}…", 13) > room:
+        length -= 1
+    return f"{name[:length]}…"

@@ -23,7 +23,7 @@ onload = () => {
   const found = [...document.querySelectorAll("iframe")].map(frame => {
     const page = frame.contentDocument, width = page.documentElement.clientWidth
     const all = [...page.querySelectorAll("body *")]
-    const sizes = [...page.querySelectorAll("figure svg, .answer")].map(one => one.getBoundingClientRect())
+    const sizes = [...page.querySelectorAll("figure > svg, .answer")].map(one => one.getBoundingClientRect())
     const scrolls = one => one.closest(".answer")
     return {
       title: page.title,
