@@ -13,7 +13,6 @@ from eagle.log import script
 from eagle.markup import Html, html, tag
 from eval.page.page_acceptance import (
     by_bucket,
-    by_task,
     calibration,
     lengths,
     nodes,
@@ -21,20 +20,21 @@ from eval.page.page_acceptance import (
     theory,
 )
 from eval.page.page_parts import (
+    Missing,
     ReportData,
+    Section,
     code,
     fewest_at_a_time,
-    missing,
-    section,
     table,
     task_of,
 )
 from eval.page.page_speed import (
     batches,
+    by_task,
     comparison,
     describe_output,
+    describe_tree,
     headline,
-    speed_by_task,
     texts_in_a_step,
     time_split,
     verdicts,
@@ -64,6 +64,17 @@ FIGURES = {
 ANSWERS = 6
 # of one answer
 LETTERS = 4000
+# of the run details
+FIRST = (
+    "target",
+    "dtype",
+    "machine",
+    "date",
+    "prompts",
+    "new_tokens",
+    "temperatures",
+    "batch_size",
+)
 # escaping keeps model text from being markup; should it ever fail, the browser still runs and fetches nothing
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -77,42 +88,34 @@ def page(paths: Sequence[str | Path]) -> str:
     report = ReportData.load(paths)
     links = []
     content = []
+    # what the results cannot fill, by the reason
+    left_out: dict[str, list[str]] = {}
     for name, (title, draw) in SECTIONS.items():
         part = draw(report)
-        content.append(part)
-        # a section without data is empty, and has no link
-        if part:
+        if isinstance(part, Missing):
+            left_out.setdefault(part.reason, []).append(title)
+        else:
+            content.append(tag("section", tag("h2", title), part, id=name))
             links.append(tag("a", title, href=f"#{name}"))
+    if left_out:
+        reasons = [tag("li", f"{', '.join(titles)}: {why}.") for why, titles in left_out.items()]
+        content.append(
+            tag("section", tag("h2", "Not in this report"), tag("ul", reasons), id="missing")
+        )
 
-    body = tag("main", _top(report, links), content)
+    title = tag("h1", "Speculative decoding of ", tag("code", _target(report)))
+    header = tag("header", title, verdicts(report), tag("nav", links))
     style = Html((Path(__file__).parent / "page/page.css").read_text(encoding="utf-8"))
     head = [
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("link", rel="icon", href="data:,"),
-        tag("title", "Acceptance report: ", _target(report)),
+        tag("title", "Speculative decoding of ", _target(report)),
         tag("style", style),
     ]
-    return "<!doctype html>\n" + tag("html", tag("head", head), tag("body", body), lang="en") + "\n"
-
-
-def _top(report: ReportData, links: list[Html]) -> Html:
-    """Return title, target, amount and machine, then the fastest drafters."""
-    newest = next(iter(report.runs.values())).header
-    num_answers = sum(len(run.answers) for run in report.runs.values())
-    facts = [f"{num_answers} answers"]
-    facts += [str(newest[key]) for key in ("machine", "date") if key in newest]
-    batch_size = report.groups[0].batch_size
-    if batch_size > 1:
-        facts.append(
-            f"sections below are of {batch_size} texts at a time unless they say otherwise"
-        )
-
-    target = tag("code", _target(report))
-    line = tag("p", ["Target ", target, ". ", ", ".join(facts)], class_="soft")
-    header = tag("header", tag("h1", "Acceptance report"), line, tag("nav", links))
-    return html([header, verdicts(report)])
+    body = tag("body", tag("main", header, content))
+    return "<!doctype html>\n" + tag("html", tag("head", head), body, lang="en") + "\n"
 
 
 def _target(report: ReportData) -> str:
@@ -120,23 +123,22 @@ def _target(report: ReportData) -> str:
     return ", ".join(dict.fromkeys(targets))
 
 
-def answers(report: ReportData) -> Html:
-    """Show a few generations: drafted tokens are tinted, the target's own are dotted."""
-    lead = html([
-        "Tinted is what the draft guessed and the target confirmed; underlined with dots is the target's own. ",
-        "The colours say who was first, not who decided: every token is the target's choice.",
-    ])  # fmt: skip
+def answers(report: ReportData) -> Section:
+    """Show a few generations: accepted drafted tokens are tinted, the target's own are dotted."""
+    lead = (
+        "Accepted drafted tokens are tinted; the target's own tokens are underlined with dots. Every token is the "
+        "target's choice, whoever proposed it."
+    )
     ranked = []
     for group in report.drafting:
         with_pieces = [answer for answer in group.answers if answer.get("pieces")]
         ranked += [(rank, group, answer) for rank, answer in enumerate(with_pieces)]
+    if not ranked:
+        return Missing("the results file holds no tokens of answers")
     # one of each drafter and temperature first, then the next of each
     ranked.sort(key=lambda item: item[0])
     figures = [_answer(group, answer) for _, group, answer in ranked[:ANSWERS]]
-    content = tag("div", figures, class_="answers")
-    if not figures:
-        content = missing("These results keep no answers in pieces.")
-    return section("answers", "Some answers", lead, content)
+    return [tag("p", lead), tag("div", figures, class_="answers")]
 
 
 def _answer(group: Group, answer: Answer) -> Html:
@@ -156,11 +158,11 @@ def _answer(group: Group, answer: Answer) -> Html:
     return tag("figure", title, tag("div", spans, class_="answer", dir="auto"))
 
 
-def losslessness(report: ReportData) -> Html:
+def losslessness(report: ReportData) -> Section:
     """Show whether the output is the untouched model's."""
     lead = (
-        "Every answer is compared with plain decoding's in the same run, and by the certificate with the untouched "
-        "model's own. A draft that is sampled from q keeps the distribution of the output, and not each token of it."
+        "Every answer is compared with that of plain decoding in the same run. Drafts sampled from q keep the "
+        "distribution of the output, not each token."
     )
     same = 0
     differing = 0
@@ -170,14 +172,13 @@ def losslessness(report: ReportData) -> Html:
             same += group.identical
             differing += group.differing
             total += len(group.answers)
-    text = f"Of the drafters' answers {same} are plain decoding's token by token, {differing} part from it"
+    text = f"{same} of the drafters' {total} answers are identical to plain decoding's, {differing} differ"
     # the rest need not be identical
     sampled = total - same - differing
     if sampled:
         text += f", {sampled} were sampled from q"
     note = tag("p", f"{text}.", class_="warn" if differing else None)
-    certificates = [_certificate(report, label) for label in report.runs]
-    return section("lossless", "Nothing lost?", lead, [note, certificates])
+    return [tag("p", lead), note, [_certificate(report, label) for label in report.runs]]
 
 
 def _certificate(report: ReportData, label: str) -> Html:
@@ -185,15 +186,19 @@ def _certificate(report: ReportData, label: str) -> Html:
     path = report.runs[label].path.with_name("lossless.json")
     name = f"{label}: " if label else ""
     if not path.exists():
-        command = code("eagle measure RECIPE --verify")
-        return missing(name, "no lossless.json lies beside the results; ", command, " makes it.")
+        return tag(
+            "p",
+            name,
+            code("eagle measure RECIPE --verify"),
+            " adds a certificate against the unmodified model.",
+        )
     verdicts = json.loads(path.read_text(encoding="utf-8"))["verdicts"]
     rows = []
     for verdict in verdicts:
         num_answers = verdict["answers"]
         is_lossless: object = "lossless"
         if not verdict["lossless"]:
-            is_lossless = tag("span", "parts beyond rounding", class_="warn")
+            is_lossless = tag("span", "differs beyond rounding", class_="warn")
         # certificates of early releases lack some of the keys
         row = (
             code(verdict["drafter"]),
@@ -210,14 +215,14 @@ def _certificate(report: ReportData, label: str) -> Html:
     columns = [
         "drafter",
         "T",
-        "at a time",
+        "batch size",
         "identical to plain decoding",
-        "to the model's own",
+        "to the unmodified model",
         "to the model in fp32",
         "verdict",
-        "first divergence",
+        "first difference",
     ]
-    title = tag("h3", name, "certificate against the untouched model")
+    title = tag("h3", name, "Certificate against the unmodified model")
     return html([title, table(columns, [("", rows)])])
 
 
@@ -243,53 +248,68 @@ def _divergence(divergences: list[dict[str, Any]]) -> object:
     return [position, code(drafted or "end"), " for ", code(expected or "end"), rounding]
 
 
-def provenance(report: ReportData) -> Html:
-    """Show the machine, versions and commit of each run."""
-    lead = (
-        "Figures belong to a machine, versions and a commit; compare them with those of no other."
-    )
-    parts = []
+def run_details(report: ReportData) -> Section:
+    """Show the settings, machine, versions and commit of each run, and its drafters."""
+    parts: list[object] = []
     for label, run in report.runs.items():
-        count = f"{len(run.answers)} answers"
+        count = str(len(run.answers))
         # a run that was interrupted has a header for each start
         if len(run.headers) > 1:
             count += f" from {len(run.headers)} starts, the newest shown here"
-        title = tag("h3", f"{label}: " if label else "", code(run.path.name))
-        parts.append(html([title, tag("p", count), _header(run.header)]))
-    return section("made", "What made it", lead, parts)
+        if label:
+            parts.append(tag("h3", label))
+        parts.append(
+            _header(
+                {**dict.fromkeys(FIRST), **run.header, "results": run.path.name, "answers": count}
+            )
+        )
+
+    # of the highest temperature, where the rule of the draft matters
+    rows = []
+    for group in {group.name: group for group in report.drafting}.values():
+        settings = report.runs[group.run].settings(group.drafter)
+        if settings:
+            head = code(settings.get("head", "–"))
+            rows.append((code(group.name), head, describe_tree(settings), group.rule))
+    if rows:
+        parts.append(table(["drafter", "head", "draft tree", "candidates"], [("", rows)]))
+    return parts
 
 
 def _header(values: Mapping[str, Any]) -> Html:
     """Return names and values, with nested values folded away as JSON."""
     items = []
-    folded = []
+    folded = {}
     for key, value in values.items():
-        name = key.replace("_", " ")
+        if isinstance(value, list) and not any(isinstance(item, dict | list) for item in value):
+            value = ", ".join(map(str, value))
         if isinstance(value, dict | list):
-            text = tag("pre", json.dumps(value, ensure_ascii=False))
-            folded.append(tag("details", tag("summary", name), text))
-        else:
-            items.append([tag("dt", name), tag("dd", value)])
-    return html([tag("dl", items) if items else "", folded])
+            folded[key] = value
+        elif value is not None:
+            items.append(tag("div", tag("dt", key.replace("_", " ")), tag("dd", value)))
+    nested = Html()
+    if folded:
+        text = tag("pre", json.dumps(folded, ensure_ascii=False, indent=1))
+        nested = tag("details", tag("summary", "all settings, as JSON"), text)
+    return html([tag("dl", items), nested])
 
 
 # by anchor: the title in the navigation, and what draws the section
 SECTIONS = {
+    "made": ("Run details", run_details),
     "headline": ("Speed", headline),
-    "comparison": ("Who is ahead", comparison),
-    "batches": ("Batches", batches),
-    "speed": ("By task", speed_by_task),
-    "position": ("Position", positions),
-    "task": ("Task and rule", by_task),
-    "context": ("Context", by_bucket),
-    "length": ("Accepted length", lengths),
-    "time": ("Time", time_split),
-    "theory": ("Theory", theory),
+    "comparison": ("Comparison of drafters", comparison),
+    "batches": ("Batch size", batches),
+    "task": ("Tasks", by_task),
+    "position": ("Acceptance by position", positions),
+    "length": ("Accepted tokens per cycle", lengths),
+    "context": ("Acceptance by context", by_bucket),
+    "time": ("Time per cycle", time_split),
+    "theory": ("Predicted and measured", theory),
     "calibration": ("Calibration", calibration),
-    "nodes": ("Nodes", nodes),
-    "answers": ("Answers", answers),
+    "nodes": ("Accepted nodes", nodes),
+    "answers": ("Sample answers", answers),
     "lossless": ("Losslessness", losslessness),
-    "made": ("Made by", provenance),
 }
 
 

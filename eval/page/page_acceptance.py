@@ -9,18 +9,17 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
 
-from eagle.markup import Html
+from eagle.markup import Html, tag
 from eval.page.page_parts import (
+    Missing,
     ReportData,
     Rows,
+    Section,
     by_temperature,
     cell,
     code,
     drafter_panels,
-    figures_by_task,
-    missing,
     panels,
-    section,
     side_by_side,
     table,
 )
@@ -48,24 +47,27 @@ BINS = 8
 NODES = 16
 # nodes that a smaller share of the cycles reached are not shown
 RARE = 0.01
+# of a tree that are drawn: more would not fit a phone
+LEVELS = 8
 
 
-def positions(report: ReportData) -> Html:
+def positions(report: ReportData) -> Section:
     """Show the acceptance rate of each level of the draft: of all cycles, and of those that reached the level."""
-    title = "Acceptance by position"
-    lead = (
-        "Of all cycles: how often at least so many drafted tokens were accepted. Of those that came so far: how often "
-        "a level's token was, where the one before it was accepted and the tree had this level."
-    )
     groups_with_cycles = [group for group in report.drafting if group.cycles]
-    if not groups_with_cycles:
-        return section("position", title, lead, missing("These results keep no cycles."))
+    if not _accepts(report):
+        return _no_acceptance(report)
+    if max(_num_levels(group) for group in groups_with_cycles) < 2:
+        return Missing("drafts have a single position")
+    lead = (
+        "Of all cycles: the share that accepted this position. Of cycles that reached it: the share among those that "
+        "accepted the position before and drafted this one."
+    )
     figures = []
     for heading, groups in by_temperature(groups_with_cycles):
-        for name, reached in (("of all cycles", False), ("of those that came so far", True)):
+        for name, reached in (("of all cycles", False), ("of cycles that reached it", True)):
             series = [(report.series[group.name], by_position(group, reached)) for group in groups]
             # two levels at least, so that the axis has a length
-            num_levels = max(2, *(len(points) for _, points in series))
+            num_levels = max(2, *map(_num_levels, groups))
             figure = draw_plot(
                 f"{heading}, {name}",
                 series,
@@ -74,7 +76,23 @@ def positions(report: ReportData) -> Html:
                 axes=("position in the draft", "accepted"),
             )
             figures.append(figure)
-    return section("position", title, lead, drafter_panels(report, figures))
+    return [tag("p", lead), drafter_panels(report.names, figures)]
+
+
+def _accepts(report: ReportData) -> bool:
+    """Return whether cycles are recorded that accepted drafted tokens."""
+    return any(group.cycles and not group.accepts_nothing for group in report.drafting)
+
+
+def _no_acceptance(report: ReportData) -> Missing:
+    """Say why nothing can be shown of accepted tokens."""
+    if any(group.cycles for group in report.drafting):
+        return Missing("no drafted token was accepted")
+    return Missing("the results file holds no cycles")
+
+
+def _num_levels(group: Group) -> int:
+    return max(cycle["depth"] for cycle in group.cycles)
 
 
 def by_position(group: Group, reached: bool) -> Points:
@@ -86,30 +104,16 @@ def by_position(group: Group, reached: bool) -> Points:
     """
     # counted once for all levels
     shapes = {id(answer): count_shapes(cycles(answer)) for answer in group.answers}
-    num_levels = max(cycle["depth"] for cycle in group.cycles)
 
     def count(level: int) -> Callable[[Answer], Row]:
         return lambda answer: count_level(shapes[id(answer)], level, reached)
 
-    return [(level, group.estimate(Metric(count(level)))) for level in range(1, num_levels + 1)]
+    return [
+        (level, group.estimate(Metric(count(level)))) for level in range(1, _num_levels(group) + 1)
+    ]
 
 
-def by_task(report: ReportData) -> Html:
-    """Show the acceptance length by task and by rule."""
-    lead = "Tokens per target forward by prompt set and task; a τ of 1 is plain decoding."
-    figures = figures_by_task(report, "τ", ACCEPTANCE_LENGTH, start=1)
-    rows = []
-    for heading, groups in by_temperature(report.drafting):
-        for group in groups:
-            length = cell(group.estimate(ACCEPTANCE_LENGTH))
-            rows.append((code(group.name), heading, group.rule, length))
-    by_rule = table(["drafter", "temperature", "children drafted", "τ"], [("", rows)])
-
-    title = "Acceptance by task, temperature and rule"
-    return section("task", title, lead, [drafter_panels(report, figures), by_rule])
-
-
-def by_bucket(report: ReportData) -> Html:
+def by_bucket(report: ReportData) -> Section:
     """Show the acceptance length by tokens of context, and by tokens of the answer."""
     figures = []
     for buckets in EVERY:
@@ -128,23 +132,27 @@ def by_bucket(report: ReportData) -> Html:
                 lines[heading] = rows
         figures += side_by_side(f"τ by {buckets.title}", lines, start=1)
 
-    # all answers are in one bucket
+    if not _accepts(report):
+        return _no_acceptance(report)
     if not figures:
-        return Html()
-    title = "Acceptance by context and place in the answer"
+        return Missing("all cycles are in one range of tokens, or in ranges of too few cycles")
     lead = (
-        "Tokens per target forward by what stood before it: tokens of prompt and answer, and tokens of the answer "
-        f"alone. A drafter with fewer than {ENOUGH} cycles in a range is left out there."
+        "Acceptance length by the number of tokens before a cycle: of prompt and answer, and of the answer alone. "
+        f"A drafter with fewer than {ENOUGH} cycles in a range is left out there."
     )
-    return section("context", title, lead, drafter_panels(report, figures))
+    return [tag("p", lead), drafter_panels(report.names, figures)]
 
 
-def lengths(report: ReportData) -> Html:
+def lengths(report: ReportData) -> Section:
     """Show the distribution of the accepted tokens of a cycle."""
-    lead = "The share of cycles that accepted so many drafted tokens; the target's own token comes on top."
-    groups = [group for group in report.drafting if group.cycles]
+    # a single bar is no distribution
+    groups = [group for group in report.drafting if len(accepted_lengths(group)) > 1]
     if not groups:
-        return section("length", "Accepted length", lead, missing("These results keep no cycles."))
+        return _no_acceptance(report)
+    lead = (
+        "The share of cycles by the number of drafted tokens that they accepted. Each cycle commits one token more, "
+        "the target's own."
+    )
     shares_by_group = [accepted_lengths(group) for group in groups]
     # one axis for all panels, so that their bars can be compared
     y = Scale.over([max(shares) for shares in shares_by_group], percent=True)
@@ -161,7 +169,7 @@ def lengths(report: ReportData) -> Html:
             note=f"mean {mean:.2f}",
         )
         figures.append(figure)
-    return section("length", "Accepted length", lead, panels(*figures))
+    return [tag("p", lead), panels(*figures)]
 
 
 def accepted_lengths(group: Group) -> list[float]:
@@ -172,39 +180,40 @@ def accepted_lengths(group: Group) -> list[float]:
     return [counts[length] / total for length in range(longest + 1)]
 
 
-def calibration(report: ReportData) -> Html:
+def calibration(report: ReportData) -> Section:
     """Show the draft's confidence against the share accepted."""
-    lead = (
-        "Each drafted token whose parent was accepted has a probability in the draft's eyes, and was accepted or not. "
-        f"A point holds an {BINS}th of them, by confidence; on the dashed line the draft is as right as it believes."
-    )
     bins_by_temperature: dict[float, dict[str, Points]] = {}
     for group in report.drafting:
         bins = bin_confidences(group)
-        # results of drafters without probabilities have no confidences
-        if bins:
+        # drafters without probabilities have no confidences, and equal ones are one point
+        if len({round(confidence, 2) for confidence, _ in bins}) > 1:
             bins_by_temperature.setdefault(group.temperature, {})[group.name] = bins
     if not bins_by_temperature:
-        note = "These results keep no confidences: a cycle's “confidence” would be a list of [probability, accepted]."
-        return section("calibration", "Calibration", lead, missing(note))
+        return Missing("drafted tokens have no probabilities, or all the same one")
+    lead = (
+        "The drafter's probability of a token against the share that was accepted, for tokens whose parent was "
+        f"accepted. A point is an {BINS}th of these tokens. On the dashed line the probabilities are right."
+    )
     figures = []
+    names: dict[str, int] = {}
     for temperature, bins_by_name in bins_by_temperature.items():
+        names |= {name: report.series[name] for name in bins_by_name}
         errors = ", ".join(
             f"{name} {_calibration_error(bins):.0%}" for name, bins in bins_by_name.items()
         )
 
         # points on the diagonal are as often right as the draft believes
         figure = draw_plot(
-            f"Accepted by confidence, T = {temperature:g}",
+            f"T = {temperature:g}",
             [(report.series[name], bins) for name, bins in bins_by_name.items()],
             x=SHARE,
             y=SHARE,
-            axes=("confidence of the draft", "accepted"),
+            axes=("probability in the draft", "accepted"),
             note=f"Mean distance from the line: {errors}.",
             diagonal=True,
         )
         figures.append(figure)
-    return section("calibration", "Calibration", lead, drafter_panels(report, figures))
+    return [tag("p", lead), drafter_panels(names, figures)]
 
 
 def _calibration_error(bins: Points) -> float:
@@ -237,25 +246,23 @@ def _confidences(group: Group) -> Iterator[tuple[object, float, bool]]:
                 yield prompt_key(answer)[:2], confidence, accepted
 
 
-def nodes(report: ReportData) -> Html:
+def nodes(report: ReportData) -> Section:
     """Show where the accepted tokens are in the tree."""
-    lead = (
-        f"The {NODES} most used nodes, of those that at least {RARE:.0%} of the cycles reached: in each its rank among "
-        "its siblings, below it the share of cycles in which the target went there."
-    )
     figures = []
     for group in report.drafting:
         shares = most_used_nodes(group)
-        # the root alone is no tree
-        if len(shares) > 1:
+        # a chain is what acceptance by position shows
+        if len(shares) > 1 + max(map(len, shares), default=0):
             figures.append(draw_tree(f"{group.name}, T = {group.temperature:g}", shares))
-
-    content = panels(*figures)
+    if not _accepts(report):
+        return _no_acceptance(report)
     if not figures:
-        content = missing(
-            "These results keep no paths: a cycle's “path” would be the ranks of its accepted tokens among siblings."
-        )
-    return section("nodes", "Most used nodes", lead, content)
+        return Missing("no siblings are recorded among the accepted tokens")
+    lead = (
+        f"The {NODES} most accepted nodes of the first {LEVELS} levels: in each its rank among its siblings, below it "
+        "the share of cycles that accepted it."
+    )
+    return [tag("p", lead), panels(*figures)]
 
 
 def most_used_nodes(group: Group) -> dict[tuple[int, ...], float]:
@@ -264,7 +271,7 @@ def most_used_nodes(group: Group) -> dict[tuple[int, ...], float]:
     counts: Counter[tuple[int, ...]] = Counter()
     for path in paths:
         # an accepted path passes every node on its way
-        counts.update(path[:length] for length in range(len(path) + 1))
+        counts.update(path[:length] for length in range(min(len(path), LEVELS) + 1))
 
     # a parent is never rarer than its child, and comes first where they are level: so no node lacks its parent
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
@@ -370,28 +377,25 @@ class Rates:
         return total / self.depths.total()
 
 
-def theory(report: ReportData) -> Html:
+def theory(report: ReportData) -> Section:
     """Show predicted against measured τ and speed."""
-    title = "Measured against theory"
     groups_with_cycles = [group for group in report.drafting if group.cycles]
+    if not _accepts(report):
+        return _no_acceptance(report)
     lead = (
-        "If every drafted token were kept with the same chance α, whatever came before it, a cycle of γ levels would "
-        "commit (1 − α^(γ+1)) / (1 − α) tokens. “By position” gives each level its own chance; both are means over "
-        "the cycles, each with the levels that its tree had. Break-even is the length of a cycle in cycles of plain "
-        "decoding: with a longer τ the draft is faster. What an answer's end cuts off was accepted and is not in the "
-        "measured τ, which short answers feel. "
+        "With one acceptance rate α at every position, a cycle of γ levels commits (1 − α^(γ+1)) / (1 − α) tokens. "
+        "“By position” takes each position's own rate. Break-even τ is the cycle time over that of plain decoding; "
+        "drafting is faster with a larger τ. Accepted tokens after the end of an answer are not in the measured τ. "
     )
-    if not groups_with_cycles:
-        return section("theory", title, lead, missing("These results keep no cycles."))
     has_modelled = any(group.is_modelled for group in groups_with_cycles)
     if has_modelled:
         how = "modelled"
-        lead += "Predicted speed-up is that of modelled time, from bare forwards measured outside of the loop."
+        lead += "Predicted speedup is that of modelled time, from the measured costs of single forwards."
     else:
         how = "τ over break-even"
-        lead += "Predicted speed-up is τ over break-even: the header has no bare costs (eval.costs) to model it from."
+        lead += "Predicted speedup is τ over break-even τ; eval.costs=true predicts it from single forwards."
     columns = ["drafter", "α", "levels", "τ by α", "τ by position", "τ measured", "break-even τ"]
-    columns += ["predicted", "measured"]
+    columns += ["predicted speedup", "measured"]
 
     parts = []
     lengths = Agreement()
@@ -409,10 +413,13 @@ def theory(report: ReportData) -> Html:
                 speeds.append((series, [(predicted, group.estimate(SPEED_UP))]))
             rows.append(_theory_row(group, rates, even, predicted))
         parts.append((heading, rows))
-    figures = [_draw_agreement("τ", "from α", lengths, low=1)]
-    if speeds:
-        figures.append(_draw_agreement("Speed-up", how, speeds, low=0))
-    return section("theory", title, lead, [table(columns, parts), drafter_panels(report, figures)])
+    content = [tag("p", lead), table(columns, parts)]
+    # one point is what the table says already
+    drawn = [("Acceptance length τ", "by α", lengths, 1), ("Speedup", how, speeds, 0)]
+    figures = [_draw_agreement(*plot) for plot in drawn if len(plot[2]) > 1]
+    if figures:
+        content += drafter_panels(report.names, figures)
+    return content
 
 
 def _theory_row(
@@ -431,7 +438,7 @@ def _theory_row(
     ]
 
 
-def _draw_agreement(what: str, how: str, series: Agreement, *, low: float) -> Html:
+def _draw_agreement(what: str, how: str, series: Agreement, low: float) -> Html:
     """Draw measured over predicted values, both on one scale."""
     values: list[float] = []
     for _, points in series:

@@ -1,19 +1,20 @@
-"""Load the report's data, and build what its sections share: headings, tables, panels and figures by task."""
+"""Load the report's data, and build what its sections share: tables, panels and figures by temperature."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import NamedTuple
 
 from eagle.markup import Html, html, tag
 from eval.result_files.figures import Scale, draw_dots, legend
-from eval.result_files.results import Answer, Group, Metric, Results, read_results, show_groups
+from eval.result_files.results import Answer, Group, Results, read_results, show_groups
 from eval.result_files.statistics import Estimate
 
-Points = list[tuple[int, Estimate]]  # figures by series
-Rows = list[tuple[str, Points]]  # by name
+BySeries = list[tuple[int, Estimate]]  # figures by series
+Rows = list[tuple[str, BySeries]]  # by name
 
 
 @dataclass(frozen=True)
@@ -98,16 +99,13 @@ def by_temperature(groups: Iterable[Group]) -> list[tuple[str, list[Group]]]:
     return list(parts.items())
 
 
-def section(name: str, title: str, lead: object, *content: object) -> Html:
-    """Return a section of the page.
+class Missing(NamedTuple):
+    """Why a section is left out, and what would fill it."""
 
-    Args:
-        name: The anchor to link to.
-        title: The heading.
-        lead: The paragraph below the heading.
-        content: Elements, or lists of them.
-    """
-    return tag("section", tag("h2", title), tag("p", lead), content, id=name)
+    reason: str
+
+
+Section = Sequence[object] | Missing  # what stands below the heading
 
 
 def panels(*figures: object) -> Html:
@@ -116,14 +114,14 @@ def panels(*figures: object) -> Html:
     return tag("div", figures, class_="panels two" if len(figures) in (2, 4) else "panels")
 
 
-def drafter_panels(report: ReportData, figures: Sequence[object]) -> list[Html]:
-    """Return figures of several drafters, with what tells these apart above them."""
-    return [legend(report.names), panels(*figures)]
+def drafter_panels(names: Mapping[str, int], figures: Sequence[object]) -> list[Html]:
+    """Return figures of several drafters, with what tells these apart above them.
 
-
-def missing(*message: object) -> Html:
-    """Return a note that data are missing, and what would make them."""
-    return tag("p", message, class_="missing")
+    Args:
+        names: The series of each drafter.
+        figures: What is shown.
+    """
+    return [legend(names) if len(names) > 1 else Html(), panels(*figures)]
 
 
 def code(name: object) -> Html:
@@ -167,8 +165,9 @@ def cell(value: Estimate, unit: str = "", digits: int = 2, signed: bool = False)
         return html("–")
     form = f"{'+' if signed else ''}.{digits}f"
     text = f"{value.value:{form}}{unit} "
+    # one conversation has no interval, which the headline says once
     if not isfinite(value.low):
-        return html([text, tag("span", "one conversation: no interval", class_="low")])
+        return html(text.rstrip())
     interval = f"{value.low:{form}} to {value.high:{form}}"
     # a hyphen is too short for a minus
     small = tag("span", interval.replace("-", "−"), class_="low")
@@ -181,34 +180,6 @@ def task_of(answer: Answer) -> str:
     if not answer.get("task"):
         return str(prompt_set)
     return f"{prompt_set} · {answer['task']}"
-
-
-def figures_by_task(
-    report: ReportData, label: str, metric: Metric, start: float = 0, unit: str = ""
-) -> list[Html]:
-    """Draw a panel per temperature with the metric of each drafter by set and task.
-
-    Args:
-        report: The results.
-        label: The metric's name, in the titles of the figures.
-        metric: What is drawn.
-        start: The beginning of the axis.
-        unit: What stands after every number.
-    """
-    lines: dict[str, Rows] = {}
-    for heading, groups in by_temperature(report.drafting):
-        tasks: dict[str, Points] = {}
-        for group in groups:
-            # a panel lists the tasks in the order of the answers
-            by_name: dict[str, list[Answer]] = {}
-            for answer in group.answers:
-                by_name.setdefault(task_of(answer), []).append(answer)
-
-            for name, answers in by_name.items():
-                estimate = replace(group, answers=answers).estimate(metric)
-                tasks.setdefault(name, []).append((report.series[group.name], estimate))
-        lines[heading] = list(tasks.items())
-    return side_by_side(f"{label} by task", lines, start=start, unit=unit)
 
 
 def side_by_side(

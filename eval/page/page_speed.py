@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from math import inf, log2
+from math import inf, isfinite, log2
+from typing import Any
 
-from eagle.markup import Html, tag
+from eagle.markup import Html, html, tag
 from eval.page.page_acceptance import cycle_seconds
 from eval.page.page_parts import (
+    BySeries,
+    Missing,
     ReportData,
     Rows,
+    Section,
     by_temperature,
     cell,
     code,
     drafter_panels,
-    figures_by_task,
-    missing,
     panels,
-    section,
     side_by_side,
     table,
+    task_of,
 )
 from eval.result_files.figures import Points, Scale, draw_plot, draw_stack
 from eval.result_files.results import (
@@ -30,60 +33,110 @@ from eval.result_files.results import (
     MODELLED_SPEED_UP,
     SPEED_UP,
     TOKENS_PER_SECOND,
+    Answer,
     Group,
     Metric,
+    prompt_key,
 )
 from eval.result_files.statistics import Estimate
 
 # of a cycle's seconds; the style sheet has a colour for each
 PARTS = ("draft", "target", "verify", "other")
 # by the sign of the difference from plain decoding
-AGAINST_PLAIN = {
-    1: "the speed of plain decoding",
-    0: "the speed of plain decoding: no difference shown",
-    -1: "the speed of plain decoding: drafting does not pay here",
-}
-BATCH_COLUMNS = (
-    "at a time",
-    "drafter",
-    "texts a step",
-    "tokens/s",
-    "speed-up",
-    "modelled",
-    "latency",
-    "τ",
-    "output",
-)
+AGAINST_PLAIN = {1: "", 0: "; no difference shown", -1: "; plain decoding is faster"}
 PLAIN = Estimate(1, -inf, inf)
 
 
 def verdicts(report: ReportData) -> Html:
     """Show the fastest drafter at every temperature in large letters, also where plain decoding is faster."""
-    items = [_verdict(*part) for part in by_temperature(report.drafting)]
+    items = [_verdict(report, *part) for part in by_temperature(report.drafting)]
     return tag("ul", items, class_="verdicts")
 
 
-def _verdict(heading: str, groups: list[Group]) -> Html:
-    """Return the fastest drafter of a temperature, its speed-up, and the drafters that are level with it."""
+def _verdict(report: ReportData, heading: str, groups: list[Group]) -> Html:
+    """Return the fastest drafter of a temperature with its speed, and the drafters that are level with it."""
     best = max(groups, key=_speed)
     speed = best.estimate(SPEED_UP)
-    length = best.estimate(ACCEPTANCE_LENGTH)
     names: list[object] = [f"{heading}: ", code(best.name)]
-    for group in groups:
-        if group is not best and not best.compare(group, SPEED_UP).estimate.sign:
+    # without intervals nothing shows that drafters are level
+    others = [group for group in groups if group is not best and isfinite(speed.low)]
+    for group in others:
+        if not best.compare(group, SPEED_UP).estimate.sign:
             names += [", level with ", code(group.name)]
-    # a speed-up of 1 is the speed of plain decoding
-    sign = Estimate(speed.value - 1, speed.low - 1, speed.high - 1).sign
+    rate = f"{best.estimate(TOKENS_PER_SECOND).value:.1f} tokens/s"
     parts = [
         tag("span", names, class_="when"),
-        tag("span", f"{speed.value:.2f} ×", class_="big"),
-        tag("p", f"{AGAINST_PLAIN[sign]} (95% interval {speed.low:.2f} to {speed.high:.2f})"),
+        tag("span", f"{speed.value:.2f} × ", tag("span", rate, class_="rate"), class_="big"),
+        tag("p", _against_plain(report, best, speed)),
     ]
+    if best.had_to_wait:
+        value, *_ = best.estimate(CPU_SPEED_UP)
+        parts.append(tag("p", f"{value:.2f} × in CPU seconds: other processes used this machine"))
     if best.is_modelled:
         value, low, high = best.estimate(MODELLED_SPEED_UP)
-        parts.append(tag("p", f"{value:.2f} × in modelled time ({low:.2f} to {high:.2f})"))
-    text = f"{length.value:.2f} tokens per target forward; output {describe_output(best)}"
-    return tag("li", parts, tag("p", text))
+        text = f"{value:.2f} × in modelled time"
+        if isfinite(low):
+            text += f" ({low:.2f} to {high:.2f})"
+        parts.append(tag("p", text))
+
+    length = f"acceptance length τ = {best.estimate(ACCEPTANCE_LENGTH).value:.2f}"
+    if best.accepts_nothing:
+        length = "no drafted token was accepted"
+    parts.append(tag("p", f"{length}; output {describe_output(best)}"))
+    return tag("li", parts, tag("p", _setup(report, best), class_="soft"))
+
+
+def _against_plain(report: ReportData, best: Group, speed: Estimate) -> str:
+    """Describe the speedup, and how sure it is."""
+    for group in report.groups:
+        if not group.drafts and (group.run, group.temperature) == (best.run, best.temperature):
+            plain = group.estimate(TOKENS_PER_SECOND).value
+    text = f"speedup over plain decoding ({plain:.1f} tokens/s)"
+    if not isfinite(speed.low):
+        return f"{text}; one conversation has no interval"
+    # a speedup of 1 is the speed of plain decoding
+    sign = Estimate(speed.value - 1, speed.low - 1, speed.high - 1).sign
+    return f"{text}, 95% interval {speed.low:.2f} to {speed.high:.2f}{AGAINST_PLAIN[sign]}"
+
+
+def _setup(report: ReportData, group: Group) -> list[object]:
+    """Describe what was measured: tree, head, dtype, prompts, batch size."""
+    run = report.runs[group.run]
+    settings = run.settings(group.drafter)
+    num_prompts = len({prompt_key(answer)[:3] for answer in group.answers})
+    facts = [describe_tree(settings)]
+    if settings.get("head"):
+        facts.append(html(["head ", code(settings["head"])]))
+    facts.append(str(run.header.get("dtype", "")))
+    facts.append(_count(num_prompts, "prompt"))
+    if group.batch_size > 1:
+        facts.append(f"batch size {group.batch_size}")
+    parts: list[object] = []
+    # results of early releases have no settings
+    for fact in filter(None, facts):
+        parts += [" · ", fact]
+    return parts[1:]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def describe_tree(settings: Mapping[str, Any]) -> str:
+    """Describe the draft tree of a drafter's settings, or return nothing where the header has none."""
+    budget = settings.get("budget")
+    if not budget:
+        return ""
+    nodes = budget["nodes"]
+    depth = budget["depth"]
+    text = f"tree of {nodes} nodes, depth {depth}, top-k {budget['top_k']}"
+    if budget.get("paths"):
+        text = f"fixed tree of {nodes} nodes, depth {depth}"
+    elif budget["top_k"] == 1 or nodes == depth == 1:
+        text = f"chain of {_count(min(nodes, depth), 'token')}"
+    if "policy" in settings:
+        text += " at most, chosen each cycle"
+    return text
 
 
 def _speed(group: Group) -> float:
@@ -100,39 +153,45 @@ def describe_output(group: Group) -> str:
     return "of the same distribution"
 
 
-def headline(report: ReportData) -> Html:
+def headline(report: ReportData) -> Section:
     """Show every drafter at every temperature."""
     # columns that no drafter needs are left out
     has_modelled = any(group.is_modelled for group in report.drafting)
     waited = any(group.had_to_wait for group in report.drafting)
-    columns = ["drafter", "τ", "tokens/s", "speed-up"]
+    columns = ["drafter", "τ", "tokens/s", "speedup"]
+    lead = (
+        "τ is the acceptance length: tokens committed per target forward, prefill excluded. Speedup is tokens/s over "
+        "those of plain decoding (none) on the same prompts in the same run. "
+    )
     if waited:
         columns.append("in CPU seconds")
+        lead += "CPU seconds leave out the time in which other processes used the machine. "
     if has_modelled:
         columns.append("modelled")
-    columns += ["output", "loops"]
-    lead = (
-        "τ is the acceptance length: tokens committed per target forward, its own included, prefill excluded. Speed-up "
-        "is tokens per second over those of plain decoding (none) on the same prompts in the same run, in wall time, "
-        "and in CPU seconds too where answers had to wait for other work on the machine; modelled speed-up takes the "
-        "recorded cycles at the costs of bare forwards and of the loop instead, which other work does not disturb. "
-        "Beside each figure is its 95% interval: bootstrap over prompts, clustered by conversation."
-    )
+        lead += (
+            "Modelled speedup takes the recorded cycles at the measured costs of single forwards. "
+        )
+    columns += ["output", "end in a loop"]
+    if _has_intervals(report):
+        lead += "Small numbers are 95% intervals, by bootstrap over conversations."
+
     parts = []
+    lines: dict[str, Rows] = {}
     for heading, groups in by_temperature(report.groups):
         parts.append((heading, [_headline_row(group, waited, has_modelled) for group in groups]))
-
-    lines: dict[str, Rows] = {}
-    for heading, groups in by_temperature(report.drafting):
         # a row of one point for each drafter
         rows: Rows = []
         for group in groups:
-            point = (report.series[group.name], group.estimate(SPEED_UP))
-            rows.append((group.name, [point]))
+            if group.drafts:
+                point = (report.series[group.name], group.estimate(SPEED_UP))
+                rows.append((group.name, [point]))
         lines[heading] = rows
-    figures = side_by_side("Speed-up", lines, unit=" ×", note="The dashed line is plain decoding.")
-    content = [table(columns, parts), panels(*figures)]
-    return section("headline", "How fast, and how sure", lead, content)
+    content = [tag("p", lead), table(columns, parts)]
+    # a single drafter would be a single point
+    if len(report.names) > 1:
+        note = "The dashed line is plain decoding."
+        content.append(panels(*side_by_side("Speedup", lines, unit=" ×", note=note)))
+    return content
 
 
 def _headline_row(group: Group, waited: bool, has_modelled: bool) -> list[object]:
@@ -158,24 +217,30 @@ def _gain(group: Group, metric: Metric, is_measured: bool, otherwise: str = "–
     return cell(group.estimate(metric), " ×")
 
 
-def comparison(report: ReportData) -> Html:
+def comparison(report: ReportData) -> Section:
     """Show differences between drafters by prompt, without a ranking where the interval contains zero."""
-    if len(report.drafting) < 2:
-        return Html()
+    if len(report.names) < 2:
+        return Missing("one drafter was measured; eval.drafters names more")
+    if not _has_intervals(report):
+        return Missing("one conversation gives no intervals; eval.count asks for more")
     has_modelled = all(group.is_modelled for group in report.drafting)
-    columns = ["drafter", "against", "prompts", "difference in τ", "in speed-up"]
+    columns = ["drafter", "against", "prompts", "difference in τ", "in speedup"]
     if has_modelled:
-        columns.append("in modelled speed-up")
+        columns.append("in modelled speedup")
     parts = []
     for heading, groups in by_temperature(report.drafting):
         rows = [_compare(group, other, has_modelled) for group, other in _pairs(groups)]
         if rows:
             parts.append((heading, rows))
     lead = (
-        "Pairs answered the same prompts, and each difference is taken by prompt, with its 95% interval. Where the "
-        "interval holds zero the report does not rank: no difference shown."
+        "Differences are paired by prompt, with 95% intervals. Drafters are not ranked where the interval contains "
+        "zero: no difference shown."
     )
-    return section("comparison", "Who is ahead", lead, table(columns, parts))
+    return [tag("p", lead), table(columns, parts)]
+
+
+def _has_intervals(report: ReportData) -> bool:
+    return any(isfinite(group.estimate(SPEED_UP).low) for group in report.drafting)
 
 
 def _pairs(groups: list[Group]) -> list[tuple[Group, Group]]:
@@ -214,34 +279,67 @@ def _difference(value: Estimate, more: str, less: str) -> list[object]:
     return [cell(value, signed=True), tag("div", words[value.sign])]
 
 
-def speed_by_task(report: ReportData) -> Html:
-    """Show the speed-up by prompt set and task."""
-    lead = "Speed-up in wall time by prompt set and task. Left of the dashed line plain decoding is faster."
-    figures = figures_by_task(report, "Speed-up", SPEED_UP, unit=" ×")
-    if all(group.is_modelled for group in report.drafting):
-        figures += figures_by_task(report, "Modelled speed-up", MODELLED_SPEED_UP, unit=" ×")
-    return section("speed", "Speed by task", lead, drafter_panels(report, figures))
-
-
-def time_split(report: ReportData) -> Html:
-    """Show the milliseconds of a mean cycle, by part."""
-    title = "Where the time goes"
+def by_task(report: ReportData) -> Section:
+    """Show speedup and acceptance length by prompt set and task."""
+    tasks: set[str] = set()
+    for group in report.drafting:
+        tasks |= {task_of(answer) for answer in group.answers}
+    if len(tasks) < 2:
+        return Missing("all prompts are of one set and task")
     lead = (
-        "A cycle is one target forward with the draft before it and the bookkeeping after it. The draft pays while τ "
-        "is larger than the length of its cycle in cycles of plain decoding."
+        "Speedup and acceptance length by prompt set and task. The dashed line is plain decoding."
     )
+    figures = _figures_by_task(report, "Speedup", SPEED_UP, unit=" ×")
+    if all(group.is_modelled for group in report.drafting):
+        figures += _figures_by_task(report, "Modelled speedup", MODELLED_SPEED_UP, unit=" ×")
+    figures += _figures_by_task(report, "Acceptance length τ", ACCEPTANCE_LENGTH, start=1)
+    return [tag("p", lead), drafter_panels(report.names, figures)]
+
+
+def _figures_by_task(
+    report: ReportData, label: str, metric: Metric, start: float = 0, unit: str = ""
+) -> list[Html]:
+    """Draw a panel per temperature with the metric of each drafter by set and task.
+
+    Args:
+        report: The results.
+        label: The metric's name, in the titles of the figures.
+        metric: What is drawn.
+        start: The beginning of the axis.
+        unit: What stands after every number.
+    """
+    lines: dict[str, Rows] = {}
+    for heading, groups in by_temperature(report.drafting):
+        tasks: dict[str, BySeries] = {}
+        for group in groups:
+            # a panel lists the tasks in the order of the answers
+            by_name: dict[str, list[Answer]] = {}
+            for answer in group.answers:
+                by_name.setdefault(task_of(answer), []).append(answer)
+
+            for name, answers in by_name.items():
+                estimate = replace(group, answers=answers).estimate(metric)
+                tasks.setdefault(name, []).append((report.series[group.name], estimate))
+        lines[heading] = list(tasks.items())
+    return side_by_side(f"{label} by task", lines, start=start, unit=unit)
+
+
+def time_split(report: ReportData) -> Section:
+    """Show the milliseconds of a mean cycle, by part."""
     # plain decoding too: its cycle is what a draft has to pay for
     timed = [group for group in report.groups if cycle_seconds(group.cycles)]
     if not timed:
-        return section("time", title, lead, missing("These results keep no seconds per cycle."))
-
+        return Missing("the results file holds no seconds of cycles")
+    lead = (
+        "A cycle is a draft, one target forward over it, verification and bookkeeping. Drafting pays where τ is "
+        "larger than the cycle time over that of plain decoding."
+    )
     chips = [tag("li", tag("i", class_=part), tag("span", part)) for part in PARTS]
     figures = []
     for heading, groups in by_temperature(timed):
         rows = [(group.name, mean_milliseconds(group)) for group in groups]
         figures.append(draw_stack(f"Milliseconds per cycle, {heading}", rows, "ms"))
-    content = [tag("ul", chips, class_="legend"), panels(*figures)]
-    return section("time", title, lead, content)
+    return [tag("p", lead), tag("ul", chips, class_="legend"), panels(*figures)]
 
 
 def mean_milliseconds(group: Group) -> list[tuple[str, float]]:
@@ -262,52 +360,57 @@ class Doublings(Scale):
         return f"{2**value:g}"
 
 
-def batches(report: ReportData) -> Html:
+def batches(report: ReportData) -> Section:
     """Show every drafter at every batch size, as a table and as plots over the batch size."""
-    title = "Many texts at a time"
+    sizes = {group.batch_size for group in report.every}
+    if sizes == {1}:
+        return Missing(
+            "requests were decoded one at a time; eval.batch_size=[1, 4, 16] adds batches"
+        )
     lead = (
-        "So many texts are written side by side, and a text begins when one before it has ended. The seconds of each "
-        "step are split evenly over the texts in it, and tokens/s are those of all texts over all their seconds, "
-        "prompts included. Speed-up is over plain decoding with as many at a time. Latency is the mean time from a "
-        "text's admission to its end. Texts a step are fewer than asked for at the end of a prompt set. Intervals are "
-        "bootstrap over conversations: what texts of one batch share is not in them."
+        "The batch size is the largest number of requests in a step; a request starts when one before it ends. "
+        "Speedup is over plain decoding at the same batch size, prefill included. Latency is the mean time from a "
+        "request's start to its end. The end of a prompt set does not fill a batch. Intervals leave out what requests "
+        "of one batch share."
     )
-    if max(group.batch_size for group in report.every) == 1:
-        note = missing("One text at a time: eval.batch_size=[1, 4, 16] adds batches.")
-        return section("batches", title, lead, note)
+    has_modelled = any(group.is_modelled for group in report.every if group.drafts)
+    columns = ["drafter", "batch size", "requests a step", "tokens/s", "speedup"]
+    if has_modelled:
+        columns.append("modelled")
+    columns += ["latency", "τ", "output"]
     parts = []
     figures = []
     for heading, groups in by_temperature(report.every):
         # results that were added to hold their batch sizes in any order
         by_size = sorted(groups, key=lambda group: group.batch_size)
-        parts.append((heading, [_batch_row(group) for group in by_size]))
+        parts.append((heading, [_batch_row(group, has_modelled) for group in by_size]))
 
         drafting = [group for group in groups if group.drafts]
-        name = f"Speed-up, {heading}"
+        name = f"Speedup, {heading}"
         figures.append(_draw_by_size(name, report, drafting, SPEED_UP, unit="× plain decoding"))
         name = f"Tokens per second, {heading}"
-        figures.append(_draw_by_size(name, report, groups, TOKENS_PER_SECOND, unit="tokens/s"))
+        figures.append(
+            _draw_by_size(name, report, groups, TOKENS_PER_SECOND, unit="tokens per second")
+        )
 
-    return section(
-        "batches", title, lead, [table(BATCH_COLUMNS, parts), drafter_panels(report, figures)]
-    )
+    content = [tag("p", lead), table(columns, parts)]
+    # one size would be one point
+    if len(sizes) > 1:
+        content += drafter_panels({"none": 0, **report.names}, figures)
+    return content
 
 
-def _batch_row(group: Group) -> list[object]:
+def _batch_row(group: Group, has_modelled: bool) -> list[object]:
     """Return the cells of a drafter at one batch size."""
-    speed_up: object = "1 ×"
-    modelled: object = "–"
-    if group.drafts:
-        speed_up = cell(group.estimate(SPEED_UP), " ×")
-        if group.is_modelled:
-            modelled = cell(group.estimate(MODELLED_SPEED_UP), " ×")
+    speeds = [_gain(group, SPEED_UP, group.drafts, "1 ×")]
+    if has_modelled:
+        speeds.append(_gain(group, MODELLED_SPEED_UP, group.drafts and group.is_modelled))
     return [
-        group.batch_size,
         code(group.name),
+        group.batch_size,
         f"{texts_in_a_step(group):.1f}",
         cell(group.estimate(TOKENS_PER_SECOND), digits=1),
-        speed_up,
-        modelled,
+        *speeds,
         cell(group.estimate(LATENCY), " s"),
         cell(group.estimate(ACCEPTANCE_LENGTH)),
         describe_output(group),
@@ -349,4 +452,4 @@ def _draw_by_size(
         series.insert(0, (0, [(x, PLAIN) for x in logarithms]))
         ends += PLAIN.value, PLAIN.high
     x_axis = Doublings(logarithms[0], max(logarithms[-1], logarithms[0] + 1), step=1)
-    return draw_plot(title, series, x=x_axis, y=Scale.over(ends), axes=("texts at a time", unit))
+    return draw_plot(title, series, x=x_axis, y=Scale.over(ends), axes=("batch size", unit))

@@ -35,8 +35,8 @@ Key = tuple[Any, ...]  # set, conversation, turn, temperature, seed, batch size
 ANSWER = {"drafter", "temperature", "tokens", "seconds", "cycles", "loops", "identical"}
 # how the children of a node were drawn, by the budget's `draw`
 RULES = {
-    "noise": "ranked with the target's own noise",
-    "likeliest": "the likeliest, as point masses",
+    "noise": "ranked with the target's sampling noise",
+    "likeliest": "most probable tokens, as point masses",
     "sampled": "sampled from q",
 }
 
@@ -165,6 +165,12 @@ class Group:
         for answer in self.answers:
             recorded += cycles(answer)
         return recorded
+
+    @property
+    def accepts_nothing(self) -> bool:
+        """Return whether cycles are recorded, and none of them accepted a drafted token."""
+        recorded = self.cycles
+        return bool(recorded) and not any(cycle["accepted"] for cycle in recorded)
 
     def estimate(self, metric: Metric) -> Estimate:
         """Return the metric over all answers, with its interval over conversations."""
@@ -377,7 +383,7 @@ class Results:
         if "weights" in settings and settings["weights"] is None:
             return "proposed without probabilities"
         if temperature == 0:
-            return "the likeliest"
+            return "most probable tokens"
         draw = (settings.get("budget") or {}).get("draw", "noise")
         return RULES.get(draw, draw)
 

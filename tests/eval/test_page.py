@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,12 +24,13 @@ from eval.page.page_acceptance import (
     most_used_nodes,
 )
 from eval.page.page_parts import ReportData, labels
-from eval.page.page_speed import mean_milliseconds, points_by_size, texts_in_a_step
+from eval.page.page_speed import describe_tree, mean_milliseconds, points_by_size, texts_in_a_step
 from eval.report import SECTIONS, main, markdown, page
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
     MODELLED_SPEED_UP,
     SPEED_UP,
+    TOKENS_PER_SECOND,
     Group,
     count_cycles,
     cycles,
@@ -44,9 +46,8 @@ Groups = dict[tuple[str, float], Group]
 # figures of each section for three drafters at two temperatures
 FIGURES = {
     "headline": 2,
-    "speed": 2,
+    "task": 4,
     "position": 4,
-    "task": 2,
     "length": 6,
     "time": 2,
     "theory": 2,
@@ -179,25 +180,98 @@ def test_results_of_one_large_batch_are_a_whole_page(results: Path, tmp_path: Pa
     # only the rows of batches stay
     lines = [line for line in read_lines(path) if "drafter" not in line or "batch_size" in line]
     made = Parsed(page([write_lines(path, lines)]))
-    assert made.figures == {**FIGURES, "batches": made.figures["batches"]}
-    assert "sections below are of 4 texts at a time" in made.sections["top"]
+    # a plot over one batch size would be one point
+    assert made.figures == FIGURES
+    assert "requests a step" in made.sections["batches"]
+    assert "batch size 4" in made.sections["top"]
 
 
 def test_every_section_has_its_figures(parsed: Parsed) -> None:
     """All sections are on the page in their order, each with its figures."""
-    assert list(parsed.sections)[1:] == list(SECTIONS)
+    shown = [name for name in SECTIONS if name != "batches"]
+    assert list(parsed.sections)[1:] == [*shown, "missing"]
     assert parsed.figures == FIGURES
 
 
 def test_missing_data_is_said_in_words() -> None:
-    """Results that hold only the number of cycles have no figures made up for them."""
+    """Results that hold only the number of cycles have no sections on them, but a line that names what is missing."""
     # committed before rows recorded their cycles
     made = Parsed(page([ROOT / "docs/results/tiny_eagle1.jsonl"]))
-    for name in ("position", "length", "theory", "calibration", "nodes", "answers", "time"):
-        assert made.figures[name] == 0
-        assert "These results keep no" in made.sections[name]
-    assert "no lossless.json lies beside" in made.sections["lossless"]
+    assert list(made.sections)[1:] == ["made", "headline", "comparison", "lossless", "missing"]
+    titles = ("by position", "per cycle", "Predicted", "Calibration", "nodes", "answers", "Time")
+    for title in (*titles, "holds no cycles", "eval.batch_size=[1, 4, 16] adds batches"):
+        assert title in made.sections["missing"]
+    assert "eagle lossless RECIPE adds a certificate" in made.sections["lossless"]
     assert made.figures["headline"] == 2
+
+
+def write_few(out: Path, drafters: list[str], conversations: int, **changed: Any) -> Path:
+    """Write results of a few answers at T = 0, whose cycles have these fields."""
+    write(out, drafters, (0.0,), new_tokens=49, dtype="bfloat16")
+    rows = read_lines(out)[: 1 + 2 * conversations * (1 + len(drafters))]
+    for row in rows[1:]:
+        row["cycles"] = [{**cycle, **changed} for cycle in row["cycles"]]
+    return write_lines(out, rows)
+
+
+def test_no_section_is_empty_or_a_single_point(tmp_path: Path) -> None:
+    """One drafter, one conversation, or nothing accepted: what would be a point or nothing is left out by name."""
+    path = tmp_path / "results.jsonl"
+    nothing = {"accepted": 0, "committed": 1, "path": [], "confidence": [[1.0, False]]}
+    both = ["ngram", "eagle1"]
+    # sections that are left out, drafters, conversations, fields of the cycles
+    cases: list[tuple[set[str], list[str], int, dict[str, Any]]] = [
+        ({"comparison"}, ["eagle1"], 9, {}),
+        ({"comparison"}, both, 1, {}),
+        ({"comparison"}, ["eagle1"], 1, {}),
+        ({"position", "length", "context", "theory", "calibration", "nodes"}, both, 9, nothing),
+    ]
+
+    for absent, drafters, conversations, changed in cases:
+        source = page([write_few(path, drafters, conversations, **changed)])
+        case = (absent, drafters, conversations)
+
+        assert absent.isdisjoint(Parsed(source).sections), case
+
+        # every section has a figure, a table or a list
+        for section in re.findall(r"<section.*?</section>", source, re.DOTALL):
+            assert re.search("<figure|<table|<li|<dl|identical to plain", section), (case, section)
+        # all but bars, trees and answers draw marks
+        for figure in re.findall(r"<figure>.*?</figure>", source, re.DOTALL):
+            drawn = len(re.findall('class="(?:point|bar|node|kept|own|target)"', figure))
+            assert drawn > 1, (case, figure)
+
+
+def test_the_headline_says_what_was_measured(results: Path, tmp_path: Path) -> None:
+    """Speed in tokens per second, tree, head, dtype, prompts; one conversation has no interval."""
+    top = Parsed(page([write_few(tmp_path / "results.jsonl", ["eagle1"], 9)])).sections["top"]
+    group = ReportData.load([tmp_path / "results.jsonl"]).drafting[0]
+    for metric, unit in ((SPEED_UP, ".2f} ×"), (TOKENS_PER_SECOND, ".1f} tokens/s")):
+        assert f"{{:{unit}".format(group.estimate(metric).value) in top
+
+    words = "tree of 8 nodes, depth 5, top-k 3 · head runs/eagle1 · bfloat16 · 18 prompts"
+    assert words in top
+    assert "95% interval" in top
+
+    alone = page([write_few(tmp_path / "results.jsonl", ["eagle1"], 1)])
+    assert "one conversation has no interval" in Parsed(alone).sections["top"]
+    assert "inf" not in Parsed(alone).sections["top"]
+    # settings stand above all figures
+    assert list(Parsed(alone).sections)[1] == "made"
+    assert "tree of 8 nodes, depth 5, top-k 3" in Parsed(alone).sections["made"]
+
+
+def test_trees_are_described_by_their_shape() -> None:
+    """A chain, a fixed tree and a policy are named; early results say nothing."""
+    budget = {"nodes": 4, "depth": 4, "top_k": 1, "paths": None}
+
+    assert describe_tree({"budget": budget}) == "chain of 4 tokens"
+
+    fixed = {**budget, "paths": [[0], [1]], "top_k": 2}
+    assert describe_tree({"budget": fixed}) == "fixed tree of 4 nodes, depth 4"
+    shown = describe_tree({"budget": {**budget, "top_k": 2}, "policy": "goodput"})
+    assert shown == "tree of 4 nodes, depth 4, top-k 2 at most, chosen each cycle"
+    assert describe_tree({}) == ""
 
 
 def test_a_hostile_generation_stays_text(parsed: Parsed) -> None:
@@ -470,9 +544,9 @@ def test_modelled_time_takes_the_headers_costs(results: Path, tmp_path: Path) ->
 
     alone = Parsed(page([path]))
     assert "in modelled time" in alone.sections["top"]
-    assert (alone.figures["speed"], alone.figures["task"]) == (2, 1)
+    assert alone.figures["task"] == 3
     # two drafters without costs would not be ranked by it
-    assert "in modelled speed-up" not in mixed.sections["comparison"]
+    assert "in modelled speedup" not in mixed.sections["comparison"]
 
     for made in (alone, mixed):
         assert "modelled" in made.sections["headline"]

@@ -14,7 +14,8 @@ from synthetic import HOSTILE, write
 
 from eagle.markup import readable
 from eval.report import SECTIONS, page
-from tests.eval.test_page import FIGURES
+from eval.result_files.figures import RIGHT
+from tests.eval.test_page import FIGURES, add_batch_sizes
 
 WIDTHS = (1280, 390)
 # a page around the report, which runs no script of its own, asks what the browser made of it
@@ -25,7 +26,17 @@ onload = () => {
     const all = [...page.querySelectorAll("body *")]
     const sizes = [...page.querySelectorAll("figure > svg, .answer")].map(one => one.getBoundingClientRect())
     const scrolls = one => one.closest(".answer")
+    const box = one => one.getBoundingClientRect()
+    const overlap = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+      Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3
+    const labels = [...page.querySelectorAll("figure > svg")].map(
+      one => [...one.querySelectorAll("text")].filter(text => text.textContent))
     return {
+      overlaps: labels.flatMap(texts => texts.flatMap((one, i) => texts.slice(i + 1).filter(
+        other => overlap(box(one), box(other))).map(other => `${one.textContent} | ${other.textContent}`))),
+      margins: [...page.querySelectorAll(".panels")].map(one => box(one).right - Math.max(
+        ...[...one.querySelectorAll("figure > svg")].map(drawing => box(drawing).right))),
+      widths: [...new Set([...page.querySelectorAll(".panels, table")].map(one => Math.round(box(one).width)))],
       title: page.title,
       scripts: page.scripts.length,
       width: page.documentElement.scrollWidth - width,
@@ -54,7 +65,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]]
         )
 
     folder = tmp_path_factory.mktemp("browser")
-    (folder / "report.html").write_text(page([write(folder / "results.jsonl")]), encoding="utf-8")
+    # names longer than a phone is wide
+    written = write(folder / "alone.jsonl")
+    written.write_text(written.read_text().replace("eagle1-chain", "W" * 40))
+    results = add_batch_sizes(written, folder / "results.jsonl", 4, 16)
+    (folder / "report.html").write_text(page([results]), encoding="utf-8")
     # one frame for each width of a window
     frames = (
         f'<iframe src="report.html" style="width:{width}px;height:900px;border:0"></iframe>'
@@ -95,12 +110,17 @@ def test_all_figures_are_drawn_and_fit(
 ) -> None:
     """Every section has its figures, each has a size, nothing is wider than the window, letters can be read."""
     found = seen[0][place]
-    assert found["figures"] == {name: FIGURES.get(name, 0) for name in SECTIONS}
-    assert found["drawn"] == sum(FIGURES.values())
+    drawn = {**FIGURES, "batches": 4}
+    assert found["figures"] == {name: drawn.get(name, 0) for name in SECTIONS}
+    assert found["drawn"] == sum(drawn.values())
     assert found["width"] == 0
     assert found["outside"] == []
     assert found["cut"] == 0  # a word without an end is broken
     assert found["letters"] >= 9.5
+    assert found["overlaps"] == []
+    # charts are as wide as tables, but for the margin that holds the last number of an axis
+    assert len(found["widths"]) == 1
+    assert max(found["margins"]) <= max(RIGHT.values())
 
 
 @pytest.mark.parametrize("place", range(len(WIDTHS)), ids=[f"{width} px" for width in WIDTHS])
@@ -109,5 +129,5 @@ def test_a_hostile_generation_does_not_run(
 ) -> None:
     """It changed no title, is no script, and stands on the page letter for letter."""
     found = seen[0][place]
-    assert (found["title"], found["scripts"]) == ("Acceptance report: a/target", 0)
+    assert (found["title"], found["scripts"]) == ("Speculative decoding of a/target", 0)
     assert "".join(map(readable, HOSTILE)) in found["answers"]
