@@ -1,4 +1,4 @@
-"""Record `eagle chat` on what `eagle demo` leaves, for its page in docs: `python -m docs_build.terminal`."""
+"""Record a conversation with `eagle generate` on what `eagle demo` leaves, for its page in docs: `python -m docs_build.terminal`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/chat.md"
 PICTURE = ROOT / "docs/images/chat.svg"
 BEGIN = "<!-- written by `python -m docs_build.terminal` -->\n"
 END = "<!-- end -->\n"
-COMMAND = "eagle chat runs/demo/eagle1/head --target runs/demo/target --dtype float32"
+COMMAND = "eagle generate runs/demo/eagle1/head --target runs/demo/target --dtype float32"
 QUESTION = "What do you know about otters?"
 TYPED = [QUESTION, "/plain", "/reset", QUESTION, "/draft", "How do I make apple pie?"]
 COLUMNS = 100
@@ -118,7 +118,7 @@ def draw(text: str) -> str:
     template = re.sub(
         r"@font-face \{\{.*?\}\}\s*|<!--.*?-->\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL
     )
-    return console.export_svg(title="eagle chat", code_format=template, unique_id="chat")
+    return console.export_svg(title="eagle generate", code_format=template, unique_id="chat")
 
 
 def write() -> None:

@@ -146,7 +146,8 @@ def check_call(call: Call, written: dict[str, Path]) -> None:
     if call == Call("eagle", ["--version"]):
         return
     recipe: Any
-    if call.program in TRAINS or call.arguments[:1] == ["train"]:
+    is_training = call.arguments[:1] == ["train"] and "--estimate" not in call.arguments
+    if call.program in TRAINS or is_training:
         # training has no parser: whatever is left of the launcher's options are a recipe and overrides
         words = call.arguments
         if call.program == "eagle":
