@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import yaml
 
 from eagle.drafters import settings_of
 from eagle.recipe import Recipe
+from recipes.forecast import read_sizes
+from recipes.suggestions import find_unusual, suggest_rate
 
 ROOT = Path(__file__).parents[2] / "recipes"
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published_training.yaml").read_text())
@@ -48,13 +51,29 @@ def values_of(name: str, *overrides: str) -> dict[str, Any]:
     return values
 
 
+# folders whose targets no paper trains for: settings follow the rule of `eagle init`
+SMALL_TARGETS = ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")
+
+
 def test_every_recipe_has_a_source() -> None:
-    """Only recipes of the tiny target have none."""
+    """Only recipes of the tiny target and of small published ones have none."""
     names = set()
     for path in ROOT.glob("*/*.yaml"):
-        if path.parent.name not in ("accelerate", "compare", "tiny"):
+        if path.parent.name not in ("accelerate", "compare", "tiny", *SMALL_TARGETS):
             names.add(f"{path.parent.name}/{path.stem}")
     assert names == RECIPES.keys()
+
+
+@pytest.mark.parametrize("folder", SMALL_TARGETS)
+def test_recipes_for_small_targets_follow_the_rule(folder: str) -> None:
+    """Their rates are what `eagle init` would write, and nothing in them is unusual."""
+    known = json.loads((ROOT.parent / "docs/results/sizes.json").read_text())
+    for path in (ROOT / folder).glob("*.yaml"):
+        recipe = Recipe.load(path)
+        sizes = read_sizes(known[recipe.target.path])
+        rate = suggest_rate(recipe.drafter.kind, sizes.hidden_size)
+        assert recipe.train.lr == rate, path.name
+        assert list(find_unusual(recipe, sizes)) == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
