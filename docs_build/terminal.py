@@ -1,4 +1,7 @@
-"""Record a conversation with `eagle generate` on what `eagle demo` leaves, for its page in docs: `python -m docs_build.terminal`."""
+"""Record a conversation with `eagle generate` for its page in docs: `python -m docs_build.terminal`.
+
+It needs what `eagle demo` leaves.
+"""
 
 from __future__ import annotations
 
