@@ -111,7 +111,8 @@ def as_input(prompt: Any) -> dict[str, Any]:
 def answers(job: dict[str, Any]) -> dict[str, Any]:
     """Return one answer for each prompt, one prompt at a time, so that the counters tell them apart."""
     config = json.loads((Path(job["head"]) / "config.json").read_text())
-    [architecture] = config["architectures"]
+    # EAGLE-1's names two classes: SGLang's, and vLLM's own
+    architecture = config["architectures"][0]
     head = read_method(config)
     if head["method"] == "dspark":
         interpret_kernels()
