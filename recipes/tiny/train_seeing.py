@@ -103,7 +103,7 @@ def draw_batch(
     return batch
 
 
-def optimizers(model: Any) -> list[torch.optim.Optimizer]:
+def optimizers(model: Any, bf16: bool) -> list[torch.optim.Optimizer]:
     """Return the optimizers of the trainable weights."""
     matrices: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -112,7 +112,7 @@ def optimizers(model: Any) -> list[torch.optim.Optimizer]:
             continue
         is_inside = "embed" not in name and "lm_head" not in name
         (matrices if weight.ndim == 2 and is_inside else others).append(weight)
-    return make_optimizers(matrices, others, LR)
+    return make_optimizers(matrices, others, LR, bf16)
 
 
 def label_patches(scene: Scene) -> torch.Tensor:
@@ -192,7 +192,7 @@ def train(
     # Answers are learned sooner if what the language model sees does not change.
     model.model.vision_tower.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(False)
-    steppers: list[Any] = list(optimizers(model))
+    steppers: list[Any] = list(optimizers(model, bf16))
     steppers += [
         torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps)) for optimizer in steppers
     ]

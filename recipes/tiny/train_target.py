@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,60 @@ BATCH = 4
 WARMUP = 40  # steps
 SAVE_EVERY = 20  # steps
 MATRIX_LR = 0.02
+MOMENTUM = 0.95
+# of the quintic that brings singular values near 1 (Jordan et al., 2024)
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 LR = 2.5e-2
 WEIGHT_DECAY = 0.1
 
 
+class Muon(torch.optim.Optimizer):
+    """Muon as in torch, with products in a chosen precision.
+
+    torch's multiplies in bf16, which took 76 times as long as fp32 on a CPU without instructions for it.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], lr: float, dtype: torch.dtype) -> None:
+        super().__init__(params, {"lr": lr})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move each weight along its momentum, of which all singular values become about 1."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state["momentum"] = torch.zeros_like(weight)
+                momentum = state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
+                # Nesterov's look ahead
+                update = orthogonalize(weight.grad.lerp(momentum, MOMENTUM).to(self.dtype))
+                rows, columns = weight.shape
+                weight.mul_(1 - group["lr"] * WEIGHT_DECAY)
+                weight.add_(update, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
+
+
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Return about U V^T of a matrix U S V^T, by five steps of Newton and Schulz.
+
+    A step is X <- a X + (b A + c A^2) X, with A = X X^T.
+    """
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
 def make_optimizers(
-    matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], lr: float
+    matrices: Sequence[torch.Tensor], others: Sequence[torch.Tensor], lr: float, bf16: bool
 ) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the layers, which makes them learn much faster, and AdamW for the rest."""
     return [
-        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=WEIGHT_DECAY),
+        Muon(matrices, MATRIX_LR, torch.bfloat16 if bf16 else torch.float32),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True),
     ]
 
@@ -43,7 +88,7 @@ def train(model: Any, rows: torch.Tensor, steps: int, seed: int, bf16: bool, beg
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     matrix_ids = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in matrix_ids]
-    optimizers = make_optimizers(matrices, others, LR)
+    optimizers = make_optimizers(matrices, others, LR, bf16)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, decay(steps)) for optimizer in optimizers
     ]
