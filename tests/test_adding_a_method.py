@@ -46,7 +46,7 @@ VERBS = ("eagle extract", "eagle train", "eagle measure", "eagle export")
 COMMANDS = [
     line
     for line in [*commands(PAGE), *"".join(blocks(PAGE, "sh")).splitlines()]
-    if line.startswith(VERBS)
+    if line.startswith(VERBS) and "--verify" not in line
 ]
 # the lines that a reader adds to the registries of engines and of methods
 (ENGINE, _), (KIND, CLASS) = re.findall(r'^\+ +"(\w+)": (\w+),$', PAGE.read_text(), re.MULTILINE)

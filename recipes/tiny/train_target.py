@@ -55,14 +55,15 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 
     A step is X <- a X + (b A + c A^2) X, with A = X X^T.
     """
+    if matrix.shape[0] > matrix.shape[1]:
+        # the Gram matrix of the shorter side is smaller
+        return orthogonalize(matrix.T).T
     a, b, c = NEWTON_SCHULZ
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=1e-7)
+    x = matrix / matrix.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+    return x
 
 
 def make_optimizers(
