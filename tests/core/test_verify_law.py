@@ -182,13 +182,15 @@ def test_expected_tokens_follow_leviathans_formula(length: int) -> None:
         assert accepted + 1 == pytest.approx(expected, abs=1e-12)
 
 
-def test_siblings_of_zero_probability_are_not_accepted() -> None:
+# all of the others underflow, or all but one
+@pytest.mark.parametrize("third", [-13.0, -0.6])
+def test_siblings_of_zero_probability_are_not_accepted(third: float) -> None:
     """A second sibling whose probability underflowed to zero must not be taken for certain."""
     target = laws_of(
         random_logits(0, 4, 2, torch.float32),
         PLAIN,
     )
-    peaked = torch.tensor([[0, -12, -13, -14]], dtype=torch.float32) / 0.01
+    peaked = torch.tensor([[0, -12, third, -14]], dtype=torch.float32) / 0.01
     tree = DraftTree.from_paths(
         0,
         [[0], [1]],
@@ -232,6 +234,22 @@ def test_differences_by_rounding_do_no_harm(
         joint, accepted = emitted(rule, target, drawn_trees(draft, branching))
         assert distance(joint, target) < 1e-6
         assert accepted == pytest.approx(len(branching), abs=1e-5)
+
+
+def test_a_block_that_leaves_nothing_goes_on_with_the_target() -> None:
+    """A draft just above the target may be rejected, and then there is no remainder to draw from."""
+    law = torch.tensor([0.25, 0.75])
+    tree = replace(
+        DraftTree.chain([0, 1]), draft_probs=law.nextafter(torch.tensor(1.0)).expand(2, 2)
+    )
+    picked: list[torch.Tensor] = []
+
+    def pick(probs: torch.Tensor) -> int:
+        picked.append(probs)
+        return 0
+
+    assert sample_block(tree, lambda node: law, lambda odds: False, pick) == ([0], 0)
+    assert torch.equal(picked[0], law)
 
 
 def test_lenience_is_lossy_within_its_bound() -> None:

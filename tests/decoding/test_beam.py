@@ -24,7 +24,7 @@ from eagle.decoding.beam_state import BeamState
 from eagle.decoding.stops import Stops
 from eagle.target.state import TargetState
 from tests.batches import MAKE
-from tests.families import VOCAB_SIZE, build
+from tests.families import VOCAB_SIZE, PlantedTrees, build, own_answer
 
 # gemma2 caps its logits, and every other layer of it has a window
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_neox")
@@ -221,6 +221,26 @@ def test_near_ties_are_counted(gap: float, near_ties: int) -> None:
         torch.arange(4).expand(2, -1),
     )
     assert state.near_ties == near_ties
+
+
+def test_drafts_save_forwards() -> None:
+    """One beam is the greedy answer, which is drafted."""
+    target = make_target("llama")
+    prompt = [1, 2, 3, 1, 2]
+    drafter = PlantedTrees(prompt + own_answer(target.model, prompt, 10))
+    result = beam_search(target, drafter, prompt, beams=1, max_new_tokens=10, stop=[])
+    assert result.steps_per_forward > 1
+
+
+@pytest.mark.parametrize(
+    ("early_stopping", "is_done"), [(True, True), (False, True), ("never", False)]
+)
+def test_a_search_ends_with_its_answers(early_stopping: Any, is_done: bool) -> None:
+    """Once there are as many as beams; the one that runs on may still become better by its length."""
+    state = BeamState(1, Stops([3], None, VOCAB_SIZE), limit=5, early_stopping=early_stopping)
+    state.step(torch.tensor([[-2.0, -1.0]]), torch.tensor([[0, 3]]))
+    assert state.answers == [[3]]
+    assert state.is_done == is_done
 
 
 def test_the_prompt_is_stored_once_and_two_searches_do_not_mix() -> None:

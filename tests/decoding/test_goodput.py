@@ -335,6 +335,7 @@ def test_replay_learns_what_decoding_does(tiny_target: Target) -> None:
             "draft holds 2 figures",
         ),
         ([1, -1], {}, "from -1 on"),
+        ([0, 1], {}, "expected seconds to read the root"),
         ([1, 1], {"share": 2}, "expected seconds to read the root"),
         ([1, 1], {"memory": 1}, "expected seconds to read the root"),
     ],

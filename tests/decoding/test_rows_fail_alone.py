@@ -515,6 +515,14 @@ def test_a_step_reports_sequences_that_failed(target: Target) -> None:
     assert [trace.finish for trace in traces] == ["length", "length", "error", "length"]
 
 
+def test_a_request_is_refused_before_it_shares_a_forward(target: Target) -> None:
+    """Where it is added, and nothing of it waits."""
+    decoding = Decoding(target, Faulty(fail), batch_size=4)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        decoding.add(0, [1, -1], Sampling(), LIMIT, Trace([]), stop=[])
+    assert decoding.is_done
+
+
 def test_a_measurement_of_costs_raises(target: Target) -> None:
     """It is made of whole answers."""
     options: dict[str, Any] = {
