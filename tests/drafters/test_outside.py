@@ -20,7 +20,13 @@ from eagle.conformance.trial import make_head
 from eagle.drafters import DRAFTERS, outside, settings_of
 from eagle.drafters.outside import METHOD_FILE, describe_code
 from eagle.formats.card import model_card
-from eagle.formats.checkpoint import ON_HUB, from_pretrained, load_head, save_head
+from eagle.formats.checkpoint import (
+    ON_HUB,
+    from_pretrained,
+    load_head,
+    method_without_files,
+    save_head,
+)
 from eagle.formats.custom_generate import write_custom_generate
 from eagle.formats.reading.foreign import inspect
 from eagle.recipe import Trust
@@ -36,6 +42,12 @@ def only_own_methods(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     yield
     forget()
     DRAFTERS.update(own)
+
+
+def test_a_folder_is_no_class() -> None:
+    """Though it is called as one of a module."""
+    Path("absent:Head").mkdir()
+    assert method_without_files("absent:Head") is None
 
 
 def forget() -> None:

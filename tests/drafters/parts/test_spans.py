@@ -343,7 +343,9 @@ def count_columns(length: int) -> tuple[int, int]:
     columns = 0
     for _, seen, _ in module.split_pieces(spans, 2, torch.empty(0)):
         columns += sum(part.stop - part.start for part in seen)
-    return columns, int(spans.block_mask(2).kv_num_blocks.sum())
+    mask = spans.block_mask(2)
+    assert mask.kv_indices.shape[-2:] == (length // 128, length // 128)
+    return columns, int(mask.kv_num_blocks.sum())
 
 
 def test_what_is_read_through_a_window_grows_as_the_text_does() -> None:

@@ -533,6 +533,20 @@ def test_validation_counts_what_drafting_at_every_slot_counts(
     assert validate() != expected
 
 
+@pytest.mark.parametrize(("k", "levels"), [(2, 7), (3, 7), (4, 5)])
+def test_states_along_a_text_are_the_loops(k: int, levels: int) -> None:
+    """Blocks stand behind one another; those of the last slot stand behind the text."""
+    frozen = frozen_head(torch.float64)
+    head = new_head(k, levels)
+    loop = Loop(head, frozen)
+    batch = make_batch({12: [(6, 7), (11, 12)]})
+    context = loop.enter_text(batch.tokens, batch.features[:, 0], 4)
+    expected = loop.path_states(context, tuple(batch.tokens[6:].tolist()))
+    states = [states[0] for states, _ in head.draft_levels(batch, frozen, levels)]
+    # the norms compute in fp32
+    torch.testing.assert_close(states, expected[:levels], rtol=0, atol=1e-5)
+
+
 def test_a_forward_is_priced_by_its_rows() -> None:
     """A block of k rows stands behind each node of every k-th level, and the last slots are read again."""
     head = new_head(2, 6).bind(frozen_head(torch.float64))

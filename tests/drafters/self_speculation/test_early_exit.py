@@ -204,7 +204,8 @@ def test_a_forward_is_timed_by_itself() -> None:
     """A probe runs the layers after a context; forwards are the root's and the levels'."""
     target = Target(build("llama"))
     drafter: Any = load_drafter("early_exit", target)
-    assert drafter.probe(20, 5, 2)().shape == (2, 96)
+    # the context is read, whatever forward reads it
+    torch.testing.assert_close(drafter.probe(20, 5, 2)(), drafter.probe(0, 25, 2)())
     assert drafter.probe(0, 1, 1)().shape == (1, 96)
     assert drafter.forwards(Budget(8, 4, 3)) == (3, 3, 3)
     assert drafter.unread(3, 4) == 1

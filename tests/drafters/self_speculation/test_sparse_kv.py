@@ -217,10 +217,21 @@ def test_sliding_windows_count_positions(name: str) -> None:
     assert drafts_are_naive(model, traces, hold_recent)
 
 
-def test_snapped_drafts_are_the_models_behind_what_each_head_chose(model: Any) -> None:
-    """One of the prompts is within the budget, and held whole."""
+def test_snapped_drafts_are_the_models_behind_what_each_head_chose(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the prompts is within the budget, and held whole also when the answer has outgrown that."""
+    begun: list[int] = []
+    begin = sparse_kv.SnapState._begin
+
+    def count(self: Any, row: int, cache_row: int) -> None:
+        begun.append(row)
+        begin(self, row, cache_row)
+
+    monkeypatch.setattr(sparse_kv.SnapState, "_begin", count)
     traces = decode(copy_target(model), SNAP, SNAP_LENGTHS)
     assert drafts_are_naive(model, traces, hold_snapped)
+    assert len(begun) == len(SNAP_LENGTHS)
 
 
 def test_wrong_columns_are_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
