@@ -212,6 +212,10 @@ def test_layer_ids_stand_in_both_conventions(engine: str, target: Target) -> Non
     assert config["draft_vocab_size"] == D
     assert config["norm_before_residual"] is False
 
+    if engine == "portable":
+        titles = "vLLM, SGLang, TensorRT-LLM, OpenVINO, llama.cpp"
+        assert layout.serve.startswith(f"One folder for {titles}. ")
+
     # engines add the offset to a draft id
     drafted = torch.arange(D) + layout.tensors["d2t"]
     assert drafted.tolist() == list(DRAFTED)

@@ -90,6 +90,16 @@ def test_names_shapes_and_keys(engine: str, name: str) -> None:
     assert layout.config == config
 
 
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [("dspark", True), ("dspark without a Markov head", False)],
+)
+def test_confidence_says_what_it_reads(name: str, reads: bool) -> None:
+    """The state with what the Markov head reads, or the state alone."""
+    config = EXPORTERS["deepspec"](head_of(name), TARGET).config
+    assert config["confidence_head_with_markov"] == reads
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     """Bit by bit, in whosever names; and nothing is wrong with it."""

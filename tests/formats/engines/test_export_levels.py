@@ -105,6 +105,12 @@ def test_names_shapes_and_keys(
         assert layout.config[key] == config[key], key
 
 
+def test_one_level_shares_nothing() -> None:
+    """Whatever its settings say."""
+    head = random_head({**SPECULATOR, "levels": 1, "tie_weights": True}, borrow_from(TARGET))
+    assert not EXPORTERS["fms"](head, TARGET).config["tie_weights"]
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_an_export_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     """Bit by bit, through the files, in whosever names; and nothing is wrong with it."""

@@ -17,6 +17,7 @@ from eagle import Target, load_drafter
 from eagle.__main__ import main
 from eagle.formats.checkpoint import save_head
 from eagle.formats.export import EXPORTERS, export
+from eagle.formats.reading.target_files import embedding_dtype
 from tests.formats.make_heads import make_head, make_target, write_target
 from tests.vision_families import build
 
@@ -39,6 +40,7 @@ def test_an_exported_embedding_is_that_of_the_checkpoint(
 ) -> None:
     """Bit by bit, also where the other precision is the faster one on this machine."""
     target = write_target(tmp_path / "target", stored)
+    assert embedding_dtype(str(tmp_path / "target")) == stored
     save_head(tmp_path / "head", make_head({"kind": "eagle3"}, make_target()), "", {})
     # the machine decides in which precision a target computes
     monkeypatch.setattr("eagle.target.target.fastest_dtype", lambda device: fastest)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eagle.formats.reading.files import check_not_hollow
 from eagle.formats.reading.foreign import inspect, read_head
 from tests import foreign_heads as made
 from tests.foreign_heads import refused, told
@@ -183,6 +184,15 @@ def test_absurd_sizes_take_no_memory(folder: Path) -> None:
         file.truncate(len(huge) + num_bytes)
 
     assert "almost none are on the disk" in in_little_memory(lambda: told(folder))
+
+
+def test_a_file_that_is_compressed_on_the_disk_is_read(tmp_path: Path) -> None:
+    """To a quarter of its bytes, as some file systems do."""
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(b"x" * 2**16)
+        file.truncate(2**18)
+    check_not_hollow(path, path)
 
 
 ESCAPE = "\x1b]0;owned\x07"

@@ -128,6 +128,7 @@ DAMAGED: list[tuple[str, dict[str, Any], str]] = [
     ("z-lab", {IDS: [1, 3, 8]}, "behind the last"),
     ("z-lab", {IDS: [1, 3]}, "expected [16, 32]"),
     ("z-lab", {"block_size": None}, "no block_size"),
+    ("z-lab", {"num_key_value_heads": 3}, "heads cannot share 3 key-value heads"),
     ("z-lab", {"num_hidden_layers": 3}, "says 3 layers, the file holds 2"),
     ("z-lab", {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
     ("z-lab", {"d2t": torch.arange(9)}, "unknown tensors: d2t"),
@@ -156,6 +157,7 @@ DAMAGED: list[tuple[str, dict[str, Any], str]] = [
     ("P-EAGLE", {"d2t": None}, "d2t is missing"),
     ("P-EAGLE", {"t2d": torch.logical_not}, "t2d marks"),
     ("P-EAGLE", {"d2t": lambda offsets: offsets + 30}, "d2t leads to token"),
+    ("P-EAGLE", {"d2t": made.drafts() + V - made.drafts()[-1]}, "d2t leads to token"),
     ("P-EAGLE", {"norm_before_fc": True}, "norm_before_fc is True"),
     (
         "P-EAGLE",

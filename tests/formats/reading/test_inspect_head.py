@@ -65,6 +65,7 @@ TRAPS = {
     "d2t absolute": Trap({"d2t": made.drafts()}, "d2t holds token ids"),
     "d2t missing": Trap({"d2t": None}, "d2t is missing"),
     "t2d of other tokens": Trap({"t2d": OTHER_TOKENS}, "t2d marks other tokens"),
+    "t2d of as many": Trap({"t2d": lambda mask: mask.roll(1)}, "t2d marks other tokens"),
     "d2t of a full vocabulary": Trap(WHOLE, "d2t is there although", "vLLM", fatal=False),
     "the same in layers.0": Trap(WHOLE, "d2t is there although", "vLLM", prefix="layers.0."),
     "layers.0": Trap({}, "called layers.0", "OpenVINO", fatal=False, prefix="layers.0."),
@@ -140,6 +141,14 @@ def test_every_fault_is_named_with_the_engine_that_it_hits(name: str, tmp_path: 
     assert named[0].fatal == trap.fatal
     assert not trap.engine or trap.engine in named[0].engines
     assert trap.words in str(found)
+
+
+def test_the_usual_theta_may_be_meant(tmp_path: Path) -> None:
+    """A trainer that keeps to 10,000 for every target is only told of."""
+    target = made.write_target(tmp_path / "target", rope_theta=5e5)
+    found = inspect(made.write(tmp_path / "head", portable()), target)
+    assert "some trainers do that on purpose" in str(found)
+    assert not found.fatal, found
 
 
 @pytest.mark.parametrize(
