@@ -21,6 +21,15 @@ def test_a_target_that_sees_ahead_is_refused(model_type: str) -> None:
         check_causal(target)
 
 
+def test_a_target_that_sees_one_token_ahead_is_refused() -> None:
+    """Only the state just before a changed token tells it."""
+    model = build_family("llama")
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, output: output + output.roll(-1, 1))
+    with pytest.raises(ValueError, match=r"reads each token .* expected a causal"):
+        check_causal(Target(model))
+
+
 def test_a_causal_target_without_trees_can_be_learned_from() -> None:
     """The refusal to decode says that extraction and training work."""
     target = Target(build("openai-gpt"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,7 @@ def test_the_check_runs_once_and_leaves_no_sequence() -> None:
     [
         (lambda: Target(Path("here")), r"use Target.load\('here'\)"),
         (lambda: Target(torch.nn.Linear(2, 2)), "takes a model of transformers, got Linear"),
+        (lambda: Target(SimpleNamespace(base_model=None)), "got SimpleNamespace"),
         (lambda: Target(build("llama").base_model), "LlamaModel has no LM head"),
         (lambda: Target.load("x", dtype="int8"), "dtype is 'int8', expected 'auto'"),
         (lambda: Target.load("x", dtype=3), "dtype is 3, expected 'auto'"),  # type: ignore[arg-type]

@@ -333,6 +333,10 @@ def test_longrope_is_read_with_one_set_of_frequencies(
 
     with pytest.raises(ValueError, match="cannot grow from 40 tokens to 41"):
         decode(target, NONE, long[:30], 20)
+    state = target.open()
+    state.begin(long[:40], GREEDY)
+    with pytest.raises(ValueError, match="cannot grow from 40 tokens to 41"):
+        state.extend({0: [5]})
     # 30 tokens and 11 new ones are 40 that are read, since the last one is not
     assert len(decode(target, NONE, long[:30], 11)) == 11
 

@@ -264,3 +264,9 @@ def test_it_can_be_left_out_and_fp32_has_no_need_of_it() -> None:
     assert whole.variance() is None
     assert "bits" not in whole.describe()
     assert not whole.reader.mode.invariant
+
+
+def test_what_the_trial_finds_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its words, unless the kernels tell it beforehand."""
+    monkeypatch.setattr("eagle.target.target.find_variance", lambda target: "its steps differ")
+    assert Target(build("llama", torch.bfloat16)).variance()

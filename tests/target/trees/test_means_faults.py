@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from eagle.core.verify import Choose, Sampling
-from eagle.target.cache import TreeCache
 from eagle.target.state import TargetState
 from eagle.target.trees import text_states
 from eagle.target.trees.reading import Reading, States
@@ -197,19 +196,3 @@ def test_a_copied_sequence_has_states_of_its_own(
     assert fork_is_right(own(model_type))
     not_forked(monkeypatch)
     assert not fork_is_right(own(model_type))
-
-
-def test_a_slot_that_was_never_written_can_be_swapped() -> None:
-    """Buffers grow to it, as a sequence may leave before the last one's prompt is read."""
-    cache = TreeCache(1)
-    layer: Any = cache.layers[0]
-    cache.reserve(1, 4)
-    values = torch.arange(8.0).view(1, 1, 4, 2)
-    # the buffers have one slot so far
-    layer.update(values, values)
-    cache.length = 4
-    cache.reserve(3, 4)
-    cache.swap(0, 2)
-
-    assert cache.lengths == [0, 0, 4]
-    assert torch.equal(layer.key_rows.buffer[2:, :, :4], values)

@@ -61,6 +61,15 @@ def test_a_counting_model_gets_the_distance_to_its_count(model_type: str, pieces
     assert worst_difference(model, reader, (21,), pieces) < EXACT
 
 
+def test_two_distances_are_refused() -> None:
+    """The model adds one length for all sequences."""
+    reader = make_checked(build_small("llama4_text", **COUNTING["llama4_text"]))
+    places = torch.tensor([[5, 6], [9, 10]])
+    forward = positions.TokenPositions([5, 9], places, 2, None, reader.masks)
+    with pytest.raises(ValueError, match="they are read one by one"):
+        _ = forward.query_offsets
+
+
 def test_a_column_in_place_of_a_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted faults: a table by the order of columns, a length for an offset, and a chunk that is never left."""
     bloom = build_small("bloom")
@@ -97,6 +106,15 @@ def test_a_sequence_begins_at_the_models_own_first_position(model_type: str) -> 
     assert reader.origin == 1
     assert not reader.follows_steps
     assert worst_difference(model, reader, (21, 15, 30)) < EXACT
+
+
+def test_large_states_are_read_in_the_same_way() -> None:
+    """What a check tolerates is relative to a state's size."""
+    model = build_small("llama")
+    plain = make_checked(model)
+    with torch.no_grad():
+        model.base_model.norm.weight *= 1e4
+    assert make_checked(model).mode == plain.mode
 
 
 @pytest.mark.slow

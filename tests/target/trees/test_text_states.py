@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from eagle import Target
 from eagle.drafters.none import NoDrafter
+from eagle.target.cache import TreeCache
 from eagle.target.trees import text_states
-from eagle.target.trees.mixers import Mixers
+from eagle.target.trees.mixers import WRITERS, Mixers, find_mixers
+from tests.every_type import build as build_type
 from tests.families import build, own_answer, random_tokens
 from tests.target.decoded import decode
 
@@ -59,6 +63,14 @@ def test_bytes_of_a_cache_count_the_states(target: Target, monkeypatch: pytest.M
     monkeypatch.setattr(text_states, "SNAPSHOT_TOKENS", 40)
 
     assert target.cache_bytes(100) == columns + 4 * states
+
+
+def test_bytes_of_a_cache_that_is_a_state_grow_with_it() -> None:
+    """A model that is read as a whole keeps keys and values in its own cache, held twice."""
+    target = Target(build_type("roformer"))
+    config = target.config
+    column = config.num_hidden_layers * 2 * config.hidden_size * 4
+    assert target.cache_bytes(100) == 2 * 100 * column
 
 
 def test_the_limit_of_a_cache_counts_the_states(target: Target) -> None:
@@ -147,3 +159,41 @@ def test_states_that_are_not_held_are_an_error_in_words() -> None:
     states = text_states.TextStates()
     with pytest.raises(RuntimeError, match=r"slot 0 holds states behind \[\] tokens, not behind 3"):
         states.open([0], [3], [1], None, 1, mixers=Mixers(), commits=False)
+
+
+def test_a_slot_that_was_never_written_can_be_swapped() -> None:
+    """Buffers grow to it, as a sequence may leave before the last one's prompt is read."""
+    cache = TreeCache(1)
+    layer: Any = cache.layers[0]
+    cache.reserve(1, 4)
+    values = torch.arange(8.0).view(1, 1, 4, 2)
+    # the buffers have one slot so far
+    layer.update(values, values)
+    cache.length = 4
+    cache.reserve(3, 4)
+    cache.swap(0, 2)
+
+    assert cache.lengths == [0, 0, 4]
+    assert torch.equal(layer.key_rows.buffer[2:, :, :4], values)
+
+
+def test_states_of_a_module_within_another_are_its_own() -> None:
+    """The inner one hands them to the outer one, which runs from all of them."""
+
+    class Inner(nn.Module):
+        def forward(self, cache: Any) -> None:
+            cache.update_recurrent_state(None, 3, state_idx=1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, cache: Any) -> None:
+            cache.update_conv_state(None, 3)
+            self.inner(cache)
+
+    model = nn.Sequential(Outer())
+    writers = dict.fromkeys(WRITERS, lambda *args, **kwargs: None)
+    (mixer,) = find_mixers(model, SimpleNamespace(**writers), model)
+    assert (mixer.name, mixer.layer, mixer.state_ids) == ("0", 3, {0, 1})

@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from eagle import Target
 from eagle.target.borrowed import load_borrowed, save_borrowed
 from eagle.target.loading import check_loadable
+from eagle.target.weights.dense import keep_layout
 from eagle.target.weights.quantised import (
     GUIDE,
     METHODS,
@@ -322,3 +324,21 @@ def test_products_that_depend_on_rows_are_read_by_steps_in_float32(dtype: str) -
 
     for tokens in answers(target, head):
         assert tokens == expected
+
+
+def test_a_layout_that_a_forward_changes_is_put_back() -> None:
+    """The weight, its quantisation state and what that holds, as bitsandbytes changes them."""
+    linear = nn.Linear(2, 2)
+    weight: Any = linear.weight
+    data = weight.data
+    state = SimpleNamespace(absmax=1)
+    weight.quant_state = state
+
+    with keep_layout(linear):
+        weight.data = data.clone()
+        weight.quant_state = None
+        state.absmax = 2
+
+    assert weight.data_ptr() == data.data_ptr()
+    assert weight.quant_state is state
+    assert state.absmax == 1
