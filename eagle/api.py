@@ -231,7 +231,12 @@ def open_drafter(drafter: Any, target: Any) -> Any:
     """Return a drafter as it is, or the one of this name for this target, loaded at the first call.
 
     It is loaded again when its weights were written anew, or the target lends another LM head since.
+
+    Raises:
+        ValueError: If the target is a path.
     """
+    if isinstance(target, (str, Path)):
+        raise ValueError(f"the target is a path, {target}: give Target.load({str(target)!r})")
     if not isinstance(drafter, (str, Path)) or not isinstance(target, Target):
         return drafter
     # a changed model gets its head here

@@ -70,6 +70,12 @@ def test_settings_of_the_sampling_may_be_named_alone(tiny_target: Target) -> Non
         generate(tiny_target, "none", QUESTION, sampling=sampling, temperature=0.5)
 
 
+def test_a_path_is_no_target() -> None:
+    """The error says how to load it."""
+    with pytest.raises(ValueError, match=r"give Target\.load\('my/model'\)"):
+        generate("my/model", "ngram", "Hello")  # type: ignore[arg-type]
+
+
 def test_the_signature_names_every_option() -> None:
     """`help(eagle.generate)` shows what the decoder takes, with a line for each."""
     ours = inspect.signature(generate).parameters

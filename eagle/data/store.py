@@ -107,7 +107,9 @@ class FeatureStore:
         """
         self.folder = Path(folder)
         if not (self.folder / "index.json").is_file():
-            raise Absent(f"no feature store at {folder}: run `eagle extract RECIPE` first")
+            raise Absent(
+                f"no feature store at {folder}: run `eagle prepare RECIPE`, then `eagle extract RECIPE`"
+            )
         self.index = _read_index(self.folder / "index.json")
         # older stores have dtype "auto" and the precision beside it
         self.identity = in_precision(self.index["identity"], self.index["made"].get("precision"))

@@ -64,12 +64,13 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     per_weight = tokens / weights
     first = curve.per_weight[0]
     last = curve.per_weight[-1]
-    source = f"on the reference target ({path.name})"
+    source = f"in this project's measurements on a tiny target ({path.name})"
     counted = f"{tokens:,} supervised tokens"
     if per_weight < first:
         return (
             f"{counted} are few: {kind} was measured {source} with {_round(first * weights)} to "
-            f"{_round(last * weights)} tokens, counted for a head of this size ({weights:,} weights): train longer"
+            f"{_round(last * weights)} tokens, counted for a head of this size ({weights:,} weights): "
+            "add data or epochs"
         )
     if per_weight >= last:
         return (
@@ -81,11 +82,11 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     accepted = curve.at(per_weight) - 1
     accepted_later = curve.at(ahead) - 1
     slope = (accepted_later - accepted) / log2(ahead / per_weight)
-    advice = "train longer" if slope > WORTH * accepted else "more tokens bring little"
+    advice = "add data or epochs" if slope > WORTH * accepted else "more tokens bring little"
     return (
-        f"{counted} for {weights:,} weights: with as many for each weight, {kind} had {accepted / accepted_later:.0%} "
-        f"of the accepted drafts that it had with {ahead / per_weight:.3g} times as many, {source}; a doubling brought "
-        f"{slope:+.2f} accepted tokens: {advice}"
+        f"{counted} for {weights:,} weights: {source}, {kind} had {accepted / accepted_later:.0%} of the accepted "
+        f"drafts that it had with {ahead / per_weight:.3g} times as many; a doubling brought {slope:+.2f} accepted "
+        f"tokens: {advice}"
     )
 
 

@@ -116,7 +116,7 @@ class ResultsWriter:
         """Return whether the file was made with these settings; print the names of those that differ."""
         changed = [key for key, value in self.settings.items() if header.get(key) != value]
         if changed:
-            print(f"{self.path} was made by something else ({', '.join(changed)})")
+            print(f"{self.path} was measured with other settings ({', '.join(changed)})")
         return not changed
 
     def _remember(self, row: Row) -> None:

@@ -240,7 +240,7 @@ def test_a_run_grows_but_other_settings_begin_again(
     changed = with_eval(small, count=1, temperatures=[0], drafters=wider)
     measure(changed, "small.yaml")
 
-    assert "was made by something else (drafters)" in capsys.readouterr().out
+    assert "was measured with other settings (drafters)" in capsys.readouterr().out
     assert lines_of(path.with_name(f"results-{name}.jsonl"))[0] == rows
 
     measure(changed, "small.yaml", again=True)
