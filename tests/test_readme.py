@@ -26,7 +26,7 @@ SNIPPETS = [(page.name, text) for page in PAGES for text in blocks(page, "python
 def is_short(line: str) -> bool:
     """Return whether a command is a verb of `eagle` that takes seconds and needs no model of the reader's."""
     words = words_of(line)
-    needs_mine = any(word.startswith(("my/", "target.path=my/")) for word in words)
+    needs_mine = any(word.startswith(("my/", "target.path=my/", "runs/model/")) for word in words)
     # steps of a stage that need no training and no answers
     is_step = "--estimate" in words or ("--only" in words and "answers" not in words)
     return words[0] == "eagle" and (is_step or words[1] not in STAGES) and not needs_mine
