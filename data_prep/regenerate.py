@@ -169,7 +169,9 @@ def make_answerer(recipe: Recipe, section: RegenerateSection) -> tuple[Answerer,
     if not section.endpoint:
         # The recipe's method may be a file, which defines what `section.drafter` names.
         DRAFTERS.find(recipe.drafter.kind)
-        local = Local(Target.load(**recipe.target.model_dump()), tokenizer, section)
+        # Training answers need not equal plain decoding to the last bit, so the fastest kernels write them.
+        target = Target.load(**recipe.target.model_dump(), invariant=False)
+        local = Local(target, tokenizer, section)
         return local, Reader(tokenizer, recipe.data, local.positions)
     key = os.environ.get(section.key_variable, "")
     backoff = Backoff(section.seed)

@@ -21,7 +21,8 @@ from data_prep.chats.records import Conversation
 from data_prep.conversations import read_conversations
 from data_prep.dialogues import Jobs
 from data_prep.parts import begin, is_whole, join_parts
-from data_prep.regenerate import as_begun, check_section, main
+from data_prep.regenerate import as_begun, check_section, main, make_answerer
+from data_prep.servers.answers import Local
 from eagle import Target
 from eagle.recipe import Recipe
 from tests.data_prep.stub_servers import (
@@ -193,6 +194,15 @@ def test_local_answers_are_the_untouched_models(
     printed = capsys.readouterr().out
     assert f"{COUNT}  conversations" in printed
     assert "data.train is" in printed
+
+
+def test_answers_are_written_with_the_fastest_kernels(command: list[str]) -> None:
+    """Bits that depend on nothing else in a batch are for verification; answers would pay for them."""
+    recipe = Recipe.load(command[0], [*command[1:], "target.dtype=bfloat16"])
+    assert recipe.regenerate is not None
+    answerer, _ = make_answerer(recipe, recipe.regenerate)
+    assert isinstance(answerer, Local)
+    assert answerer.target.invariant is False
 
 
 def test_endpoint_answers_are_the_untouched_models(
