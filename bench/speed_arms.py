@@ -1,4 +1,4 @@
-"""What decodes in the tables of speed: a target at the cost of a large one, widened drafters, transformers."""
+"""What decodes in the tables of speed: a target as it is or at the cost of a large one, drafters, transformers."""
 
 from __future__ import annotations
 
@@ -170,11 +170,11 @@ def widen_drafter(drafter: Drafter, weights: float) -> float:
 
 
 class WideTarget:
-    """A small chat model widened to a size, and whatever decodes with it.
+    """A target as it is, or a small chat model widened to a size, and whatever decodes with it.
 
     Args:
         small: The model as it is.
-        weights: How many the widened one has.
+        weights: How many the widened one has; None: the model and its drafters stay as they are.
         load: Loads a drafter by its name for a target.
         names: The drafters that there are; the first draft model among them assists transformers.
         packed: Whether this project's decoder reads weights in a CPU's own layout.
@@ -183,7 +183,7 @@ class WideTarget:
     def __init__(
         self,
         small: Target,
-        weights: float,
+        weights: float | None,
         load: Callable[[str, Target], Drafter],
         names: Iterable[str],
         packed: bool = False,
@@ -191,8 +191,9 @@ class WideTarget:
         self.small = small
         self.load = load
         self.names = list(names)
+        self.is_widened = weights is not None
         # transformers' `generate` decodes with this one, whose weights are never packed
-        self.model = widened_model(small.model, weights)
+        self.model = small.model if weights is None else widened_model(small.model, weights)
         served = self.model
         if packed:
             served = copy.deepcopy(self.model)
@@ -203,10 +204,11 @@ class WideTarget:
         self.shares: dict[str, float] = {}
 
     def drafter(self, name: str) -> Drafter:
-        """Return a drafter, widened and loaded once."""
+        """Return a drafter, widened as the target is and loaded once."""
         if name not in self.drafters:
             self.drafters[name] = self.load(name, self.target)
-            self.shares[name] = widen_drafter(self.drafters[name], self.weights)
+            if self.is_widened:
+                self.shares[name] = widen_drafter(self.drafters[name], self.weights)
         return self.drafters[name]
 
     def runner(self, arm: str, plan: Budget | Policy | None) -> Callable[..., Timed]:

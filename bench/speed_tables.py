@@ -1,7 +1,8 @@
-"""Speed of drafters on a target that costs like a real one: `python -m bench.speed_tables RECIPE [key=value ...]`.
+"""Speed of drafters on a target: `python -m bench.speed_tables RECIPE [key=value ...]`.
 
-The recipe names the target, prompts, temperatures, batch sizes and `eval.drafters`. The target is widened to a size
-(`bench.widen`), and drafters in step. All arms of a setting take turns at each batch of prompts.
+The recipe names the target, prompts, temperatures, batch sizes and `eval.drafters`. A real target decodes as it is
+(`--size own`). A small one is widened to the cost of a large one (`bench.widen`), and its drafters in step. All arms
+of a setting take turns at each batch of prompts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from eval.tune import CHAINS, Tuning, answer_prompts, chain, dynamic, search
 
 TUNED = "tuned"
 CANDIDATES = [*map(chain, CHAINS), *dynamic()]
+OWN = "own"  # the size of a target that is not widened
 PENDING = 2  # tokens that a drafter reads in its first forward of a cycle
 
 
@@ -59,7 +61,7 @@ def group_prompts(prompts: Sequence[list[int]], batch: int) -> list[list[list[in
 
 
 class SpeedRun:
-    """A widened target with the tuned budgets of its drafters."""
+    """A target, widened or as it is, with the tuned budgets of its drafters."""
 
     def __init__(self, recipe: Recipe, size: str, dtype: str) -> None:
         section = recipe.target.model_copy(update={"dtype": dtype})
@@ -68,7 +70,7 @@ class SpeedRun:
         packed = dtype == "bfloat16" if section.packed is None else section.packed
         self.wide = WideTarget(
             load_target(self.recipe, packed=False),
-            1e9 * float(size.split()[0]),
+            None if size == OWN else 1e9 * float(size.split()[0]),
             lambda name, target: load_named(self.recipe, target, name),
             recipe.eval.drafters,
             packed=packed,
@@ -168,7 +170,9 @@ def main(argv: list[str]) -> None:
     """Time the arms, and write and print their table."""
     parser = command_line("python -m bench.speed_tables", __doc__)
     parser.add_argument(
-        "--size", default="1 B", help="of the widened target (default: %(default)s)"
+        "--size",
+        default="1 B",
+        help="of the widened target, or 'own' for the target as it is (default: %(default)s)",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--context", type=int, default=0, help="tokens of a prompt; 0: its own")

@@ -123,6 +123,19 @@ def test_wrong_answers_are_counted(
     assert cells["copy, Goodput"]["cycle"] is None
 
 
+def test_a_real_target_decodes_as_it_is(recipe: Path, tmp_path: Path) -> None:
+    """Neither the target nor a drafter is widened, and its row names no size."""
+    out = tmp_path / "own.json"
+    options = ["--size", "own", "--dtype", "float32", "--out", str(out)]
+    main([str(recipe), *options, "--arms", "eagle1, chain 3", "transformers"])
+    results = json.loads(out.read_text())
+    assert results["shares"] == {}
+    cells = {cell["arm"]: cell for cell in results["cells"]}
+    assert list(cells) == ["none", "transformers", "eagle1, chain 3"]
+    assert cells["eagle1, chain 3"]["unequal"] == [0, 2]
+    assert cells["transformers"]["unequal"] == [0, 2]
+
+
 @pytest.mark.parametrize(("kind", "share"), [("head", HEAD_SHARE), ("model", MODEL_SHARE)])
 def test_a_widened_drafter_drafts_as_before(
     kind: str,
