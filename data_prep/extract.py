@@ -169,7 +169,8 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
             "twice its room; set target.dtype=float32 for accurate ones, or features.dtype=bfloat16"
         )
     sizes = sizes_of(examples)
-    plan = plan_extraction(sizes, target, parts_of(expected), recipe.features)
+    _, processes, _ = world()
+    plan = plan_extraction(sizes, target, parts_of(expected), recipe.features, processes)
     store = FeatureStore.create(
         folder,
         examples,

@@ -47,6 +47,7 @@ from eagle.target.target import Target
 
 # tokens of one forward on an accelerator; a CPU is fastest with one text at a time
 BATCH_TOKENS = 8192
+SHARDS_EACH = 4  # the fewest for each of several processes, so that they end at about the same time
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORECAST_BATCHES = 64
 FORECAST_SECONDS = 5.0
@@ -300,14 +301,23 @@ def batch_slots(target: Target, batch_tokens: int | None) -> int:
 
 
 def plan_extraction(
-    sizes: TextSizes, target: Target, parts: Sequence[Part], features: FeaturesSection
+    sizes: TextSizes,
+    target: Target,
+    parts: Sequence[Part],
+    features: FeaturesSection,
+    processes: int = 1,
 ) -> ShardPlan:
-    """Return the batches and shards of a feature store for texts of these sizes."""
+    """Return the batches and shards of a feature store for texts of these sizes.
+
+    Processes compute whole shards, so several get smaller ones: few large shards would leave some without work.
+    """
     lengths = sizes.tokens.tolist()
     check_lengths(target, max(lengths))
     check_causal(target)
     token_bytes = mean_bytes(parts, features.dtype, target.width_of(_taps_in(parts)), sizes)
     shard_tokens = max(int(features.shard_bytes / token_bytes), 1)
+    if processes > 1:
+        shard_tokens = min(shard_tokens, -(-sum(lengths) // (SHARDS_EACH * processes)))
     return plan_shards(
         lengths, batch_slots(target, features.batch_tokens), shard_tokens, sizes.shared.tolist()
     )

@@ -130,6 +130,16 @@ def test_sequences_beyond_the_targets_positions_are_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(("processes", "shards"), [(1, 1), (2, 8), (3, 12)])
+def test_every_process_gets_shards(processes: int, shards: int) -> None:
+    """Of a store that fits into one file, too: each process computes whole shards."""
+    target = Target(build("llama"))
+    sizes = TextSizes.of((torch.ones(10, dtype=torch.bool), 0) for _ in range(48))
+    section = Recipe.load(RECIPE).features
+    plan = plan_extraction(sizes, target, parts_of({"taps": [-1]}), section, processes)
+    assert len(plan) == shards
+
+
 @pytest.mark.parametrize(
     ("fields", "num_rows"),
     [
