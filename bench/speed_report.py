@@ -25,6 +25,7 @@ class Setting(NamedTuple):
 
 
 CORE = Setting("1 B", "bfloat16", threads=1, context=0, batch=1, temperature=0.0)
+OWN = "own"  # the size of a target that is not widened
 
 
 def compute_cells(
@@ -159,15 +160,16 @@ def name_setting(setting: Setting) -> str:
     """Return a setting in words."""
     texts = "one text" if setting.batch == 1 else f"{setting.batch} texts"
     context = f", prompts of {setting.context} tokens" if setting.context else ""
-    return f"{setting.size}, {setting.dtype}, one thread, {texts}, T = {setting.temperature:g}{context}"
+    size = "the target as it is" if setting.size == OWN else setting.size
+    return f"{size}, {setting.dtype}, one thread, {texts}, T = {setting.temperature:g}{context}"
 
 
 def headline(results: dict[str, Any]) -> str:
-    """Return the fastest arm of each side for one sequence, greedily, at 1 B in bf16."""
+    """Return the fastest arm of each side for one sequence, greedily, in bf16, at 1 B or of a target as it is."""
     best: dict[str, Cell] = {}
     for cell in results["cells"]:
         arm = cell["arm"]
-        if tuple(cell["setting"]) != CORE:
+        if Setting(*cell["setting"]) not in (CORE, CORE._replace(size=OWN)):
             continue
         side = arm if arm in PEERS else arm.partition(", ")[0]
         if arm.startswith(ASSISTED):

@@ -17,7 +17,7 @@ import torch
 
 from bench.machine import machine_line, made_on, write_results
 from bench.speed_arms import PEERS, PLAIN, POLICY, SHAPES, THEIRS, WideTarget
-from bench.speed_report import Setting, compute_cells, table
+from bench.speed_report import OWN, Setting, compute_cells, table
 from eagle.core.budget import Budget, Policy
 from eagle.core.sampling import Sampling
 from eagle.decoding.cycle_times import bare_costs
@@ -30,7 +30,6 @@ from eval.tune import CHAINS, Tuning, answer_prompts, chain, dynamic, search
 
 TUNED = "tuned"
 CANDIDATES = [*map(chain, CHAINS), *dynamic()]
-OWN = "own"  # the size of a target that is not widened
 PENDING = 2  # tokens that a drafter reads in its first forward of a cycle
 
 
