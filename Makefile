@@ -8,8 +8,10 @@ READY := $(VENV)/ready
 
 .PHONY: demo tiny rehearsal test test-slow test-long test-elsewhere test-newest test-oldest test-engines lint format docs clean
 
-demo: $(READY)  ## the whole path in two to five minutes: a small model, its answers, a head, measurements, an export
-	$(BIN)/python -m recipes.tiny.demo
+DEMO ?=  # --tiny: no model is downloaded, a small one is made; two to five minutes
+
+demo: $(READY)  ## the shipped head of a real model, which is downloaded, then a head of your own: six minutes
+	$(BIN)/python -m recipes.tiny.demo $(DEMO)
 
 tiny: runs/tiny/eagle1/head  ## the small model of recipes/tiny with its data, features and an EAGLE-1 head
 

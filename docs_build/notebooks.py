@@ -1,4 +1,4 @@
-"""Run the notebooks of `examples/` on what `eagle demo` leaves, with outputs: `python -m docs_build.notebooks`."""
+"""Run the notebooks of `examples/` on what `eagle demo --tiny` left, with outputs: `python -m docs_build.notebooks`."""
 
 from __future__ import annotations
 

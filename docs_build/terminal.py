@@ -1,6 +1,6 @@
 """Record a conversation with `eagle generate` for its page in docs: `python -m docs_build.terminal`.
 
-It needs what `eagle demo` leaves.
+It needs what `eagle demo --tiny` leaves.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def record() -> str:
     text, status = run_in_terminal([sys.executable, "-m", *COMMAND.split()], steps)
     if status:
         raise ValueError(
-            f"{COMMAND} ended with status {status} (does runs/demo exist? `eagle demo` makes it): {text}"
+            f"{COMMAND} ended with status {status} (does runs/demo exist? `eagle demo --tiny` makes it): {text}"
         )
     return f"$ {COMMAND}\n{text[text.index('/help lists') :].rstrip()}\n"
 

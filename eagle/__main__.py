@@ -29,7 +29,9 @@ class Verb(NamedTuple):
 # A verb whose arguments choose another program, as `prepare --only masks`, has a line for each; `--help` lists verbs.
 GROUPS = {
     "Start": {
-        "demo": Verb("recipes.tiny.demo", "every stage on a small model: minutes, no downloads"),
+        "demo": Verb(
+            "recipes.tiny.demo", "a shipped head at work, then a head of your own: minutes"
+        ),
         "demo --tiny-target": Verb(
             "recipes.tiny.make_target",
             "train the tiny model of the recipes in tiny/, with its data",
@@ -115,6 +117,8 @@ OLD = {
     "tiny-target": "demo --tiny-target",
     "chat": "generate",
 }
+# of them, one that reads as well as what is written instead: nothing is said of it
+ALIASES = {"chat"}
 LIGHT = {"recipes"}  # verbs that need no torch
 VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
 # in which the processes that a verb starts are told
@@ -161,7 +165,7 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
             hint = f"did you mean {OLD.get(near[0], near[0])}?"
         print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
-    if given in OLD and QUIET not in os.environ:
+    if given in OLD.keys() - ALIASES and QUIET not in os.environ:
         print(f"eagle {given} is `eagle {OLD[given]}` now; the old name works too", file=sys.stderr)
     if HELP & set(rest):
         # the verb's own parser would import torch first

@@ -16,6 +16,8 @@ PACKAGE = Path(__file__).parent
 STAGES = PACKAGE / "stages" if (PACKAGE / "stages").is_dir() else PACKAGE.parent
 RECIPES = STAGES / "recipes"
 HELP_PAGE = STAGES / "docs/reference/cli.md"  # the output of `--help` of every verb
+# the trained head of SmolLM2-135M-Instruct, by which `eagle demo` and `eagle generate` show what a head does
+SHIPPED_HEAD = STAGES / "heads/smollm2-135m-eagle1"
 DEMO = "recipes/tiny/demo.yaml"  # what training runs where no recipe is named
 
 
@@ -47,6 +49,14 @@ def find_recipe(name: str | Path) -> Path:
         f"no recipe at {name}: expected a YAML file, or the name of a recipe that comes with eagle, such as "
         f"{', '.join(near)}; `eagle recipes` lists them"
     )
+
+
+def check_shipped_head() -> None:
+    """Refuse an installation that lacks the shipped head."""
+    if not (SHIPPED_HEAD / "model.safetensors").is_file():
+        raise ValueError(
+            f"no head at {SHIPPED_HEAD}: expected the one that comes with eagle; install eagle again"
+        )
 
 
 def commit() -> str:

@@ -52,6 +52,7 @@ STAGES = {
     "lossless",
     "demo",
     "tiny-target",
+    "chat",  # which downloads a model
 }
 ROOMS = ("eagle", "data_prep", "eval", "recipes")
 TRAINS = {"recipes/train_eagle.py", "recipes/train_medusa2.py"}
@@ -221,7 +222,7 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> None:
 
 
 def make_checkout(folder: Path, tiny: Path, target: Target) -> None:
-    """Let a folder look as if `make demo` and `make tiny` had run there: a target, data, heads and results.
+    """Let a folder look as if `eagle demo --tiny` and `make tiny` had run there: a target, data, heads and results.
 
     Args:
         folder: where the reader would be.

@@ -21,6 +21,7 @@ FLOORS = {
     "eagle.disk": 0,
     "eagle.device": 0,
     "eagle.markup": 0,
+    "eagle.demo_model": 1,
     "eagle.core": 1,
     "eagle.target": 2,
     "eagle.decoding": 3,  # knows no drafter
@@ -75,6 +76,7 @@ DOORS = {
     },
     "wandb": {"eagle.training.trackers"},
     "huggingface_hub": {
+        "eagle.demo_model",
         "eagle.data.identity",
         "eagle.formats.checkpoint",
         "eagle.formats.hub",

@@ -164,14 +164,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_wheel_holds_the_stages_inside_the_package(built: Path) -> None:
-    """Nothing but `eagle` at the top; every source file and every recipe; also from the sdist."""
+    """Nothing but `eagle` at the top; every source file, recipe and text, and the head; also from the sdist."""
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0].split("-")[0] for name in names} == {"eagle", "eagle_heads"}
     packed = {path.relative_to(ROOT).as_posix() for path in (ROOT / "eagle").rglob("*.py")}
-    for room in ("data_prep", "eval", "recipes"):
+    for room in ("data_prep", "eval", "recipes", "heads"):
         for path in (ROOT / room).rglob("*.*"):
-            if path.suffix in (".py", ".yaml", ".css"):
+            # all of a head's files are read, and of recipes the texts that the demo takes
+            if room == "heads" or path.suffix in (".py", ".yaml", ".css", ".jsonl"):
                 packed.add(f"eagle/stages/{path.relative_to(ROOT).as_posix()}")
     assert packed | {"eagle/py.typed"} <= names
     (sdist,) = built.glob("*.tar.gz")

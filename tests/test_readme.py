@@ -36,7 +36,7 @@ def is_short(line: str) -> bool:
 def made(
     tiny_target_dir: Path, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A working directory in which `make demo` seems to have run."""
+    """A working directory in which `eagle demo --tiny` seems to have run."""
     folder = tmp_path_factory.mktemp("made")
     make_checkout(folder, tiny_target_dir, tiny_target)
     return folder

@@ -277,7 +277,7 @@ def test_ctrl_c(verb: str, server: Server, work: Path) -> None:
 
 def test_the_commands_of_a_page_where_nothing_is(server: Server, tmp_path: Path) -> None:
     """README's, typed in order into an empty folder, without a network: what is not there is named."""
-    made_here = ("demo", "recipes", "tiny-target", "env")
+    made_here = ("demo", "recipes", "tiny-target", "env", "chat")
     for line in commands(ROOT / "README.md"):
         # what makes its own files would begin to work
         program, *argv = shlex.split(line)

@@ -138,7 +138,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--results", type=Path, help=f"folder of the result files (default: {RESULTS})"
     )
     parser.add_argument(
-        "--inputs", type=Path, help="what `make demo` left: a target, its head and prompts"
+        "--inputs", type=Path, help="what `eagle demo --tiny` left: a target, its head and prompts"
     )
     parser.add_argument(
         "--page", action="store_true", help=f"only write {PAGE} from the result files"

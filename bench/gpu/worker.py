@@ -38,7 +38,7 @@ class Context:
     rehearse: bool  # tiny sizes, few cases
     results: str  # the folder with the result files of all stages
     work: str  # a folder for whatever a stage makes
-    inputs: str = ""  # a folder as `make demo` leaves: a target, its heads and prompts
+    inputs: str = ""  # a folder as `eagle demo --tiny` leaves: a target, its heads and prompts
 
     @property
     def device(self) -> torch.device:

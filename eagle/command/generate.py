@@ -28,24 +28,34 @@ from eagle.core.verify import Sampling
 from eagle.decoding.beam import beam_search
 from eagle.decoding.decode import generate
 from eagle.decoding.goodput import Goodput
+from eagle.demo_model import SMOLLM2, fetch_model
 from eagle.device import choose_threads
 from eagle.formats.checkpoint import check_drafter, load_drafter
+from eagle.shipped import SHIPPED_HEAD, check_shipped_head
 from eagle.target.bits.invariant import HALF
 from eagle.target.bits.near_ties import first_difference, measure_tie
 from eagle.target.target import Target
 
 
 def main(argv: list[str]) -> None:
-    """Stream an answer to a prompt, or talk in the terminal, drafted by a head or a method without weights."""
+    """Stream an answer to a prompt, or talk in the terminal, drafted by a head or a method without weights.
+
+    Without drafter and target, talk to SmolLM2-135M-Instruct with the head that comes with eagle: the first time, the
+    model is downloaded.
+    """
     parser = argparse.ArgumentParser(prog="eagle generate", description=main.__doc__)
     parser.add_argument(
-        "drafter", help="a head's folder or hub id, or a method without weights, such as ngram"
+        "drafter",
+        nargs="?",
+        help="a head's folder or hub id, or a method without weights, such as ngram",
     )
     parser.add_argument(
         "prompt", nargs="?", help="what the user says; without it, a conversation in the terminal"
     )
     parser.add_argument(
-        "--target", "--model", required=True, help="the model that answers: a folder or a hub id"
+        "--target",
+        "--model",
+        help="the model that answers: a folder, a hub id or a GGUF file; needed with a drafter",
     )
     parser.add_argument(
         "--image", action="append", default=[], metavar="PATH", help="an image before the prompt"
@@ -84,6 +94,9 @@ def main(argv: list[str]) -> None:
         "--dtype", help="of the target; by default what is fastest here, and to compare float32"
     )
     args = parser.parse_intermixed_args(argv)
+    if (args.drafter is None) != (args.target is None):
+        missing = "drafter" if args.drafter is None else "--target"
+        parser.error(f"the following arguments are required: {missing}")
     if args.max_new_tokens is None:
         args.max_new_tokens = 512 if args.prompt is None else 128
     if args.prompt is None:
@@ -91,12 +104,23 @@ def main(argv: list[str]) -> None:
         unfit = [f"--{name}" for name in names if getattr(args, name)]
         if unfit:
             raise ValueError(f"{', '.join(unfit)} got no prompt, expected one behind the drafter")
+        if args.drafter is None:
+            take_shipped(args)
         talk(args)
     # a beam search keeps several answers: it has none to stream
     elif args.beams is None:
         _generate(args)
     else:
         _search(args)
+
+
+def take_shipped(args: argparse.Namespace) -> None:
+    """Let the arguments name the shipped head and its target, which is downloaded if need be."""
+    check_shipped_head()
+    args.target = fetch_model(SMOLLM2)
+    args.drafter = str(SHIPPED_HEAD)
+    # its path is long, and an installation's
+    print(f"{SMOLLM2.name} with the head that comes with eagle", file=sys.stderr)
 
 
 def _load(args: argparse.Namespace) -> tuple[Target, Drafter]:

@@ -1,27 +1,20 @@
-"""Train, check and export a draft head for a small model, in `runs/demo`: two to five minutes, no downloads."""
+"""See a draft head at work, then train, measure and export one: for a real model of 135 M weights, or a tiny one."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import webbrowser
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from eagle.device import choose_threads
+from eagle.demo_model import fetch_model
 from eagle.log import script
 from eagle.recipe.command_lines import ProgramOption
 from eagle.shipped import DEMO as RECIPE
-from eagle.shipped import RECIPES
+from eagle.shipped import RECIPES, check_shipped_head
 from eval.result_files.figures import format_number
 from eval.result_files.results import (
     ACCEPTANCE_LENGTH,
@@ -31,6 +24,8 @@ from eval.result_files.results import (
     Results,
     read_results,
 )
+from recipes.tiny import demo_smollm2
+from recipes.tiny.stages import Stage, run, show_report
 
 TARGET = "runs/demo/target"
 HEAD = "runs/demo/eagle1/head"
@@ -53,25 +48,6 @@ NEXT = f"""\
   eagle generate {HEAD} "How do I make pancakes?" --target {TARGET} --compare
   eagle measure {RECIPE.removeprefix("recipes/").removesuffix(".yaml")} --tune
   eagle doctor {HEAD} --target {TARGET}"""
-
-
-QUIET = {
-    # Waiting threads soon sleep, so that they do not slow down other work.
-    "GOMP_SPINCOUNT": "10000",
-    # A model this small is loaded at once.
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "PYTHONWARNINGS": "ignore",
-}
-
-
-class Stage(NamedTuple):
-    """A command, and what a reader should know before it runs."""
-
-    title: str
-    about: str
-    seconds: int  # on two idle cores
-    command: list[str]
-
 
 TO_TRAIN = [
     Stage(
@@ -146,28 +122,6 @@ STAGES = [
 ]
 
 
-def run(stages: Sequence[Stage]) -> None:
-    """Run the stages in order; stop at the first that fails."""
-    # The best number of threads for training is timed on matrices of the head's size.
-    left = torch.ones(512, 256)
-    right = torch.ones(256, 1024)
-    threads = choose_threads(lambda: [left @ right for _ in range(8)])
-    plain_env = {**QUIET, **os.environ}
-    training_env = {**plain_env, "OMP_NUM_THREADS": str(threads)}
-    console = Console(highlight=False)
-    for number, stage in enumerate(stages, start=1):
-        console.print(
-            f"\n[bold]\\[{number}/{len(stages)}] {stage.title}[/bold] (about {stage.seconds} s)"
-        )
-        console.print(stage.about, style="dim", soft_wrap=True)
-        # Programs that decode choose their own number of threads.
-        is_decoding = stage.command[1] in ("eval.measure", "eval.lossless", "eagle")
-        env = plain_env if is_decoding else training_env
-        process = subprocess.run([sys.executable, *stage.command], env=env)
-        if process.returncode:
-            sys.exit(f"stage {number} failed: {' '.join(stage.command)}")
-
-
 def outcome(results: Results) -> Table:
     """Return a table of acceptance length, speed and speedup of each drafter at each temperature."""
     table = Table()
@@ -206,21 +160,24 @@ def verdict(results: Results, certificate: Path) -> str:
     return "\n".join(lines)
 
 
-def show_report(path: Path) -> None:
-    """Print where the report is, and open it if there is a screen."""
-    print(f"Report: {path}")
-    has_screen = (
-        sys.platform in ("darwin", "win32")
-        or os.environ.get("DISPLAY")
-        or os.environ.get("WAYLAND_DISPLAY")
-    )
-    if sys.stdout.isatty() and has_screen:
-        webbrowser.open(path.resolve().as_uri())
+def find_real_model() -> Path | None:
+    """Return the file of the real model; None, after a line that says why, where it cannot be had."""
+    try:
+        check_shipped_head()
+        return fetch_model()
+    except ValueError as error:
+        print(f"{error}. The demo runs with a small model that it makes itself, as with --tiny.\n")
+        return None
 
 
 def main(argv: list[str]) -> None:
-    """Run all stages, and print the time and the outcome."""
+    """Run the demo with the real model, or with the tiny one where that is asked for or is all there is."""
     parser = argparse.ArgumentParser(prog="eagle demo", description=__doc__)
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="make a small model and train a head for it, in runs/demo: two to five minutes, no downloads",
+    )
     # for which `eagle` runs the program of the first stage
     parser.add_argument(
         "--tiny-target",
@@ -228,7 +185,16 @@ def main(argv: list[str]) -> None:
         nargs=0,
         help="only train a tiny model, with its data: see `eagle help demo --tiny-target`",
     )
-    parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    model = None if args.tiny else find_real_model()
+    if model is None:
+        run_tiny()
+    else:
+        demo_smollm2.run_demo(model)
+
+
+def run_tiny() -> None:
+    """Run all stages with the tiny model, and print the time and the outcome."""
     start = perf_counter()
     print(f"{ABOUT}\n\n{len(STAGES)} stages, two to five minutes on two cores.", flush=True)
     run(STAGES)
