@@ -48,7 +48,7 @@ from eagle.formats.reading.target_files import count_differing_rows
 from eagle.log import progress
 from eagle.recipe.plain_yaml import parse_yaml
 from eagle.target.target import Target
-from eagle.training.reached import describe_reached
+from eagle.training.reached import describe_reached, would_gain
 
 LEVELS = 3  # of the chain that is examined; of a head that guesses several at once all
 MAX_LEVELS = 8
@@ -83,20 +83,29 @@ def examine(
     prompt_tokens = render_prompts(target, questions, **template_kwargs)
     texts = answer_prompts(target, prompt_tokens)
     fatal = [finding for finding in findings if finding.fatal]
-    diagnosis = diagnose(head, target, texts, fatal, target_head=borrow_embedding(folder, target))
+    provenance = _read_provenance(folder)
+    tokens = provenance.get("tokens")
+    trained = (head.settings.kind, tokens if type(tokens) is int else 0, head)
+    diagnosis = diagnose(
+        head,
+        target,
+        texts,
+        fatal,
+        target_head=borrow_embedding(folder, target),
+        needs_more=would_gain(*trained),
+    )
     assert diagnosis.figures is not None
-    notes = [str(finding) for finding in findings]
+    notes = [describe_prompts(len(questions), prompts)]
+    notes += [str(finding) for finding in findings]
     notes += try_templates(
         head, target, questions, trained=template_kwargs, figures=diagnosis.figures
     )
-    provenance = _read_provenance(folder)
     rates, source = _read_expected(provenance)
     if rates:
         notes.append(
             f"{source}: acceptance length {1 + sum(rates):.3f} with chains of {len(rates)}"
         )
-    tokens = provenance.get("tokens")
-    reached = describe_reached(head.settings.kind, tokens if type(tokens) is int else 0, head)
+    reached = describe_reached(*trained)
     if reached:
         notes.append(reached)
     if counts:
@@ -105,6 +114,16 @@ def examine(
             counts.compare(decoded, f"This decoder, greedy on {prompts or 'the built-in prompts'},")
         )
     return replace(diagnosis, notes=(*diagnosis.notes, *notes))
+
+
+def describe_prompts(count: int, file: str | None) -> str:
+    """Return whose prompts the target answered, as acceptance differs from one kind of prompts to another."""
+    if file is None:
+        return (
+            f"measured on the doctor's own {count} prompts, which may differ from your data: --prompts FILE takes "
+            "yours"
+        )
+    return f"measured on {count} prompts of {file}"
 
 
 def open_head(folder: str | Path, target_path: str) -> tuple[Any, Diagnosis | None]:
@@ -162,6 +181,7 @@ def diagnose(
     texts: Batch,
     fatal: Sequence[Finding] = (),
     target_head: TargetHead | None = None,
+    needs_more: bool = False,
 ) -> Diagnosis:
     """Find single changes that raise the head's acceptance in decoding, one after the other, until none does.
 
@@ -173,8 +193,14 @@ def diagnose(
         texts: The target's answers.
         fatal: Findings of `inspect`; those that drafts refute do not count.
         target_head: What the head borrows where it is served, the target's own by default.
+        needs_more: Whether it was trained on so few tokens that what does not help yet is no fault.
     """
-    wiring = Wiring(head.eval(), target_head or target.head, levels=count_levels(head))
+    wiring = Wiring(
+        head.eval(),
+        target_head or target.head,
+        levels=count_levels(head),
+        needs_more=needs_more,
+    )
     wiring = replace(wiring, recurrent=wiring.reads_drafts(select_texts(texts, 0, 1)))
     # figures are those of the head as it is; all that follows is without the faults that were found
     notes = _describe(head, target, texts)
@@ -186,7 +212,7 @@ def diagnose(
         notes.append(f"without any effect on what it guesses: {'; '.join(unchanged)}")
     stands, refuted = weigh_findings(fatal, tried)
     notes += refuted
-    verdict = decide(figures, faults, stands, _norm_shift(head))
+    verdict = decide(figures, faults, stands, _norm_shift(head), needs_more=needs_more)
     if wiring.target_head is not target.head:
         borrowing = measure(replace(wiring, target_head=target.head), texts, target.head)
         notes.append(
@@ -268,7 +294,7 @@ def try_changes(
         probes, f"changes on {len(texts.lengths)} answers", len(probes), unit="changes"
     ):
         after = measure(probe.change(wiring), texts, target.head, reference)
-        effects.append(Effect(probe, before, after))
+        effects.append(Effect(probe, before, after, needs_more=wiring.needs_more))
     return sorted(effects, key=lambda effect: -effect.min_share)
 
 

@@ -88,6 +88,7 @@ class Effect:
     probe: Probe
     before: Agreement
     after: Agreement
+    needs_more: bool = False  # whether the head was trained on few tokens
 
     @cached_property
     def sampled(self) -> Gain:
@@ -105,6 +106,11 @@ class Effect:
         return min(self.sampled.share, self.greedy.share)
 
     @property
+    def min_rate(self) -> float:
+        """The rate of level 1 below which a head stands at no optimum, so that accidents are usual."""
+        return HEALTHY_RATE if self.needs_more else MIN_RATE
+
+    @property
     def is_harmful(self) -> bool:
         """Whether the head drafts worse with the change, beyond doubt."""
         return self.sampled.errors <= -SURE and self.greedy.errors <= -SURE_GREEDY
@@ -112,7 +118,7 @@ class Effect:
     @property
     def is_idle(self) -> bool:
         """Whether a branch that the change removes does no good to a head that can draft."""
-        return self.before.rates()[0] >= MIN_RATE and self.min_share >= -MIN_WORTH
+        return self.before.rates()[0] >= self.min_rate and self.min_share >= -MIN_WORTH
 
     @property
     def is_unchanged(self) -> bool:
@@ -133,7 +139,7 @@ class Effect:
         first_rate = self.after.rates()[0]
         min_sampled = MIN_SAMPLED
         min_greedy = MIN_GUESSED if self.probe.kind == GUESS else MIN_GREEDY
-        if first_rate < MIN_RATE:
+        if first_rate < self.min_rate:
             min_sampled = min_greedy = MIN_OF_WEAK
         # a head that is sure of its tokens loses its sampled drafts first: greedy ones need only point the same way
         is_clear = self.sampled.errors >= CLEAR and self.sampled.share >= MIN_CLEAR
@@ -239,7 +245,11 @@ def describe_levels(figures: Agreement) -> list[str]:
 
 
 def decide(
-    figures: Agreement, faults: Sequence[Effect], fatal: Sequence[str], norm_shift: float
+    figures: Agreement,
+    faults: Sequence[Effect],
+    fatal: Sequence[str],
+    norm_shift: float,
+    needs_more: bool = False,
 ) -> str:
     """Return the verdict.
 
@@ -248,6 +258,7 @@ def decide(
         faults: Repairs that raised agreement, each on top of the one before, or branches whose removal changed nothing.
         fatal: What `inspect` finds in the files.
         norm_shift: How far the head's norms are from where training starts.
+        needs_more: Whether the head was trained on so few tokens that more would bring much.
     """
     rates = figures.rates()
     summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.greedy_tau:.2f}"
@@ -279,4 +290,7 @@ def decide(
         )
     if rates[0] >= HEALTHY_RATE:
         return f"healthy: {summary}"
-    return f"under-trained: {summary}, and no single change mends it"
+    under_trained = f"under-trained: {summary}, and no single change mends it"
+    if needs_more:
+        return f"{under_trained}; it was trained on few tokens, and more data or epochs help"
+    return under_trained

@@ -27,6 +27,7 @@ class Wiring:
     state_back: int = 0  # and the state
     recurrent: bool = True  # whether a level reads the token that the level before has drafted
     levels: int = 3  # of the chain that is examined
+    needs_more: bool = False  # whether it was trained on so few tokens that more would bring much
 
     def draft_levels(self, batch: Batch, count: int) -> list[tuple[Tensor, Logits]]:
         """Return for each level the states [S, ..] at all supervised slots and the function that gives logits."""

@@ -17,6 +17,7 @@ CURVES = STAGES / "docs/results/compare_curves.json"
 COLUMN = "tree of 25, T = 1"
 WORTH = 0.04  # of what drafts bring, a doubling: below it more tokens cost more than they bring
 FAR = 4  # doublings ahead
+MORE = "add data or epochs"
 
 
 class Curve(NamedTuple):
@@ -69,8 +70,7 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     if per_weight < first:
         return (
             f"{counted} are few: {kind} was measured {source} with {_round(first * weights)} to "
-            f"{_round(last * weights)} tokens, counted for a head of this size ({weights:,} weights): "
-            "add data or epochs"
+            f"{_round(last * weights)} tokens, counted for a head of this size ({weights:,} weights): {MORE}"
         )
     if per_weight >= last:
         return (
@@ -82,12 +82,18 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
     accepted = curve.at(per_weight) - 1
     accepted_later = curve.at(ahead) - 1
     slope = (accepted_later - accepted) / log2(ahead / per_weight)
-    advice = "add data or epochs" if slope > WORTH * accepted else "more tokens bring little"
+    advice = MORE if slope > WORTH * accepted else "more tokens bring little"
     return (
         f"{counted} for {weights:,} weights: {source}, {kind} had {accepted / accepted_later:.0%} of the accepted "
         f"drafts that it had with {ahead / per_weight:.3g} times as many; a doubling brought {slope:+.2f} accepted "
         f"tokens: {advice}"
     )
+
+
+def would_gain(kind: str, tokens: int, head: Module, path: Path = CURVES) -> bool:
+    """Return whether more tokens would still bring much; False for methods without a curve."""
+    described = describe_reached(kind, tokens, head, path)
+    return described is not None and described.endswith(MORE)
 
 
 def _round(count: float) -> str:

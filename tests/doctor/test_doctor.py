@@ -17,10 +17,10 @@ from eagle import Target
 from eagle.core.examples import Batch
 from eagle.core.tree import chain_paths
 from eagle.doctor.agreement import Agreement, chain_length, measure
-from eagle.doctor.examine import diagnose
+from eagle.doctor.examine import describe_prompts, diagnose
 from eagle.doctor.probes import Probe, list_probes
 from eagle.doctor.texts import answer_prompts, every_tap, read_states, split_texts
-from eagle.doctor.verdict import Effect, Gain
+from eagle.doctor.verdict import Diagnosis, Effect, Gain, decide
 from eagle.doctor.wiring import Wiring
 from eagle.drafters.parts.validation import figures
 from tests.doctor.small_heads import answer_random, fit, make_agreement, make_head, train_head
@@ -242,6 +242,52 @@ def test_a_change_that_only_eases_own_states_is_no_repair(
     assert effect.greedy.errors > 3
     assert effect.only_eases == (not is_sure)
     assert effect.is_sure == is_sure
+
+
+# -- heads that were trained on few tokens ---------------------------------------------------------------------------
+
+
+def test_what_does_not_help_yet_is_no_fault_after_few_tokens() -> None:
+    """A branch that adds nothing is a fault of a trained head; after few tokens it may have learned nothing yet."""
+    figures = make_agreement(0.41, 0.4)
+    idle = compare("attention", figures, figures)
+    assert idle.is_idle
+    assert not replace(idle, needs_more=True).is_idle
+    # half of the first drafts are right: such a head has learned
+    able = make_agreement(0.6, 0.6)
+    assert replace(compare("attention", able, able), needs_more=True).is_idle
+
+
+def test_a_small_gain_is_chance_after_few_tokens() -> None:
+    """The same gain mends a trained head; a large one is a fault of either."""
+    before = make_agreement(0.41, 0.4)
+    for rate, overlap, is_sure in ((0.43, 0.412, False), (0.49, 0.48, True)):
+        after = make_agreement(rate, 0.4, overlap)
+        effect = compare("projections", before, after)
+        assert effect.is_sure
+        assert replace(effect, needs_more=True).is_sure == is_sure
+
+
+def test_the_verdict_says_that_more_tokens_help() -> None:
+    """And only where they do."""
+    figures = make_agreement(0.41, 0.4)
+    early = Diagnosis(decide(figures, [], [], 0.1, needs_more=True))
+    assert not early.broken
+    assert early.verdict.startswith("under-trained: ")
+    assert early.verdict.endswith("it was trained on few tokens, and more data or epochs help")
+    assert decide(figures, [], [], 0.1).endswith("no single change mends it")
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        (None, "the doctor's own 12 prompts, which may differ from your data: --prompts FILE"),
+        ("mine.jsonl", "measured on 12 prompts of mine.jsonl"),
+    ],
+)
+def test_it_tells_whose_prompts_were_answered(file: str | None, says: str) -> None:
+    """Acceptance differs from one kind of prompts to another."""
+    assert says in describe_prompts(12, file)
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from eagle.training.reached import COLUMN, Curve, describe_reached, read_curves
+from eagle.training.reached import COLUMN, Curve, describe_reached, read_curves, would_gain
 
 
 @pytest.fixture
@@ -52,6 +52,7 @@ def test_it_is_read_off_the_curve(tokens: int, says: str, curves: Path) -> None:
     assert described is not None
     assert re.search(says, described), described
     assert curves.name in described
+    assert would_gain("some", tokens, head, curves) == says.endswith("add data or epochs$")
 
 
 def test_no_figure_is_written_in_powers_of_ten(curves: Path) -> None:
