@@ -189,7 +189,7 @@ def create_store(recipe: Recipe, folder: Path, expected: dict[str, Any], *, stri
 
 def sizes_of(examples: Sequence[Example]) -> TextSizes:
     """Return the sizes of all examples, each of which is read once."""
-    each = progress(examples, "measure", len(examples), unit="examples")
+    each = progress(examples, "count tokens", len(examples), unit="examples")
     return TextSizes.of((example.loss_mask, example.shared) for example in each)
 
 

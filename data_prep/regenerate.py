@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -32,6 +33,8 @@ from eagle.recipe.command_lines import command_line
 from eagle.target.target import Target
 
 Answerer = Pool | Local
+FEW_DISTINCT = 0.5  # share of the answers
+MIN_ANSWERS = 10  # fewer tell nothing
 
 
 def settings_of(
@@ -100,10 +103,13 @@ def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
     """Return the counts of conversations, answers and notes in the lines of the parts."""
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
+    distinct: set[bytes] = set()
     for line in lines:
         reasons: list[str] = []
         if line["record"]:
             reasons = line["record"]["finish_reasons"]
+            # digests, as answers to millions of questions need not be in memory
+            distinct |= digests_of(line["record"]["messages"])
         counts.update(
             {
                 "conversations": bool(reasons),
@@ -117,8 +123,35 @@ def table(lines: Iterable[dict[str, Any]], missing: int) -> str:
     mean = 0.0
     if counts["answers"]:
         mean = counts.pop("tokens") / counts["answers"]
-    rows = {**counts, "tokens per answer": f"{mean:.1f}", "failed": missing, **notes}
-    return "\n".join(f"{value:>10}  {name}" for name, value in rows.items())
+    rows = {
+        **counts,
+        "distinct answers": len(distinct),
+        "tokens per answer": f"{mean:.1f}",
+        "failed": missing,
+        **notes,
+    }
+    text = [f"{value:>10}  {name}" for name, value in rows.items()]
+    return "\n".join([*text, *warn_of_repeats(counts["answers"], len(distinct))])
+
+
+def digests_of(messages: Sequence[dict[str, Any]]) -> set[bytes]:
+    """Return a digest of each answer of a conversation, of what it says and calls."""
+    digests = set()
+    for message in messages:
+        if message["role"] == "assistant":
+            said = [message.get(key) for key in ("content", "reasoning_content", "tool_calls")]
+            digests.add(hashlib.sha256(json.dumps(said).encode()).digest()[:16])
+    return digests
+
+
+def warn_of_repeats(answers: int, distinct: int) -> Iterator[str]:
+    """Yield a warning where few answers are distinct, of which a head learns little."""
+    if answers < MIN_ANSWERS or distinct >= FEW_DISTINCT * answers:
+        return
+    yield (
+        f"warning: only {distinct} of {answers} answers are distinct ({distinct / answers:.0%}), and a head learns "
+        "little from repeated ones: ask more and other questions, or set regenerate.temperature=1"
+    )
 
 
 def forecast(

@@ -216,3 +216,14 @@ def sha256(path: Path) -> str:
         for block in iter(lambda: file.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
+
+
+def describe_bytes(count: float) -> str:
+    """Return a size with three digits, in the unit that it is read in."""
+    unit = "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if count < 1000:
+            break
+        count /= 1000
+        unit = larger
+    return f"{count:.3g} {unit}"

@@ -27,6 +27,7 @@ from eagle.data.identity import identity, tap_identity
 from eagle.data.stored_rows import parts_of, token_bytes
 from eagle.decoding.decode import generate
 from eagle.device import best_device, in_dtype
+from eagle.disk import describe_bytes
 from eagle.drafters import settings_of
 from eagle.drafters.none import NoDrafter
 from eagle.formats.checkpoint import load_head, save_head
@@ -39,6 +40,7 @@ from eagle.training.trackers import check_trackers
 from recipes.forecast import (
     GB,
     TFLOPS,
+    TOKENS,
     card_bytes,
     conversations_of,
     count_conversations,
@@ -202,11 +204,13 @@ def say_forecast(recipe: Recipe, count: int | None) -> bool:
         say("for 1,000 conversations, as how many there are is not known before they are read")
     gpus = recipe.train.processes or devices_here()
     run = forecast(recipe, sizes, count, gpus)
-    disk = (
-        f"{run.features / GB:,.2f} GB of disk for features"
-        if run.features
-        else "no disk for features"
-    )
+    disk = "no disk for features"
+    if run.features:
+        length = min(TOKENS, recipe.data.max_length)
+        disk = (
+            f"{describe_bytes(run.features)} of disk for features if each conversation has {length:,} tokens, as in "
+            "ShareGPT"
+        )
     where = f"each of {gpus} GPUs that train" if gpus > 1 else "the GPU or CPU that trains"
     say(f"{run.memory / GB:,.2f} GB on {where}, {disk}")
     say(
@@ -376,7 +380,8 @@ def say_whole_run(
     epochs = recipe.train.epochs
     say(f"the whole run: {tokens:,} tokens, {epochs} epochs; one process of this machine needs")
     if recipe.features.store:
-        disk = f"{tokens * bytes_per_token / GB:,.2f} GB of disk for the features, {bytes_per_token:,.0f} bytes a token"
+        size = describe_bytes(tokens * bytes_per_token)
+        disk = f"{size} of disk for the features, {bytes_per_token:,.0f} bytes a token"
         say(f"  {disk}, {extract_seconds / 3600:,.2f} h to make them")
     else:
         # Without a store the target computes the features again in every epoch.

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import yaml
 
 from data_prep.conversations import Conversation, read_conversations
-from eagle.disk import write_text
+from eagle.disk import describe_bytes, write_text
 from eagle.drafters import DRAFTERS
 from eagle.log import script
-from eagle.recipe import Recipe
+from eagle.recipe import Recipe, TrainSection
 from eagle.target.gguf import is_gguf
 from eagle.web import make_opener
 from recipes.forecast import GB, TOKENS, Sizes, forecast, sizes_of
@@ -61,15 +61,18 @@ def main(argv: list[str]) -> None:
     sizes = sizes_of(args.model, trust_remote_code=args.trust_remote_code)
     conversations = list(read_conversations(args.data, answered=False))
     folder = Path("runs") / name_of(args.model)
-    held_out = folder / "heldout.jsonl"
-    kept = len(conversations) - write_held_out(conversations, held_out)
+    chosen, rest = split_held_out(conversations)
+    write_conversations(folder / "heldout.jsonl", chosen)
+    write_conversations(folder / "questions.jsonl", rest)
 
-    text = render_recipe(args, sizes, kept, folder, held_out)
+    text = render_recipe(args, sizes, len(rest), len(chosen), folder)
     write_text(args.out, text)
     # what is written can be read
     Recipe.load(args.out)
-    print(f"{args.out}: {args.method} for {args.model}, {kept:,} conversations to learn from")
-    print(f"{held_out}: the last {len(conversations) - kept} of {args.data}, for measuring")
+    print(f"{args.out}: {args.method} for {args.model}, {len(rest):,} conversations to learn from")
+    print(
+        f"{folder}/heldout.jsonl: {len(chosen)} conversations from all over {args.data}, for measuring"
+    )
     print(f"next: eagle train {args.out} --check")
 
 
@@ -79,33 +82,47 @@ def name_of(model: str) -> str:
     return name[: -len(".gguf")] if is_gguf(name) else name
 
 
-def write_held_out(conversations: list[Conversation], path: Path) -> int:
-    """Write the last conversations into a file of their own, unless they are there; return how many."""
+def split_held_out(conversations: list[Conversation]) -> tuple[list[str], list[str]]:
+    """Return the lines of the held-out conversations, and of those to learn from.
+
+    Data are often sorted by kind: one conversation is drawn from each of equal stretches, so that all kinds are held
+    out. A mix may hold a conversation several times; copies of a held-out one are not learned from.
+    """
     count = min(HELD_OUT, len(conversations) // 20)
     if not count:
         raise ValueError(
             f"got {len(conversations)} conversations, expected 20 or more: one in twenty is held out for measuring"
         )
-    lines = []
-    # the last ones: recipes name the first by `data.limit`
-    for conversation in islice(conversations, len(conversations) - count, None):
-        record: dict[str, Any] = {"id": conversation.id, "messages": conversation.messages}
-        if conversation.tools:
-            record["tools"] = conversation.tools
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    lines = [write_line(conversation) for conversation in conversations]
+    # the recipe leaves the seed at its default
+    random = Random(TrainSection.model_fields["seed"].default)
+    bounds = [i * len(lines) // count for i in range(count + 1)]
+    held_out = [lines[random.randrange(*bounds[i : i + 2])] for i in range(count)]
+    left_out = set(held_out)
+    return held_out, [line for line in lines if line not in left_out]
+
+
+def write_line(conversation: Conversation) -> str:
+    """Return a conversation as a line of JSON."""
+    record: dict[str, Any] = {"id": conversation.id, "messages": conversation.messages}
+    if conversation.tools:
+        record["tools"] = conversation.tools
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def write_conversations(path: Path, lines: list[str]) -> None:
+    """Write the lines into a file; refuse one that holds others, as an earlier recipe may use it."""
     text = "".join(lines)
-    # a file of other data may be what an earlier recipe measures on
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise ValueError(
-            f"{path} holds other conversations than the last {count} of --data: delete it if no recipe measures on "
+            f"{path} holds other conversations than those of --data that belong there: delete it if no recipe uses "
             "it, or give the command in another folder"
         )
     write_text(path, text)
-    return count
 
 
 def render_recipe(
-    args: argparse.Namespace, sizes: Sizes, conversations: int, folder: Path, held_out: Path
+    args: argparse.Namespace, sizes: Sizes, conversations: int, held_out: int, folder: Path
 ) -> str:
     """Return the recipe, with a comment for each value that was chosen for this model."""
     kind = args.method
@@ -128,13 +145,13 @@ target:
   path: {quote(args.model)}
 {code}data:
   train: {folder}/regenerated.jsonl
-  heldout: {held_out}
-  limit: {conversations}  # the rest of {args.data} is held out
+  heldout: {folder}/heldout.jsonl
   max_length: 2048
 regenerate:  # a head learns from the target's own answers
-  source: {quote(args.data)}
+  source: {folder}/questions.jsonl  # {args.data} without what is held out
   out: {folder}/regenerated.jsonl
   endpoint: {quote(endpoint)}  # an OpenAI-compatible server of the target; null decodes the answers here
+  temperature: 0.0  # greedy; 0.7 to 1.0 samples answers that vary more
 features:
   store: {folder}/features-{kind}
 drafter:
@@ -146,8 +163,9 @@ drafter:
   schedule: cosine
   warmup: 0.03
 eval:
-  count: {min(HELD_OUT, 40)}
+  count: {min(held_out, 40)}
   max_new_tokens: 256
+  temperatures: [0.0, 1.0]  # greedy, and sampled
 """
     return describe(args, sizes, conversations, body) + body
 
@@ -178,7 +196,7 @@ def describe(args: argparse.Namespace, sizes: Sizes, conversations: int, body: s
     else:
         run = forecast(recipe, sizes, conversations, cards=1)
         lines.append(
-            f"Forecast: {run.features / GB:,.1f} GB of disk, {run.memory / GB:,.1f} GB to train, "
+            f"Forecast: {describe_bytes(run.features)} of disk, {run.memory / GB:,.1f} GB to train, "
             f"{write_hours(run.extract_hours + run.train_hours)} of an H100; --check measures this machine."
         )
     out = args.out
@@ -201,7 +219,10 @@ def write_rate(rate: float) -> str:
 
 def write_hours(hours: float) -> str:
     """Return a duration in hours, or in minutes if it is short."""
-    return f"{hours:,.1f} hours" if hours >= 1 else f"{math.ceil(60 * hours)} minutes"
+    if hours >= 1:
+        return f"{hours:,.1f} hours"
+    minutes = math.ceil(60 * hours)
+    return "1 minute" if minutes == 1 else f"{minutes} minutes"
 
 
 def quote(value: Any) -> str:

@@ -38,6 +38,7 @@ from eagle.data.stored_rows import (
     pick_rows,
     restore_features,
 )
+from eagle.disk import describe_bytes
 from eagle.drafters import DRAFTERS
 from eagle.recipe import FeaturesSection
 from eagle.target.state import TargetState
@@ -394,7 +395,7 @@ def forecast(
     rewritten = f" ({shared_tokens:,} of them shared with another example of their conversation)"
     return (
         f"forecast: {tokens:,} tokens{rewritten if shared_tokens else ''}, {len(_taps_in(parts))} taps in {dtype}: "
-        f"{_format_bytes(tokens * token_bytes)}, {token_bytes:,.0f} bytes a token, in {len(plan)} shards; one process "
+        f"{describe_bytes(tokens * token_bytes)}, {token_bytes:,.0f} bytes a token, in {len(plan)} shards; one process "
         f"computes {tokens_per_second:,.0f} tokens/s here: {tokens / tokens_per_second / 60:.1f} min, divided by the "
         "number of processes"
     )
@@ -408,14 +409,4 @@ def _describe_room(store: FeatureStore) -> str:
     store.refresh()
     free = shutil.disk_usage(store.folder).free
     missing = sum(map(store.shard_bytes, store.absent))
-    return f"{_format_bytes(missing)} are still to come and {_format_bytes(free)} are free"
-
-
-def _format_bytes(count: float) -> str:
-    unit = "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if count < 1000:
-            break
-        count /= 1000
-        unit = larger
-    return f"{count:.3g} {unit}"
+    return f"{describe_bytes(missing)} are still to come and {describe_bytes(free)} are free"

@@ -21,7 +21,7 @@ from data_prep.chats.records import Conversation
 from data_prep.conversations import read_conversations
 from data_prep.dialogues import Jobs
 from data_prep.parts import begin, is_whole, join_parts
-from data_prep.regenerate import as_begun, check_section, main, make_answerer
+from data_prep.regenerate import as_begun, check_section, main, make_answerer, table
 from data_prep.servers.answers import Local
 from eagle import Target
 from eagle.recipe import Recipe
@@ -194,6 +194,26 @@ def test_local_answers_are_the_untouched_models(
     printed = capsys.readouterr().out
     assert f"{COUNT}  conversations" in printed
     assert "data.train is" in printed
+
+
+@pytest.mark.parametrize(("distinct", "warns"), [(4, True), (5, False), (10, False)])
+def test_few_distinct_answers_are_warned_of(distinct: int, warns: bool) -> None:
+    """The summary counts them; of fewer than half of ten answers it says what to do."""
+    lines = []
+    for number in range(10):
+        messages = [
+            {"role": "user", "content": f"Question {number}?"},
+            {"role": "assistant", "content": f"Answer {number % distinct}."},
+        ]
+        record = {"messages": messages, "finish_reasons": ["stop"]}
+        lines.append({"record": record, "tokens": 3, "notes": []})
+    text = table(lines, 0)
+    assert f"{distinct}  distinct answers" in text
+    warning = f"warning: only {distinct} of 10 answers are distinct ({distinct}0%)"
+    assert (warning in text) == warns
+    assert ("regenerate.temperature" in text) == warns
+    # a few answers tell nothing
+    assert "warning" not in table([lines[0]] * 9, 0)
 
 
 def test_answers_are_written_with_the_fastest_kernels(command: list[str]) -> None:

@@ -94,7 +94,7 @@ def test_every_stage_runs_and_nothing_is_left(say: Callable[..., str], tmp_path:
     said = say()
     starts = [said.index(f"{stage} ...") for stage in STAGES]
     assert starts == sorted(starts)
-    assert_all_in(("identical", "GB of disk", *FORECAST), said)
+    assert_all_in(("identical", "of disk for features if each conversation has", *FORECAST), said)
     assert "vllm" in find_ready_engines(said)
     assert not list(tmp_path.iterdir())
 
@@ -173,7 +173,7 @@ def test_live_features_need_the_target_in_memory(
     needs = []
     for store in ("null", "somewhere"):
         said = say("drafter.steps=3", f"features.store={store}", method="eagle3")
-        assert ("GB of disk" in said) == (store == "somewhere")
+        assert ("of disk for features if each conversation has" in said) == (store == "somewhere")
         assert "draft_probs/2" in said
 
         figure = said.split(" GB of memory")[0].rpartition(" ")[2]
@@ -235,7 +235,12 @@ def test_a_target_that_does_not_fit_here_is_still_forecast(
     # bytes, less than any model has
     monkeypatch.setattr("recipes.check.memory_here", lambda: 1_000)
     said = say()
-    expected = ("on the GPU or CPU that trains", "GPU hours", "GB of disk", "not checked here")
+    expected = (
+        "on the GPU or CPU that trains",
+        "GPU hours",
+        "of disk for features if each conversation has",
+        "not checked here",
+    )
     assert_all_in((*expected, "supervised"), said)
 
     assert "target ..." not in said

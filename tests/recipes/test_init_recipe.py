@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data_prep.chats.records import Conversation
 from eagle.drafters import settings_of
 from eagle.recipe import Recipe
 from recipes.forecast import KNOWN, read_sizes
-from recipes.init_recipe import main
+from recipes.init_recipe import main, split_held_out, write_hours
 from recipes.suggestions import (
     FACTOR,
     PUBLISHED_RATES,
@@ -60,13 +61,45 @@ def test_recipes_of_all_methods_load(
     path = write_recipe(kind, tiny_target_dir / "target", chats)
     recipe = Recipe.load(path)
     assert settings_of(recipe.drafter.model_dump(), str(path)).kind == kind
-    assert recipe.data.limit == 38
-    assert recipe.data.heldout is not None
-    held_out = [json.loads(line) for line in Path(recipe.data.heldout).read_text().splitlines()]
-    assert [record["id"] for record in held_out] == ["38", "39"]
+    assert recipe.eval.temperatures == (0.0, 1.0)
+    assert recipe.regenerate is not None
+    assert recipe.regenerate.temperature == 0.0
     text = path.read_text()
+    for key in ("temperature", "temperatures"):
+        # each with a comment
+        assert re.search(rf"^  {key}: .*  # ", text, re.MULTILINE)
     for verb in ("train", "prepare", "extract", "measure", "export"):
         assert f"eagle {verb} " in text
+
+
+def test_held_out_conversations_are_spread_over_the_data(
+    tiny_target_dir: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sorted data are held out evenly, and nothing that is held out is learned from."""
+    monkeypatch.chdir(chats.parent)
+    recipe = Recipe.load(write_recipe("mtp", tiny_target_dir / "target", chats))
+    assert recipe.regenerate is not None
+    ids = []
+    for file in (recipe.data.heldout, recipe.regenerate.source):
+        assert file is not None
+        records = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        ids.append([int(record["id"]) for record in records])
+    held_out, learned = ids
+    first, second = held_out
+    assert first < 20 <= second
+    assert learned == [number for number in range(40) if number not in held_out]
+
+
+def test_copies_of_held_out_conversations_are_not_learned_from() -> None:
+    """A mix repeats conversations by its weights."""
+    conversations = []
+    for number in range(100):
+        messages = [{"role": "user", "content": str(number)}]
+        conversations += [Conversation(str(number), messages)] * 2
+    held_out, learned = split_held_out(conversations)
+    assert len(held_out) == 10
+    assert not set(held_out) & set(learned)
+    assert len(learned) == 2 * (100 - len(set(held_out)))
 
 
 def test_held_out_conversations_of_other_data_stay(
@@ -154,6 +187,15 @@ def test_the_table_of_rates_is_the_rule() -> None:
             ]
             seen.add(kind)
     assert seen == PUBLISHED_RATES.keys()
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"),
+    [(0.001, "1 minute"), (0.5, "30 minutes"), (1.0, "1.0 hours")],
+)
+def test_a_duration_is_written_in_the_right_number(hours: float, text: str) -> None:
+    """One minute is no minutes."""
+    assert write_hours(hours) == text
 
 
 def test_wrong_inputs_are_refused(
