@@ -163,6 +163,10 @@ def _read_questions(name: str, source: str, recipe: Recipe) -> list[Question]:
         raise ValueError(
             f"no question in {source}: expected conversations, or records with turns, prompt, question"
         )
+    if len(chosen) < count:
+        print(
+            f"{name}: eval.count is {count}, and {source} has {len(chosen)} prompts: all are taken"
+        )
     return _number_duplicates(chosen)
 
 

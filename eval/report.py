@@ -51,6 +51,7 @@ from eval.result_files.results import (
     Answer,
     Group,
     Metric,
+    Results,
     count_cycles,
     read_results,
 )
@@ -333,7 +334,21 @@ def markdown(path: str | Path) -> str:
         for key, value in results.header.items()
         if key != "id" and not isinstance(value, dict | list)
     ]
-    return "\n".join([*lines, "", f"<sub>{', '.join(header)}</sub>"])
+    lines.append("")
+    trees = _describe_trees(results, groups)
+    if trees:
+        lines += [f"<sub>{trees}</sub>", ""]
+    return "\n".join([*lines, f"<sub>{', '.join(header)}</sub>"])
+
+
+def _describe_trees(results: Results, groups: Sequence[Group]) -> str:
+    """Return what each drafter drafted in a cycle, as τ of one tree says little of another; "" where it is unknown."""
+    trees = []
+    for name in dict.fromkeys(group.drafter for group in groups):
+        tree = describe_tree(results.settings(name))
+        if tree:
+            trees.append(f"`{name}`: {tree}")
+    return "; ".join(trees)
 
 
 def figures(path: str | Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
@@ -136,3 +137,19 @@ class Policy(Protocol):
     def learn(self, cycle: Any) -> None:
         """Learn from the outcome of a cycle (`eagle.core.trace.Cycle`)."""
         ...
+
+
+def describe_budget(budget: Mapping[str, Any]) -> str:
+    """Return the shape of the tree that a budget's fields allow; "" where nothing is drafted."""
+    nodes = budget["nodes"]
+    depth = budget["depth"]
+    if not nodes:
+        return ""
+    if budget.get("paths"):
+        return f"fixed tree of {nodes} nodes, depth {depth}"
+    if budget["top_k"] == 1 or nodes == depth == 1:
+        length = min(nodes, depth)
+        if length == 1:
+            return "chain of 1 token"
+        return f"chain of {length} tokens"
+    return f"tree of {nodes} nodes, depth {depth}, top-k {budget['top_k']}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from eagle.core.budget import describe_budget
 from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.recipe.plain_yaml import parse_yaml
 
@@ -222,12 +223,22 @@ def acceptance_of(run: Path) -> str:
     if not groups:
         return ""
     lines = [
-        [temperature, f"`{drafter}`", _pool_lengths(group)]
+        [temperature, f"`{drafter}`", _describe_tree(header, drafter), _pool_lengths(group)]
         for (temperature, drafter), group in groups.items()
     ]
     keys = [key for key in ("prompts", "tree", "torch", "machine", "date") if key in header]
     note = ", ".join(f"{key} {header[key]}" for key in keys)
-    return f"{_table(['T', 'drafter', 'acceptance length'], lines)}\n\n<sub>{note}</sub>"
+    return f"{_table(['T', 'drafter', 'draft', 'acceptance length'], lines)}\n\n<sub>{note}</sub>"
+
+
+def _describe_tree(header: dict[str, Any], drafter: str) -> str:
+    """Return what a drafter drafted in a cycle; a dash for nothing, or where the header does not tell."""
+    try:
+        tree = describe_budget(header["drafters"][drafter]["budget"])
+    except (KeyError, TypeError):
+        # headers of early releases list names alone
+        return "–"
+    return tree or "–"
 
 
 def _pool_lengths(rows: list[dict[str, Any]]) -> float:

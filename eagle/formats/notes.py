@@ -156,9 +156,10 @@ def _describe_acceptance(shares: list[float], head: Path | None) -> str:
     if shares:
         by_position = ", ".join(f"{share:.2f}" for share in shares)
         paragraphs.append(
-            f"On held-out texts, chains of {len(shares)}: the first n tokens are kept in {by_position} of the drafts, "
-            f"τ = {1 + sum(shares):.2f} tokens per forward of the target, its own included. Engines that do not count "
-            f"that one say {sum(shares):.2f}."
+            f"Predicted by training's validation on held-out texts, for chains of {len(shares)}: the first n tokens "
+            f"are kept in {by_position} of the drafts, τ = {1 + sum(shares):.2f} tokens per forward of the target, its "
+            f"own included. Engines that do not count that one say {sum(shares):.2f}. Trees, which offer several "
+            "tokens a level, have a longer τ."
         )
     table = acceptance_of(head.parent) if head else ""
     if table:

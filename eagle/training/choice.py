@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 
 from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
+from eagle.core.tree import Paths
 
 # by temperature, as metrics name them: tokens and cycles of each prompt
 Counts = dict[str, list[list[int]]]
@@ -132,3 +133,11 @@ def describe_tau(counts: Counts) -> str:
     """Return the acceptance length of decoded prompts, and their number."""
     prompts = len(next(iter(counts.values())))
     return f"τ {acceptance(judged(counts).values()):.2f} on {prompts} held-out prompts"
+
+
+def describe_predicted(metrics: Mapping[str, float], trees: Mapping[str, Paths]) -> str:
+    """Return the acceptance lengths that validation predicts without decoding, each with the tree that it is of."""
+    parts = []
+    for name, paths in trees.items():
+        parts.append(f"{metrics[f'{name}/tau']:.2f} with a {name} of {len(paths)}")
+    return f"predicted τ {', '.join(parts)}, on held-out conversations"

@@ -29,7 +29,15 @@ from eagle.drafters.parts.validation import add_sums, figures
 from eagle.formats.checkpoint import save_head
 from eagle.log import interrupted_by_user, memory_gb, progress
 from eagle.recipe import Recipe, TrainSection
-from eagle.training.choice import Choice, Counts, Decoding, acceptance, decode_once, describe_tau
+from eagle.training.choice import (
+    Choice,
+    Counts,
+    Decoding,
+    acceptance,
+    decode_once,
+    describe_predicted,
+    describe_tau,
+)
 from eagle.training.drafts_loss import DraftsLoss
 from eagle.training.launch import gather, prepare_sharded, shard_head
 from eagle.training.plan import Dealer, Plan
@@ -371,6 +379,8 @@ class _Run:
             hint = ": raise train.validate_every" if share > DECODING_SHARE else ""
             comparison = self.choice.describe(self.step, counts, metrics, self.decoding)
             self.print(f"{comparison}; decoding took {share:.1%} of the time{hint}")
+        elif "tree/tau" in metrics:
+            self.print(f"step {self.step}: {describe_predicted(metrics, TREES)}")
         if self.accelerator.is_main_process:
             self._write(step=self.step - 1, validation=metrics)
             self._save(head, metrics, is_best=is_best, is_last=is_last)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import inf, isfinite, log2
 from typing import Any
 
+from eagle.core.budget import describe_budget
 from eagle.markup import Html, html, tag
 from eval.page.page_acceptance import cycle_seconds
 from eval.page.page_parts import (
@@ -127,13 +128,7 @@ def describe_tree(settings: Mapping[str, Any]) -> str:
     budget = settings.get("budget")
     if not budget:
         return ""
-    nodes = budget["nodes"]
-    depth = budget["depth"]
-    text = f"tree of {nodes} nodes, depth {depth}, top-k {budget['top_k']}"
-    if budget.get("paths"):
-        text = f"fixed tree of {nodes} nodes, depth {depth}"
-    elif budget["top_k"] == 1 or nodes == depth == 1:
-        text = f"chain of {_count(min(nodes, depth), 'token')}"
+    text = describe_budget(budget)
     if "policy" in settings:
         text += " at most, chosen each cycle"
     return text

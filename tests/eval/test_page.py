@@ -572,6 +572,9 @@ def test_the_table_has_the_groups_intervals(results: Path, groups: Groups, tmp_p
         value, low, high = groups["eagle1", 0.0].estimate(metric)
         assert f"{value:.2f}{unit} [{low:.2f}, {high:.2f}]" in table
 
+    # a figure belongs to a tree, which stands below it
+    assert "`eagle1`: tree of 8 nodes, depth 5, top-k 3" in table
+
     nameless = {
         "drafter": "none",
         "temperature": 0.0,

@@ -145,6 +145,18 @@ def test_what_is_no_question_is_counted(
         ask(recipe, write_lines(path, [unknown]))
 
 
+@pytest.mark.parametrize(("count", "is_short"), [(40, True), (7, False)])
+def test_fewer_prompts_than_asked_for_are_told(
+    count: int, is_short: bool, recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, with both numbers."""
+    records = [{"prompt": f"What is {number}?"} for number in range(7)]
+    path = write_lines(tmp_path / "q.jsonl", records)
+    assert len(ask(recipe, path, count)) == 7
+    told = f"q: eval.count is {count}, and {path} has 7 prompts: all are taken\n"
+    assert capsys.readouterr().out == (told if is_short else "")
+
+
 def test_first_turns_are_what_the_template_asks(
     recipe: Recipe, tiny_target: Target, tiny_target_dir: Path
 ) -> None:

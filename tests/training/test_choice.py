@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -249,7 +250,11 @@ def test_decoding_is_on_where_the_target_is_loaded(
     asked += ["features.store=null"] if live else []
     out = run(command, tmp_path / "run", *asked)
     assert ("decoded_tree_tau" in validations(out)[-1]["validation"]) == live
-    assert ("held-out prompts are not decoded" in capsys.readouterr().out) != live
+    printed = capsys.readouterr().out
+    assert ("held-out prompts are not decoded" in printed) != live
+    # what is not decoded is predicted, and the line names chain and tree
+    predicted = rf"step 2: predicted τ \d\.\d\d with a chain of 4, \d\.\d\d with a tree of {len(PUBLISHED_TREE)}"
+    assert bool(re.search(predicted, printed)) != live
 
 
 @pytest.mark.parametrize("override", ["train.validation=0", "train.decode=0"])

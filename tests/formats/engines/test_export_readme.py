@@ -209,7 +209,9 @@ def test_the_draft_length_is_that_of_the_head(
     assert set(re.findall(r'"num_speculative_tokens": (\d+)', readme)) <= {str(length)}
 
     levels = settings.get("levels", len(RATES))
-    assert f"chains of {levels}: " in readme
+    assert (
+        f"Predicted by training's validation on held-out texts, for chains of {levels}: " in readme
+    )
 
     record = json.loads((tmp_path / "out/provenance.json").read_text())
     assert len(record["acceptance"]["per_position"]) == levels
