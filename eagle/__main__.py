@@ -119,6 +119,15 @@ OLD = {
 }
 # of them, one that reads as well as what is written instead: nothing is said of it
 ALIASES = {"chat"}
+# of which only some verbs tell in their help
+LAUNCHER = {
+    "--processes",
+    "--num_processes",
+    "--config_file",
+    "--machine_rank",
+    "--main_process_ip",
+    "--main_process_port",
+}
 LIGHT = {"recipes"}  # verbs that need no torch
 VERDICTS = {"inspect", "doctor"}  # whose status 1 says that a checkpoint is broken
 # in which the processes that a verb starts are told
@@ -172,6 +181,7 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
         text = printed_help(name)
         if text:
             show(text)
+    refuse_unknown_options(name, rest)
     reach_stages()
     verb = partial(run_verb, name, VERBS[name], plugins=plugins, trusts_heads=trusts_heads)
     return verb, rest, 2 if name in VERDICTS else 1
@@ -217,6 +227,24 @@ def printed_help(verb: str) -> str | None:
     section = rf"^### eagle {verb}\n.*?^```text\n(.*?)\n```$"
     match = re.search(section, HELP_PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return match[1] if match else None
+
+
+def refuse_unknown_options(verb: str, argv: Sequence[str]) -> None:
+    """End with usage if an option is none that the verb's help shows: its own parser would import torch first."""
+    text = printed_help(verb)
+    if text is None:
+        return
+    options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) | LAUNCHER
+    for word in argv:
+        if word == "--":
+            return
+        name = word.partition("=")[0]
+        # argparse takes abbreviations
+        if word.startswith("--") and not any(option.startswith(name) for option in options):
+            command_lines = import_module("eagle.recipe.command_lines")
+            command_lines.refuse_option(
+                f"eagle {verb}", text.partition("\n\n")[0], options, argv, word
+            )
 
 
 def take_code_options(argv: list[str]) -> tuple[list[str], bool, list[str]]:

@@ -26,6 +26,7 @@ from eagle.__main__ import (
     main,
     overview,
     printed_help,
+    refuse_unknown_options,
 )
 from eagle.command.environment import main as environment
 from eagle.command.launcher import SHARED
@@ -219,6 +220,43 @@ def test_a_key_that_is_given_as_an_option_is_told_as_an_override(
     assert ended.value.code == 2
     assert "usage: eagle" in printed
     assert hint in printed
+
+
+@pytest.mark.parametrize(
+    "line", ["generate head Hello --no-such", "train --lr 1e-3", "doctor head --tagret x"]
+)
+def test_an_unknown_option_is_refused_before_torch_is_imported(line: str) -> None:
+    """Which takes seconds."""
+    code = f"""
+import sys
+from eagle.__main__ import main
+try:
+    main({line.split()!r})
+finally:
+    print("torch" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stdout == "False\n"
+    assert run.stderr.startswith(f"usage: eagle {line.split()[0]} ")
+    assert f"eagle {line.split()[0]}: error: unrecognized arguments: --" in run.stderr
+
+
+def test_the_page_on_generate_lists_every_option() -> None:
+    """Those of the verb, and those that all verbs take."""
+    options = set(re.findall(r"--[a-z][\w-]*", printed_help("generate") or ""))
+    options |= {"--quiet", "--plugin", "--trust-code"}
+    listed = set(re.findall(r"--[a-z][\w-]*", (ROOT / "docs/chat.md").read_text()))
+    assert options - {"--help"} <= listed
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_of_a_verb_is_known_by_its_help(verb: str) -> None:
+    """Also where it is abbreviated, and those of the launcher."""
+    options = set(re.findall(r"^  (?:-\w.*?, )?(--[\w-]+)", printed_help(verb) or "", re.MULTILINE))
+    assert options
+    for option in {*options, "--processes", "--config_file"}:
+        refuse_unknown_options(verb, ["RECIPE", option, f"{option[:5]}=3"])
 
 
 @pytest.mark.parametrize("line", ["generate nosuch Hello", "chat nosuch"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from eagle.doctor import Diagnosis, Drift, examine, measure_drift
 from eagle.formats.checkpoint import load_head
 from eagle.formats.engines.registry import name_reader
-from eagle.formats.export import EXPORTERS, export
+from eagle.formats.export import EXPORTERS, check_replaceable, export
 from eagle.formats.networks.eagle_heads import MEANINGS
 from eagle.formats.reading.foreign import import_head, inspect
 from eagle.formats.reading.target_files import embedding_dtype
@@ -30,9 +31,12 @@ def run_export(argv: list[str]) -> None:
     parser.add_argument("out", help="the folder to write")
     args = parser.parse_args(argv)
     head = load_head(args.head)
+    # loading the target may take minutes
+    check_replaceable(Path(args.out))
     # the embedding may be written: in the checkpoint's dtype, not in what is fastest here
     target = Target.load(args.target, dtype=embedding_dtype(args.target), device="cpu")
-    export(head.bind(target.head), target.config, args.to, args.out, args.head)
+    if export(head.bind(target.head), target.config, args.to, args.out, args.head):
+        print(f"the earlier export in {args.out} is replaced")
     print(
         f"{args.out} is ready for {name_reader(args.to, head)}; its README.md tells how to serve it"
     )

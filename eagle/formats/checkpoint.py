@@ -146,7 +146,8 @@ def from_pretrained(
     missing = [name for name in ("config.json", WEIGHTS) if not (folder / name).is_file()]
     if missing:
         raise ValueError(
-            f"no head in {path}: {', '.join(missing)} missing; expected a folder that save_head wrote"
+            f"no head in {path}: {', '.join(missing)} missing; expected the folder `head` of a run, as RUN/head, one "
+            "that `eagle import` wrote, or a hub id"
         )
     return load_head(folder, trust_code=trust_code)
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eagle.disk import lock_folder, write_tensors, write_text
+from eagle.disk import LOCK, lock_folder, write_tensors, write_text
 from eagle.formats.engines.registry import ENGINES, write_layout, write_portable
 from eagle.formats.layout import Layout, TargetConfig
 from eagle.formats.notes import write_notes
@@ -25,8 +25,8 @@ def export(
     engine: str,
     out: str | Path,
     head: str | Path | None = None,
-) -> None:
-    """Write a head in an engine's layout.
+) -> bool:
+    """Write a head in an engine's layout; return whether an earlier export was replaced.
 
     Args:
         drafter: The head, bound to its target where the layout holds a copy of the target's tensors.
@@ -39,17 +39,39 @@ def export(
         raise ValueError(f"no exporter for {engine!r}: expected one of {', '.join(EXPORTERS)}")
     out = Path(out)
     layout = EXPORTERS[engine](drafter, target_config)
-    if (out / "recipe.yaml").exists():
-        raise ValueError(
-            f"{out} holds a head of this project, which an export would overwrite: name another folder"
-        )
+    is_replaced = check_replaceable(out)
     target = getattr(target_config, "name_or_path", "")
     folder = Path(head) if head else None
     texts = write_notes(layout, drafter, engine, out, head=folder, target=target)
     # refused layouts leave no folder
     with lock_folder(out):
+        # the notes first, by which an export that was cut short is known for one
+        for name, text in texts.items():
+            write_text(out / name, text)
         write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")
         # which older transformers insist on
         write_tensors(out / layout.file, layout.tensors, {"format": "pt"})
-        for name, text in texts.items():
-            write_text(out / name, text)
+    return is_replaced
+
+
+def check_replaceable(out: Path) -> bool:
+    """Return whether a folder holds an earlier export; refuse one that holds anything else."""
+    if (out / "recipe.yaml").exists():
+        raise ValueError(
+            f"{out} holds a head of this project, which an export would overwrite: name another folder"
+        )
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    # what a killed export leaves is a lock that nobody holds
+    if not names - {LOCK} and not out.is_file():
+        return False
+    try:
+        # which every export writes, and names its engine
+        provenance = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
+        is_export = provenance["engine"] in EXPORTERS
+    except (OSError, ValueError, LookupError, TypeError):
+        is_export = False
+    if not is_export:
+        raise ValueError(
+            f"{out} is there already, and no export of this project: name a new folder, or take it away"
+        )
+    return True

@@ -73,10 +73,26 @@ class ProgramOption(argparse.Action):
         parser.error(f"got {option_string}, expected `{words} ...`, written in full")
 
 
-def recipe_parser(program: str, about: str | None) -> argparse.ArgumentParser:
+def recipe_parser(program: str, about: str | None) -> RecipeParser:
     """Return a parser without arguments, which explains a recipe's key that is given as an option."""
     sections = {name: type_of_key(Recipe, name).model_fields for name in Recipe.model_fields}
     return RecipeParser(prog=program, description=about, sections=sections)
+
+
+def refuse_option(
+    program: str, usage: str, options: Iterable[str], argv: Sequence[str], word: str
+) -> NoReturn:
+    """End as the parser of a program would that knows these options, and not this word of its command line."""
+    parser = argparse.ArgumentParser(prog=program, add_help=False)
+    if "RECIPE" in usage:
+        parser = recipe_parser(program, None)
+        parser.words = list(argv)
+    # what argparse shows as it is, but for its own placeholders
+    parser.usage = usage.removeprefix("usage: ").replace("%", "%%")
+    for option in options:
+        if option != "--help":
+            parser.add_argument(option)
+    parser.error(f"unrecognized arguments: {word}")
 
 
 def command_line(program: str, about: str | None) -> argparse.ArgumentParser:

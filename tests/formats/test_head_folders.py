@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from eagle import Target, load_drafter
-from eagle.formats.card import model_card
+from eagle.formats.card import acceptance_of, model_card
 from eagle.formats.checkpoint import from_pretrained, load_head, save_head, save_pretrained
 from eagle.formats.export import export
 from eagle.recipe import Recipe
@@ -128,7 +128,8 @@ def test_a_wrong_value_is_named(
 def test_missing_files_are_named(folder: Path) -> None:
     """Weights in another format count as missing."""
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"model\.safetensors missing"):
+    words = r"model\.safetensors missing; expected the folder `head` of a run"
+    with pytest.raises(ValueError, match=words):
         from_pretrained(folder)
     (folder / CONFIG).unlink()
     with pytest.raises(ValueError, match=r"config\.json, model\.safetensors missing"):
@@ -178,7 +179,7 @@ def test_a_card_says_what_the_files_say(target: Target, tmp_path: Path) -> None:
         "| 0 | 9 |",
         "| 200 | 7 |",
         "| `tree_tau` | 2.5 |",
-        f"| 0 | `eagle1` | {60 / 16:.4g} |",
+        f"| 0 | `eagle1` | – | {60 / 16:.4g} |",
         "date new",
     ):
         assert words in card
@@ -188,6 +189,23 @@ def test_a_card_says_what_the_files_say(target: Target, tmp_path: Path) -> None:
     card = model_card(folder, "someone/head")
     assert "## Curve" not in card
     assert "## Acceptance" not in card
+
+
+def test_an_acceptance_length_names_its_tree(tmp_path: Path) -> None:
+    """One head has many: of chains, and of trees of any size."""
+    budgets = {"none": (0, 0, 0), "chain": (4, 4, 1), "tree": (8, 5, 3)}
+    drafters = {}
+    rows = []
+    for name, (nodes, depth, top_k) in budgets.items():
+        drafters[name] = {"budget": {"nodes": nodes, "depth": depth, "top_k": top_k}}
+        rows.append({"drafter": name, "temperature": 0.0, "committed": 6, "cycles": 3})
+    lines = [{"run": {"drafters": drafters}}, *rows]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "results.jsonl").write_text(text)
+    table = acceptance_of(tmp_path)
+    assert "| 0 | `none` | – | 2 |" in table
+    assert "| 0 | `chain` | chain of 4 tokens | 2 |" in table
+    assert "| 0 | `tree` | tree of 8 nodes, depth 5, top-k 3 | 2 |" in table
 
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators", "eagle"])

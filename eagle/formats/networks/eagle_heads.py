@@ -210,11 +210,9 @@ def _read_fc_bias(head: HeadFolder) -> Config:
             "config.json says that fc has a bias, and fc.bias is missing", "Export the head again"
         )
     if is_promised is None:
-        state = (
-            "is there"
-            if is_there
-            else "is not there, and a reader that expects one starts it at random"
-        )
+        state = "is there"
+        if not is_there:
+            state = "is not there, and a reader that expects one starts it at random"
         head.notes.append(
             f"no `bias` in config.json, which SafeAILab/EAGLE takes for true: fc.bias {state}"
         )
@@ -269,6 +267,8 @@ def _find_eagle1_faults(head: HeadFolder) -> Iterator[FoundFault]:
 def _list_eagle1_facts(head: HeadFolder) -> Config:
     """Return sizes, and whether `fc` has a bias."""
     bias = "yes" if "fc.bias" in head.names else "no"
+    if bias == "yes" and not head.load("fc.bias").any():
+        bias = "all zeros, which does nothing"
     return {
         **_list_block_facts(head),
         "reads": "the state behind the final norm",

@@ -354,6 +354,23 @@ def test_a_head_is_not_overwritten_by_its_export(target: Target, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
+def test_only_an_earlier_export_is_replaced(target: Target, tmp_path: Path) -> None:
+    """What else a folder holds stays as it is, and the message says what to do."""
+    head = head_for(PLAIN, target)
+    out = tmp_path / "out"
+    assert not export(head, target.config, "vllm", out)
+    # another engine's files may take its place
+    assert export(head, target.config, "sglang", out)
+    assert json.loads((out / "provenance.json").read_text())["engine"] == "sglang"
+    for name, text in (("notes.txt", "mine"), ("provenance.json", "{}")):
+        other = tmp_path / name / "folder"
+        other.mkdir(parents=True)
+        (other / name).write_text(text)
+        with pytest.raises(ValueError, match="no export of this project: name a new folder"):
+            export(head, target.config, "vllm", other)
+        assert {path.name: path.read_text() for path in other.iterdir()} == {name: text}
+
+
 def test_an_unknown_engine_is_named(target: Target, tmp_path: Path) -> None:
     """With those that are known."""
     with pytest.raises(ValueError, match="no exporter for 'vlm': expected one of portable, vllm"):

@@ -173,6 +173,17 @@ def test_the_faults_of_eagle1(
     assert [finding.fatal for finding in named] == [fatal], found
 
 
+@pytest.mark.parametrize(
+    ("bias", "says"),
+    [(made.drawn(H), "yes"), (torch.zeros(H), "all zeros, which does nothing"), (None, "no")],
+)
+def test_a_bias_of_zeros_is_called_that(bias: Any, says: str, tmp_path: Path) -> None:
+    """The name of a tensor alone says nothing of what it does."""
+    changes = {} if bias is None else {"fc.bias": bias}
+    found = inspect(made.write(tmp_path / "head", change_head(made.eagle1(), changes)))
+    assert found.facts["bias of fc"] == says
+
+
 def test_what_a_checkpoint_is(tmp_path: Path) -> None:
     """Layout, sizes, parameters, dtype, draft vocabulary, and layers in both conventions."""
     head = portable()
