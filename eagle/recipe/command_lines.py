@@ -91,7 +91,8 @@ def refuse_option(
     parser.usage = usage.removeprefix("usage: ").replace("%", "%%")
     for option in options:
         if option != "--help":
-            parser.add_argument(option)
+            # its usage is shown, never its help page
+            parser.add_argument(option, help=argparse.SUPPRESS)
     parser.error(f"unrecognized arguments: {word}")
 
 
