@@ -357,7 +357,7 @@ def test_an_old_verb_is_its_new_spelling(
     """Wherever its option stands; a line on stderr says what to write, unless quiet is wanted."""
     monkeypatch.setenv("EAGLE_QUIET", "")
     monkeypatch.delenv("EAGLE_QUIET")
-    words = ["RECIPE", "--out", "x"]
+    words = ["RECIPE", "-o", "x"]
     verb, *option = OLD[old].split()
     program = find_program([old, *words])
     assert program == (OLD[old], words)
