@@ -193,7 +193,9 @@ class WideTarget:
         self.names = list(names)
         self.is_widened = weights is not None
         # transformers' `generate` decodes with this one, whose weights are never packed
-        self.model = small.model if weights is None else widened_model(small.model, weights)
+        self.model = small.model
+        if weights is not None:
+            self.model = widened_model(small.model, weights)
         served = self.model
         if packed:
             served = copy.deepcopy(self.model)

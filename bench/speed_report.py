@@ -160,8 +160,8 @@ def name_setting(setting: Setting) -> str:
     """Return a setting in words."""
     texts = "one text" if setting.batch == 1 else f"{setting.batch} texts"
     context = f", prompts of {setting.context} tokens" if setting.context else ""
-    size = "the target as it is" if setting.size == OWN else setting.size
-    return f"{size}, {setting.dtype}, one thread, {texts}, T = {setting.temperature:g}{context}"
+    sizes = {OWN: "the target as it is"}
+    return f"{sizes.get(setting.size, setting.size)}, {setting.dtype}, one thread, {texts}, T = {setting.temperature:g}{context}"
 
 
 def headline(results: dict[str, Any]) -> str:

@@ -33,6 +33,14 @@ CANDIDATES = [*map(chain, CHAINS), *dynamic()]
 PENDING = 2  # tokens that a drafter reads in its first forward of a cycle
 
 
+def read_weights(size: str) -> float | None:
+    """Return how many weights a widened target has; None for a target as it is."""
+    if size == OWN:
+        return None
+    # as "1.5 B"
+    return 1e9 * float(size.split()[0])
+
+
 def list_arms(recipe: Recipe, batch: int) -> list[str]:
     """Return all arms of a setting, plain decoding first; transformers assists and looks up one sequence alone."""
     peers = [THEIRS] if batch > 1 else list(PEERS)
@@ -69,7 +77,7 @@ class SpeedRun:
         packed = dtype == "bfloat16" if section.packed is None else section.packed
         self.wide = WideTarget(
             load_target(self.recipe, packed=False),
-            None if size == OWN else 1e9 * float(size.split()[0]),
+            read_weights(size),
             lambda name, target: load_named(self.recipe, target, name),
             recipe.eval.drafters,
             packed=packed,
@@ -169,9 +177,7 @@ def main(argv: list[str]) -> None:
     """Time the arms, and write and print their table."""
     parser = command_line("python -m bench.speed_tables", __doc__)
     parser.add_argument(
-        "--size",
-        default="1 B",
-        help="of the widened target, or 'own' for the target as it is (default: %(default)s)",
+        "--size", default="1 B", help="of the widened target, or 'own': not widened (default: 1 B)"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--context", type=int, default=0, help="tokens of a prompt; 0: its own")
