@@ -161,7 +161,8 @@ def name_setting(setting: Setting) -> str:
     texts = "one text" if setting.batch == 1 else f"{setting.batch} texts"
     context = f", prompts of {setting.context} tokens" if setting.context else ""
     sizes = {OWN: "the target as it is"}
-    return f"{sizes.get(setting.size, setting.size)}, {setting.dtype}, one thread, {texts}, T = {setting.temperature:g}{context}"
+    size = sizes.get(setting.size, setting.size)
+    return f"{size}, {setting.dtype}, one thread, {texts}, T = {setting.temperature:g}{context}"
 
 
 def headline(results: dict[str, Any]) -> str:
