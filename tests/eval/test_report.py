@@ -43,10 +43,10 @@ def speed_machine(results: Any) -> str:
     return machine_line(results["machine"])
 
 
-SPEED = "speed_tables speed_drawn speed_batches speed_sizes speed_contexts"
+SPEED = "smollm2_speed speed_tables speed_drawn speed_batches speed_sizes speed_contexts"
 # a page, the function that prints its tables, and their result files
 SHOWN: list[tuple[str, Callable[[Any], str], str]] = [
-    ("../README", speed_headline, "speed_tables"),
+    ("../README", speed_headline, "smollm2_speed"),
     ("measurements/decoding-speed", speed_table, SPEED),
     ("measurements/decoding-speed", speed_machine, SPEED),
     ("measurements/serving", engines_table, "engines engines_newest"),
