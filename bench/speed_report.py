@@ -170,6 +170,7 @@ def headline(results: dict[str, Any]) -> str:
     best: dict[str, Cell] = {}
     for cell in results["cells"]:
         arm = cell["arm"]
+        # only the setting that a reader compares first
         if Setting(*cell["setting"]) not in (CORE, CORE._replace(size=OWN)):
             continue
         side = arm if arm in PEERS else arm.partition(", ")[0]
