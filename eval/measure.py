@@ -37,7 +37,7 @@ from eval.load_run import (
 from eval.measure_batches import measure_batches
 from eval.measurement import Measurement
 from eval.processes import ALONE, Processes
-from eval.prompts import Case, encode_prompt, questions
+from eval.prompts import Case, encode_prompt, questions, tell_shortage
 from eval.report import figures, markdown, page
 from eval.result_files.answer_rows import Row, row_of
 from eval.result_files.results import ACCEPTANCE_LENGTH, SPEED_UP, read_results
@@ -227,6 +227,8 @@ def measure(
 
     drafters = load_drafters(recipe, target)
     asked = questions(recipe)
+    if processes.is_first:
+        tell_shortage(recipe, asked)
     if recipe.eval.goodput_policy:
         drafters = add_policies(recipe, target, drafters, asked)
     settings = describe_run(recipe, target, drafters, processes.count)

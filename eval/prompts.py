@@ -100,6 +100,17 @@ def questions(recipe: Recipe) -> list[Question]:
     return asked
 
 
+def tell_shortage(recipe: Recipe, asked: Sequence[Question]) -> None:
+    """Print a line for each set that has fewer prompts than the recipe asks for."""
+    count = recipe.eval.count
+    sizes = Counter(question.set for question in asked)
+    for name, source in question_sets(recipe).items():
+        if sizes[name] < count:
+            print(
+                f"{name}: eval.count is {count}, and {source} has {sizes[name]} prompts: all are taken"
+            )
+
+
 def cases(recipe: Recipe, asked: list[Question], temperatures: Iterable[float]) -> list[Case]:
     """Return every question at every temperature with every seed."""
     every = []
@@ -162,10 +173,6 @@ def _read_questions(name: str, source: str, recipe: Recipe) -> list[Question]:
     if not chosen:
         raise ValueError(
             f"no question in {source}: expected conversations, or records with turns, prompt, question"
-        )
-    if len(chosen) < count:
-        print(
-            f"{name}: eval.count is {count}, and {source} has {len(chosen)} prompts: all are taken"
         )
     return _number_duplicates(chosen)
 

@@ -11,7 +11,15 @@ import yaml
 
 from eagle import Target
 from eagle.recipe import Recipe
-from eval.prompts import MT_BENCH, Question, cases, encode_prompt, question_sets, questions
+from eval.prompts import (
+    MT_BENCH,
+    Question,
+    cases,
+    encode_prompt,
+    question_sets,
+    questions,
+    tell_shortage,
+)
 from tests.eval.jsonl_files import read_lines, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +160,10 @@ def test_fewer_prompts_than_asked_for_are_told(
     """In one line, with both numbers."""
     records = [{"prompt": f"What is {number}?"} for number in range(7)]
     path = write_lines(tmp_path / "q.jsonl", records)
-    assert len(ask(recipe, path, count)) == 7
+    asking = with_eval(recipe, prompts=str(path), count=count)
+    asked = questions(asking)
+    assert len(asked) == 7
+    tell_shortage(asking, asked)
     told = f"q: eval.count is {count}, and {path} has 7 prompts: all are taken\n"
     assert capsys.readouterr().out == (told if is_short else "")
 
