@@ -25,6 +25,7 @@ from eagle.target.bits.invariant import (
     can_be_invariant,
     fix_rows,
     in_fixed_rows,
+    limit_rows,
 )
 from eagle.target.cache import TreeCache, cache_kind, stateful_layers
 from eagle.target.structure import (
@@ -146,7 +147,9 @@ class TreeReader:
 
     def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
         """Return [.., V], the LM head's logits at states [.., D], with bits as this reader's mode keeps them."""
-        return in_fixed_rows(head.logits, hidden) if self.mode.keeps_bits else head.logits(hidden)
+        if not self.mode.keeps_bits:
+            return head.logits(hidden)
+        return in_fixed_rows(head.logits, hidden, limit_rows(head.output, head.logits))
 
     @property
     def reads_on_device(self) -> bool:

@@ -9,7 +9,8 @@ token. Three measures make the order irrelevant:
   blocks at fixed places (`eagle.target.bits.blocks`);
 - where a model's layers call kernels of attention by themselves, all sums of products are in fp64 (`SumsInFp64`);
 - linear layers read fixed numbers of rows. On a CPU one row is read as two, because a product of a matrix and a vector
-  has another kernel than one of two matrices. On other devices 64 rows are read at a time.
+  has another kernel than one of two matrices, and at most so many at a time as have the same sums
+  (`eagle.target.bits.row_limits`). On other devices 64 rows are read at a time.
 
 Whether that is enough for a model is tried, by `find_variance` of `eagle.target.bits.variance`.
 """
@@ -31,6 +32,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface
 
 from eagle.target.bits.blocks import BLOCKS, QueryChunk, read_blocks
+from eagle.target.bits.row_limits import find_row_limit
+from eagle.target.weights.packed import PackedLinear
 
 HALF = (torch.bfloat16, torch.float16)
 INVARIANT = "eagle_invariant"
@@ -276,18 +279,21 @@ def sums_rows_alike(dtype: torch.dtype) -> bool:
     return supports is not None and not supports()
 
 
-def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor, most: int | None = None) -> Tensor:
     """Return [.., V], what `read` gives for x [.., D], called with numbers of rows for which it takes the same kernel.
 
-    On a CPU these are all but one row, if one row has a kernel of its own. Elsewhere kernels choose tiles by the number
-    of rows, so it is always the same.
+    On a CPU these are all but one row, if one row has a kernel of its own, up to `most`. Elsewhere kernels choose tiles
+    by the number of rows, so it is always the same.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     if x.device.type == "cpu":
-        if count != 1 or sums_rows_alike(x.dtype):
+        if most is not None and count > most:
+            output = torch.cat([in_fixed_rows(read, tile) for tile in rows.split(most)])
+        elif count != 1 or sums_rows_alike(x.dtype):
             return read(x)
-        output = read(rows.expand(2, -1).contiguous())
+        else:
+            output = read(rows.expand(2, -1).contiguous())
     else:
         padded = F.pad(rows, (0, 0, 0, -count % TILE))
         output = torch.cat([read(tile) for tile in padded.split(TILE)])
@@ -297,9 +303,21 @@ def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class FixedRowsLinear(nn.Linear):
     """A linear layer that is read in fixed numbers of rows."""
 
+    most_rows: int | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., out_features], x @ weight.T + bias."""
-        return in_fixed_rows(super().forward, x)
+        return in_fixed_rows(super().forward, x, self.most_rows)
+
+
+class FixedRowsPackedLinear(PackedLinear):
+    """A packed linear layer that is read in fixed numbers of rows."""
+
+    most_rows: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [.., out_features], x @ weight.T + bias."""
+        return in_fixed_rows(super().forward, x, self.most_rows)
 
 
 def can_be_invariant(model: Any, attention: str | None) -> bool:
@@ -311,12 +329,33 @@ def can_be_invariant(model: Any, attention: str | None) -> bool:
     return model.dtype in HALF and has_fp64 and attention in ("sdpa", "eager", None)
 
 
+FIXED: dict[Any, Any] = {nn.Linear: FixedRowsLinear, PackedLinear: FixedRowsPackedLinear}
+
+
 def fix_rows(model: nn.Module) -> None:
-    """Let the plain linear layers of a module tree read fixed numbers of rows, in place; their weights stay shared."""
+    """Let the linear layers of a module tree read fixed numbers of rows, in place; their weights stay shared."""
+    linears = []
     for module in model.modules():
-        if (
-            type(module) is nn.Linear
-            and "forward" not in vars(module)
-            and module.weight.dtype in HALF
-        ):
-            module.__class__ = FixedRowsLinear
+        if type(module) in FIXED and "forward" not in vars(module) and module.weight.dtype in HALF:
+            linears.append(module)
+    limits = [limit_rows(linear, type(linear).forward.__get__(linear)) for linear in linears]
+    # a trial may miss that few sums are split, so the lowest limit is that of all
+    most = min((limit for limit in limits if limit is not None), default=None)
+    for linear in linears:
+        linear.__class__ = FIXED[type(linear)]
+        vars(linear)["most_rows"] = most
+
+
+def limit_rows(linear: Any, read: Callable[[Tensor], Tensor]) -> int | None:
+    """Return how many rows a linear layer or an LM head may read at once, None for any number.
+
+    Args:
+        linear: Has the weight [V, D].
+        read: Multiplies with it.
+    """
+    weight = linear.weight
+    # on other devices the number is fixed, and torch's own loops sum all numbers of rows alike
+    if weight.device.type != "cpu" or weight.dtype not in HALF or sums_rows_alike(weight.dtype):
+        return None
+    key = (type(linear), weight.is_mkldnn, tuple(weight.shape), weight.dtype)
+    return find_row_limit(key, read, weight.shape[-1], weight.dtype)

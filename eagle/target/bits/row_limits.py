@@ -1,0 +1,61 @@
+"""How many rows a CPU may multiply with a matrix at once before it sums in another order.
+
+On processors that multiply in bf16, oneDNN splits the sums of some products of more than 32 rows. It does not tell
+for which sizes, so each is tried once.
+"""
+
+# N rows, D width, V columns of the product
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+# tiles of kernels are no smaller
+LIMITS = (32, 16, 8)
+# numbers of rows, of which kernels choose others at multiples of their tiles and one after them
+FEW = (3, 17, 31)
+MANY = (33, 64, 65, 128, 400)
+# by what decides the choice of a kernel
+FOUND: dict[Hashable, int | None] = {}
+
+
+def find_row_limit(
+    key: Hashable, read: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype
+) -> int | None:
+    """Return the most rows for which `read` gives a row the same bits as in a pair of rows; None for any number.
+
+    Args:
+        key: What decides the kernel beside the number of threads: sizes, dtype, layout.
+        read: Multiplies rows [N, D] with a matrix on a CPU, and returns [N, V].
+        width: D.
+        dtype: Of the rows.
+    """
+    key = (key, torch.get_num_threads())
+    if key not in FOUND:
+        FOUND[key] = _try_rows(read, width, dtype)
+    return FOUND[key]
+
+
+@torch.inference_mode()
+def _try_rows(read: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> int | None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(MANY[-1], width, generator=generator).to(dtype)
+
+    def read_by(size: int, count: int) -> Tensor:
+        return torch.cat([read(tile) for tile in rows[:count].split(size)])
+
+    # all rows are compared: another order of sums changes one number in a thousand
+    pairs = read_by(2, LIMITS[0])
+    most = 2
+    for limit in LIMITS:
+        sizes = [limit, *(size for size in FEW if size < limit)]
+        if all(torch.equal(read(rows[:size]), pairs[:size]) for size in sizes):
+            most = limit
+            break
+    expected = read_by(most, len(rows))
+    if most == LIMITS[0] and all(torch.equal(read(rows[:size]), expected[:size]) for size in MANY):
+        return None
+    return most
