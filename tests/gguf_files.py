@@ -35,13 +35,14 @@ def byte_tokens() -> list[str]:
     return [*bytes_to_unicode().values(), "th", "the", "<|end|>", "<|start|>"]
 
 
-def write_gguf(path: Path, kind: str = "F32", leave_out: str = "") -> Path:
+def write_gguf(path: Path, kind: str = "F32", leave_out: str = "", seed: int = 0) -> Path:
     """Write a random llama of two layers, as llama.cpp's converter would.
 
     Args:
         path: The file to write.
         kind: How weights are quantised, in ggml's words.
         leave_out: A tensor that is not written.
+        seed: Of the weights; files of other weights are unpacked into folders of their own.
     """
     tokens = byte_tokens()
     writer = gguf.GGUFWriter(path, "llama")
@@ -64,7 +65,7 @@ def write_gguf(path: Path, kind: str = "F32", leave_out: str = "") -> Path:
     writer.add_eos_token_id(258)
     writer.add_chat_template(TEMPLATE)
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def add(name: str, shape: tuple[int, ...]) -> None:
         weight = torch.randn(shape, generator=generator).numpy()

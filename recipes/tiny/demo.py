@@ -165,7 +165,7 @@ def find_real_model() -> Path | None:
     try:
         check_shipped_head()
         return fetch_model()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"{error}. The demo runs with a small model that it makes itself, as with --tiny.\n")
         return None
 
