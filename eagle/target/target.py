@@ -22,7 +22,7 @@ from eagle.core.drafter import ColumnBytes, Drafter
 from eagle.core.verify import Choose, Sampling
 from eagle.device import best_device, check_device, fastest_dtype, in_dtype
 from eagle.target.attention import Masks, rope_border
-from eagle.target.bits.invariant import HALF
+from eagle.target.bits.invariant import HALF, sums_rows_alike
 from eagle.target.bits.variance import find_variance
 from eagle.target.borrowed import borrow_head
 from eagle.target.loading import (
@@ -162,7 +162,11 @@ class Target(ChatMixin):
             if self.found_variance is None:
                 self.reader.check(rows=2)
                 # a short trial may not meet kernels that choose the order of their sums
-                if self.reader.count_attending() and not self.reader.mode.keeps_bits:
+                keeps_bits = self.reader.mode.keeps_bits
+                # the trial passes, and longer texts were seen to differ
+                if self.device.type == "cpu" and self.model.dtype == torch.float16:
+                    keeps_bits = keeps_bits and sums_rows_alike(torch.float16)
+                if self.reader.count_attending() and not keeps_bits:
                     self.found_variance = "its kernels sum in an order of their own"
                 else:
                     self.found_variance = find_variance(self) or ""

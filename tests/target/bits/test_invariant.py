@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from eagle import Sampling, Target, load_drafter
 from eagle.target.bits import invariant
-from eagle.target.bits.invariant import in_fixed_rows, invariant_attention
+from eagle.target.bits.invariant import in_fixed_rows, invariant_attention, sums_rows_alike
 from eagle.target.bits.variance import find_variance
 from tests.batches import Request
 from tests.families import FAMILIES, OTHER_MEANS, RandomTrees, build, random_tokens
@@ -171,7 +171,8 @@ def test_bits_do_not_depend_on_what_is_read_together(name: str, dtype: str) -> N
         assert "the same bits in steps, chunks, trees and batches" in target.describe()
     else:
         assert said in target.describe()
-        assert torch.backends.cpu.get_cpu_capability() != "AVX2", said
+        # torch's own loops keep bits; oneDNN's kernels for this dtype may have orders of their own
+        assert not sums_rows_alike(HALF[dtype]), said
 
 
 @pytest.mark.quick("llama")
