@@ -126,6 +126,9 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     # RuntimeError: no promotion of float8
     ("block: DeepSeek, whole", {"lm_head.weight": DAMAGE["eight bits"]}),
     ("block: DeepSeek, whole", {"model.layers.3.embed_tokens.weight": DAMAGE["eight bits"]}),
+    # the same, and RuntimeError of sizes, for a tensor that has no name here
+    ("Falcon", {"lstm.bias_hh_l0": DAMAGE["eight bits"]}),
+    ("Falcon", {"lstm.bias_hh_l1": DAMAGE["twice"]}),
     # NotImplementedError of isfinite
     ("speculators trainer", {"t2d": DAMAGE["eight bits"]}),
 ]
