@@ -28,9 +28,11 @@ JOBS ?= 2  # processes that tests are spread over, each on one thread
 test: $(READY)  ## everything that is fast
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+CASES ?= new  # of what is drawn: other ones at every run, or with `same` those of the fast suite's profile
+
 test-slow: $(READY)  ## what takes longer, and new cases of what is drawn
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or hypothesis) and not long and not engine" \
-		--hypothesis-profile=new
+		--hypothesis-profile=$(CASES)
 
 test-long: $(READY)  ## what takes minutes: the full target, the rehearsal, every method under ZeRO
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
