@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
-from eagle.__main__ import GROUPS, OLD, VERBS, overview, run_verb
+from eagle.__main__ import GROUPS, OLD_VERBS, VERBS, overview, run_verb
 from eagle.shipped import HELP_PAGE as PAGE
 
 INTRODUCTION = """# Command line
@@ -51,7 +51,7 @@ def page() -> str:
         for name, verb in verbs.items():
             about = verb.about[0].upper() + verb.about[1:]
             sections.append(f"### eagle {name}\n\n{about}.\n\n```text\n{print_help(name)}\n```\n")
-    rows = [f"| `eagle {old}` | `eagle {new}` |" for old, new in OLD.items()]
+    rows = [f"| `eagle {old}` | `eagle {new}` |" for old, new in OLD_VERBS.items()]
     sections.append("\n".join([OLD_NAMES, *rows, ""]))
     return "\n".join(sections)
 

@@ -104,7 +104,7 @@ GROUPS = {
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 # verbs that go on working, and what is written instead of each
-OLD = {
+OLD_VERBS = {
     "regenerate": "prepare --only answers",
     "inspect-mask": "prepare --only masks",
     "overlap": "prepare --only overlap",
@@ -168,14 +168,17 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
     name, rest = find_program(words)
     if name not in VERBS:
         shown = [verb for verb in VERBS if " " not in verb]
-        near = difflib.get_close_matches(name, [*shown, *OLD], n=1)
+        near = difflib.get_close_matches(name, [*shown, *OLD_VERBS], n=1)
         hint = f"expected one of {', '.join(shown)}"
         if near:
-            hint = f"did you mean {OLD.get(near[0], near[0])}?"
+            hint = f"did you mean {OLD_VERBS.get(near[0], near[0])}?"
         print(f"{USAGE}\nerror: there is no verb {name}: {hint}", file=sys.stderr)
         sys.exit(2)
-    if given in OLD.keys() - ALIASES and QUIET not in os.environ:
-        print(f"eagle {given} is `eagle {OLD[given]}` now; the old name works too", file=sys.stderr)
+    if given in OLD_VERBS.keys() - ALIASES and QUIET not in os.environ:
+        print(
+            f"eagle {given} is `eagle {OLD_VERBS[given]}` now; the old name works too",
+            file=sys.stderr,
+        )
     if HELP & set(rest):
         # the verb's own parser would import torch first
         text = printed_help(name)
@@ -190,9 +193,9 @@ def find_verb(argv: list[str] | None) -> tuple[partial[None], list[str], int]:
 def find_program(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the key of `VERBS` that a command line runs, and the arguments that are left for its program.
 
-    `prepare R --only masks`, `prepare R --only=masks` and the old `inspect-mask R` are one program.
+    `prepare RECIPE --only masks`, `prepare RECIPE --only=masks` and the old `inspect-mask RECIPE` are one program.
     """
-    name, *rest = [*OLD.get(words[0], words[0]).split(), *words[1:]]
+    name, *rest = [*OLD_VERBS.get(words[0], words[0]).split(), *words[1:]]
     for program in VERBS:
         verb, *option = program.split()
         if verb != name or not option:

@@ -188,7 +188,7 @@ def write_tensors(
 
 @contextmanager
 def open_tensors(path: str | Path) -> Iterator[Any]:
-    """Open a safetensors file to read it; one that is cut off, or none, is refused by its name."""
+    """Open a safetensors file to read it; a file that is cut off, or is not safetensors, is refused by its name."""
     try:
         with safe_open(path, "pt") as file:
             yield file

@@ -19,7 +19,7 @@ import torch
 
 from eagle.__main__ import (
     ALIASES,
-    OLD,
+    OLD_VERBS,
     VERBS,
     find_program,
     find_verb,
@@ -73,7 +73,7 @@ WRONG: dict[str, list[str]] = {
     "tests.engines.engine_builds": [f"{GONE} unknown"],
     "eagle": [
         *(verb for verb in VERBS if verb not in WORKING),
-        *(old for old, verb in OLD.items() if verb not in WORKING),
+        *(old for old, verb in OLD_VERBS.items() if verb not in WORKING),
         "unknown",
         # what each verb reads is not there, or is named wrongly
         f"train {MISSING}",
@@ -347,10 +347,10 @@ def test_the_overview_fits_a_screen() -> None:
     lines = overview().splitlines()
     assert len(lines) <= 32
     assert max(map(len, lines)) <= 80
-    assert not {line.split()[0] for line in lines if line} & (OLD.keys() - {"train"})
+    assert not {line.split()[0] for line in lines if line} & (OLD_VERBS.keys() - {"train"})
 
 
-@pytest.mark.parametrize("old", OLD)
+@pytest.mark.parametrize("old", OLD_VERBS)
 def test_an_old_verb_is_its_new_spelling(
     old: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,9 +358,9 @@ def test_an_old_verb_is_its_new_spelling(
     monkeypatch.setenv("EAGLE_QUIET", "")
     monkeypatch.delenv("EAGLE_QUIET")
     words = ["RECIPE", "-o", "x"]
-    verb, *option = OLD[old].split()
+    verb, *option = OLD_VERBS[old].split()
     program = find_program([old, *words])
-    assert program == (OLD[old], words)
+    assert program == (OLD_VERBS[old], words)
     # before the other words, after them, and as one word
     spellings = [
         [verb, *option, *words],
@@ -372,14 +372,14 @@ def test_an_old_verb_is_its_new_spelling(
         assert find_verb(spelled)[1] == words
         assert capsys.readouterr().err == ""
     run, rest, _ = find_verb([old, *words])
-    assert run.args == (OLD[old], VERBS[OLD[old]])
+    assert run.args == (OLD_VERBS[old], VERBS[OLD_VERBS[old]])
     assert rest == words
     printed = capsys.readouterr()
     assert printed.out == ""
-    told = f"eagle {old} is `eagle {OLD[old]}` now; the old name works too\n"
+    told = f"eagle {old} is `eagle {OLD_VERBS[old]}` now; the old name works too\n"
     # `eagle chat` is said as well as `eagle generate`
     assert printed.err == ("" if old in ALIASES else told)
-    assert printed_help(OLD[old]) in main_help([old], capsys)
+    assert printed_help(OLD_VERBS[old]) in main_help([old], capsys)
     find_verb([old, *words, "--quiet"])
     assert capsys.readouterr().err == ""
 

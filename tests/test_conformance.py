@@ -117,8 +117,8 @@ def test_output_is_the_untouched_models_own(
 
 @pytest.mark.slow
 @pytest.mark.not_long("*-published-top-p", "eagle1-chain-T=1", "early_exit-chain-T=1")
-@pytest.mark.parametrize("sampling", SAMPLINGS[2:4], ids=["T=1", "top-p"])
-@pytest.mark.parametrize("budget", DRAWN[:2], ids=["chain", "published"])
+@pytest.mark.parametrize("sampling", drafting.LAW_SAMPLINGS, ids=["T=1", "top-p"])
+@pytest.mark.parametrize("budget", drafting.LAW_BUDGETS, ids=["chain", "published"])
 @pytest.mark.parametrize("name", LAWFUL)
 def test_drawn_drafts_have_the_targets_law(
     name: str, budget: Budget, sampling: Sampling, letters: Target

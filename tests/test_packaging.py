@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from data_prep.dataset_card import dataset_card
-from eagle.__main__ import OLD, VERBS, main
+from eagle.__main__ import OLD_VERBS, VERBS, main
 from eagle.command.launcher import launcher_options
 from eagle.recipe import Recipe
 from eagle.shipped import RECIPES, STAGES, find_recipe, recipe_names
@@ -61,7 +61,7 @@ def test_help_comes_at_once() -> None:
     """`eagle --help` names every verb and imports no torch; nor do the recipes, a typo, and the help of a verb."""
     # all that must be printed without torch
     lines = [["--help"], ["recipes"], ["--version"], ["extarct"]]
-    lines += [[*verb.split(), "--help"] for verb in [*VERBS, *OLD]]
+    lines += [[*verb.split(), "--help"] for verb in [*VERBS, *OLD_VERBS]]
     # one process for all, as each start takes a second
     code = f"""
 import sys
@@ -246,4 +246,4 @@ def test_a_method_outside_goes_its_road_with_the_installed_wheel(
     (tmp_path / "wrong.py").write_text(wrong)
     status, printed = run("check-method wrong.py:Recurrent --fast")
     assert status == 1, printed
-    assert "FAULT noise is that of the places drafted for" in printed
+    assert "FAULT each level of a draft uses the noise of its own position" in printed

@@ -15,7 +15,7 @@ import torch
 from documents import ROOT, commands
 from forked import Ended, Server
 
-from eagle.__main__ import OLD, VERBS
+from eagle.__main__ import OLD_VERBS, VERBS
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.formats.checkpoint import save_head
 from eagle.target.target import Target
@@ -281,7 +281,7 @@ def test_the_commands_of_a_page_where_nothing_is(server: Server, tmp_path: Path)
     for line in commands(ROOT / "README.md"):
         # what makes its own files would begin to work
         program, *argv = shlex.split(line)
-        if program == "eagle" and argv[0] in {*VERBS, *OLD} and argv[0] not in made_here:
+        if program == "eagle" and argv[0] in {*VERBS, *OLD_VERBS} and argv[0] not in made_here:
             check_refused(
                 server.run(argv, tmp_path), or_works="--estimate" in argv or argv[0] == "forecast"
             )

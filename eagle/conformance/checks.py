@@ -154,9 +154,10 @@ class Trial:
         drafting.check_output(self.make, self.target, PROMPTS[0], sampling, budgets, expected)
 
     def _checks_of_heads(self) -> Iterator[Check]:
+        """Yield the checks of a head that is trained: its loss, validation, drafts, file and exports."""
         head = self.make_head
         target = self.target
-        # batches are made when they are needed, so that what a method does wrong there is the fault of a check
+        # batches are made inside a check, so that an error of the method in making one fails that check alone
         for about, check in (
             ("the loss falls on one batch", learning.check_loss_falls),
             (
@@ -172,11 +173,11 @@ class Trial:
             lambda: learning.check_validation(head, target, self.batch(), self.batch),
         )
         yield Check(
-            "what is drafted is what training and validation read",
+            "drafts are accepted as far as validation says",
             lambda: learning.check_drafted_as_validated(head, target, self.answers()),
         )
         yield Check(
-            "noise is that of the places drafted for",
+            "each level of a draft uses the noise of its own position",
             partial(drafting.check_noise, self.make, target),
         )
         yield Check(
@@ -184,9 +185,10 @@ class Trial:
             lambda: shipping.check_saved(head(), target, PROMPTS[0], self.folder / "head"),
         )
         yield Check("every export holds all weights, or is refused", self._check_exports)
-        for sampling in drafting.SAMPLINGS[2:4]:
-            for budget in drafting.DRAWN[:2]:
-                about = f"drawn drafts keep the target's law, {describe_sampling(sampling)}, {describe_budget(budget)}"
+        for sampling in drafting.LAW_SAMPLINGS:
+            for budget in drafting.LAW_BUDGETS:
+                how = f"{describe_sampling(sampling)}, {describe_budget(budget)}"
+                about = f"sampled drafts keep the target's distribution, {how}"
                 yield Check(about, partial(self._check_law, sampling, budget), is_slow=True)
 
     def _check_exports(self) -> str:

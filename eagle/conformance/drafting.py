@@ -49,6 +49,9 @@ SAMPLINGS = [
     Sampling(temperature=1.0, top_p=0.8, seed=3),
     Sampling(temperature=0.5, top_k=5, seed=3),
 ]
+# of which the output's distribution is counted
+LAW_SAMPLINGS = SAMPLINGS[2:4]
+LAW_BUDGETS = DRAWN[:2]
 REQUESTS = 600  # whose first three tokens are counted
 LETTERS = 4  # tokens of the target of these requests
 MIN_COUNT = 5  # rarer answers are counted together, so that the statistic follows its law

@@ -1,4 +1,4 @@
-"""Limits on what a drafter proposes in one cycle, fixed or chosen anew in every cycle."""
+"""Limits on what a drafter proposes in one cycle, fixed or chosen again in every cycle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_LEVELS = 1_024  # that any drafter guesses, and slots of a block: each take
 MOST_NODES = 4_096  # of the tree that a head was tuned to
 
 Draw = Literal["noise", "likeliest", "sampled"]
-"""When the target samples, children are ranked with its noise, ranked by the head's probs, or drawn from them."""
+"""When the target samples, children are ranked with its noise, ranked by the head's probs, or sampled from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ def _as_paths(paths: Any) -> Paths:
 class Policy(Protocol):
     """A replacement for a `Budget` that chooses a new one in every cycle, from the outcomes of earlier cycles.
 
-    A policy for several texts also has `share(levels, contexts) -> {row: Budget}`, called once a cycle with each row's
-    maximum depth and length, and `learn_rows({row: Cycle})`; these replace the two methods below.
+    A policy for several sequences also has `share(levels, contexts) -> {row: Budget}`, called once a cycle with each
+    row's maximum depth and length, and `learn_rows({row: Cycle})`; these replace the two methods below.
     """
 
     nodes: int  # the most that it asks for
-    # its `draw`, where it has one, is that of all its budgets: one that draws by lot must say so before it begins
+    # its `draw`, where it has one, is that of all its budgets: a policy that samples drafts says so before decoding
 
     def within(self, levels: int) -> Budget:
         """Return the next cycle's budget, at most `levels` deep; an empty one if drafting does not pay."""

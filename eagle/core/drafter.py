@@ -79,7 +79,7 @@ class Reads:
 
     choices: int = 0  # so many of the tokens that the target prefers after each node of the last tree: `Committed`
     view: bool = False  # the target's layers, to draft with: they come by `bind_target`
-    texts: bool = False  # keys and values of the texts that are written: they come by `open_with`
+    texts: bool = False  # keys and values in the target's cache: they come by `open_with`
     weights: bool = False  # the target's tensors by name when a head is made: `for_target` gets them as `weights`
     states: bool = False  # the target's states after each node of the last tree, at the drafter's taps: `Committed`
 
@@ -116,17 +116,17 @@ class Committed:
 
 
 class DraftText(Protocol):
-    """A drafter's state for one text."""
+    """A drafter's state for one sequence."""
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Return a tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
 
 
 class DraftState(Protocol):
-    """A drafter's state for several texts, by row."""
+    """A drafter's state for several sequences, by row."""
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a text in a row; `noise` is the target's sampling noise (None if it is greedy)."""
+        """Begin a sequence in a row; `noise` is the target's sampling noise (None if it is greedy)."""
 
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
@@ -143,8 +143,8 @@ class DraftState(Protocol):
 class Drafter:
     """Proposes a draft tree after the committed tokens; the loop and the tuner use this interface and no concrete type.
 
-    It holds no text itself: `begin` makes the state for one text, `open` for several. A subclass defines one of them
-    and inherits the other. Drafters that read the target's cache define `open_with` instead.
+    It holds no sequence itself: `begin` makes the state for one sequence, `open` for several. A subclass defines one of
+    them and inherits the other. Drafters that read the target's cache define `open_with` instead.
     """
 
     taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
@@ -156,15 +156,20 @@ class Drafter:
     frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
 
     def begin(self, noise: Noise | None = None) -> DraftText:
-        """Return the state for a new sequence; `noise` is the target's sampling noise (None if it is greedy)."""
-        # each of begin and open is made of the other: a class that defines neither would call itself for ever
+        """Return the state for one new sequence, by default the only row of what `open` returns for many.
+
+        Args:
+            noise: The target's sampling noise; None if it is greedy.
+        """
+        # this begin calls open, and the default open calls begin: a class that defines neither would call for ever
         if type(self).open is Drafter.open:
+            # a drafter that reads the target's cached sequences gets them from open_with alone
             missing = (
-                "without the target's texts: call open_with"
+                " without the target's texts: call open_with"
                 if self.reads.texts
                 else ": write begin or open"
             )
-            raise NotImplementedError(f"{type(self).__name__} cannot draft {missing}")
+            raise NotImplementedError(f"{type(self).__name__} cannot draft{missing}")
         return _OnlyText(self.open(), noise)
 
     def open(self) -> DraftState:
@@ -178,7 +183,7 @@ class Drafter:
         )
 
     def bind_target(self, view: Any) -> None:
-        """Receive the target's layers (`eagle.target.view.TargetView`) before a text begins, if it `reads` a view."""
+        """Receive the target's layers (`eagle.target.view.TargetView`) before any sequence, if it `reads` a view."""
         raise NotImplementedError(
             f"{type(self).__name__} reads a view of the target: write bind_target(view)"
         )
@@ -212,7 +217,7 @@ class Drafter:
 
 
 class _OnlyText:
-    """One text on top of a `DraftState` with a single row."""
+    """One sequence on top of a `DraftState` with a single row."""
 
     def __init__(self, state: DraftState, noise: Noise | None) -> None:
         self.state = state
@@ -224,7 +229,7 @@ class _OnlyText:
 
 
 class EachText:
-    """Several texts, each with its own `DraftText`, drafted for one after the other."""
+    """Several sequences, each with its own `DraftText`, drafted for one after the other."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -232,7 +237,7 @@ class EachText:
         self.texts: dict[int, DraftText] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a text for the row."""
+        """Begin a sequence for the row."""
         self.texts[row] = self.drafter.begin(noise)
 
     def propose(
@@ -246,8 +251,8 @@ class EachText:
         return run_rows(updates, propose_row)
 
     def fork(self, row: int, other: int) -> None:
-        """Copy the row's text to `other`; the drafter itself is shared."""
-        # what a memo holds already is not copied
+        """Copy the row's sequence to `other`; the drafter itself is shared."""
+        # deepcopy does not copy what its memo holds already
         shared = [self.drafter, *vars(self.drafter).values()]
         memo = {id(value): value for value in shared}
         self.texts[other] = copy.deepcopy(self.texts[row], memo)
@@ -321,7 +326,7 @@ class TrainableDrafter(nn.Module, Drafter):
             settings: Of the recipe.
             target_config: The target's, of transformers.
             frozen: Its embedding and LM head, which a head may use.
-            supervised: The supervised tokens of each text, of which a head may choose its vocabulary.
+            supervised: The supervised tokens of each sequence, of which a head may choose its vocabulary.
 
         A class that `reads` the target's weights takes one more argument, `weights`: name -> tensor.
         """
@@ -337,7 +342,7 @@ class TrainableDrafter(nn.Module, Drafter):
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
-        """Return the divisors of `forward`, summed over texts; None if it is a mean over their supervised slots."""
+        """Return the divisors of `forward`, summed over sequences; None if it is a mean over their supervised slots."""
         return None
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:

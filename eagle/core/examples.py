@@ -1,6 +1,6 @@
 """Training examples, batches, and the interface of a source of features."""
 
-# N tokens of all texts, T of one, L taps, D target width, A drafts, K tokens of each
+# N tokens of all sequences, T of one, L taps, D target width, A drafts, K tokens of each
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MAX_PENDING = 2  # batches that a thread loads or writes
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Chains that a head drafted while the target wrote a text, and the target's states after their tokens.
+    """Chains that a head drafted while the target wrote a sequence, and the target's states after their tokens.
 
-    A draft continues the token behind its slot. Those of a batch count slots among all tokens.
+    A draft continues the sequence after the token that follows its slot. In a batch, slots are indices of all tokens.
     """
 
     slots: Tensor  # [A], on the host
     accepted: Tensor  # [A], how many of its tokens the target accepted, on the host
-    drafted: Tensor  # [A], how many it has; what stands behind them counts for nothing, on the host
+    drafted: Tensor  # [A], how many tokens it has; what follows them is padding, on the host
     tokens: Tensor  # [A, K]
     states: Tensor  # [A, K, L, D]
     # supervised tokens of the step that they are a part of; None for those of the batch
@@ -35,7 +35,7 @@ class Drafts:
 
     @classmethod
     def join(cls, parts: Sequence[Drafts | None], lengths: Sequence[int]) -> Drafts | None:
-        """Return the drafts of several concatenated texts of these lengths; None where no text has any."""
+        """Return the drafts of concatenated sequences of these lengths, with slots among all tokens, or None."""
         starts = accumulate(lengths, initial=0)
         moved = []
         for drafts, start in zip(parts, starts, strict=False):
@@ -60,7 +60,7 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A text with images as its chat template prints it, from which a processor makes tokens and what is seen."""
+    """A conversation with images as its chat template prints it, from which a processor makes tokens and pixels."""
 
     text: str
     images: tuple[tuple[str, str], ...]  # the file and the sha256 of each
@@ -80,19 +80,19 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts concatenated without padding."""
+    """Sequences concatenated without padding."""
 
     tokens: Tensor  # [N]
     loss_mask: Tensor  # [N] bool, on the host: which slots count decides shapes
     features: Tensor  # [N, L, D]
-    lengths: tuple[int, ...]  # of the texts
+    lengths: tuple[int, ...]  # of the sequences
     taps: tuple[int, ...]  # which target state each of the L is
-    seeds: tuple[int, ...]  # random seed of each text
+    seeds: tuple[int, ...]  # random seed of each sequence
     progress: float = 0.0  # how much of the training is done, from 0 to 1
     # of the step that this is a part of, as the head's `divisors` sum them
     divisors: tuple[float, ...] | None = None
-    drafts: Drafts | None = None  # of a head, in texts that were written with it
-    # [N, K], the places of the tokens drafted from each slot, where slots read drafts
+    drafts: Drafts | None = None  # of a head, in sequences that were written with it
+    # [N, K], the indices of the tokens drafted from each slot, where slots read drafts
     branches: Tensor | None = None
 
     @property
@@ -102,7 +102,7 @@ class Batch:
 
     @property
     def masks(self) -> tuple[Tensor, ...]:
-        """The loss mask of each text."""
+        """The loss mask of each sequence."""
         return self.loss_mask.split(self.lengths)
 
     def select_taps(self, taps: tuple[int, ...]) -> Tensor:
@@ -112,9 +112,13 @@ class Batch:
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
     def places_behind(self, places: Tensor, steps: Tensor | int) -> Tensor:
-        """Return the indices of the tokens that a draft from these slots reads after so many steps, at least one.
+        """Return the indices of the tokens that drafts from some slots read.
 
-        What lies beyond the text counts for nothing.
+        An index beyond the sequence is that of some other token: its row has no weight.
+
+        Args:
+            places: The slots, as indices of all tokens.
+            steps: The steps of the draft up to this token, at least one.
         """
         plain = (places + steps).clamp(max=len(self.tokens) - 1)
         if self.branches is None:
@@ -129,14 +133,18 @@ class Batch:
         return self.branches[places, min(steps - 2, last)]
 
     def on_drafts(self) -> Batch:
-        """Return the texts with only the slots of drafts supervised, from which levels read the drafted tokens."""
+        """Return the batch with its drafts appended, for a loss on what the head drafted by itself.
+
+        Only the slots of drafts are supervised, and their levels read the drafted tokens in place of the sequence's.
+        """
         assert self.drafts is not None
         slots = self.drafts.slots
         tokens = self.drafts.tokens
         states = self.drafts.states
-        # a slot reads the token behind it and predicts the one after that
+        # a slot reads the token after it and predicts the next one
         mask = torch.zeros_like(self.loss_mask)
         mask[slots + 2] = True
+        # [A, K], where the drafted tokens are appended
         places = len(self.tokens) + torch.arange(tokens.numel()).view(tokens.shape)
         branches = torch.zeros(len(self.tokens), tokens.shape[1], dtype=torch.long)
         branches[slots] = places
@@ -174,7 +182,7 @@ def lengths_of(examples: Sequence[Example]) -> list[int]:
 
 
 def count_shared(first: Tensor, second: Tensor) -> int:
-    """Return the number of tokens that two texts [T] share from their beginning."""
+    """Return the number of tokens that two sequences [T] share from their beginning."""
     length = min(len(first), len(second))
     differing = (first[:length] != second[:length]).nonzero()
     return int(differing[0]) if len(differing) else length
@@ -192,11 +200,11 @@ def trim_mask(loss_mask: Tensor) -> Tensor:
 
 
 def gate_mask(mask: Tensor, gate: str) -> Tensor:
-    """Return the loss mask; with "read" shifted by two, as published: a slot counts if the token it reads does."""
+    """Return the loss mask [T]; with "read" shifted by two, as published: a slot counts if the token it reads does."""
     if gate != "read":
         return mask
     shifted = torch.cat([mask.new_zeros(2), mask[:-2]])
-    return shifted[: len(mask)]  # of a text shorter than two tokens
+    return shifted[: len(mask)]  # of a sequence shorter than two tokens
 
 
 def collate(
@@ -222,8 +230,8 @@ def collate(
 
 
 def token_counts(texts: Iterable[Tensor], vocab_size: int) -> Tensor:
-    """Return how often [V] each token occurs in these texts."""
-    # text by text, so that no more than one is in memory
+    """Return how often [V] each token occurs in these sequences."""
+    # one after the other, so that no more than one is in memory
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for tokens in texts:
         text_counts = torch.bincount(tokens, minlength=vocab_size)
@@ -251,7 +259,7 @@ class Features(Protocol):
     taps: tuple[int, ...]
     identity: dict[str, Any]
     together: bool  # whether all processes must read at once, each equally often
-    sampled: bool  # whether loss masks are other than `mask` says, and known of what was read alone
+    sampled: bool  # whether a loss mask may differ from `mask`, and is known only once the example is read
 
     def __len__(self) -> int: ...
 

@@ -21,7 +21,7 @@ from eagle.core.tree import DraftTree, TargetOutput, stack_trees
 from eagle.core.verify import Choose
 from eagle.device import pick_rows, to_host, upload
 
-LEFT_OUT = -1  # a token in the place of nodes that no tree gets
+LEFT_OUT = -1  # the token of nodes that a tree does not get
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class DeviceTrees:
     Args:
         rows: The batch row of each tree.
         columns: [B, 1 or 3, N - 1], without the roots: tokens, and where `parents` do not fix one shape also parents
-            and the bits of likelihoods. One tensor, so that one transfer brings all.
+            and the bits of fp32 likelihoods. One tensor of integers, so that one transfer brings all.
         levels: Of each tree at most.
         parents: [N], on the host, if all trees have one shape.
         probs: [B, N, V], what the nodes were sampled from.
-        sheds: Whether nodes may be left out.
+        leaves_nodes_out: Whether some nodes may be `LEFT_OUT`.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class DeviceTrees:
         parents: Tensor | None = None,
         probs: Tensor | None = None,
         *,
-        sheds: bool = False,
+        leaves_nodes_out: bool = False,
     ) -> None:
         self.rows = list(rows)
         self.columns = columns
         self.levels = levels
         self.parents = parents
         self.probs = probs
-        self.sheds = sheds
+        self.leaves_nodes_out = leaves_nodes_out
         self.roots: list[int] = []
         self.together: Sequence[DeviceTrees] = [self]  # what is read with these
         self.host_columns: Tensor | None = None  # once they are read
@@ -129,15 +129,16 @@ class DeviceTrees:
             tokens = torch.cat([torch.tensor([root]), columns[0]])
             probs = None if self.probs is None else self.probs[index]
             return _leave_out(tokens, self.parents, draft_probs=probs)
+        # the root's token and parent, and a likelihood of 0
         root_column = torch.tensor([[root], [-1], [0]])
         tokens, parents, bits = torch.cat([root_column, columns], dim=1)
         return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
 
     def renumber(self, index: int, path: list[int]) -> list[int]:
-        """Return a path's nodes by their numbers in the tree on the host, which lacks what was left out."""
-        if not self.sheds:
+        """Turn a path's node numbers on the device into those of the host's tree, which lacks the `LEFT_OUT` nodes."""
+        if not self.leaves_nodes_out:
             return path
-        # a node's new number is the count of nodes that were kept before it
+        # a node's new number is the count of kept nodes before it; the root, which is always kept, has no column
         assert self.host_columns is not None
         is_kept = F.pad(self.host_columns[index, 0] != LEFT_OUT, (1, 0), value=True)
         return (is_kept.cumsum(0) - 1)[torch.tensor(path)].tolist()
@@ -185,7 +186,7 @@ class GrownTree(DraftTree):
         return path if self.grown is None else self.grown.renumber(self.number, path)
 
     def __len__(self) -> int:
-        if self.grown is None or self.grown.sheds:
+        if self.grown is None or self.grown.leaves_nodes_out:
             return len(self.tokens)
         return self.grown.size
 
@@ -245,14 +246,15 @@ def lay_out(
 
 
 def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
-    """Return tokens [B, N] and the shape of trees on a device, where those of the host are uploaded.
+    """Return the trees' tokens [B, N] and shape as tensors on a device; trees that lie on the host are uploaded.
 
-    Padding is `LEFT_OUT`, sees itself and stands where the root does.
+    A node of padding has the token `LEFT_OUT`, sees only itself, and has the root's depth.
     """
+    # trees that grew in one batch share its tensors, and are placed together
     groups = {id(tree.grown) if lies_on_device(tree) else id(tree) for tree in trees}
     if len(groups) == 1:
         return _place_group(trees, device)
-    # trees of different groups: placed one by one, and padded to the largest
+    # trees of different batches, or on the host: placed one by one, and padded to the largest
     placed = [_place_group([tree], device) for tree in trees]
     count = max(tokens.shape[1] for tokens, _ in placed)
 
@@ -260,6 +262,7 @@ def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tenso
         padded = [F.pad(tensor, (0, count - tensor.shape[1]), value=padding) for tensor in tensors]
         return torch.cat(padded)
 
+    # seen[b, i, j]: node i sees node j
     seen = torch.eye(count, dtype=torch.bool, device=device).repeat(len(trees), 1, 1)
     for row, (_, shape) in zip(seen, placed, strict=True):
         size = shape.seen.shape[1]
@@ -322,7 +325,9 @@ def walk_trees(tokens: Tensor, shape: NodeShape, choices: Tensor, width: int) ->
         width: W, the nodes of the longest path.
     """
     nodes = torch.arange(tokens.shape[1], device=tokens.device)
+    # [B, N]: the root, and nodes whose token the target chose after their parent
     is_chosen = (tokens == choices.gather(1, shape.parents)) | (nodes == 0)
+    # [B, N]: nodes that are chosen with all of their ancestors
     is_accepted = (is_chosen[:, None] | ~shape.seen).all(-1)
     # parents precede children, and siblings differ: the accepted nodes are the path in its order
     ranks = is_accepted.cumsum(1) - 1
@@ -340,8 +345,9 @@ def walk_outputs(rows: Sequence[tuple[TargetOutput, Choose]]) -> Walks:
     device = rows[0][0].logits.device
     trees = [output.tree for output, _ in rows]
     tokens, shape = place_trees(trees, device)
-    choices = torch.zeros_like(tokens)
+    choices = torch.zeros_like(tokens)  # [B, N]
     for row, (output, choose) in enumerate(rows):
+        # the noise of committed positions is not needed again
         if choose.noise is not None:
             choose.noise.forget(output.start + 1)
         # a row has logits for its own nodes, not for padding
@@ -360,7 +366,7 @@ def read_walks(
 
     One transfer brings them, together with all trees that lie on the device.
     """
-    # groups that grew together are read together, also those of rows that are not verified now
+    # batches that grew in one proposal are read in one transfer, those of rows that are not verified now too
     trees = [output.tree for output, _ in rows]
     grown: dict[int, DeviceTrees] = {}
     for tree in trees:

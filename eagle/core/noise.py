@@ -16,7 +16,7 @@ from torch import Tensor
 from eagle.core.sampling import warp
 from eagle.device import must_wait, upload
 
-# logits that one sort looks at; a whole vocabulary at all nodes would cost more than a small head
+# logits of a node that are sorted to filter them; sorting a whole vocabulary at all nodes would cost more than a head
 MAX_FILTERED = 256
 # words of neighbouring tokens are spread by 2^32 / golden ratio, which is odd
 GOLDEN = 0x9E3779B1
@@ -63,8 +63,9 @@ class Noise:
         # sums are rounded: a token this far below the winner may still equal it
         slack = 1e-3 + 1e-6 * abs(top)
 
+        # the likeliest tokens come first: a token that beats the best of them needs a high score or rare noise
         near = np.flatnonzero(values >= top - NEAR)
-        # of a flat law most tokens can win
+        # of a flat distribution most tokens can win
         if len(near) > len(values) // 8:
             return int((scores + gumbel_rows([key], len(values), scores.device)[0]).argmax())
         near_scores = scores[near] + _gumbel(_hash_words(near, key))
@@ -74,9 +75,11 @@ class Noise:
         # score + noise >= best needs a score of at least best - LARGEST,
         possible = np.flatnonzero(values >= best - LARGEST - slack)
         words = _hash_words(possible, key)
-        # and for tokens that are not near, noise of at least `needed`: a uniform number of at most `limit`
+        # and for tokens that are not near, noise of at least `needed`: a uniform number of at most `limit`, which is
+        # 1 - exp(-exp(-needed))
         needed = best - (top - NEAR) - slack
         limit = -math.expm1(-math.exp(-needed))
+        # a little more, for rounding
         is_left = words < min(limit * 1.001 * 2**32 + 4, 2**32 - 1)
         rest = possible[is_left]
         if not len(rest):

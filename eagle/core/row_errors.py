@@ -1,4 +1,4 @@
-"""Errors of one text among several, which end that text alone."""
+"""Errors of one sequence among several, which end that sequence alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
-FATAL = (MemoryError, torch.OutOfMemoryError)  # of the machine, whichever text met them
+FATAL = (MemoryError, torch.OutOfMemoryError)  # of the machine, whichever sequence met them
 
 
 class RowErrors(Exception):
-    """Raised by a drafter's state for several texts if only some of them failed: the other texts' trees are kept."""
+    """Raised by a drafter's state for several sequences if only some of them failed; it keeps the others' trees."""
 
     def __init__(self, trees: Mapping[int, Any], errors: Mapping[int, Exception]) -> None:
         self.trees = dict(trees)

@@ -40,7 +40,7 @@ PROCESSED = {
     ),
     *("renormalize_logits", "remove_invalid_values"),
 }
-# fields without effect on token probabilities; `generate` is told where an answer ends
+# fields without effect on token probabilities; where an answer ends is an argument of `generate`
 WITHOUT_EFFECT = {
     *(
         "max_length",
@@ -111,9 +111,9 @@ class Sampling:
     top_k: int = 0  # sample from so many of the likeliest tokens; 0 from all
     top_p: float = 1.0  # sample from the likeliest tokens of this total probability
     min_p: float = 0.0  # sample from tokens at least this likely, relative to the likeliest
-    repetition_penalty: float = 1.0  # of tokens that the text holds already; 1 is none
+    repetition_penalty: float = 1.0  # of tokens that the sequence holds already; 1 is none
     seed: int = 0  # of the noise
-    request: int = 0  # number of the text: texts with one seed have noise of their own
+    request: int = 0  # number of the sequence: sequences with one seed have noise of their own
     rule: Literal["token", "block"] = "token"  # of verification, for sampled drafts
     # LOSSY: with either of these the output does not follow the target's distribution
     lenience: float = 1.0  # LOSSY below 1
@@ -238,7 +238,7 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
     Penalties are applied before, and the temperature is above 0.
     """
-    # N nodes: each filter looks at what the one before it has left
+    # each filter takes its probabilities over the tokens that the one before it has left, as in transformers
     scores = logits / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         threshold = scores.topk(sampling.top_k).values[:, -1:]
@@ -278,7 +278,7 @@ def penalise_nodes(
         seen: [N, N] bool, the nodes on the path of each node.
         penalty: transformers' repetition penalty.
     """
-    # a node off the path is replaced by the root, which is on every path
+    # [N, N]: the tokens on each node's path; one that is not on it is replaced by the root's, which is on every path
     path_tokens = torch.where(seen, tokens, tokens[:1]).clamp(0, logits.shape[-1] - 1)
     is_repeated = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     is_repeated.scatter_(1, path_tokens, 1)
@@ -319,7 +319,7 @@ def number(name: str, value: Any) -> float:
 
 def refuse_fields(config: Any) -> None:
     """Refuse a generation config with fields that `model.generate` follows and verification cannot."""
-    # a field that a newer transformers adds is in no set, and is refused until someone has looked at it
+    # a field that a newer transformers adds is in no set, and is refused until it has been sorted into one
     fields = vars(type(config)()).keys() - WARPED - PROCESSED - WITHOUT_EFFECT
     exact_caches = (
         "static",

@@ -50,7 +50,12 @@ class TargetHead:
         return embedded * self.embed_scale
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits of the LM head's input, in the weights' dtype; `out` is memory to write them to."""
+        """Return the logits [.., V] of the LM head's input [.., D], in the weights' dtype.
+
+        Args:
+            hidden: The input.
+            out: Memory to write the product to; a scale and a softcap then make a new tensor.
+        """
         hidden = hidden.to(self.weight.dtype)
         if out is None:
             logits = self.output(hidden)

@@ -23,10 +23,10 @@ class Cycle:
     kept: tuple[int, ...]  # accepted nodes of the tree
     committed: int  # new tokens of the output, after cutting at a stop
     context: int  # tokens in the target's cache before
-    # of the whole cycle, which texts that are written side by side share
+    # of the whole cycle, which all sequences of a batch share
     seconds: dict[str, float] | None = None
-    number: int = field(default=0, compare=False)  # of that cycle
-    rows: int = field(default=1, compare=False)  # texts in it
+    number: int = field(default=0, compare=False)  # of that cycle in the decoding
+    rows: int = field(default=1, compare=False)  # sequences in it
 
     @property
     def nodes(self) -> int:
@@ -76,7 +76,7 @@ class Trace:
     finish: str = "running"  # at the end "stop", "length", or "error"
     tokenizer: Any = field(default=None, repr=False)
     stop_string: str | None = None
-    # that ended this text alone, among several
+    # that ended this sequence alone, among several
     error: Exception | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:

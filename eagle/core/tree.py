@@ -240,7 +240,7 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
         raise ValueError(
             f"the draft holds token ids {wrong[:5]}, expected 0..{vocab_size - 1}: leave others out"
         )
-    # a tree of so few nodes cannot be deeper
+    # depths are counted only where the tree has enough nodes to be too deep
     depth = tree.levels if len(tree) > levels else 0
     if depth > levels:
         raise ValueError(
@@ -255,16 +255,16 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
 
 
 def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return tokens and depths [B, N], and attention masks [B, N, N] (None for chains).
+    """Return tokens and depths [B, N], and attention masks [B, N, N] (None for chains), for one forward over all trees.
 
-    Padding attends only to itself, is unseen and stands where the root does.
+    A node of padding attends only to itself, no other node attends to it, and it has the root's depth.
     """
     if len(trees) == 1:
         tree = trees[0]
         mask = None if tree.is_chain else tree.ancestors()[None]
         return tree.tokens[None], torch.tensor([tree.depths()]), mask
 
-    # B trees, N nodes of the largest one
+    # [B, N], with the nodes of the largest tree
     size = (len(trees), max(map(len, trees)))
     tokens = torch.zeros(size, dtype=torch.long)
     depths = torch.zeros(size, dtype=torch.long)
@@ -288,7 +288,8 @@ class TargetOutput:
     logits: Tensor  # [N, V]
     features: Tensor | None  # [N, L, D]
     start: int  # the root's position
-    text: list[int]  # all tokens committed before the root, and later those that have been since
+    # the sequence's own list of committed tokens: those before the root, and what is committed later
+    text: list[int]
 
     @property
     def positions(self) -> list[int]:

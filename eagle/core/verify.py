@@ -1,8 +1,8 @@
 """Verification: which drafted tokens are accepted, decided by the target's probabilities alone.
 
-Lossless rules keep the law of plain decoding. Greedy decoding and position-keyed noise choose the same token whatever
-was drafted, so a draft can only be right or wrong (`walk`). Sampled drafts are accepted by chance (`sample_tree`,
-`sample_block`), such that accepted and replaced tokens together follow the target's distribution.
+Lossless rules keep the distribution of plain decoding. Greedy decoding and position-keyed noise choose the same token
+whatever was drafted, so a draft can only be right or wrong (`walk`). Sampled drafts are accepted by chance
+(`sample_tree`, `sample_block`), such that accepted and replaced tokens together follow the target's distribution.
 """
 
 # N nodes, K nodes asked about, V vocabulary
@@ -31,7 +31,7 @@ Probs = Callable[[int], Tensor]
 Process = Callable[[TargetOutput, Sequence[int]], Tensor]
 """Output and nodes -> [K, V], changed logits after these nodes."""
 
-NAN = -(2**40)  # in place of a token chosen by logits that are nan
+NAN = -(2**40)  # stands for a token chosen by logits that are nan
 COUNTING = Lock()  # of uses: two threads that counted alike would toss the same coins
 ENTROPY_SHIFT = 1e-5  # added to a probability before its logarithm, as in Medusa's code
 
@@ -155,7 +155,7 @@ class Choose:
         logits = self._penalise(output, [node])[0]
         if self.sampling.lenience < 1:
             return logits.softmax(-1)
-        # greedy decoding is the law that gives one token all probability
+        # greedy decoding is the distribution with all probability on one token
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1)
 
     def probs_after(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
@@ -172,7 +172,7 @@ class Choose:
         cumulative = probs.cumsum(-1)
         total = cumulative[-1:]
         token = torch.searchsorted(cumulative, self.dice.random() * total, right=True)
-        # rounding may put the number behind the last token that has a probability
+        # rounding may put the number after the last token that has a probability
         last = len(probs) - 1 - (probs.flip(0) > 0).int().argmax()
         token = torch.minimum(token, last).masked_fill_(total.isnan(), NAN)
         return int(to_host([token])[0])
@@ -201,6 +201,12 @@ def _pick_best(scores: Tensor) -> Tensor:
 
 def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
     """Verify several sequences; their choices are copied from the device all at once.
+
+    Args:
+        rows: The target's output on each sequence's tree, and how it chooses.
+
+    Returns:
+        Of each sequence the accepted nodes, the root first, and the target's token after them.
 
     Raises:
         RowErrors: By index, if only some of them fail.
@@ -264,7 +270,7 @@ def _apply_rule(
         path = walk_typically(tree, partial(choose.probs_after, output), sampling.typical)
         return path, choose(output, path[-1:])[0]
 
-    # the law of sampled drafts depends on their probabilities; all others are right or wrong
+    # whether a sampled draft is accepted depends on both models' probabilities; any other is right or wrong
     target_probs = partial(choose.probs, output)
     if tree.draft_probs is not None:
         if sampling.rule == "block":
@@ -345,6 +351,7 @@ def sample_tree(
     children = tree.children()
     path = [0]
     while True:
+        # [V]: what the token must follow, given the siblings that were rejected so far
         residual = target_probs(path[-1])
         accepted = None
         rejected: list[int] = []
@@ -353,6 +360,7 @@ def sample_tree(
             draft_probs = _remove_tokens(tree.draft_probs[child].to(residual), rejected)
             remainder = (residual - lenience * draft_probs).clamp_(min=0)
             mass = remainder.sum()
+            # all that the coin depends on, in one transfer
             values = torch.stack([residual[token], draft_probs[token], mass])
             target_prob, draft_prob, remains = to_host([values])[0].unbind()
             if target_prob.isnan():
@@ -402,11 +410,12 @@ def sample_block(
         )
     last = len(tree) - 1
     tokens = tree.tokens.tolist()
+    # [V] each: p(. | x_1 .. x_i) after node i
     target = [target_probs(node) for node in range(last + 1)]
-    # row i + 1 holds what x_(i+1) was drawn from, q(. | x_1 .. x_i)
+    # [N, V]; row i + 1 holds what x_(i+1) was sampled from, q(. | x_1 .. x_i)
     draft = tree.draft_probs.to(target[0])
-    weights = [torch.ones_like(target[0][0])]
-    remainders = []
+    weights = [torch.ones_like(target[0][0])]  # w_0 to w_n
+    remainders = []  # r_0 to r_(n-1), [V] each
     for node in range(1, last + 1):
         weighted = weights[-1] * target[node - 1]
         remainders.append((weighted - draft[node]).clamp_(min=0))
@@ -438,7 +447,7 @@ def _toss_block(mass: Tensor, weight: Tensor, coin: Coin) -> int:
         elif mass[length] > 0:
             odds = mass[length] / (mass[length] + 1 - weight[length])
         else:
-            odds = mass[length]
+            odds = mass[length]  # 0, where the formula may be 0 / 0
         if coin(float(odds)):
             return length
     return 0
@@ -486,7 +495,7 @@ def walk_typically(
         )
     if len(tree) == 1:
         return [0]
-    # probabilities are made once for each node with children, whose rows its children share
+    # probabilities are computed once for each node with children; `rows` says which of them a child reads
     inner, rows = tree.parents[1:].unique(return_inverse=True)
     probs = target_probs(inner.tolist())
     rows, tokens = upload(torch.stack([rows, tree.tokens[1:]]), probs.device)

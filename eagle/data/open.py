@@ -152,10 +152,12 @@ def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> 
     )
     # what needs the target's files is taken from the store, and so is equal
     stored = store.identity
-    without_tokenizer = recipe.target.model_copy(update={"path": str(store.folder)})
+    # the store's folder stands for the target's: `data_identity` finds no tokenizer there, and downloads nothing
+    store_as_target = recipe.target.model_copy(update={"path": str(store.folder)})
+    # a template that the recipe names is compared, one that comes with the target is not
     uncompared = ["tokenizer"] if recipe.data.template else ["tokenizer", "template"]
     return {
-        **data_identity(recipe.model_copy(update={"target": without_tokenizer})),
+        **data_identity(recipe.model_copy(update={"target": store_as_target})),
         **{key: stored[key] for key in uncompared},
         "masks": {"rules": MASK_RULES, "stop_ids": stored.get("masks", {}).get("stop_ids")},
         "target": {**stored["target"], "dtype": recipe.target.dtype},

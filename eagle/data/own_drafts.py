@@ -65,13 +65,17 @@ class OwnDrafts:
         return self.features.text(index)
 
     def read(self, indices: Sequence[int]) -> list[Example]:
-        """Return the examples with their features, those that were written for this step in place of the data's."""
+        """Return the examples with their features.
+
+        An example whose answer was written again for this step comes as it was written, with features computed now.
+        """
         if not self.head.training:
             return self.features.read(indices)
+        # training seeds torch before every step, so that the seed names the step in all processes
         step_seed = torch.initial_seed()
         written: dict[int, Example] = {}
         unchanged = []
-        for index in dict.fromkeys(indices):
+        for index in dict.fromkeys(indices):  # each once
             if (step_seed, index) in self.written:
                 written[index] = self.written[step_seed, index]
             else:

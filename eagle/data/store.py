@@ -172,12 +172,12 @@ class FeatureStore:
         return cls(folder, partial=True)
 
     def expect(self, identity: dict[str, Any]) -> None:
-        """Refuse a store of another identity, naming every difference."""
+        """Refuse a store whose identity makes it unfit for a run, naming every difference that does."""
         wrong = []
         for name, stored, needed in differences(self.identity, identity):
             # the recipe may leave the precision open
             is_open = name == "target.dtype" and needed == "auto"
-            if not is_open and not _holds(name, stored, needed):
+            if not is_open and not _suffices(name, stored, needed):
                 wrong.append(f"{name}: {describe_difference(name, stored, needed)}")
         if wrong:
             raise ValueError(
@@ -368,8 +368,8 @@ class FeatureStore:
             )
 
 
-def _holds(name: str, stored: Any, needed: Any) -> bool:
-    """Return whether a store has the taps that are needed, and more perhaps, at the slots where they are needed."""
+def _suffices(name: str, stored: Any, needed: Any) -> bool:
+    """Return whether a difference is only that a store has more taps than needed, or has them at more slots."""
     if name == "inputs":
         # a store without them has every tap at every slot; a reader without them reads inputs alone
         return stored is None or (needed is not None and set(needed) <= set(stored))

@@ -268,19 +268,24 @@ def unpack_features(values: Tensor, *scales: Tensor) -> Tensor:
 
 
 def _pack_float6(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return packed numbers [.., 3/4 D], the scales of blocks [.., D / BLOCK], and those of whole states [..]."""
+    """Return packed numbers [.., 3/4 D], the scales of blocks [.., D / BLOCK], and those of whole states [..].
+
+    A number is E2M3, times its block's scale, times its state's scale. Four numbers take three bytes.
+    """
     blocks = features.float().unflatten(-1, (-1, BLOCK))
     wanted_scales = blocks.abs().amax(-1) / MAX_FLOAT6
     scales = (wanted_scales.amax(-1) / MAX_FLOAT8).clamp_min(TINY)
     block_scales = (wanted_scales / scales[..., None]).to(torch.float8_e4m3fn)
-    steps = _float6_steps(block_scales, scales)
-    # a scale may have been rounded down, and numbers must not overflow
+    units = _float8_units(block_scales, scales)
+    # numbers up to `limit` have 0 in the upper two exponent bits of E4M3, and its other bits are those of E2M3, so that
+    # the cast rounds to E2M3. A scale may have been rounded down, and then the largest numbers are cut.
     limit = MAX_FLOAT6 / FLOAT6_UNIT
-    scaled = (blocks / steps.clamp_min(TINY)[..., None]).clamp(-limit, limit).flatten(-2)
+    scaled = (blocks / units.clamp_min(TINY)[..., None]).clamp(-limit, limit).flatten(-2)
     float8 = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    # sign and the lower five of seven bits: the upper two bits of the exponent are 0
+    # the sign, and the lower five of E4M3's seven other bits
     codes = (float8 & 0b11111) | (float8 >> 2 & 0b100000)
-    # number i of the four quarters lies in the same three bytes, the first quarter's bits lowest
+    # number i of the four quarters lies in the same three bytes, the first quarter's bits lowest; shifts of uint8 drop
+    # the bits above the eighth
     first, second, third, fourth = codes.chunk(4, dim=-1)
     low = first | second << 6
     middle = second >> 2 | third << 4
@@ -295,10 +300,10 @@ def _unpack_float6(packed: Tensor, block_scales: Tensor, scales: Tensor) -> Tens
     codes = torch.cat(quarters, dim=-1)
     float8 = ((codes & 0b11111) | (codes & 0b100000) << 2).view(torch.float8_e4m3fn)
     blocks = float8.float().unflatten(-1, (-1, BLOCK))
-    steps = _float6_steps(block_scales, scales)
-    return (blocks * steps[..., None]).flatten(-2).bfloat16()
+    units = _float8_units(block_scales, scales)
+    return (blocks * units[..., None]).flatten(-2).bfloat16()
 
 
-def _float6_steps(block_scales: Tensor, scales: Tensor) -> Tensor:
-    """Return [.., D / BLOCK], by which the numbers of a block are divided to be float8."""
+def _float8_units(block_scales: Tensor, scales: Tensor) -> Tensor:
+    """Return [.., D / BLOCK], what a float8 of 1.0 stands for in each block."""
     return FLOAT6_UNIT * block_scales.float() * scales[..., None]

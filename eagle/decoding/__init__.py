@@ -1,1 +1,1 @@
-"""Writing text: cycles of draft and verification, beams, and how long drafts should be."""
+"""Generation: cycles of draft and verification, beams, and how long drafts should be."""

@@ -32,7 +32,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 """Tokens [W, T] and log-probs [W, V] -> log-probs, as a LogitsProcessor of transformers."""
 
 MAX_LOG = 80.0  # of a power of a length, by which scores in fp32 are divided
-ROW = 0  # of the target's state: the sequence that all beams share
+SHARED_ROW = 0  # of the target's state: the sequence that all beams share
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def beam_search(
     try:
         search.run()
     finally:
-        target.close(search.texts)
+        target.close(search.target_state)
     return BeamResult(
         tokens=state.answers[:num_return_sequences],
         scores=state.answer_scores[:num_return_sequences].tolist(),
@@ -188,7 +188,7 @@ class _Search:
         self.width = max(budget.nodes // max(budget.depth, 1), 1)
         if drafter.reads.view:
             drafter.bind_target(target.view())
-        self.texts = target.open(drafter.taps)
+        self.target_state = target.open(drafter.taps)
         self.drafts = drafter.open()
         if not hasattr(self.drafts, "fork"):
             raise ValueError(
@@ -197,7 +197,7 @@ class _Search:
             )
         self.rows = [0] * len(beams.texts)  # of each beam in the drafter's state
         self.unused = 1  # the first number that no row has had
-        self.read_tokens = 0  # of every row, by the drafter
+        self.drafter_length = 0  # tokens of every row that the drafter has read
         self.trie = Trie()
         self.leaves = [-1] * len(beams.texts)  # the last node of each beam that the target has read
         self.forwards = 0
@@ -206,12 +206,12 @@ class _Search:
     def run(self) -> None:
         """Step until the search is over."""
         drafted = self.budget.nodes + len(self.leaves)
-        self.texts.admit(ROW, self.prompt, self.beams.limit + drafted)
-        outputs = self.texts.finish_prompts()
+        self.target_state.admit(SHARED_ROW, self.prompt, self.beams.limit + drafted)
+        outputs = self.target_state.finish_prompts()
         self.drafts.admit(0)
         self._read_prompt()
         # every leaf is -1: the prompt's only row of logits serves all beams
-        self._step(outputs[ROW].output.logits, self.leaves, -1)
+        self._step(outputs[SHARED_ROW].output.logits, self.leaves, -1)
         while not self.beams.is_done:
             self._read_drafts()
         for row in dict.fromkeys(self.rows):
@@ -220,8 +220,8 @@ class _Search:
     def _read_prompt(self) -> None:
         """Let the drafter read the shared sequence once, before the beams split."""
         if len(self.rows) > 1 and len(self.prompt) > 1 and not self.budget.is_empty:
-            self.read_tokens = len(self.prompt) - 1
-            features = self.texts.features_at(ROW, range(self.read_tokens))
+            self.drafter_length = len(self.prompt) - 1
+            features = self.target_state.features_at(SHARED_ROW, range(self.drafter_length))
             update = Committed(torch.tensor(self.prompt[:-1]), features, self.prompt[-1])
             # a drafter reads where it drafts: the one token that it proposes is dropped
             self.drafts.propose({0: update}, {0: Budget(1, 1, 1)})
@@ -231,7 +231,7 @@ class _Search:
         trie = self.trie
         first = len(trie)
         trees = self._draft()
-        # the beams' own last tokens come first; beams of equal texts share a node
+        # the beams' own last tokens come first; beams of equal tokens share a node
         nodes = [
             trie.add(leaf, text[-1])
             for leaf, text in zip(self.leaves, self.beams.texts, strict=True)
@@ -239,26 +239,28 @@ class _Search:
         self._add_drafts(nodes, trees)
         tokens = torch.tensor([trie.tokens[first:]])
         mask = trie.ancestors(first)[None]
-        logits = self.texts.ahead([ROW], tokens, trie.depths, mask)[0]
+        logits = self.target_state.ahead([SHARED_ROW], tokens, trie.depths, mask)[0]  # [N, V]
         self.forwards += 1
         self._step(logits, nodes, first)
 
     def _draft(self) -> list[DraftTree]:
         """Return a draft tree for each beam; none if the next token is the last."""
-        texts = self.beams.texts
-        budget = self.budget.within(self.beams.limit - len(texts[0]) - 1)
+        answers = self.beams.texts
+        # the target adds a token of its own after the last draft that it accepts
+        budget = self.budget.within(self.beams.limit - len(answers[0]) - 1)
         if budget.is_empty:
             return []
-        shared = self.texts.length(ROW)
+        shared = self.target_state.length(SHARED_ROW)
         updates = {}
-        for row, text, leaf in zip(self.rows, texts, self.leaves, strict=True):
-            # where the beam's states are kept: the shared sequence, then its nodes
-            positions = list(range(shared)) + [shared + node for node in self.trie.path(leaf)]
-            features = self.texts.features_at(ROW, positions[self.read_tokens :])
-            tokens = torch.tensor([*self.prompt, *text][self.read_tokens : -1])
-            updates[row] = Committed(tokens, features, text[-1])
-        # beams are of one length, so every row has read as much
-        self.read_tokens = len(self.prompt) + len(texts[0]) - 1
+        for row, answer, leaf in zip(self.rows, answers, self.leaves, strict=True):
+            # where the target keeps the beam's states: the sequence that all beams share, then the beam's nodes of the
+            # trie. The answer's last token is the root, and has no state yet.
+            columns = list(range(shared)) + [shared + node for node in self.trie.path(leaf)]
+            features = self.target_state.features_at(SHARED_ROW, columns[self.drafter_length :])
+            tokens = torch.tensor([*self.prompt, *answer][self.drafter_length : -1])
+            updates[row] = Committed(tokens, features, answer[-1])
+        # beams are of one length: every row of the drafter has now read all but the root
+        self.drafter_length = len(self.prompt) + len(answers[0]) - 1
         trees = self.drafts.propose(updates, dict.fromkeys(updates, budget))
         return [trees[row] for row in self.rows]
 
@@ -275,7 +277,7 @@ class _Search:
         for tree, score in zip(trees, self.beams.scores.tolist(), strict=False):
             of_paths = [0.0] * len(tree) if tree.likelihoods is None else tree.likelihoods.tolist()
             likelihoods.append([score + of_path for of_path in of_paths])
-        # beam, node of its tree, node of the trie
+        # entries: beam, node of its tree, node of the trie
         level = [(beam, 0, nodes[beam]) for beam in range(len(trees))]
         while level:
             # what is not among the best of its level does not grow further
@@ -291,11 +293,18 @@ class _Search:
                 level.append((beam, child, self.trie.add(trie_node, tokens[beam][child])))
 
     def _step(self, logits: Tensor, nodes: list[int], first: int) -> None:
-        """Step from these nodes while the target's forward covers all beams; `logits[0]` belongs to node `first`."""
+        """Take as many beam-search steps as the target's forward allows: while it read the last token of every beam.
+
+        Args:
+            logits: [N, V], the target's after each node that the forward read.
+            nodes: The node of each beam's last token.
+            first: The node that `logits[0]` belongs to.
+        """
         beams = self.beams
         log_probs = logits.float().log_softmax(-1)
         # what processors change depends on the beams, in their order: only then is each step ranked by itself
         ranked = None if self.processors else self._rank(log_probs)
+        # the beam before this call that each beam continues
         origins = list(range(len(nodes)))
         is_covered = True
         while is_covered:
@@ -368,8 +377,9 @@ class _Search:
         """Commit the sequence that all beams share, and keep the nodes that at least one beam needs."""
         trie = self.trie
         shared, needed = trie.split(self.leaves)
-        self.texts.keep_columns(
-            {ROW: [*shared, *needed]}, {ROW: [trie.tokens[node] for node in shared]}
+        self.target_state.keep_columns(
+            {SHARED_ROW: [*shared, *needed]},
+            {SHARED_ROW: [trie.tokens[node] for node in shared]},
         )
         numbers = {node: i for i, node in enumerate(needed)}
         self.trie = trie.keep(needed)

@@ -38,7 +38,8 @@ class BeamState:
         self.early_stopping = early_stopping
         # so many candidates that the beams go on even if each of the best ends at each of the stop tokens
         self.count = max(2, 1 + len(stops.tokens)) * beams
-        self.texts: list[list[int]] = [[] for _ in range(beams)]  # without the prompt
+        # the tokens of each beam, without the prompt
+        self.texts: list[list[int]] = [[] for _ in range(beams)]
         # all begin alike: one is alive
         self.scores = torch.full((beams,), FAR)
         self.scores[0] = 0
@@ -57,19 +58,21 @@ class BeamState:
         """
         beams = len(self.texts)
         length = len(self.texts[0]) + 1
-        # the best candidates of all beams together
+        # the best K candidates of all beams together, [K] each
         scores, indices = (log_probs + self.scores[:, None]).flatten().topk(self.count)
+        # an index counts the candidates beam after beam
         parents = (indices // tokens.shape[1]).tolist()
         candidates = tokens.flatten()[indices].tolist()
         texts = [
             [*self.texts[parent], token] for parent, token in zip(parents, candidates, strict=True)
         ]
         is_ended = torch.tensor([length == self.limit or self._ends(text) for text in texts])
-        # rounding matters where it could exchange what ends for what runs on
+        # only the best `beams` candidates may become answers: rounding matters where it could exchange the last of them
+        # with the next one, and only one of the two ends
         is_near = _is_near(scores, beams) and bool(is_ended[beams - 1] != is_ended[beams])
 
         is_near |= self._choose_answers(texts, scores / length**self.length_penalty, is_ended)
-        # what has ended does not run on
+        # a candidate that has ended does not run on: FAR puts it after all others
         running, order = (scores + is_ended * FAR).sort(descending=True)
         is_near |= _is_near(running, beams) and not bool(is_ended.all())
         chosen = order[:beams].tolist()
@@ -86,9 +89,15 @@ class BeamState:
         return end is not None
 
     def _choose_answers(self, texts: list[list[int]], scores: Tensor, is_ended: Tensor) -> bool:
-        """Add the best finished candidates to the answers, and return whether that was a near tie."""
+        """Add the best finished candidates to the answers, and return whether that was a near tie.
+
+        Args:
+            texts: The K candidates, best first, each with all tokens of its answer.
+            scores: [K], with the length penalty.
+            is_ended: [K].
+        """
         beams = len(self.texts)
-        # only what ends among the best candidates may be an answer
+        # transformers' rule: a candidate that ends becomes an answer only if it is among the best `beams`
         is_new = is_ended & (torch.arange(len(texts)) < beams)
         merged = torch.cat([self.answer_scores, scores + ~is_new * FAR])
         merged, order = merged.sort(descending=True, stable=True)

@@ -31,7 +31,12 @@ class Average:
         self.is_guess = True
 
     def add(self, outcome: bool | None, memory: float) -> None:
-        """Add the outcome of one more cycle; None if the cycle had none."""
+        """Add one more cycle.
+
+        Args:
+            outcome: What happened in it; None if it says nothing.
+            memory: The number of cycles that the average spans.
+        """
         # exponential decay, but never below the least weight that there was
         self.weight = max(self.weight * (1 - 1 / memory), min(self.weight, self.min_weight))
         if outcome is not None:
@@ -55,10 +60,17 @@ class Levels:
         self.proposed = [Average(1.0, min_weight) for _ in range(levels)]
         self.accepted = [Average(GUESS, min_weight) for _ in range(levels)]
 
-    def add(self, asked: int, cycle: Cycle, depth: int, texts: int = 1) -> None:
-        """Add a cycle of a row that was asked for `asked` levels; levels cut off by its end are not rejected."""
+    def add(self, asked: int, cycle: Cycle, depth: int, rows: int = 1) -> None:
+        """Add a cycle of one row.
+
+        Args:
+            asked: The levels that it was asked for.
+            cycle: What it accepted; levels that the answer's end cut off count as accepted.
+            depth: The levels that it proposed.
+            rows: The rows of the cycle, each of which is added.
+        """
         # a cycle of many rows adds many outcomes: the average still spans as many cycles
-        memory = self.memory * texts
+        memory = self.memory * rows
         for level, (proposed, accepted) in enumerate(
             zip(self.proposed, self.accepted, strict=True)
         ):
@@ -69,6 +81,7 @@ class Levels:
                 cycle.accepted > level if was_asked and cycle.accepted >= level else None,
                 memory,
             )
+        # a level that was never reached follows the one above
         for above, below in (*pairwise(self.proposed), *pairwise(self.accepted)):
             if below.is_guess:
                 below.value = above.value
@@ -131,7 +144,14 @@ class Acceptance:
         return Forecast(list(accumulate(accepted, mul)), proposed)
 
     def learn(self, row: int, asked: int, cycle: Cycle, depth: int) -> None:
-        """Update the rates of a row and of all."""
+        """Update the rates of a row and of all.
+
+        Args:
+            row: The row.
+            asked: The levels that it was asked for.
+            cycle: Its cycle.
+            depth: The levels that it proposed, of those.
+        """
         self.all.add(asked, cycle, depth, cycle.rows)
         if cycle.rows > 1:
             if row not in self.rows:
@@ -146,14 +166,14 @@ class Acceptance:
 class Batch:
     """The rows of a cycle: the forecast of each draft, and the cycle's cost."""
 
-    texts: Sequence[Forecast]
+    forecasts: Sequence[Forecast]
     costs: CostTable
 
     def tokens(self, levels: Sequence[int]) -> float:
         """Return the expected tokens of a cycle in which row i drafts `levels[i]` levels."""
         # the target adds one token to each row, a level one more where it is accepted
         drafted = 0.0
-        for forecast, depth in zip(self.texts, levels, strict=True):
+        for forecast, depth in zip(self.forecasts, levels, strict=True):
             drafted += sum(forecast.reached[:depth])
         return len(levels) + drafted
 
@@ -162,13 +182,13 @@ class Batch:
         read = self.costs.read
         total = read[0] + self.costs.drafting(levels)
         total += sum(
-            forecast.start for forecast, depth in zip(self.texts, levels, strict=True) if depth
+            forecast.start for forecast, depth in zip(self.forecasts, levels, strict=True) if depth
         )
         for level in range(max(levels)):
             # the target reads this level unless every row that was asked for it stays silent
             drafting = [
                 forecast
-                for forecast, depth in zip(self.texts, levels, strict=True)
+                for forecast, depth in zip(self.forecasts, levels, strict=True)
                 if depth > level
             ]
             silent = prod(1 - forecast.proposed[level] for forecast in drafting)
@@ -192,7 +212,7 @@ class Batch:
         """
         # rows that are worth most draft deepest: only how many draft a level is left to choose
         limited = [
-            forecast.limit(limit) for forecast, limit in zip(self.texts, limits, strict=True)
+            forecast.limit(limit) for forecast, limit in zip(self.forecasts, limits, strict=True)
         ]
         order = sorted(range(len(limited)), key=lambda row: -sum(limited[row].reached))
         ranked = Batch([limited[row] for row in order], self.costs)
@@ -212,11 +232,15 @@ class Batch:
         return best
 
     def _count_rows(self, price: float, deepest: int) -> list[int]:
-        """Return the number of rows that draft each level, maximising tokens minus `price` times seconds."""
-        # by level from the deepest, and by the most rows there may be: the best number of rows
+        """Return the number of rows that draft each level, maximising tokens minus `price` times seconds.
+
+        Rows are ordered by worth, so that those that draft a level are the first. From the deepest level up, this finds
+        for each limit on the number of rows the best number, given that deeper levels then choose theirs.
+        """
+        # choices[-1 - level][limit]: the number of rows that draft this level, at most `limit`
         choices: list[list[int]] = []
-        # of this level and those below it, by the most rows there may be
-        worth = [0.0] * (len(self.texts) + 1)
+        # worth[limit]: what the levels below bring if at most `limit` rows draft them
+        worth = [0.0] * (len(self.forecasts) + 1)
         for level in reversed(range(deepest)):
             level_worth = []
             level_choices = []
@@ -232,21 +256,21 @@ class Batch:
             choices.append(level_choices)
         # from the first level down: no more rows than reach the level above
         counts = []
-        count = len(self.texts)
+        count = len(self.forecasts)
         for level_choices in reversed(choices):
             count = level_choices[count]
             counts.append(count)
         return counts
 
     def _gains(self, level: int, price: float) -> list[float]:
-        """Return the gain of a level by the number of rows that draft it."""
+        """Return a level's tokens minus `price` times its seconds, by the number of rows that draft it."""
         draft = self.costs.draft
         read = self.costs.read[level + 1] - self.costs.read[level]
         gains = [0.0]
         tokens = 0.0
         start = 0.0
-        silent = 1.0
-        for count, forecast in enumerate(self.texts, start=1):
+        silent = 1.0  # the probability that none of these rows proposes the level
+        for count, forecast in enumerate(self.forecasts, start=1):
             tokens += forecast.reached[level]
             # a draft starts once, with its first level
             start += 0.0 if level else forecast.start

@@ -18,7 +18,7 @@ Table = tuple[tuple[float, ...], ...]
 Rows = tuple[tuple[int, ...], ...]
 Grid = tuple[Table, ...]
 PENDING = 2  # tokens that a draft's first forward reads, where little is accepted
-STEP = 64  # tokens of context between which the costs of cycles are not told apart
+STEP = 64  # costs of cycles are computed for every so many tokens of context
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Costs:
     # by levels and accepted: rows of the next first forward
     unread: Rows | None = field(default=None, kw_only=True)
     texts: int = field(default=1, kw_only=True)  # that each forward of the target reads in a batch
-    # the target's with more texts, fewest first
+    # the target's for larger batches, smallest first
     batches: tuple[Costs, ...] = field(default=(), kw_only=True)
     # of the drafter's first forward for each of many tokens
     catch_up: float = field(default=0.0, kw_only=True)
@@ -221,7 +221,7 @@ class CycleCosts:
         return _make_table(self, texts, context)
 
     def check_texts(self, texts: int) -> None:
-        """Refuse more rows at a time than the costs can be told of."""
+        """Refuse more rows at a time than the costs were measured for, where nothing can be extrapolated."""
         largest = self.batch_sizes[-1]
         if texts > largest and len(self.batch_sizes) == 1:
             raise ValueError(

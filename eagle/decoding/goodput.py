@@ -99,7 +99,7 @@ class Goodput:
 
     @property
     def draw(self) -> Draw:
-        """How children are drawn, the same in all its budgets."""
+        """How children are chosen, the same in all its budgets."""
         return self.budget.draw
 
     @property
@@ -192,7 +192,7 @@ class Goodput:
 
     def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
         """Return (expected tokens, expected seconds) of a cycle by the number of levels that each row drafts."""
-        # numbers that no row has, so that no rates of its own are known
+        # negative, as no row is, so that the rates of all rows are used
         new_rows = range(-texts, 0)
         batch = self._make_batch(
             new_rows, self.context if context is None else context, [0.0] * texts
@@ -294,9 +294,10 @@ class Goodput:
                 deeper[row] = deepest
             # the time beyond what the best depths would take for as many tokens
             loss = batch.seconds(deeper) - batch.tokens(deeper) / speed
-            # a trial may be all that the start of a draft is paid for
+            # a row that would not draft now reads all that it has not read for this trial alone, of which the forecast
+            # counts only one cycle's part
             loss += sum(
-                starts[row] - batch.texts[row].start for row in rows[:count] if not best[row]
+                starts[row] - batch.forecasts[row].start for row in rows[:count] if not best[row]
             )
             if loss <= allowance:
                 return deeper, max(loss, 0.0)

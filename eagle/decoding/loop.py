@@ -149,17 +149,17 @@ class Decoding:
             ended comes with no tokens.
         """
         self._admit()
-        # a row writes from the cycle after its prompt is read
-        writing = [
+        # a row is decoded from the step after its prompt is read
+        decoding = [
             row
             for row in self.rows.values()
             if row.is_running and (row.pending or row.trace.cycles)
         ]
         new = []
         if self.state.prompts:
-            new += self._read_prompts(PROMPT_TOKENS if writing else None)
-        if writing:
-            new += self._run_cycle(writing)
+            new += self._read_prompts(PROMPT_TOKENS if decoding else None)
+        if decoding:
+            new += self._run_cycle(decoding)
         returned = {row_id for row_id, _ in new}
         for row in list(self.rows.values()):
             if not row.is_running:
@@ -175,7 +175,7 @@ class Decoding:
         self._release(row)
 
     def close(self) -> None:
-        """Return the target's state, and release requests that are not finished."""
+        """Give the state back to the target, and release requests that are not finished."""
         for row in list(self.rows.values()):
             self._release(row)
         self.target.close(self.state)
@@ -204,17 +204,26 @@ class Decoding:
                 self.drafts.admit(row.row_id, noise)
 
     def _read_prompts(self, max_tokens: int | None) -> list[tuple[int, list[int]]]:
-        """Read on in the prompts of the latest rows, and return the first token of each prompt read to its end."""
+        """Run one forward over prompts that are not fully read.
+
+        Args:
+            max_tokens: The most tokens of the forward, padding included; None: the state's own limit.
+
+        Returns:
+            Of each row whose prompt is now read to its end: its id, and its first new token in a list.
+        """
         new = []
-        for row_id, output in self.state.read_prompts(max_tokens).items():
+        for row_id, prompt in self.state.read_prompts(max_tokens).items():
             row = self.rows[row_id]
             with row.fail_alone():
-                update = output.commit(row.choose)
+                update = prompt.commit(row.choose)
                 if row.observe is not None:
-                    row.observe(output.output, [0], row.choose)
-                # a caller that goes on from an answer knows the token after the prompt
+                    # the prompt's last token is the only node of its tree, and so the accepted path
+                    row.observe(prompt.output, [0], row.choose)
+                # a caller that resumes an answer knows the token after the prompt: it replaces the chosen one
                 if row.first is not None:
                     update = replace(update, root=row.first)
+                # the drafter reads it when it is next asked for a tree
                 row.pending = [update]
                 new.append((row_id, row.commit([update.root])))
         return new
@@ -223,9 +232,8 @@ class Decoding:
         """Run one cycle of these rows: draft, one forward of the target, verify, commit.
 
         Returns:
-            The tokens that each row commits.
+            Row ids, and the tokens that each row commits.
         """
-        # B rows, N nodes of a tree each
         clock = self.clock
         clock.start()
         trees = self._propose(rows)
@@ -243,7 +251,7 @@ class Decoding:
 
         cycles = {}
         for row_id, tokens in new:
-            # a trace keeps the tree without its [N, V] probabilities
+            # a trace keeps the tree of N nodes without its [N, V] probabilities
             cycle = Cycle(
                 tree=replace(trees[row_id], draft_probs=None),
                 kept=tuple(accepted[row_id].path[1:]),
@@ -325,7 +333,7 @@ class Decoding:
                 if row_id in errors:
                     raise errors[row_id]
                 tree: Any = proposed.get(row_id)
-                # deeper nodes would stand beyond the model's last position
+                # deeper nodes would be beyond the model's last position
                 max_depth = max_positions - self.state.length(row_id) - 1
                 if not (stays and lies_on_device(tree) and tree.levels <= max_depth):
                     tree = check_draft(
@@ -346,7 +354,7 @@ class Decoding:
     def _commit(
         self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]
     ) -> list[tuple[int, list[int]]]:
-        """Note what the drafter is told next, and return the new tokens of each answer."""
+        """Keep what each row accepted for the drafter's next call, and return the new tokens of each answer."""
         reads = self.drafter.reads
         new: list[tuple[int, list[int]]] = []
         for row_id, result in accepted.items():
@@ -357,7 +365,8 @@ class Decoding:
                 if row.observe is not None:
                     row.observe(output, result.path, row.choose)
                 if reads.choices:
-                    # drafts beside sampled ones must not know of noise: it would decide which rule verifies them
+                    # beside sampled drafts a drafter must not learn of the noise: what it drafts decides by which rule
+                    # a token is verified, and would bias the output
                     if row.draw == "sampled":
                         ranked = output.likeliest(reads.choices)
                     else:

@@ -31,7 +31,7 @@ class Row:
     limit: int
     choose: Choose
     first: int | None = None  # the token after the prompt, where the caller knows it
-    draw: Draw | None = None  # how its drafts are drawn, the same in the whole request
+    draw: Draw | None = None  # how its drafts are chosen, the same in the whole request
     observe: Observe | None = None
     pending: list[Committed] = field(default_factory=list)  # since the drafter was asked last
 

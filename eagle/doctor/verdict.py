@@ -251,19 +251,22 @@ def decide(
     norm_shift: float,
     needs_more: bool = False,
 ) -> str:
-    """Return the verdict.
+    """Return the verdict on a head in one line.
+
+    It is broken, made for another target, drafts badly from its own states, is healthy or under-trained.
 
     Args:
         figures: The head's agreement as it is.
         faults: Repairs that raised agreement, each on top of the one before, or branches whose removal changed nothing.
-        fatal: What `inspect` finds in the files.
+        fatal: What `inspect` finds in the files, in its words: what names the target, rope apart, says that the head
+            belongs to another one.
         norm_shift: How far the head's norms are from where training starts.
         needs_more: Whether the head was trained on so few tokens that more would bring much.
     """
     rates = figures.rates()
     summary = f"level 1 names the target's token in {rates[0]:.0%} of the places, τ {figures.greedy_tau:.2f}"
-    elsewhere = [what for what in fatal if "target" in what and "rope" not in what]
-    in_files = [what for what in fatal if what not in elsewhere]
+    misfits = [what for what in fatal if "target" in what and "rope" not in what]
+    in_files = [what for what in fatal if what not in misfits]
     if any(effect.probe.kind.endswith("rope") for effect in faults):
         # the rope repair says more than what the files say of the rope
         in_files = [what for what in in_files if not what.startswith("rope")]
@@ -272,9 +275,10 @@ def decide(
     if faults and not in_files and not any(effect.is_sure for effect in faults):
         # an idle branch may also be a symptom: another one may feed it what it was not trained on
         broken = f"broken, cause not found: {'; '.join(names)}; {summary}"
+    # once repaired it agrees with this target, so it was not made for another one
     if faults and faults[-1].after.rates()[0] >= MIN_RATE:
         return broken
-    if elsewhere and rates[0] < HEALTHY_RATE:
+    if misfits and rates[0] < HEALTHY_RATE:
         return f"made for another target: {summary}"
     if faults or in_files:
         return broken
@@ -283,6 +287,7 @@ def decide(
             f"made for another target, or broken in a way that was not tried: {summary}, although its norms have moved "
             f"by {norm_shift:.3f} from where training starts"
         )
+    # it drafts far better from the target's states than from those that it makes itself
     if rates[0] >= MIN_RATE and figures.own_state_ratio < MIN_OWN_STATE_RATIO:
         return (
             f"drafts badly from its own states: {summary}; level 2 is right in {rates[1]:.0%}, fed with the target's "

@@ -149,14 +149,16 @@ class DraftModel(TrainableDrafter):
         return {"total": total, divergence: total.detach()}
 
     def _states(self, batch: Batch) -> Tensor:
-        """Return the LM head's input at every token [N, H]."""
+        """Return the LM head's input [N, H] at every token: a loss needs logits at few of them."""
+        # padded on the right: attention is causal, so that no mask is needed
         tokens = pad_sequence(list(batch.tokens.split(batch.lengths)), batch_first=True)
         base = base_of(self.model)
+        # without any cache transformers looks for packed sequences, for which the host waits
         cache = NoCache(count_cache_layers(self.model.config.get_text_config()))
         output = base(
             input_ids=self.clip_to_vocab(tokens), use_cache=False, **{cache_name_of(base): cache}
         )
-        states = output.last_hidden_state
+        states = output.last_hidden_state  # [B, T, H]
         return torch.cat([row[:length] for row, length in zip(states, batch.lengths, strict=True)])
 
     def clip_to_vocab(self, tokens: Tensor) -> Tensor:

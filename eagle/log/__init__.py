@@ -242,13 +242,14 @@ def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
         with _note_interrupts(received):
             yield
     except (KeyboardInterrupt, Exception) as error:
+        # after a Ctrl-C any error is taken for its effect: an import, say, may turn the interrupt into another error
         if not received and not isinstance(error, KeyboardInterrupt):
             raise
-        # a launcher sends it once more
+        # a launcher sends SIGINT once more, which must not cut the message off
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.environ.get("RANK", "0") == "0":
             sentence = f"stopped; {hint()}"
-            leave_message(sentence)
+            leave_message(sentence)  # for the launcher, where there is one
             print(f"\n{sentence}", file=sys.stderr, flush=True)
         sys.exit(STOPPED_BY_SIGINT)
 

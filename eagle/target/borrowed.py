@@ -177,9 +177,10 @@ def is_local_model(path: str, revision: str | None = None) -> bool:
     """Return whether a target's weights can be read without a download: from a folder, or from the hub's cache."""
     if Path(path).exists():
         return True
-    # one file of a hub, which is fetched with all else that is in it
+    # a GGUF file on the hub: the tensors that are needed come with the whole file, which counts as a download
     if is_gguf(path):
         return False
+    # with these arguments `cached_file` returns None, where it would raise an error
     faults = ("missing_entries", "gated_repo", "connection_errors")
     quiet: dict[str, Any] = {f"_raise_exceptions_for_{fault}": False for fault in faults}
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)

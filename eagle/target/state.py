@@ -57,26 +57,31 @@ class TargetState:
     ) -> None:
         """Open a state without rows.
 
+        A row is a sequence that is decoded, a slot its place in the cache's batch.
+
         Args:
             target: the target.
             taps: the layer inputs that are handed out.
             max_tokens: the most that the cache may hold, in columns times rows.
-            mark: the weights' `WeightMark`, by which a later state tells whether they have changed.
+            mark: the weights' `WeightMark`: a later state reuses this one's cache only while they have not changed.
         """
         target.check_taps(taps)
         self.target = target
         self.taps = taps
         self.max_tokens = max_tokens
         self.mark = mark
-        self.reader = target.reader  # to the end, whatever becomes of the model meanwhile
+        # to the end, even if the target makes another one because its model was changed
+        self.reader = target.reader
         self.cache = self.reader.new_cache()
-        self.texts: list[list[int]] = [[]]  # of every slot
-        self.rows: list[int] = []  # in the first slots
+        self.texts: list[list[int]] = [[]]  # by slot, the tokens that are in the cache
+        # by slot, the numbers of the rows, which fill the first slots; the others are free
+        self.rows: list[int] = []
         self.columns_by_row: dict[int, int] = {}  # the most KV columns that a row may need
-        self.prompts: dict[int, list[int]] = {}  # to be read, in the order of their admission
-        self.written = 0  # how many rows are being written
-        self.is_loose = False  # rows have left since the cache was made to fit
-        self.trees: dict[int, DraftTree] = {}  # read last
+        # of rows whose prompt is not fully read, in the order of their admission
+        self.prompts: dict[int, list[int]] = {}
+        self.num_decoding = 0  # rows whose prompt is read: they fill the slots before this one
+        self.is_loose = False  # whether rows have left since the cache was made to fit
+        self.trees: dict[int, DraftTree] = {}  # by row, of the last `read`
 
     def check_room(self, columns: int) -> None:
         """Refuse a row that would not fit even alone."""
@@ -91,7 +96,7 @@ class TargetState:
         """Return whether another row with this many columns fits, with all rows padded to the longest."""
         if self.max_tokens is None:
             return True
-        widest = max(columns, *self.columns_by_row.values(), 0)
+        widest = max(columns, *self.columns_by_row.values(), 0)  # 0: max needs two arguments
         # states of recurrent mixers take as much memory as this many columns
         widest += self.cache.state_columns(widest)
         return (len(self.rows) + 1) * widest <= self.max_tokens
@@ -131,11 +136,11 @@ class TargetState:
             self.texts[slot] = []
         del self.columns_by_row[row]
         self.prompts.pop(row, None)
-        # the last row that is written takes its slot, and the last that waits that one's
-        if slot < self.written:
-            self.written -= 1
-            self._swap(slot, self.written)
-            slot = self.written
+        # the last row that is decoded takes its slot, and the last whose prompt is being read that one's
+        if slot < self.num_decoding:
+            self.num_decoding -= 1
+            self._swap(slot, self.num_decoding)
+            slot = self.num_decoding
         self._swap(slot, len(self.rows) - 1)
         self.rows.pop()
         self.is_loose = True
@@ -148,21 +153,25 @@ class TargetState:
         self.rows.append(new_row)
         self.cache.copy(self._slot(row), slot)
         self.texts[slot] = list(self.text(row))
-        self._swap(slot, self.written)
-        self.written += 1
+        self._swap(slot, self.num_decoding)
+        self.num_decoding += 1
 
     def clear(self) -> None:
         """Release all rows."""
         self.rows = []
         self.columns_by_row = {}
         self.prompts = {}
-        self.written = 0
+        self.num_decoding = 0
 
     def _reserve(self, slots: int) -> None:
-        """Reserve space for all admitted rows; the cache releases what is far beyond that."""
+        """Make the cache fit this number of slots, each wide enough for any admitted row, and `texts` fit the cache.
+
+        The cache releases what is far beyond that.
+        """
         self.is_loose = False
         columns = max([*self.columns_by_row.values(), *self.cache.lengths[: len(self.rows)]])
         self.cache.reserve(slots, columns, self.max_tokens)
+        # new slots get an empty sequence, released ones lose theirs, and one that the cache has cut is cut here
         texts = self.texts + [[] for _ in self.cache.lengths]
         self.texts = [
             text[:length] for text, length in zip(texts, self.cache.lengths, strict=False)
@@ -250,8 +259,8 @@ class TargetState:
         slot = self._slot(row)
         features = self.features_at(row, range(len(prompt)))
         self.cache.snapshot(slot, len(prompt))
-        self._swap(slot, self.written)
-        self.written += 1
+        self._swap(slot, self.num_decoding)
+        self.num_decoding += 1
         tree = DraftTree.chain(prompt[-1:])
         output = TargetOutput(
             tree,

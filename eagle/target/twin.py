@@ -57,14 +57,15 @@ def with_own_hooks(model: Any, layers: nn.ModuleList) -> set[int]:
 
 
 def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
-    """Return models within this one that have nothing to do with these layers, as vision towers."""
+    """Return the models inside this one that neither run these layers nor lie in what does, such as vision towers."""
     if not layers:
         return []
     text_modules = {id(module) for module in holder_of(model, layers).modules()}
     towers = []
     for module in model.modules():
+        # transformers' models have a base_model_prefix, and other modules do not
         is_model = id(module) not in text_modules and hasattr(module, "base_model_prefix")
-        # what holds the layers runs them
+        # a model that contains the layers is no tower: it runs them
         if is_model and all(inner is not layers for inner in module.modules()):
             towers.append(module)
     return towers

@@ -26,11 +26,13 @@ class TargetView:
     """Embedding, layers and head over the target's weights; the target's own sequences and cache stay untouched."""
 
     def __init__(self, target: Any) -> None:
+        """Take the layers for a drafter that runs some of them; refuse layers that cannot be run one by one."""
         self.head = target.head
         self.device = target.device
         self.lock = target.lock  # held while hooks switch layers off
         # modules of its own: the target's may run in another thread
         self.reader = TreeReader(target.model, target.config)
+        # layers that keep a state are read by a mode that must be found first; attention's is known without
         if target.reader.stateful:
             target.reader.check()
         if target.reader.mode.whole:
@@ -40,7 +42,8 @@ class TargetView:
             )
         self.reader.take(target.reader.mode)
         self.decoder_layers = list(self.reader.layers)
-        self.returns_tuples = False  # as layers of some models do
+        # whether layers do, as those of some models: `_check` finds out
+        self.returns_tuples = False
         self._check(target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetView:
@@ -242,13 +245,13 @@ class TargetView:
         tokens = torch.arange(1, 5) % target.vocab_size
         expected = target.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
 
-        def run(layers: int) -> Tensor:
-            embedded = self.embed(tokens)
+        def run_first(count: int) -> Tensor:
+            """Return [4, D], the output of the first `count` layers for the four tokens, with an empty cache."""
             return self.run_layers(
-                embedded,
-                [0, 1, 2, 3],
+                self.embed(tokens),
+                positions=[0, 1, 2, 3],
                 start=0,
-                end=layers,
+                end=count,
                 cache=self.new_cache(),
             )
 
@@ -259,10 +262,10 @@ class TargetView:
         try:
             # layers that are left out must return what the others do
             with self.decoder_layers[0].register_forward_hook(note):
-                run(len(self))
-            if not is_close(self.logits(run(len(self))), expected):
+                run_first(len(self))
+            if not is_close(self.logits(run_first(len(self))), expected):
                 fault = "give other logits than the model"
-            self.logits(run(1))  # the others are left out
+            self.logits(run_first(1))  # the others are left out
         except FAILURES as error:
             fault = f"fail ({describe_failure(error)})"
         if fault:

@@ -39,7 +39,10 @@ class Curve(NamedTuple):
 
 @cache
 def read_curves(path: Path = CURVES) -> dict[str, Curve]:
-    """Return the curves of a comparison's results by method; none where the file is missing."""
+    """Return each method's curve of acceptance length over training tokens per weight of the head.
+
+    The lengths are those in COLUMN of a comparison's results; there are none where the file is missing.
+    """
     if not path.is_file():
         return {}
     results: dict[str, Any] = json.loads(path.read_text())
@@ -48,10 +51,11 @@ def read_curves(path: Path = CURVES) -> dict[str, Curve]:
     curves = {}
     for method, curve in column["curves"].items():
         points = curve["points"]
+        # one point is no curve
         if len(points) > 1:
-            # all arms of a method have heads of one size
-            count = weights[f"{method}, {points[0]['tokens']:,} tokens"]
-            per_weight = tuple(point["tokens"] / count for point in points)
+            # an arm is named "METHOD, N tokens"; all arms of a method have heads of one size, so that any gives it
+            head_weights = weights[f"{method}, {points[0]['tokens']:,} tokens"]
+            per_weight = tuple(point["tokens"] / head_weights for point in points)
             curves[method] = Curve(per_weight, tuple(point["value"] for point in points))
     return curves
 

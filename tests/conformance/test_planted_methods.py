@@ -82,12 +82,12 @@ FAULTS = {
     ),
     "reads one state ahead": Fault(
         shifted_states(1),
-        "what is drafted",
+        "accepted as far as validation says",
         "training reads other states or tokens than drafting has",
     ),
     "a level reads the token it guesses": Fault(
         {"places_behind(slots, step)": "places_behind(slots, step + (step > 1))"},
-        "what is drafted",
+        "accepted as far as validation says",
         "chains that come to level 2",
     ),
     "counts masked tokens": Fault(
@@ -101,7 +101,7 @@ FAULTS = {
     ),
     "noise of the wrong position": Fault(
         {"self.noise, self.length + 1": "self.noise, self.length"},
-        "noise is that of the places",
+        "the noise of its own position",
         "with the noise of the places [5, 6, 7], expected [6, 7, 8]",
     ),
     "validation of means": Fault(

@@ -12,6 +12,7 @@ import torch
 from transformers import BatchEncoding
 
 from eagle import Budget, Sampling, Target, Trace, beam_search, generate, load_drafter, stream
+from eagle.core.drafter import Drafter, Reads
 from eagle.decoding.goodput import Goodput
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.lookup.suffix import SuffixDrafter
@@ -307,3 +308,19 @@ def test_a_head_on_another_vocabulary_is_refused(target: Target, tmp_path: Path)
         load_drafter(tmp_path, other)
     with pytest.raises(ValueError, match="bound to a target of 96 tokens"):
         generate(other, head, PROMPT)
+
+
+def test_a_method_that_cannot_begin_a_sequence_says_what_is_missing() -> None:
+    class Unwritten(Drafter):
+        pass
+
+    class Reader(Drafter):
+        reads = Reads(texts=True)
+
+    with pytest.raises(NotImplementedError, match=r"^Unwritten cannot draft: write begin or open$"):
+        Unwritten().begin()
+    with pytest.raises(
+        NotImplementedError,
+        match=r"^Reader cannot draft without the target's texts: call open_with$",
+    ):
+        Reader().begin()

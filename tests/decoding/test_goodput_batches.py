@@ -212,7 +212,7 @@ def test_depths_of_each_row_are_the_best_of_all() -> None:
     ratios = []
     for _ in range(300):
         batch = random_batch(dice, levels)
-        limits = [dice.choice((levels, levels, 1)) for _ in batch.texts]
+        limits = [dice.choice((levels, levels, 1)) for _ in batch.forecasts]
         chosen = batch.best_levels(limits, levels)
         every = product(*(range(limit + 1) for limit in limits))
         ratios.append(batch.speed(chosen) / max(map(batch.speed, every)))

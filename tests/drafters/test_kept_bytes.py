@@ -17,7 +17,7 @@ from eagle.core.drafter import Committed, Drafter
 from eagle.core.tree import DraftTree
 from eagle.decoding.loop import Decoding
 from eagle.drafters import DRAFTERS
-from eagle.drafters.parts.text_state import PART
+from eagle.drafters.parts.text_state import WINDOW_CHUNK_TOKENS
 from eagle.drafters.self_speculation.sparse_kv import SparseKv
 from eagle.drafters.several import FirstOf
 from tests.batches import own_model
@@ -243,7 +243,7 @@ def test_a_window_bounds_what_is_kept(
 ) -> None:
     """Of a long sequence, and of each of several."""
     drafter = SparseKv(100) if kind == "sparse_kv" else head_of(target, kind, **settings)
-    long = 2 * PART
+    long = 2 * WINDOW_CHUNK_TOKENS
     expected = check(target, drafter, (long,), texts=1)
     assert forecast(target, drafter, 8 * long, 1) == expected
     assert forecast(target, drafter, 8 * long, 3) == 3 * expected

@@ -189,10 +189,10 @@ class _Plain(torch.autograd.Function):
         own_probs = torch.empty_like(scores)
         for rows, columns, hidden in _pieces(spans, query):
             key_seen, value_seen = read_columns(columns, key, value)
-            # one softmax over the sequence's columns and the block's
+            # one softmax over the sequence's columns and the block's: [k, g * n * B, m + B]
             probs = attention_probs(_flat(query, rows), key_seen, _flat(scores, rows), hidden)
-            text_probs, block_probs = probs.tensor_split([key_seen.shape[1]], dim=-1)
-            output[:, rows] = (text_probs @ value_seen).view(output[:, rows].shape)
+            seq_probs, block_probs = probs.tensor_split([key_seen.shape[1]], dim=-1)
+            output[:, rows] = (seq_probs @ value_seen).view(output[:, rows].shape)
             own_probs[:, rows] = block_probs.reshape(own_probs[:, rows].shape)
         output += own_product(own_probs, own_value)
         ctx.save_for_backward(query, key, value, own_key, own_value, output, scores, own_probs)
@@ -231,7 +231,7 @@ class _Plain(torch.autograd.Function):
 
 
 def _pieces(spans: Spans, query: Tensor) -> Iterator[tuple[slice, Sequence[slice], Tensor]]:
-    """Yield pieces of rows as `split_pieces` does, with a mask for each token of their blocks."""
+    """Yield pieces of anchor rows as `split_pieces` does, with a row of the mask for each token of their blocks."""
     size = query.shape[2]
     max_rows = PIECE.get(query.dtype, PIECE_ELSE) // size
     for rows, columns, hidden in split_pieces(spans, 0, query, max(max_rows, 1)):

@@ -48,11 +48,12 @@ class DFlash(InjectedHead):
         """
         settings = self.settings
         anchors, states = self.read_anchors(batch, frozen)
-        tokens = anchors.tokens_of(batch)
+        tokens = anchors.tokens_of(batch)  # [A, K]
         # L = sum_ak w_k * CE(q_ak) / divisor, with w_k = e^(-k / decay), or D-PACE's weights
         weights = anchors.reached * self.level_shares(batch)
         if settings.d_pace:
-            paces = pace_levels(states, tokens, anchors.reached, frozen)
+            paces = pace_levels(states, tokens, anchors.reached, frozen)  # [A, K]
+            # "weights" divides by the sum of all paces of a step, which only a forward knows: batches are counted first
             if count:
                 return {"divisor": paces.sum()}
             if not self.counts_by_forward:

@@ -183,13 +183,16 @@ class PathLevels(FollowsRows):
         return self._read_tokens(depth)
 
     def confidence(self, depth: int, rows: list[int]) -> Tensor:
-        """Return [B, R], of the nodes whose logits were given last, or [B, 1] of all, and of the roots at depth 0."""
+        """Return how likely the guess after each node is accepted: [B, R], or [B, 1] for all nodes of a level.
+
+        The nodes are those whose logits were returned last, at depth 0 the roots.
+        """
         state = pick_rows(self.states[:, depth : depth + 1], rows)
         tokens = self.tokens if depth else pick_rows(self.roots, rows)
         return self.head.rate(state, tokens).sigmoid()
 
     def _read_tokens(self, depth: int) -> Tensor:
-        """Return the logits after the last level's tokens; the memories of their paths hold these from now on."""
+        """Return the logits [B, R, V] after a level's tokens, and add the tokens to the memories of their paths."""
         level = slice(depth, depth + 1)
         logits = pick_rows(self.slot_logits[:, level], self.rows)
         bias = self.head.bias
@@ -209,7 +212,7 @@ class DSparkSettings(InjectedSettings):
     kind: Literal["dspark"] = "dspark"
     # tokens read at once: the last accepted token, then mask tokens
     slots: int = Field(7, ge=2, le=MOST_LEVELS)
-    # each slot predicts the next token; else the token at its own place
+    # each slot predicts the next token; else the token at its own position
     sample_from_anchor: bool = True
     decay: float | None = Field(4.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
     # what makes biases from the token before
@@ -328,7 +331,8 @@ class DSpark(InjectedHead):
             total = batch.progress * total + (1 - batch.progress) * unbiased
         losses = {"total": total, "draft_probs": total.detach()}
         if self.confidence_head is not None:
-            # a level is accepted with probability sum min(p, q), its overlap with the target
+            # a level is accepted with probability sum min(p, q), its overlap with the target, if the tokens before it
+            # are the sequence's: [A, K]
             roots = anchors.tokens_at(batch, -1)[:, None]
             previous = torch.cat([roots, anchors.tokens_of(batch)[:, :-1]], dim=1)
             rated = self.rate(states, previous).to(overlaps.dtype)

@@ -69,7 +69,7 @@ class InjectedSettings(Section):
     blocks: int = Field(5, ge=1)  # transformer blocks that are stacked
     # tokens read at once: the last accepted token, then mask tokens
     slots: int = Field(16, ge=2, le=MOST_LEVELS)
-    # each slot predicts the next token; else the token at its own place
+    # each slot predicts the next token; else the token at its own position
     sample_from_anchor: bool = False
     causal: bool = False  # a slot sees only earlier slots of its block
     qk_norm: bool = True  # norm queries and keys by head, as Qwen3 does
@@ -79,9 +79,9 @@ class InjectedSettings(Section):
     intermediate_size: int | None = None
     # how its linear layers start: as torch draws them, or "normal": N(0, 0.02)
     linears: Linears = "uniform"
-    anchors: int = Field(512, ge=1)  # places of a text from which blocks are trained
+    anchors: int = Field(512, ge=1)  # slots of a sequence from which blocks are trained
     decay: float | None = Field(7.0, gt=0)  # level d has the weight e^(-d / decay) in the loss
-    # of the loss: the sum of the weights, or "reached": how many places have one
+    # of the loss: the sum of the weights, or "reached": how many tokens have one
     divisor: Divisor = "weights"
 
 
@@ -115,8 +115,8 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         layers = target_config.num_hidden_layers
         usual = tuple(range(1, layers)) or (0,)
         if layers > 7:
-            # five layers, evenly spread from the second to the last but three; halves are rounded before the one is
-            # added: the published code counts a layer's output, a tap the next input
+            # five layers, evenly spread from the second to the last but three. The published code rounds the index of a
+            # layer's output; a tap is the next layer's input, so that the one is added after rounding.
             usual = tuple(1 + round(1 + i * (layers - 4) / 4) for i in range(5))
         return check_taps(settings.taps or usual, layers)
 
@@ -232,12 +232,12 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
     def read_anchors(self, batch: Batch, frozen: TargetHead) -> tuple[Anchors, Tensor]:
         """Return anchors sampled from each sequence, and the states [A, K, H] of the blocks after them."""
-        anchors = Anchors.drawn(batch, self.levels, self.settings.anchors)
-        context = self.inject_texts(batch)
+        anchors = Anchors.sampled(batch, self.levels, self.settings.anchors)
+        context = self.inject_sequences(batch)
         roots = anchors.tokens_at(batch, -1)
         return anchors, self.read_blocks(batch, frozen, context, anchors.spans, roots=roots)
 
-    def inject_texts(self, batch: Batch) -> list[Pair]:
+    def inject_sequences(self, batch: Batch) -> list[Pair]:
         """Return every block's keys and values [k, N, w] of the features of all slots of the sequences."""
         token_indices, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps).index_select(0, token_indices).to(self.dtype)
@@ -260,13 +260,14 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         """Return [A, K, H], the normed states that predict tokens.
 
         Args:
-            context: every block's keys and values of all slots, from `inject_texts`.
+            context: every block's keys and values of all slots, from `inject_sequences`.
             spans: the slots after which blocks are read.
             roots: the blocks' first tokens [A].
         """
         size = self.settings.slots
         state = self.embed_slots(roots, frozen).flatten(0, 1)  # [A * B, H]
         _, positions, _ = text_slots(batch, state.device)
+        # [A, B]: the root of a block comes right after its anchor
         anchor_positions = positions.index_select(0, spans.rows)[:, None]
         block_positions = anchor_positions + torch.arange(1, 1 + size, device=state.device)
         tables = self._tables_of(batch, state)(block_positions.flatten())
@@ -314,9 +315,9 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, D] at all supervised slots, and their LM head."""
         anchors = Anchors.everywhere(batch, self.levels)
-        context = self.inject_texts(batch)
+        context = self.inject_sequences(batch)
         roots = anchors.tokens_at(batch, -1)
-        # some anchors at a time, as every one has a whole block
+        # some anchors at a time, as each of them has the states of a whole block in memory
         chunks = []
         done = 0
         for spans in anchors.spans.split(ANCHORS_AT_ONCE):
@@ -351,10 +352,10 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return text_bytes(self.layers, tokens + int(self.settings.slots))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
-        """Return a function to time: a block after `context` tokens, with its logits.
+        """Return a function to time.
 
-        It also makes keys and values of the rows that are more than a block. Where all rows are scored of a head whose
-        levels read tokens, it is a level without a forward of blocks.
+        It is the forward of a block after `context` tokens, with its logits, which also makes keys and values of the
+        rows beyond the block. Where all rows are scored and levels read tokens, it is one level, which runs no blocks.
         """
         requests = [DraftRequest(0, 0, Budget())]
         weight = self.fc.weight

@@ -42,7 +42,7 @@ class InjectedState(TextState):
     ) -> dict[int, DraftTree]:
         """Return trees of the levels that one forward gives, once the features of committed tokens are injected."""
         self.take_rows(list(updates))
-        # rows of very different numbers of tokens are not padded to one another
+        # rows with very different numbers of new tokens are not padded to one another
         for group in split_ragged({row: len(update.tokens) for row, update in updates.items()}):
             features = [updates[row].features for row in group]
             self.inject(
@@ -70,7 +70,7 @@ class InjectedState(TextState):
         return trees
 
     def take_rows(self, rows: Sequence[int]) -> list[int]:
-        """Return the cache rows of these rows; a new one for each that is asked for the first time."""
+        """Return the index in the cache's batch of each of these rows; a row that is new gets one."""
         self._take_slots([row for row in rows if row not in self.rows])
         return [self.rows.index(row) for row in rows]
 
@@ -85,7 +85,7 @@ class InjectedState(TextState):
         tables = rotary_tables(head.rotary, padded, slot_positions(starts, counts, self.device))
         cache.set_write_offset(cache_rows, starts)
         for block, block_cache in zip(head.layers, self.blocks, strict=True):
-            # no block reads the fused features but through its keys and values
+            # blocks read the fused features only as keys and values, so that no queries are made of them
             attention = block.self_attn
             key = attention.k_proj(padded).unflatten(-1, (-1, attention.width)).transpose(1, 2)
             value = attention.v_proj(padded).unflatten(-1, (-1, attention.width)).transpose(1, 2)
@@ -107,7 +107,8 @@ class InjectedState(TextState):
             head.rotary, state, slot_positions(lengths, [size] * len(cache_rows), self.device)
         )
 
-        # columns between the end of a shorter sequence and the blocks are hidden
+        # blocks of all rows begin at column `start`: columns between the end of a shorter sequence and its block are
+        # hidden
         committed = torch.zeros(1, start, dtype=self.dtype, device=self.device)
         if min(lengths) < start:
             ends = upload(torch.tensor(lengths)[:, None], self.device)
@@ -140,7 +141,10 @@ class SlotLevels:
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, 1, V], the logits after the nodes of one level."""
+        """Return [B, 1, V], the logits that all nodes of a level share.
+
+        One forward made those of every level, so that the tokens on the way to a node and its ancestors do not matter.
+        """
         return pick_rows(self.logits[:, depth : depth + 1], rows)
 
 
@@ -152,7 +156,7 @@ def grow_slots(
 ) -> list[DraftTree]:
     """Return the tree of each request from the states [B, K, H] of its levels."""
     requests = [replace(request, budget=request.budget.within(head.levels)) for request in requests]
-    # logits of deeper levels than any tree has are not computed
+    # no logits of levels that are deeper than every tree
     max_depth = max(1, *(request.budget.depth for request in requests))
     levels = open_levels(head, requests, states[:, :max_depth])
     confidence = levels.confidence if head.rates_nodes else None

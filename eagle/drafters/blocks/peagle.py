@@ -56,7 +56,7 @@ class PeagleSettings(FusedSettings):
     keep_least: float = Field(0.2, ge=0, le=1)  # lowest share of all slots, at every depth
     # the token that mask slots read; by default the last of the vocabulary
     mask_token: int | None = None
-    # of the loss: each text a mean over its rows, or "reached": all alike
+    # of the loss: each sequence a mean over its rows, or "reached": all alike
     divisor: Literal["texts", Divisor] = "texts"
 
 
@@ -130,11 +130,11 @@ class Peagle(FusedHead):
         settings = self.settings
         counts = draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least)
         masks = MaskRows.of(counts, batch.tokens.device)
-        places, slot_states, mask_states = self.read_masks(batch, frozen, masks)
+        token_indices, slot_states, mask_states = self.read_masks(batch, frozen, masks)
         weights = self.row_weights(batch, masks, len(slot_states))
         if self.drafts is not None:
-            weights = weights * self.t2d[batch.tokens.index_select(0, places + 2)]
-        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+            weights = weights * self.t2d[batch.tokens.index_select(0, token_indices + 2)]
+        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, token_indices + 1)
         # slots and masks are rows of one step: L = sum_r w_r D(p_r, q_r)
         total, _ = distillation_loss(
             self.norm(torch.cat([slot_states, mask_states]))[None],
@@ -152,7 +152,7 @@ class Peagle(FusedHead):
         depths = torch.arange(self.levels)
         reached = []
         for mask, seed in zip(masks, seeds, strict=True):
-            # the sample is that of `forward`, as the seed decides it
+            # `forward` samples the same masks, as the seed decides it
             counts = draw_text_masks(
                 mask[2:], seed, self.levels - 1, settings.keep, least=settings.keep_least
             )
@@ -166,7 +166,7 @@ class Peagle(FusedHead):
         dtype = self.fc.weight.dtype
         device = batch.tokens.device
         if self.settings.divisor == "texts":
-            return upload((weigh_texts(batch, masks) / max(*divisors, 1)).to(dtype), device)
+            return upload((weigh_sequences(batch, masks) / max(*divisors, 1)).to(dtype), device)
         shares = level_shares([1.0] * self.levels, divisors, dtype, device)
         depths = F.pad(masks.depths, (slots, 0))  # 0 at the slots themselves
         return shares.index_select(0, depths)
@@ -202,12 +202,12 @@ class Peagle(FusedHead):
         slot_states = read_rows(
             self.layers[-1], inputs, tables, context[-1], spans=spans, run=self._run
         )
-        # a mask stands as far after its slot as its depth says
+        # the mask of depth d has the position d after that of its slot
         tables = tables_at(positions.index_select(0, masks.spans.rows) + masks.depths)
         mask_states = self._read_blocks(frozen, masks, tables, context)
         rows = torch.cat([spans.rows, masks.spans.rows])
-        places = slots.index_select(0, rows) + F.pad(masks.depths, (len(spans.rows), 0))
-        return places, slot_states, mask_states
+        token_indices = slots.index_select(0, rows) + F.pad(masks.depths, (len(spans.rows), 0))
+        return token_indices, slot_states, mask_states
 
     def _read_blocks(
         self,
@@ -305,16 +305,21 @@ class MaskRows:
     groups: list[tuple[Spans, int]]  # the slots among all, and how many masks each of them has
     spans: Spans  # [E], the slot of each mask
     depths: Tensor  # [E], from 1 on
-    texts: list[tuple[int, int]]  # which sequence the next so many masks are of
+    runs: list[tuple[int, int]]  # the sequence of the next masks, and how many they are
 
     @classmethod
     def of(cls, masks: Sequence[Tensor], device: torch.device) -> MaskRows:
-        """Return the masks after each sequence's slots, by how many [T - 2] come after each."""
+        """Return the masks after the slots of sequences.
+
+        Args:
+            masks: [T - 2] of each sequence, how many masks come after each slot.
+            device: Where the rows are used.
+        """
         groups = []
-        runs = []
+        spans_runs = []
         rows = []  # by run
         depths = [torch.empty(0, dtype=torch.long)]
-        texts = []
+        runs = []
         lengths = [len(counts) for counts in masks]
         begins = list(accumulate(lengths, initial=0))
         max_count = max((int(counts.max()) for counts in masks if len(counts)), default=0)
@@ -322,18 +327,18 @@ class MaskRows:
             slots = [(counts == size).nonzero()[:, 0] for counts in masks]
             if any(map(len, slots)):
                 groups.append((Spans.at(slots, lengths, device), size))
-            for text, members in enumerate(slots):
+            for seq, members in enumerate(slots):
                 if not len(members):
                     continue
-                # masks attend from the row of their slot, so that row stands there once for each
-                run = (begins[text] + members).repeat_interleave(size).tolist()
+                # masks attend from the row of their slot, which comes once for each of its masks
+                run = (begins[seq] + members).repeat_interleave(size).tolist()
                 rows.append(run)
-                runs.append((begins[text], run[0], run[-1] + 1))
+                spans_runs.append((begins[seq], run[0], run[-1] + 1))
                 depths.append(torch.arange(1, size + 1).repeat(len(members)))
-                texts.append((text, len(run)))
+                runs.append((seq, len(run)))
         all_rows = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.long)
-        spans = Spans(upload(all_rows, device), runs, sum(lengths), scattered=tuple(rows))
-        return cls(groups, spans, upload(torch.cat(depths), device), texts)
+        spans = Spans(upload(all_rows, device), spans_runs, sum(lengths), scattered=tuple(rows))
+        return cls(groups, spans, upload(torch.cat(depths), device), runs)
 
     def attend(self, query: Tensor, context: Pair, mask_pair: Pair, kernel: Any = None) -> Tensor:
         """Return [h, E, w], what masks see of their sequences and of the masks before them.
@@ -346,11 +351,11 @@ class MaskRows:
         """
         if not self.groups:
             return query
-        texts: Pair | None = None
+        seen_before: Pair | None = None  # what all masks see of their sequences
         if kernel or query.device.type not in ATTEND:
             # one kernel call for all masks, as each size of a group would compile another
             output, log_sum = read_texts(query, *context, self.spans, kernel)
-            texts = output, log_sum[..., None]
+            seen_before = output, log_sum[..., None]
         attended = []
         done = 0
         for spans, size in self.groups:
@@ -358,10 +363,10 @@ class MaskRows:
             done = rows.stop
             mask_query = _by_slot(query, rows, size)
             key, value = (_by_slot(tensor, rows, size) for tensor in mask_pair)
-            if texts is None:
+            if seen_before is None:
                 seen = attend_block(mask_query, *context, spans, (key, value), causal=True)
             else:
-                output, log_sum = (_by_slot(tensor, rows, size) for tensor in texts)
+                output, log_sum = (_by_slot(tensor, rows, size) for tensor in seen_before)
                 seen = add_blocks(output, log_sum, mask_query, (key, value), causal=True)
             attended.append(seen.flatten(1, 2))
         return torch.cat(attended, dim=1)
@@ -395,8 +400,8 @@ def draw_text_masks(
 ) -> Tensor:
     """Return [T - 2], how many masks come after each slot of a sequence (COD: conditional drop of tokens).
 
-    Of n supervised slots of one answer, n - d could have d masks. A share max(keep^d, least) of them has, sampled from
-    those that have d - 1 and whose answer continues.
+    Of n supervised slots of one answer, n - d could have d masks. A share max(keep^d, least) of these gets them,
+    sampled from the slots that have d - 1 and whose answer continues.
 
     Args:
         supervised: [T - 2], the supervised slots.
@@ -420,17 +425,17 @@ def draw_text_masks(
     return counts
 
 
-def weigh_texts(batch: Batch, masks: MaskRows) -> Tensor:
+def weigh_sequences(batch: Batch, masks: MaskRows) -> Tensor:
     """Return [S + E], the weights of supervised slots and masks: each row of a sequence weighs the same.
 
     A sequence weighs as much as it has supervised slots, however many masks they have.
     """
     slots = [int(supervised.sum()) for supervised in supervised_slots(batch)]
     rows = list(slots)
-    for text, count in masks.texts:
-        rows[text] += count
+    for seq, count in masks.runs:
+        rows[seq] += count
     weights = []
-    for text, count in [*enumerate(slots), *masks.texts]:
-        share = slots[text] / max(rows[text], 1)
+    for seq, count in [*enumerate(slots), *masks.runs]:
+        share = slots[seq] / max(rows[seq], 1)
         weights.append(torch.full((count,), share, dtype=torch.float64))
     return torch.cat(weights)

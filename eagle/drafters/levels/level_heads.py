@@ -303,11 +303,13 @@ class LevelState:
         for row, update in updates.items():
             assert update.features is not None
             self.lengths[row] += len(update.tokens)
-            # only the last state is read: heads have no cache
+            # [A, 1, H] of one tap: heads have no cache, and read only the state of the last token
             features.append(update.features[-1:, 0])
+            # the root has position `length`, and the first drafted token the next one
             requests.append(
                 DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
             )
+        # [B, H], where the target's LM head lies
         states = torch.cat(features).to(self.head.frozen[0].weight.device, self.head.dtype)
         return dict(zip(updates, grow_levels(self.head, requests, states), strict=True))
 

@@ -90,11 +90,13 @@ class NgramText:
         """Append the tokens; the n-grams that end the text come into the index once something follows them."""
         text = self.text
         if text:
-            tokens = tokens[1:]  # the first is the last root
+            # the first is the root of the last cycle, which the text has already
+            tokens = tokens[1:]
         for token in tokens:
             end = len(text)
             for size in self.sizes:
                 if size <= end:
+                    # `latest` has the position after the n-gram, and `earlier` leads on to the one before it
                     gram = tuple(text[end - size :])
                     if gram in self.latest:
                         self.earlier[size, end] = self.latest[gram]

@@ -39,10 +39,14 @@ class Automaton:
         self.end = self.whole  # the state of its last `limit` tokens
 
     def add(self, token: int) -> None:
-        """Append a token: two states at most, and as many links as it has counted suffixes that end elsewhere too."""
+        """Append a token to the text, and count one more occurrence of its suffixes of at most `limit` tokens.
+
+        This adds two states at most. Counting takes a step for each state on the chain of suffix links.
+        """
         state = self.whole
         size = self.lengths[state] + 1
-        new = self._state({}, size, 0, size)
+        # count 0: the last loop adds this occurrence
+        new = self._state({}, length=size, count=0, latest=size)
         self.whole = new
         # every ending of the text that has not been followed by this token now is
         while token not in self.next[state]:
@@ -51,9 +55,11 @@ class Automaton:
                 break
             state = self.links[state]
         else:
+            # the longest suffix of the new text that occurred before
             self.links[new] = self._exactly(state, token)
-        kept = self.shorten(self.end, self.limit - 1)
-        self.end = self.next[kept][token]
+        # the last `limit` tokens: those before the new one are shortened to make room for it
+        shortened = self.shorten(self.end, self.limit - 1)
+        self.end = self.next[shortened][token]
         # all suffixes of the last `limit` tokens occurred once more
         state = self.end
         while state:
@@ -122,13 +128,15 @@ Node = tuple[int, int, float]  # token, parent, and log of how likely the path i
 
 
 def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) -> Iterator[Node]:
-    """Yield the tree of what followed a match of `length` tokens, likeliest nodes first.
+    """Yield (token, parent, log-likelihood) of the tree of what followed a match, likeliest nodes first.
 
-    The first is the root, whose token is SEAM. A path is as likely as its tokens followed one another in the past,
+    `match` is the automaton's state for the match, which has `length` tokens.
+    The first node is the root, whose token is SEAM. A path is as likely as its tokens followed one another in the past,
     times n / (n + d): so likely a match of n tokens is taken to go on for d more. Of the bench target's greedy answers
     it went on for one more in 41, 61, 72, 78, 80 and 83% (n = 1 to 6, where the past knew one continuation).
     """
     # minus the likelihood, so that a heap gives the likeliest; place and rank break ties
+    # entries: -likelihood, place and rank, then parent, token, state and level of the node
     heap = [(-1.0, 0, 0, -1, SEAM, match, 0)]
     for place in count():
         if not heap:
@@ -137,8 +145,10 @@ def likeliest(past: Automaton, match: int, length: int, depth: int, width: int) 
         yield token, parent, log(-minus_likelihood)
         if level == depth:
             continue
+        # one level's factor: over d levels their product is n / (n + d)
         minus_likelihood *= (length + level) / (length + level + 1)
-        # the end of the past is the match itself: there it is copied over itself, as in LZ77
+        # a state without followers is the end of the past, which ends with the match: it goes on with what followed the
+        # match, as LZ77 copies a run over itself
         followers = past.followers(state if past.next[state] else match, width)
         for rank, (share, token, child) in enumerate(followers):
             heappush(heap, (minus_likelihood * share, place, rank, place, token, child, level + 1))

@@ -1,6 +1,6 @@
 """The building blocks of trained heads: Llama blocks with their own cache, and rotary tables."""
 
-# B batch, T tokens, N rows of all texts, H width, w of a head
+# B batch, T tokens, N rows of all sequences, H width, w of a head
 
 from __future__ import annotations
 
@@ -48,7 +48,15 @@ def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 
 def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
-    """Return the config of a Llama head for a target, with one layer by default: engines load no other shape."""
+    """Return the config of a head for a target, by default with one layer.
+
+    It is a Llama's, as inference engines load heads of no other kind.
+
+    Args:
+        target_config: Gives the sizes; those that it does not name are usual ones.
+        overrides: Sizes to take in place of these.
+    """
+    # where layers differ, the config of the commonest kind of layer
     target_config = typical_config(target_config, SHAPE_KEYS)
     width = target_config.hidden_size
     has_heads = bool(getattr(target_config, "num_attention_heads", None))
@@ -69,9 +77,11 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
         value = getattr(target_config, key, None)
         sizes[key] = defaults.get(key) if value is None else value
     if not isinstance(sizes["intermediate_size"], int):
-        sizes["intermediate_size"] = max(sizes["intermediate_size"])  # one for each layer
+        # some configs list one for each layer
+        sizes["intermediate_size"] = max(sizes["intermediate_size"])
     if not has_heads:
-        sizes["head_dim"] = width // heads  # the config's is that of something else
+        # a target without attention may use the name for heads of another kind, as a state space model's
+        sizes["head_dim"] = width // heads
     shape: Any = LlamaConfig(
         **{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False
     )
@@ -237,7 +247,10 @@ class Block(nn.Module):
         return self.self_attn.q_proj(inputs[0]), inputs[1]
 
     def add_mlp(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return x + MLP(norm(x)), after attention."""
+        """Return x + MLP(norm(x)), after attention, with x [B, T, H] or, in training, [N, H].
+
+        With a cache, one product with its joined matrices gives gate and up.
+        """
         norm = self.post_attention_layernorm
         mlp = self.mlp
         if cache is not None:
@@ -245,7 +258,7 @@ class Block(nn.Module):
             return x + mlp.down_proj(F.silu(gate).mul_(up))
         if x.dim() > 2 or not torch.is_grad_enabled():
             return x + mlp(norm(x))
-        # in training: keeps fewer tensors for the backward pass than autograd
+        # takes [N, H] alone, and keeps fewer tensors for the backward pass than autograd
         matrices = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
         return SwiGLUResidual.apply(x, norm.weight, norm.variance_epsilon, *matrices)
 

@@ -35,7 +35,7 @@ class Objective:
     top: float = 0.0
     top_k: int = 10
     blend: float | None = None  # of a hybrid
-    tokens: float = 0.0  # what the likelihood of the texts' own tokens counts in addition to the teacher's probs
+    tokens: float = 0.0  # weight of the sequences' own tokens, beside the teacher's probs
 
 
 def compare_with(taught: Tensor, objective: Objective, named: Tensor | None = None) -> Compare:

@@ -14,12 +14,12 @@ from torch import Tensor
 from eagle.device import upload
 
 Divisor = Literal["slots", "reached", "weights", "levels"]
-"""With the weight w_k of level k, the sum of w_k * loss_kr over the places that drafts reach is divided by
+"""With the weight w_k of level k, the sum of w_k * loss_kr over the tokens that drafts reach is divided by
 
 - slots: how many slots (or anchors) the drafts begin from
-- reached: how many places they reach on all levels together, which a mask counts
-- weights: the sum of these places' weights
-- levels: each level by how many places are reached on it
+- reached: how many tokens they reach on all levels together, which a mask counts
+- weights: the sum of these tokens' weights
+- levels: each level by how many tokens are reached on it
 """
 
 
@@ -31,7 +31,7 @@ def reached_levels(mask: Tensor, slots: Tensor, levels: int) -> Tensor:
 
 
 def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) -> tuple[float, ...]:
-    """Return one number for all levels, or one for each, from [R, K] on the host; numbers of texts add up to a step."""
+    """Return one number for all levels, or one for each, from [R, K] on the host; a step adds up its sequences'."""
     if divisor == "slots":
         return (float(len(reached)),)
     counts: list[int] = reached.sum(0).tolist()
@@ -48,7 +48,7 @@ def level_shares(
     """Return [K], each level's weight over its divisor."""
     if len(divisors) == 1:
         divisors = [*divisors] * len(weights)
-    # a divisor of 0 belongs to places that are not reached
+    # a divisor of 0 belongs to tokens that no draft reaches
     shares = [weight / (divisor or 1.0) for weight, divisor in zip(weights, divisors, strict=True)]
     wide = torch.promote_types(dtype, torch.float32)
     return upload(torch.tensor(shares, dtype=wide), device)

@@ -1,6 +1,6 @@
 """Growing trees level by level, in a fixed shape or along the drafter's likeliest paths."""
 
-# B rows of text, K nodes of one level, R of all levels, C candidates, N nodes of a tree
+# B sequences, K nodes of one level, R of all levels, C candidates, N nodes of a tree, S columns of committed tokens
 # V vocabulary, D draft vocabulary
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ NOTHING = int(torch.tensor(-math.inf).view(torch.int32))
 
 
 class FollowsRows:
-    """A `RowsLevel` that remembers the level above; rows leave it as their trees end."""
+    """A `RowsLevel` that keeps tensors of the level above; rows leave them as their trees end."""
 
     rows: list[int]  # of the level above
 
     def keep_rows(self, rows: list[int], *parts: Tensor) -> list[Tensor]:
-        """Return the rows of tensors [B, ..] that grow on."""
+        """Return the rows that still grow of tensors [B, ..], whose rows are those of the level above."""
         indices = [self.rows.index(row) for row in rows]
         self.rows = rows
         return [pick_rows(part, indices) for part in parts]
@@ -53,18 +53,18 @@ class FollowsRows:
 
 
 def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
-    """Return the additive mask [B, 1, groups * K, S + R] by which a level's nodes see the text and their own path.
+    """Return the additive mask [B, 1, groups * K, S + R] by which a level's nodes see their sequence and own path.
 
     Args:
-        committed: [B or 1, S], 0 at columns that a row's text fills, the lowest number after them.
+        committed: [B or 1, S], 0 at columns that a row's sequence fills, the lowest number after them.
         seen: [B, K, R], the ancestors of each node, and the node.
         groups: How many query heads share a key, and become rows of one head.
     """
     rows, count, _ = seen.shape
     draft = torch.where(seen, *_mask_values(committed.dtype, committed.device))
-    text_mask = committed[:, None, None].expand(rows, groups, count, -1)
+    committed_mask = committed[:, None, None].expand(rows, groups, count, -1)
     draft_mask = draft[:, None].expand(-1, groups, -1, -1)
-    return torch.cat([text_mask, draft_mask], dim=-1).flatten(1, 2)[:, None]
+    return torch.cat([committed_mask, draft_mask], dim=-1).flatten(1, 2)[:, None]
 
 
 @cache
@@ -114,11 +114,12 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
     nodes = {path: 0 for path in above}  # of the whole tree, by path
     parents = [-1]
     for length in range(1, depth + 1):
-        # siblings in the order of their ranks
+        # the paths of this level, siblings in the order of their ranks
         level = sorted(path for path in set(paths) if len(path) == length)
         for path in level:
             parents.append(nodes[path[:-1]])
             nodes[path] = len(nodes)
+        # only nodes with children are read
         followed = {path[:-1] for path in paths} if length < depth else set()
         inner = [path for path in level if path in followed]
         rows = torch.tensor([above.index(path[:-1]) for path in level])
@@ -168,7 +169,7 @@ def grow(
         level: Gives the logits of the next level.
         budget: The size or the shape of the tree.
         noise: The target's sampling noise; None if it is greedy.
-        place: The position where the root's children will stand.
+        place: The position of the root's children.
         drafts: [D], the draft vocabulary; None for all tokens.
         sharpness: What logits are multiplied by where the budget does not say.
     """
@@ -252,6 +253,7 @@ def _grow_group(
     for depth in range(1, trees.depth + 1):
         trees.add_level(depth - 1, logits)
         is_last = depth == trees.depth
+        # by their indices in the group
         ended = [
             index
             for index, request in enumerate(trees.requests)
@@ -341,7 +343,7 @@ class _DynamicTrees(_Trees):
         if is_sure is not None:
             log_probs = log_probs.masked_fill(~is_sure[..., None], -math.inf)
         # one row of logits may stand for all nodes
-        tokens = tokens.expand(-1, self.totals.shape[1], -1)
+        tokens = tokens.expand(-1, self.totals.shape[1], -1)  # [B, K, children]
         likelihoods = self.totals[..., None] + log_probs
         self.tokens.append(tokens.flatten(1))
         self.parents.append(self.frontier)
@@ -358,7 +360,9 @@ class _DynamicTrees(_Trees):
         leaves_out = self.budget.confidence is not None
         if leaves_out:
             columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
-        return DeviceTrees([self.rows[row] for row in rows], columns, levels, sheds=leaves_out)
+        return DeviceTrees(
+            [self.rows[row] for row in rows], columns, levels, leaves_nodes_out=leaves_out
+        )
 
     def keep(self, indices: list[int]) -> None:
         """Continue with these rows only."""
@@ -371,6 +375,7 @@ class _DynamicTrees(_Trees):
         """Return tokens [B, K], parents [B, K] and ancestors [B, K, R] of the nodes to read next."""
         likelihoods = self.likelihoods[-1]
         best = likelihoods.topk(min(self.width, likelihoods.shape[1]))
+        # candidates stand parent after parent, each with as many children: [B, C] -> [B, K]
         parents = best.indices // (likelihoods.shape[1] // self.totals.shape[1])
         self.totals = best.values
         self.frontier = self.count + best.indices
@@ -383,9 +388,14 @@ class _DynamicTrees(_Trees):
 
 
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
-    """Return [B, 3, N], tokens, parents and bits of the best candidates [B, C].
+    """Return [B, 3, N]: tokens, parents and the bits of log-likelihoods of the best candidates.
 
-    Candidate i is the parent i + 1, and the root is 0. Each of the `parents` has as many candidates, in a row.
+    Args:
+        tokens: [B, C], of all levels.
+        parents: The number of each parent: 0 is the root, i + 1 is candidate i. Each has as many candidates, one after
+            the other.
+        likelihoods: [B, C], logs.
+        nodes: The most candidates to keep.
     """
     parents = parents[..., None].expand(-1, -1, tokens.shape[1] // parents.shape[1]).flatten(1)
     # at a tie the candidate that comes first is better, so that no child loses its parent
@@ -457,7 +467,9 @@ class _FixedTrees(_Trees):
         parents = self.parents[: 1 + tokens.shape[2]]
         is_partial = self.is_unfinished is not None
         numbers = [self.rows[row] for row in rows]
-        return DeviceTrees(numbers, tokens, levels, parents=parents, probs=probs, sheds=is_partial)
+        return DeviceTrees(
+            numbers, tokens, levels, parents=parents, probs=probs, leaves_nodes_out=is_partial
+        )
 
     def keep(self, indices: list[int]) -> None:
         """Continue with these rows only."""

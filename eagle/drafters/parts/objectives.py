@@ -32,7 +32,7 @@ AT_ONCE = {"cpu": 1 << 17}
 AT_ONCE_ELSEWHERE = 1 << 25
 
 Loss = Literal[Kind, "tokens"]
-"""A divergence from the target's probs, or "tokens": cross-entropy of the text's next token."""
+"""A divergence from the target's probs, or "tokens": cross-entropy of the sequence's next token."""
 
 
 # -- LM heads ---------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class BiasedHead:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The tokens [S] that stand in the texts, and a buffer for the overlap of student and teacher there [K, S]."""
+    """The tokens [S] of the sequences themselves, and a buffer [K, S] for the overlap of student and teacher there."""
 
     tokens: Tensor
     overlaps: Tensor
@@ -208,7 +208,7 @@ def distillation_loss(
         heads: The student's, one for all steps or one for each, and the teacher's.
         objective: The divergence.
         dtype: The precision of the student's products.
-        named: The texts' own tokens: they count as the objective says, and all overlaps are written down.
+        named: The sequences' own tokens: they count as the objective says, and all overlaps are written down.
     """
     students, frozen = heads
     students = students if isinstance(students, Sequence) else [students]
@@ -309,22 +309,31 @@ class _ChunkDistiller:
         steps: int,
         chunks: Sequence[slice],
     ) -> None:
+        """Allocate what all chunks use in turn.
+
+        Args:
+            settings: The student heads, and the teacher's head where the teacher is a state.
+            grads: Buffers for the gradients of the students' weights, then of their biases; None where none is wanted.
+            steps: The draft steps: each has logits of its own for every row of a chunk, and the teacher's serve all.
+            chunks: The rows that are worked on at a time.
+        """
         self.settings = settings
         self.grad_weights = grads[: len(settings.students)]
         self.grad_biases = grads[len(settings.students) :]
-        # one allocation each: an allocator would lay the logits of every chunk beside those of the last
+        # allocated once, for the largest chunk: fresh tensors would leave the logits of two chunks in memory at a time
         rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        weight = settings.students[0].weight
+        weight = settings.students[0].weight  # [V, D]; the others have its size and precision
         self.logits = weight.new_empty(rows * steps, len(weight))
         self.target_logits: Tensor | None = None
         if settings.frozen is not None:
             target_weight = settings.frozen.weight
             self.target_logits = target_weight.new_empty(rows, len(target_weight))
-        # products of another precision than the gradient cannot be added to it in one operation
-        self.product: Tensor | None = None
+        # gradients are summed in fp32 or better, and addmm adds only a product of the same precision: one of weights in
+        # half precision goes here first
+        self.grad_product: Tensor | None = None
         grad_weight = grads[0]
         if grad_weight is not None and grad_weight.dtype != weight.dtype:
-            self.product = torch.empty_like(weight)
+            self.grad_product = torch.empty_like(weight)
 
     def __call__(
         self, rows: slice, student: Tensor, teacher: Tensor, weights: Tensor
@@ -334,7 +343,7 @@ class _ChunkDistiller:
         steps, count, _ = student.shape
         if self.settings.frozen is not None and self.target_logits is not None:
             teacher = self.settings.frozen.logits(teacher, out=self.target_logits[:count])
-        # flat, as products of three dimensions copy the matrix
+        # [K * R, D], as products of three dimensions copy the matrix
         hidden = student.flatten(0, 1).to(heads[0].weight.dtype)
         hidden_by_head = hidden.chunk(len(heads))
         buffers = self.logits[: len(hidden)].chunk(len(heads))
@@ -343,6 +352,7 @@ class _ChunkDistiller:
         for head, states, buffer in zip(heads, hidden_by_head, buffers, strict=True):
             logits.append(head.logits(states, out=buffer))
             slopes.append(head.slope(logits[-1], states))
+        # heads may be one for all steps: K tensors [R, V]
         logits_by_step: list[Tensor] = []
         for head_logits in logits:
             logits_by_step += head_logits.chunk(steps // len(heads))
@@ -374,7 +384,7 @@ class _ChunkDistiller:
             if grad_weight is not None:
                 # a biased head's matrix reads the codes alone
                 inputs = weighted[index][:, -grad_weight.shape[1] :]
-                _add_product_(grad_weight, grad.T, inputs, self.product)
+                _add_product_(grad_weight, grad.T, inputs, self.grad_product)
             grad_bias = self.grad_biases[index]
             if grad_bias is not None:
                 grad_bias += (grad.T @ weights_by_head[index].to(grad.dtype))[:, 0]
@@ -420,7 +430,15 @@ def _loss_and_grad_(
 def _chunks(
     count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False
 ) -> list[slice]:
-    """Return slices of rows of which the logits of all steps live at once."""
+    """Return slices of rows of which the logits of all steps are in memory at a time.
+
+    Args:
+        count: All rows.
+        steps: The draft steps.
+        weight: [V, D], of a student's head.
+        heads: The student's heads.
+        learned: Whether their matrices are trained.
+    """
     row_bytes = weight.element_size() * weight.shape[0] * steps
     wanted = (LEARNED if learned else 1) * ROWS * heads
     min_rows = -(-wanted // steps)

@@ -1,6 +1,6 @@
 """Operations of blocks that have gradients of their own, or few launches: rotation, RMSNorm, SwiGLU."""
 
-# N rows of all texts, B texts, T tokens, H width, w of a head
+# N rows of all sequences, B sequences, T tokens, H width, w of a head
 
 from __future__ import annotations
 

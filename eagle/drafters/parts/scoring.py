@@ -1,6 +1,6 @@
 """Rank the children of a level by the drafter's logits and the target's noise."""
 
-# B rows of text, K nodes of one level, V vocabulary, D draft vocabulary
+# B sequences, K nodes of one level, V vocabulary, D draft vocabulary
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DraftRequest:
     """What a row asks its drafter for: a tree from this root, within this budget, ranked with this noise."""
 
     root: int
-    position: int  # where the root's children will stand
+    position: int  # of the root's children
     budget: Budget
     noise: Noise | None = None
 
@@ -43,7 +43,17 @@ class ChildScorer:
     def score(
         self, requests: Sequence[DraftRequest], depth: int, logits: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-odds [B, K, D] of being the target's choice, and the probs [B, K, V] that children come from."""
+        """Score every token as a child of each node of a level.
+
+        Args:
+            requests: Of the rows, which all sample or none.
+            depth: Of the nodes.
+            logits: [B, K, D], the drafter's after each node.
+
+        Returns:
+            Log-odds [B, K, D] of being the target's choice, and the probs [B, K, V] that children are sampled from, or
+            None where they are not sampled.
+        """
         logits = logits.float()
         if requests[0].noise is None:
             return self.sharpness * logits, None

@@ -1,6 +1,7 @@
-"""Attention at some rows of texts that lie end to end: each sees its text up to itself, and what it drafted since."""
+"""Attention at some rows of concatenated sequences: each sees its sequence up to itself, and what it drafted since."""
 
-# N rows of all texts, S of them wanted, h heads of queries, k of keys, n rows of a piece, m of its text so far, w width
+# N rows of all sequences, S of them wanted, h heads of queries, k of keys, n rows of a piece, m columns that it sees,
+# w width of a head
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ Own = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Spans:
-    """Some rows of texts that lie end to end: their indices, and (begin of the text, first row, end) of each run."""
+    """Some rows of concatenated sequences: their indices, and (begin of the sequence, first row, end) of each run."""
 
     rows: Tensor  # [S]
     runs: list[tuple[int, int, int]]
     count: int  # of all rows
     stride: int = 1  # from one row of a run to the next
-    window: Window | None = None  # what a row sees of its text so far; without one, all
+    window: Window | None = None  # what a row sees of its sequence so far; without one, all
     scattered: tuple[list[int], ...] = ()  # the rows of each run, where they may lie anywhere in it
     # by how many rows of their own the rows see
     block_masks: dict[int, Any] = field(default_factory=dict)
@@ -59,14 +60,22 @@ class Spans:
         firsts: Sequence[int] | None = None,
         window: Window | None = None,
     ) -> Spans:
-        """Return the rows that masks on the host mark, a mask for each text: every `stride`-th from its first on."""
+        """Return the rows that masks mark.
+
+        Args:
+            masks: A mask [T] for each sequence, on the host.
+            device: Where the rows are used.
+            stride: Only every `stride`-th row of a sequence counts, from its first on.
+            firsts: The first row of each sequence that counts; None: 0.
+            window: What a row sees of its sequence.
+        """
         runs = []
         rows = []
         begin = 0
         for mask, first in zip(masks, firsts or [0] * len(masks), strict=True):
             marked = mask[first::stride]
             start = begin + first
-            # where the marks begin and end, in turn
+            # where runs of marked rows begin and end, in turn
             edges = F.pad(marked.int(), (1, 1)).diff().nonzero()[:, 0].tolist()
             for low, high in zip(edges[::2], edges[1::2], strict=True):
                 runs.append((begin, start + low * stride, start + (high - 1) * stride + 1))
@@ -76,17 +85,17 @@ class Spans:
 
     @classmethod
     def at(cls, places: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Spans:
-        """Return the rows at positions [S], in ascending order, of texts of these lengths."""
+        """Return the rows at these positions of each sequence, in ascending order, for sequences of these lengths."""
         runs = []
         scattered: list[list[int]] = []
         rows: list[int] = []
         begin = 0
         for positions, length in zip(places, lengths, strict=True):
             if len(positions):
-                text_rows = (begin + positions).tolist()
-                scattered.append(text_rows)
-                rows += text_rows
-                runs.append((begin, text_rows[0], text_rows[-1] + 1))
+                seq_rows = (begin + positions).tolist()
+                scattered.append(seq_rows)
+                rows += seq_rows
+                runs.append((begin, seq_rows[0], seq_rows[-1] + 1))
             begin += length
         return cls(
             upload(torch.tensor(rows, dtype=torch.long), device),
@@ -102,14 +111,14 @@ class Spans:
         return range(start, stop, self.stride)
 
     def split_runs(self, size: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield where a text begins, and the next rows of it, at most `size` at a time."""
+        """Yield where a sequence begins, and the next wanted rows of it, at most `size` at a time."""
         for run_index, (begin, _, _) in enumerate(self.runs):
             rows = self._rows_of(run_index)
             for first in range(0, len(rows), size):
                 yield begin, rows[first : first + size]
 
     def split(self, size: int) -> Iterator[Spans]:
-        """Yield these rows in spans of at most `size`, each of one text."""
+        """Yield these rows in spans of at most `size`, each of one sequence."""
         done = 0
         for begin, rows in self.split_runs(size):
             end = done + len(rows)
@@ -122,7 +131,7 @@ class Spans:
 
     @cached_property
     def begins(self) -> Tensor:
-        """[S], where the text of each wanted row begins."""
+        """[S], where the sequence of each wanted row begins."""
         counts = [len(self._rows_of(run_index)) for run_index in range(len(self.runs))]
         begins = torch.tensor([begin for begin, _, _ in self.runs])
         return upload(begins.repeat_interleave(torch.tensor(counts)), self.rows.device)
@@ -147,12 +156,14 @@ class Spans:
 
         if window is None:
             return create_block_mask(is_seen, None, None, len(rows), self.count, device=rows.device)
-        # found from the ends of every window, as a square of all rows would not fit where windows are of use
+        # blocks are found from the ends of every row's window, [S] each: a mask of all rows and columns would not fit
+        # in memory for sequences that are long enough to need windows
         recent_start = torch.maximum(rows - (window.recent - drafted) + 1, begins)
         sinks_end = torch.minimum(begins + window.sinks, rows + 1)
         touched = _touched_blocks(recent_start, rows + 1, self.count) | _touched_blocks(
             begins, sinks_end, self.count
         )
+        # of each block of rows: how many blocks of columns it sees, and their indices first
         counts = touched.sum(1).int()
         order = touched.int().argsort(dim=1, descending=True, stable=True).int()
         return BlockMask.from_kv_blocks(
@@ -179,14 +190,25 @@ def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-    """Return [h, S, w] from query [h, S, w] and key, value [k, N, w]; rows of their own count as a window's latest."""
+    """Attend from each wanted row to its sequence so far, and to keys of its own.
+
+    Args:
+        query: [h, S, w].
+        key: [k, N, w].
+        value: [k, N, w].
+        spans: The wanted rows.
+        own: What each wanted row drafted since; in a window these keys are the latest ones.
+
+    Returns:
+        [h, S, w].
+    """
     if spans.window is not None:
         own = own[-spans.window.recent :]
     return ATTEND.get(query.device.type, attend_flex)(query, key, value, spans, own)
 
 
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-    """`attend` for CPUs, by products of pieces of the texts."""
+    """`attend` for CPUs, by products of pieces of the sequences."""
     # autograd sees tensors among the arguments, not in tuples
     flat: list[Tensor] = []
     for pair in own:
@@ -200,7 +222,7 @@ ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kern
 def attend_flex(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None
 ) -> Tensor:
-    """`attend` for accelerators, by one fused kernel over all texts; it has no gradient on a CPU."""
+    """`attend` for accelerators, by one fused kernel over all sequences; it has no gradient on a CPU."""
     attention = kernel
     if kernel is None:
         attention = flex_attention if query.device.type == "cpu" else compile_flex()
@@ -222,9 +244,10 @@ def compile_flex() -> Any:
 
 
 def _shares(query: Tensor, context: Tensor, own: Own) -> Tensor:
-    """Return [1 + steps, h, S], what share of its attention each row gives to its text, and to its own keys.
+    """Return [1 + steps, h, S], what share of its attention each row gives to its sequence, and to its own keys.
 
-    `context` [h, S] is the log-sum-exp of its scores of the text: softmax over it and its own scores gives the shares.
+    `context` [h, S] is the log-sum-exp of its scores of the sequence: softmax over it and its own scores gives the
+    shares.
     """
     scale = query.shape[-1] ** -0.5
     scores = [context]
@@ -235,7 +258,7 @@ def _shares(query: Tensor, context: Tensor, own: Own) -> Tensor:
 
 
 def _merge_parts(output: Tensor, shares: Tensor, own: Own, keys: int) -> Tensor:
-    """Return [h, S, w], what the rows read of their texts and their own values, each by its share."""
+    """Return [h, S, w], what the rows read of their sequences and of their own values, each by its share."""
     shares = shares.to(output.dtype).unsqueeze(-1)
     output = output * shares[0]
     for share, (_, value) in zip(shares[1:], own, strict=True):
@@ -246,7 +269,7 @@ def _merge_parts(output: Tensor, shares: Tensor, own: Own, keys: int) -> Tensor:
 class _Plain(torch.autograd.Function):
     """Two products and a softmax for each piece, whose probs the backward pass computes again.
 
-    A row's own keys stand in one softmax with its text, so nothing is merged.
+    A row's own keys are in one softmax with its sequence, so nothing is merged.
     """
 
     @staticmethod
@@ -268,8 +291,8 @@ class _Plain(torch.autograd.Function):
         for rows, columns, hidden in split_pieces(spans, len(own), query):
             piece_key, piece_value = read_columns(columns, key, value)
             probs = attention_probs(query[:, rows], piece_key, own_scores[:, rows], hidden)
-            text_probs, piece_own_probs = probs.tensor_split([piece_key.shape[1]], dim=-1)
-            output[:, rows] = (text_probs @ piece_value).view(output[:, rows].shape)
+            seq_probs, piece_own_probs = probs.tensor_split([piece_key.shape[1]], dim=-1)
+            output[:, rows] = (seq_probs @ piece_value).view(output[:, rows].shape)
             own_probs[:, rows] = piece_own_probs.reshape(own_probs[:, rows].shape)
         for step, (_, own_value) in enumerate(own):
             step_probs = by_key(own_probs[:, :, step, None], key)
@@ -332,7 +355,7 @@ def _pairs(flat: Sequence[Tensor]) -> Own:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-# -- pieces of texts --------------------------------------------------------------------------------------------------
+# -- pieces of sequences ----------------------------------------------------------------------------------------------
 
 
 def split_pieces(
@@ -344,20 +367,20 @@ def split_pieces(
     """
     size = size or PIECE.get(like.dtype, PIECE_ELSE)
     done = 0
-    for begin, places in spans.split_runs(size):
-        rows = slice(done, done + len(places))
+    for begin, row_indices in spans.split_runs(size):
+        rows = slice(done, done + len(row_indices))
         done = rows.stop
-        end = places[-1] + 1
+        end = row_indices[-1] + 1
         if spans.window is None:
             end = min(begin + _round_up(end - begin, like.dtype), spans.count)
-            yield rows, [slice(begin, end)], _hide_later(places, end, like)
+            yield rows, [slice(begin, end)], _hide_later(row_indices, end, like)
         else:
             # the columns of the whole piece; what single rows of it do not see is hidden by scores
-            columns = spans.window.columns(begin, places[0], end, drafted)
+            columns = spans.window.columns(begin, row_indices[0], end, drafted)
             positions = torch.cat(
                 [torch.arange(part.start, part.stop, device=like.device) for part in columns]
             )
-            row = torch.tensor(places, device=like.device)[:, None]
+            row = torch.tensor(row_indices, device=like.device)[:, None]
             is_hidden = spans.window.hides(positions, row, begin, drafted) | (positions > row)
             yield rows, columns, _additive(is_hidden, like.dtype)
 
@@ -374,12 +397,14 @@ def _additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros.masked_fill_(is_hidden, -math.inf)
 
 
-def _hide_later(places: Sequence[int], end: int, like: Tensor) -> Tensor:
-    """Return [n, m], what hides later columns from rows, of the columns from the first of these rows up to `end`."""
-    if isinstance(places, range):
-        return _future(len(places), places.step, like.dtype, like.device)[:, : end - places[0]]
-    row = torch.tensor(places, device=like.device)[:, None]
-    return _additive(torch.arange(places[0], end, device=like.device) > row, like.dtype)
+def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
+    """Return [n, columns], what hides later columns from these rows, from the first of the rows up to `end`."""
+    first = row_indices[0]
+    if isinstance(row_indices, range):
+        count = len(row_indices)
+        return _future(count, row_indices.step, like.dtype, like.device)[:, : end - first]
+    row = torch.tensor(row_indices, device=like.device)[:, None]
+    return _additive(torch.arange(first, end, device=like.device) > row, like.dtype)
 
 
 @cache
@@ -434,7 +459,7 @@ def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
 def attention_probs(query: Tensor, key: Tensor, own_scores: Tensor, hidden: Tensor) -> Tensor:
     """Return probs [k, h / k * n, m + steps] from query [h, n, w], key [k, m, w] and scores of the rows' own keys.
 
-    `hidden` [n, ..] is added to the scores of the last columns of a text.
+    `hidden` [n, ..] is added to the scores of the last columns of the sequence.
     """
     queries = group_by_key(query, key)
     seen = key.shape[1]

@@ -53,9 +53,13 @@ class CompiledParts:
 def text_slots(
     batch: Batch, device: torch.device, window: Window | None = None
 ) -> tuple[Tensor, Tensor, Spans]:
-    """Return the places of all tokens but each sequence's last two, their positions in it, and those supervised.
+    """Return the slots of a batch, which are all tokens but the last two of each sequence.
 
     A slot reads the state of a token and the next token, and predicts the one after that.
+
+    Returns:
+        [N] the slots' indices among all tokens of the batch, [N] their positions in their sequence, and the supervised
+        slots, counted among the slots.
     """
     slots = []
     positions = []
@@ -170,7 +174,7 @@ def probe_read(
     tokens = torch.ones(1, end, dtype=torch.long, device=device)
     features = weight.new_zeros(1, end, weight.shape[1])
     cosine, sine = rotary_tables(head.rotary, features, torch.arange(end, device=device)[None])
-    # the rows are a chain
+    # the timed rows follow one another as a chain
     tree_mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
     mask = level_mask(features.new_zeros(1, context), tree_mask, head.query_groups)
 

@@ -1,6 +1,6 @@
-"""Dropout that each text's own seed decides, so that it does not depend on the texts beside it."""
+"""Dropout that each sequence's own seed decides, so that it does not depend on the rest of the batch."""
 
-# R rows of all texts
+# R rows of all sequences
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-APART = 1 << 62  # other random numbers of a text begin from its seed itself
+APART = 1 << 62  # other random numbers of a sequence begin from its seed itself
 
 
 class TextDropout:
@@ -19,7 +19,7 @@ class TextDropout:
         self, share: float, seeds: Sequence[int], counts: Sequence[int], device: torch.device
     ) -> None:
         self.share = share
-        self.counts = list(counts)  # rows of each text
+        self.counts = list(counts)  # rows of each sequence
         self.generators = [
             torch.Generator(device).manual_seed(seed ^ APART) for seed in seeds if share
         ]
@@ -32,20 +32,20 @@ class TextDropout:
         return self._drop(rows, kept, kept.split(self.counts))
 
     def drop_padded(self, rows: Tensor) -> Tensor:
-        """Return [B, T, ..] with dropout of the text in each row; padding is kept."""
+        """Return [B, T, ..] with dropout of the sequence in each row; padding is kept."""
         kept = torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
-        texts = [row[:count] for row, count in zip(kept, self.counts, strict=True)]
-        return self._drop(rows, kept, texts)
+        seqs = [row[:count] for row, count in zip(kept, self.counts, strict=True)]
+        return self._drop(rows, kept, seqs)
 
-    def _drop(self, rows: Tensor, kept: Tensor, texts: Sequence[Tensor]) -> Tensor:
-        """Fill the texts, which are views of `kept`, and return the rows that it leaves."""
-        for text, generator in zip(texts, self.generators, strict=True):
-            text.copy_(draw_kept(text, self.share, generator))
+    def _drop(self, rows: Tensor, kept: Tensor, seqs: Sequence[Tensor]) -> Tensor:
+        """Draw what is kept of each sequence, and return the rows with the rest zeroed; `seqs` are views of `kept`."""
+        for seq, generator in zip(seqs, self.generators, strict=True):
+            seq.copy_(draw_kept(seq, self.share, generator))
         return (rows * kept) * (1 / (1 - self.share))
 
 
 def draw_kept(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Return which numbers are kept, of the same shape; a share of them is not, to 1 in 65,536."""
+    """Return [..] bool, which numbers of a tensor of this shape are kept: all but a share, to 1 in 65,536."""
     # one word for four numbers, as on CPUs random words cost more than all that is done with them
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(1 << 63), None, generator=generator)

@@ -1,4 +1,4 @@
-"""Sequences whose committed tokens are read by a head's blocks: keys and values in slots, and the last states."""
+"""Sequences whose committed tokens a head's blocks read: keys and values in slots, and the last states."""
 
 # B sequences, N new tokens of all, T of one, S columns, L taps, H width
 
@@ -20,10 +20,12 @@ from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.window import Window
 from eagle.target.slots import SlotCache, with_room
 
-SHORT = 16  # tokens up to which rows are read together, however different in number
-MOST = 4096  # tokens of one forward, padding included, unless a row alone has more
-# tokens of a text that blocks with a window read at a time, whose columns are then dropped
-PART = 512
+# rows of up to so many new tokens share a forward, however different in number
+SHORT_ROW_TOKENS = 16
+# of one forward, padding included, unless a single row has more
+MAX_PADDED_TOKENS = 4096
+# tokens of a sequence that blocks with a window read at a time; the columns that no later token sees are then dropped
+WINDOW_CHUNK_TOKENS = 512
 
 
 class TextHead(Protocol):
@@ -70,7 +72,7 @@ class TextState:
         self.device = weight.device
         self.dtype = weight.dtype
         self.noises: dict[int, Noise | None] = {}
-        self.rows: list[int] = []  # of every slot in use
+        self.rows: list[int] = []  # the row of each slot in use
         self.dropped: dict[
             int, int
         ] = {}  # by row: how many columns were dropped, all of them after the sinks
@@ -142,14 +144,19 @@ class TextState:
     def read_updates(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[list[int], list[DraftRequest], Tensor]:
-        """Read all committed tokens; return the rows by their slots, what each grows, and its state [B, H] to do so."""
+        """Read all tokens that were committed since the last draft.
+
+        Returns:
+            The rows in the order of their slots, what each asks for, and their states [B, H] after the roots, from
+            which drafts grow.
+        """
         self._take_slots([row for row in updates if row not in self.rows])
         rows = sorted(updates, key=self.rows.index)
         hidden = self._last_states({row: updates[row] for row in rows})
         requests = []
         for row in rows:
             length = self.text_length(self.rows.index(row))
-            # the root will stand at position `length`
+            # the root gets the position `length`
             requests.append(
                 DraftRequest(updates[row].root, length + 1, budgets[row], self.noises[row])
             )
@@ -170,13 +177,13 @@ class TextState:
         return torch.stack([state_of[row] for row in updates])
 
     def _read_long(self, updates: Mapping[int, Committed]) -> Mapping[int, Committed]:
-        """Read the beginnings of long updates, and return what is left of each, at most PART tokens."""
-        while max(len(update.tokens) for update in updates.values()) > PART:
+        """Read the beginnings of long updates, and return what is left of each, at most WINDOW_CHUNK_TOKENS."""
+        while max(len(update.tokens) for update in updates.values()) > WINDOW_CHUNK_TOKENS:
             firsts: dict[int, Committed] = {}
             left = dict(updates)
             for row, update in updates.items():
-                if len(update.tokens) > PART:
-                    firsts[row], left[row] = split_update(update, PART)
+                if len(update.tokens) > WINDOW_CHUNK_TOKENS:
+                    firsts[row], left[row] = split_update(update, WINDOW_CHUNK_TOKENS)
             self._last_states(firsts)
             updates = left
         return updates
@@ -188,13 +195,17 @@ class TextState:
     def _read_ahead(
         self, updates: Mapping[int, Committed], further: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Return the states [B, 1 + M, H] after each row's root, and after further tokens [M] with states [M, H].
+        """Return the states [B, 1 + M, H] after each row's root, and after further tokens.
 
-        Of the further ones nothing is kept.
+        Args:
+            updates: What each row has committed.
+            further: Tokens [M] that all rows read after their roots, and the states [M, H] that they are read with.
+                They are read for this draft only: the cache does not count them.
         """
         head = self.head
         slots = [self.rows.index(row) for row in updates]
         starts = [self.cache.lengths[slot] for slot in slots]
+        # tokens of each row that the cache will count
         new = [len(update.tokens) for update in updates.values()]
         extra = len(further[0]) if further is not None else 0
         counts = [count + extra for count in new]
@@ -209,7 +220,7 @@ class TextState:
         self._drop_unseen(slots)
         if min(counts) == max(counts):
             return states[:, min(new) - 1 :]
-        # rows end at different columns
+        # rows end at different columns of the padded forward: [B, 1 + M]
         last = torch.tensor(new)[:, None] + torch.arange(-1, extra)
         indices = upload(last[..., None], self.device)
         return states.gather(1, indices.expand(-1, -1, states.shape[2]))
@@ -235,16 +246,16 @@ class TextState:
         return upload(pad_rows(tokens), self.device), pad_rows(states)
 
     def _mask(self, starts: list[int], counts: list[int]) -> Tensor | None:
-        """Return the mask [B, 1, T, S] of new tokens after so many columns; None where each sees all up to itself."""
+        """Return the mask [B, 1, T, S] of new tokens after `starts` columns; None where each sees all up to itself."""
         fits_window = self.window is None or max(counts) <= self.window.recent
         if max(starts) == 0 and fits_window:
             return None
-        places = slot_positions(starts, counts, self.device)
-        return causal_mask(places, max(starts) + max(counts), self.dtype, self.window)
+        columns = slot_positions(starts, counts, self.device)
+        return causal_mask(columns, max(starts) + max(counts), self.dtype, self.window)
 
 
 def text_bytes(layers: Any, columns: int) -> int:
-    """Return the bytes of a slot with keys and values of so many columns in these blocks, and its room to grow."""
+    """Return the bytes of a slot with keys and values of so many columns in these blocks, with its room to grow."""
     column_bytes = 0
     for block in layers:
         for projection in (block.self_attn.k_proj, block.self_attn.v_proj):
@@ -264,16 +275,21 @@ def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:
 
 
 def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
-    """Yield the rows of each forward over so many tokens of each, in the order of `counts`.
+    """Split rows with different numbers of tokens into padded forwards: yield the rows of each, ordered as in `counts`.
 
-    Padding is at most as much again, unless all are short.
+    A row gets at most as much padding as it has tokens, unless its forward is no more than SHORT_ROW_TOKENS wide.
+    A forward of several rows holds at most MAX_PADDED_TOKENS.
+
+    Args:
+        counts: The number of new tokens of each row.
     """
     group: set[int] = set()
     shortest = 0
     for row in sorted(counts, key=counts.__getitem__):
         count = counts[row]
-        is_uneven = count > max(2 * shortest, SHORT)
-        if group and (is_uneven or (len(group) + 1) * count > MOST):
+        is_uneven = count > max(2 * shortest, SHORT_ROW_TOKENS)
+        # rows come by length, so that this row would be the longest of the group
+        if group and (is_uneven or (len(group) + 1) * count > MAX_PADDED_TOKENS):
             yield [row for row in counts if row in group]
             group = set()
         if not group:
@@ -288,23 +304,30 @@ def pad_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def slot_positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
-    """Return positions [B, T], or [1, T] where all are alike."""
+    """Return the positions [B, T] of new tokens after `starts`, or [1, T] where all rows have the same."""
     count = max(counts)
     if min(starts) == max(starts) and min(counts) == count:
         return torch.arange(starts[0], starts[0] + count, device=device)[None]
-    # padding stands where the last token does, so that no sequence seems longer than it is
+    # padding gets the position of the last token, so that no sequence seems longer than it is
     steps = torch.minimum(torch.arange(count), torch.tensor(counts)[:, None] - 1)
     return upload(torch.tensor(starts)[:, None] + steps, device)
 
 
 def causal_mask(
-    places: Tensor, columns: int, dtype: torch.dtype, window: Window | None = None
+    own_columns: Tensor, count: int, dtype: torch.dtype, window: Window | None = None
 ) -> Tensor:
-    """Return the additive mask [B, 1, T, S] by which each token sees columns up to its own, or those in its window."""
-    column = torch.arange(columns, device=places.device)
-    place = places[..., None]
-    is_hidden = column > place
+    """Return the additive mask [B, 1, T, S] by which each token sees columns up to its own, or those in its window.
+
+    Args:
+        own_columns: [B or 1, T], the column of each token.
+        count: S, the columns.
+        dtype: Of the mask.
+        window: What a token sees; None: all columns up to its own.
+    """
+    column = torch.arange(count, device=own_columns.device)
+    own = own_columns[..., None]
+    is_hidden = column > own
     if window is not None:
-        is_hidden |= window.hides(column, place, 0, 0)
-    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=places.device)
+        is_hidden |= window.hides(column, own, 0, 0)
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=own_columns.device)
     return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None]

@@ -1,6 +1,6 @@
-"""Validation of a head on texts, without decoding: every slot counts."""
+"""Validation of a head on sequences, without decoding: every slot counts."""
 
-# T tokens of one text, S slots counted, D width, V vocabulary, K steps
+# T tokens of one sequence, S slots counted, D width, V vocabulary, K steps
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def validate_text(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return sums over the slots of one text: slot i guesses token i + 2.
+    """Return sums over the slots of one sequence: slot i guesses token i + 2.
 
     Args:
-        states: K times [S, D]: in step n the head reads the state that it made before, and the text's next token.
-        true: The target's states [T, D], row i for token i + 1.
-        tokens: The text [T].
-        counted: [T]; a slot is there where the token that it guesses is marked.
+        states: K times [S, D]: in step n the head reads the state that it made before, and the sequence's next token.
+        true: The target's states [T, D]: row i predicts token i + 1.
+        tokens: The sequence [T].
+        counted: [T] bool; there is a slot for each token that is marked, which it guesses.
         logits: The head's of each step, and the target's, as functions of both kinds of states.
         trees: Trees whose acceptance is counted.
     """
@@ -51,20 +51,22 @@ def validate_text(
     sums |= _compare(states[0], true[slots + 1], students[0], teacher)
     tree_depths = [max(map(len, paths)) for paths in trees.values()]
     max_depth = max([len(states), *tree_depths])
-    # beyond the answer nothing is guessed; beyond a token that the target would not choose its choices are unknown
+    # after the answer nothing is guessed; after a token that the target would not choose, what follows its own choice
+    # is not known
     is_inside = F.pad(counted, (0, max_depth)).to(tokens.device)
     is_known = torch.ones_like(slots, dtype=torch.bool)
     ranks = []
     known = []
     for step in range(1, max_depth + 1):
-        places = (slots + step).clamp(max=len(tokens) - 1)
+        # [S], the token that a draft reads last in this step; the target's choice after it is what the step guesses
+        read = (slots + step).clamp(max=len(tokens) - 1)
         is_known = is_known & is_inside[slots + step + 1]
         if step > 1:
-            is_known = is_known & (tokens[places] == choices[places - 1])
+            is_known = is_known & (tokens[read] == choices[read - 1])
         known.append(is_known)
         if step <= len(states):
             ranks.append(
-                _in_chunks(partial(_rank, students[step - 1]), states[step - 1], choices[places])
+                _in_chunks(partial(_rank, students[step - 1]), states[step - 1], choices[read])
             )
         else:
             # deeper than the head drafts
@@ -80,31 +82,31 @@ def validate_batch(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return sums of `validate_text` over the slots of all texts of a batch, for which `states` are K times [S, D]."""
+    """Return sums of `validate_text` over the slots of all sequences of a batch; `states` are K times [S, D]."""
     masks = batch.loss_mask.split(batch.lengths)
     slot_counts = [int(mask[2:].sum()) for mask in masks]
     target_hidden = batch.select_taps((-1,))[:, 0].split(batch.lengths)
     tokens = batch.tokens.split(batch.lengths)
     by_step = [state.split(slot_counts) for state in states]
-    # a text without slots has nothing to count
+    # a sequence without slots has nothing to count
     sums: dict[str, Tensor] = {}
     for index, count in enumerate(slot_counts):
         if count:
-            text_states = [state[index] for state in by_step]
-            text_sums = validate_text(
-                text_states,
+            seq_states = [state[index] for state in by_step]
+            seq_sums = validate_text(
+                seq_states,
                 target_hidden[index],
                 tokens[index],
                 masks[index],
                 logits=logits,
                 trees=trees,
             )
-            sums = add_sums(sums, text_sums)
+            sums = add_sums(sums, seq_sums)
     return sums
 
 
 def figures(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Return means per slot, and of each tree the acceptance of each level after the last, and the predicted tau."""
+    """Return means per slot, and for each tree tau, and how often a level is accepted if the one above was."""
     means: dict[str, float] = {}
     for name, value in sums.items():
         tree, _, kind = name.partition("/")
@@ -126,7 +128,7 @@ def chain_rates(means: dict[str, float]) -> list[float]:
 
 
 def _in_chunks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Return a function of a few rows at a time: what lies between is as wide as the vocabulary."""
+    """Return the function of all rows, computed for a few at a time: on the way it makes logits of each."""
     chunks = zip(*(tensor.split(ROWS) for tensor in rows), strict=True)
     return torch.cat([function(*chunk) for chunk in chunks])
 
@@ -168,12 +170,13 @@ def _descend(ranks: list[Tensor], known: list[Tensor], paths: Paths) -> tuple[Te
     nodes: dict[tuple[int, ...], int] = {(): 0}
     for path in sorted(set(paths), key=len):
         nodes[path] = len(nodes)
-    # from a node and the rank of a child to the child, or to -1; the last column is for ranks that no node has
+    # [nodes, ranks]: the child of a node that has a rank, or -1; the last column is for ranks that no node has
     max_rank = 1 + max(path[-1] for path in paths)
     child_of = torch.full((len(nodes), max_rank + 1), -1)
     for path in paths:
         child_of[nodes[path[:-1]], path[-1]] = nodes[path]
     child_of = child_of.to(ranks[0].device)
+    # [S], the node that each slot has come to, at first the root; -1 once it has left the tree
     node = torch.zeros_like(ranks[0])
     counts = []
     depth = max(len(path) for path in paths)

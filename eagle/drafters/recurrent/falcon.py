@@ -400,8 +400,10 @@ class SlotBlocks:
     slots: Tensor  # [k, A], which slots they are; those before a sequence's begin are its first
     reached: Tensor  # [k, A], whether all tokens up to the one that a slot guesses are supervised
     texts: Tensor  # [A], the sequence of each block
-    order: Tensor  # [A], in which the whole blocks of a sequence are glanced at; after all others if not whole
-    run: Tensor  # [A], how many slots of a block are then glanced at: its first, and never all
+    # [A], the order in which a sequence's whole blocks are glanced at; beyond all of them for blocks that are not whole
+    glance_rank: Tensor
+    # [A], how many slots of the block are then glanced at: its first, and never all
+    glance_count: Tensor
     supervised: Tensor  # [M], slots of each sequence that are supervised
 
     @classmethod
@@ -435,8 +437,17 @@ class SlotBlocks:
         stride: int,
         generators: list[torch.Generator],
     ) -> SlotBlocks:
-        """Return blocks that end at every `stride`-th slot from each sequence's first on, where it is supervised."""
+        """Return blocks that end at the supervised slots among every `stride`-th of each sequence.
+
+        Args:
+            batch: The sequences.
+            size: k, the slots of a block.
+            firsts: The first of these slots in each sequence.
+            stride: The slots from one to the next.
+            generators: Of each sequence, which decide what is glanced at.
+        """
         by_text = []
+        # by slot: slot i reads token i + 1, and the first token after it is i + 2
         masks = [mask[2:] for mask in batch.masks]
         offsets = torch.arange(1 - size, 1)[:, None]
         begin = 0
@@ -444,14 +455,16 @@ class SlotBlocks:
             zip(masks, firsts, generators, strict=True)
         ):
             ends = first + stride * mask[first::stride].nonzero()[:, 0]
+            # [k, blocks]; what would lie before the sequence is its first slot
             slots = begin + (ends + offsets).clamp(min=0)
+            # [k, blocks]: whether the tokens that a block guesses are supervised, up to each of them
             reached = reached_levels(mask, ends, size).T
-            # glanced blocks are drawn from those whose tokens are all supervised, the others come after all
+            # only blocks whose tokens are all supervised are glanced at, in a random order
             is_whole = reached[-1]
-            order = torch.full_like(ends, sum(batch.lengths))
-            order[is_whole] = torch.randperm(int(is_whole.sum()), generator=generator)
-            run = torch.randint(1, size, ends.shape, generator=generator)
-            by_text.append((slots, reached, torch.full_like(ends, text), order, run))
+            rank = torch.full_like(ends, sum(batch.lengths))
+            rank[is_whole] = torch.randperm(int(is_whole.sum()), generator=generator)
+            glance_count = torch.randint(1, size, ends.shape, generator=generator)
+            by_text.append((slots, reached, torch.full_like(ends, text), rank, glance_count))
             begin += len(mask)
         device = batch.tokens.device
         tensors = [torch.cat(chunks, dim=-1) for chunks in zip(*by_text, strict=True)]
@@ -488,11 +501,11 @@ class SlotBlocks:
         first of a block, and all that see their own answer are among them.
         """
         size = len(wrong)
-        # a run is half as long as a block on average
+        # of a block that is glanced at, half of the slots are on average
         blocks = (self.sum_by_text(wrong) * (share * 2 / size)).floor()
-        is_glanced = self.order < blocks.index_select(0, self.texts)
+        is_glanced = self.glance_rank < blocks.index_select(0, self.texts)
         slot = torch.arange(size, device=wrong.device)[:, None]
-        return is_glanced & (slot < self.run)
+        return is_glanced & (slot < self.glance_count)
 
     def sum_by_text(self, marked: Tensor) -> Tensor:
         """Return [M], how many slots of each sequence are marked [k, A]."""

@@ -30,7 +30,7 @@ from eagle.drafters.parts.text_blocks import (
     read_rows,
     text_slots,
 )
-from eagle.drafters.parts.text_state import PART, text_bytes
+from eagle.drafters.parts.text_state import WINDOW_CHUNK_TOKENS, text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.head_state import HeadState
@@ -265,7 +265,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
         """Return the bytes of keys and values of every block, with a window those before it drops any."""
         if self.window is not None:
-            tokens = min(tokens, self.window.most + PART)
+            tokens = min(tokens, self.window.most + WINDOW_CHUNK_TOKENS)
         if self.capture is not None:
             # drafts lie after the columns that sequences are given
             tokens = text_capacity(tokens) + sum(self.forwards(self.budget or Budget()))

@@ -480,11 +480,15 @@ class _MemoryLevels(FollowsRows):
         return self.head.logits(self.states)
 
     def _remember(self, depth: int) -> None:
-        """Put the memories of a level's nodes after those of the sequence and the levels before."""
+        """Append the memories of a level's nodes, as keys and values, to those of the sequence and the levels before.
+
+        The nodes of later levels attend to them.
+        """
         head = self.head
-        count = self.states.shape[1]
+        count = self.states.shape[1]  # K of [B, K, 1 + n, H]
         # all nodes of a level stand at one position
         cosine, sine = (table.expand(-1, count, -1).flatten(0, 1) for table in self._tables(depth))
+        # the head takes nodes as rows: [B * K, n, H] -> [B * K, n, 2, k, w]
         new = head.remember(head.mix_states(self.states).flatten(0, 1), (cosine, sine))
         self.memory = torch.cat([self.memory, new.unflatten(0, (-1, count))], dim=1)
         self.widths.append(count)

@@ -299,7 +299,11 @@ def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
 
 
 def _list_facts(head: HeadFolder) -> Config:
-    """Return the head's convention among the two named DFlash."""
+    """Return what `inspect` prints of a block head: settings, method, and the token that a slot predicts.
+
+    Two conventions are named DFlash: a slot predicts the token at its own position, or the one after. The setting
+    `sample_from_anchor` marks the second.
+    """
     rule = AT_POSITION
     if head.settings.get("sample_from_anchor"):
         rule = AFTER_POSITION

@@ -265,13 +265,13 @@ def _find_eagle1_faults(head: HeadFolder) -> Iterator[FoundFault]:
 
 
 def _list_eagle1_facts(head: HeadFolder) -> Config:
-    """Return sizes, and whether `fc` has a bias."""
+    """Return what `inspect` prints of an EAGLE-1 head: sizes, the target's state that it reads, and fc's bias."""
     bias = "yes" if "fc.bias" in head.names else "no"
     if bias == "yes" and not head.load("fc.bias").any():
         bias = "all zeros, which does nothing"
     return {
         **_list_block_facts(head),
-        "reads": "the state behind the final norm",
+        "reads": "the target's last hidden state, after the final norm",
         "bias of fc": bias,
     }
 

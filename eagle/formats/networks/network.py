@@ -212,14 +212,19 @@ def _name_tensors(network: Network, head: HeadFolder) -> dict[str, str]:
 
 
 def _find_name(network: Network, head: HeadFolder, name: str) -> tuple[str, str | None]:
-    """Return whose spelling a tensor's name fits, and this project's name."""
+    """Find which trainer's spelling the name of a checkpoint's tensor fits.
+
+    Returns:
+        The trainer ("" for none), and this project's name for the tensor (None if there is none).
+    """
     bare = _strip(network, name)
-    # the first that fits: a pattern may cover what a later one spells out
+    # the first that fits, even if a later spelling is more specific
     for writer, spelling in network.spellings:
         for ours, theirs in spelling.items():
             parts = match_name(_strip(network, theirs), bare)
             if parts is not None:
                 full_name = fill_name(ours, parts, {})
+                # a tensor of the target's is not renamed: `rename` is for the head's own
                 if full_name in network.borrowed:
                     return writer, full_name
                 return writer, network.rename(head, name, full_name)
@@ -230,6 +235,7 @@ def _find_name(network: Network, head: HeadFolder, name: str) -> tuple[str, str 
 
 
 def _strip(network: Network, name: str) -> str:
+    """Return a name without the prefixes that some trainers write in front of it."""
     for prefix in network.prefixes:
         name = name.removeprefix(prefix)
     return name

@@ -81,20 +81,26 @@ class Blocks:
         return self.chunks[groups]
 
     def _cut(self, at_once: int) -> Iterator[QueryChunk]:
-        """Yield chunks of at most so many queries."""
+        """Yield chunks of at most `at_once` queries.
+
+        A query reads the keys before its entry in `ends` in blocks, and those after it in fp64. A chunk reads in fp64
+        from its lowest end on, and hides from each query the keys that it reads in blocks.
+        """
         sequences, count = self.ends.shape
         batches = [slice(0, sequences)]
-        # in a batch, the shortest would leave the keys of the others to fp64
+        # sequences with other ends than the first are read one by one: together, all would read in fp64 from the lowest
+        # end on, for nothing
         if not torch.equal(self.ends, self.ends[:1].expand_as(self.ends)):
             batches = [slice(b, b + 1) for b in range(sequences)]
         for b in batches:
             for begin in range(0, count, at_once):
                 n = slice(begin, min(begin + at_once, count))
-                ends = self.ends[b, n, None]
+                ends = self.ends[b, n, None]  # [B, N, 1]
                 start = int(ends.min())
                 stop = int(ends.max())
                 in_blocks = None
                 is_unread = None
+                # by key: whether a query reads it in blocks; by block: whether a query does without it
                 if start < stop:
                     in_blocks = torch.arange(start, stop) < ends
                     is_unread = torch.arange(0, stop, BLOCK) >= ends

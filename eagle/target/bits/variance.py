@@ -29,12 +29,13 @@ def find_variance(target: Any, length: int = PROMPT) -> str | None:
     count = min(length, max_tokens - len(PARENTS))
     size = target.model.get_input_embeddings().weight.shape[0]
     order = torch.randperm(max(size, count), generator=torch.Generator().manual_seed(1))
+    # arbitrary tokens, for the prompt and for the tree
     prompt = (order[:count] % size).tolist()
     tree = DraftTree(torch.arange(3, 3 + len(PARENTS)) * 5 % size, torch.tensor(PARENTS))
     trials = {
         "a prompt is read in chunks": lambda: _read_steps(target, prompt, tree, chunk=count // 3),
         "a tree is read": lambda: _read_tree(target, [prompt], tree),
-        # the other prompt is shorter, so that padding is read
+        # the first prompt is shorter, so that padding is read; results are those of the last one
         "a batch is read": lambda: _read_tree(target, [prompt[: count // 4], prompt], tree),
     }
     expected = _read_steps(target, prompt, tree, chunk=count)

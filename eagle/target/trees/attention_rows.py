@@ -61,7 +61,7 @@ class AttentionRows(Mixer):
 
 
 def keep_rows(output: Any, paths: Paths) -> Any:
-    """Return a module's output with None for all but its tensors [P, D, width]: nobody reads attention's weights."""
+    """Return a module's output, with None for all but its tensors [P, D, width]: attention's weights are not read."""
     if isinstance(output, tuple):
         return tuple(keep_rows(item, paths) for item in output)
     shape = (len(paths.paths), paths.longest)
@@ -72,7 +72,7 @@ def keep_rows(output: Any, paths: Paths) -> Any:
 
 def mask_paths(layer: Any, paths: int, count: int, like: Tensor) -> Tensor:
     """Return [P, 1, D, S], the mask of D new tokens of each path over a layer's columns, typed like the model's own."""
-    # a window's layer holds its last columns alone
+    # a layer with a window holds its last columns alone, so that columns are counted by the layer
     columns = torch.arange(layer.get_mask_sizes(count)[0], device=like.device)
     distance = columns[-count:, None] - columns
     window = getattr(layer, "sliding_window", None) or len(columns)
@@ -98,7 +98,7 @@ def find_attention(base: nn.Module, config: Any, read: Callable[[Any], Any]) -> 
     found: list[Mixer] = []
     for module, write in writes.items():
         name = names[module]
-        # one inside another is run by it
+        # a module inside another is run by that one
         if write.layer is not None and not name.startswith(prefixes):
             found.append(AttentionRows(name, module, write.layer, partial(make_layer, write.layer)))
     return found

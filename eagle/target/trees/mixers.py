@@ -68,7 +68,7 @@ def is_cache(value: Any) -> bool:
 def _rebuild(value: Any, change: Callable[..., Any], values: Sequence[Any]) -> Any:
     """Return a copy of containers, caches and their layers.
 
-    Each of its items is `change` of the items that `values` hold in the same place.
+    Each item is `change` of the corresponding items of `values`.
     """
     if isinstance(value, dict):
         items = {}
@@ -265,7 +265,7 @@ def _set_layer_state(layer: Any, kind: str, state_id: int, tensor: Tensor) -> No
 
 
 class WholeModel(Mixer):
-    """A whole model with its own kind of cache: any that can go on from a copy of it."""
+    """A whole model with its own kind of cache, as one mixer: for any model that can go on from a copy of its cache."""
 
     def __init__(self, base: nn.Module, cache_name: str, *, singly: bool) -> None:
         """Wrap a base model; with `singly` it reads rows of one token one after another."""
@@ -292,10 +292,10 @@ class WholeModel(Mixer):
         return output.last_hidden_state, {("cache", 0): getattr(output, self.cache_name)}
 
     def _step(self, arguments: dict[str, Any], paths: Paths) -> tuple[Tensor, State]:
-        """Read a token of each row after the other."""
+        """Read one token of each row, row after row."""
         outputs = []
         for row, path in enumerate(paths.paths):
-            # taps put its states at this path's node
+            # `to_nodes` puts the states that taps see at this path's node
             self.rows = Paths([path], paths.shape)
             outputs.append(self.stock(**row_of(arguments, row)))
         hidden = torch.cat([output.last_hidden_state for output in outputs])
@@ -313,18 +313,24 @@ class Mixers:
         by_levels: bool = False,
         most_bytes: int | None = None,
     ) -> None:
-        """Let these mixers report.
+        """Put `_report` in the place of each mixer's forward, so that it can read a tree.
+
+        They read a tree by paths, each from the root to a leaf as a row of its own, or by levels, in one call for each
+        depth.
 
         Args:
-            mixers: the mixers.
-            by_levels: whether they ignore their state when they are given several tokens.
-            most_bytes: of states in one forward by levels, where both paths and levels are right; None: one is.
+            mixers: the modules that a mask cannot steer, most of which keep a state; none for plain attention.
+            by_levels: whether forwards read by levels, as they must where mixers ignore their state when they are given
+                several tokens.
+            most_bytes: None if only the way that `by_levels` names is right. Else both are, and a forward may read by
+                levels while the states of its nodes take no more than these bytes.
         """
         self.mixers = list(mixers)
         self.by_levels = by_levels
         self.most_bytes = most_bytes
+        # the `Reading` of the forward that runs; None outside of one
         self.reading: Any = None
-        # of a sequence's states and of a token's keys and values, once measured
+        # of one sequence's states, and of one token's keys and values in all layers; 0 until measured
         self.state_bytes = 0
         self.column_bytes = 0
         for mixer in self.mixers:
@@ -362,8 +368,8 @@ class Mixers:
             return False
         if grows:
             return True
-        # By levels, a call for each of D levels reads the projections' weights, and each of N nodes its state.
-        # By paths, R paths, and the one that is kept, take D steps each.
+        # By levels, each level is a call, which reads the projections' weights, and every node takes a step.
+        # By paths, there is one call, and all paths, and then the one that is kept, take as many steps as the longest.
         rows = plan.to_leaves
         more_steps = (len(rows.paths) + 1) * rows.longest - nodes
         step_bytes = STEP_STATES.get(self.mixers[0].device.type, 0) * self.state_bytes
@@ -401,7 +407,7 @@ class Mixers:
 
 
 class Writes:
-    """What one module was seen to write: the layer of a cache, its states there, attributes that hold a state."""
+    """What one module writes in a forward: states in a layer of the cache, and attributes that hold a state."""
 
     def __init__(self, layer: int | None = None) -> None:
         self.layer = layer
@@ -417,7 +423,7 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
         read(cache)
     for module in names:
         for name, value in vars(module).items():
-            # a state has a row for each sequence, which other tensors that a forward leaves behind do not
+            # a state has a row for each of the two sequences; other tensors that a forward leaves behind have not
             if (
                 isinstance(value, Tensor)
                 and value is not before[module].get(name)
@@ -425,7 +431,7 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
             ):
                 writes.setdefault(module, Writes()).attributes.append((module, name))
                 setattr(module, name, before[module].get(name))
-    # the innermost first: one that runs inside another hands its states on to it
+    # the innermost first: the states of a module inside another count as that one's, which is run as a whole
     for module in sorted(writes, key=lambda module: len(names[module]), reverse=True):
         for outer in writes:
             if outer is not module and names[module].startswith(names[outer] + "."):

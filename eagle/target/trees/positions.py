@@ -47,7 +47,7 @@ class TokenPositions:
 
     @cached_property
     def earlier(self) -> Tensor | None:
-        """[3, B, S - N], positions of the columns before the last N, in three dimensions; None where there are none."""
+        """[3, B, S - N], positions of the columns before the last N, along three axes; None where there are none."""
         earlier = self.columns[:, : -self.count]
         if not earlier.numel():
             return None
@@ -70,7 +70,7 @@ class TokenPositions:
 
     def _offsets(self, positions: Tensor) -> Any:
         offsets = positions - torch.arange(positions.shape[1])
-        # the model adds one length for all sequences
+        # the model adds one length for all sequences, so that they must have the same offsets
         if (offsets != offsets[:1]).any():
             raise ValueError(
                 "texts of other lengths have their tokens at other places: they are read one by one"
@@ -82,7 +82,10 @@ class TokenPositions:
 
 
 def counts_columns(reader: Any) -> bool:
-    """Return whether a model asks its cache for lengths although it is given masks and positions."""
+    """Return whether a model asks its cache for lengths although it is given masks and positions.
+
+    It may then place tokens by these lengths, which in a tree are not those of any path.
+    """
     cache = reader.new_cache()
     calls = []
 
@@ -90,7 +93,7 @@ def counts_columns(reader: Any) -> bool:
         calls.append(count)
         return count(*args, **kwargs)
 
-    # it may ask for a length and not use it: that is tried afterwards
+    # it may ask for a length and not use it: trying a mode shows that
     for name in COUNTERS:
         setattr(cache, name, partial(ask, getattr(cache, name)))
     try:
@@ -102,9 +105,10 @@ def counts_columns(reader: Any) -> bool:
 
 @torch.inference_mode()
 def first_position(reader: Any) -> int:
-    """Return how far the model's own position of a first token is from the one that it makes of a given 0.
+    """Return by how much the model's own position of a first token exceeds the position 0 that trees are read with.
 
-    Both are seen as indices into its embeddings.
+    Some models count from 2, say. Positions are seen as indices into the model's embeddings: once as it makes them by
+    itself, and once from positions that begin with 0.
     """
     embeddings = [module for module in reader.base.modules() if isinstance(module, nn.Embedding)]
     if "position_ids" not in reader.arguments or len(embeddings) == 1:
@@ -136,7 +140,7 @@ def first_position(reader: Any) -> int:
 
 
 def table_builders(base: Any) -> list[str]:
-    """Return the names of the methods or functions by which a base model makes a table of biases by position."""
+    """Return the names of the methods or functions by which a base model makes a table of biases (ALiBi)."""
     return [
         name
         for name in inspect.unwrap(type(base).forward).__code__.co_names
@@ -151,7 +155,7 @@ def place_tables(reader: Any) -> None:
         if hasattr(base, name):
             setattr(base, name, partial(_build_table, reader, getattr(base, name)))
             continue
-        # a function of its module, which other models share: this one alone gets another
+        # a function of its module, which other models share: only this model's forward is made to call another
         stock: Any = inspect.unwrap(type(base).forward)
         build = partial(_build_table, reader, stock.__globals__[name])
         forward = FunctionType(
@@ -166,7 +170,17 @@ def place_tables(reader: Any) -> None:
 
 
 def _build_table(reader: Any, build: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Return the stock table of one sequence of the length at hand, with the entry of each column's position."""
+    """Call the stock function for one sequence of the longest length, and pick the entry of each column's position.
+
+    Args:
+        reader: Whose model runs.
+        build: The stock function, which gives each column the entry of its index.
+        args: Of the model's call.
+        kwargs: Of the model's call.
+
+    Returns:
+        [B * H or H, 1, S].
+    """
     positions: TokenPositions | None = reader.token_positions
     if positions is None:
         return build(*args, **kwargs)

@@ -128,10 +128,10 @@ def choose_mode(reader: Any) -> str | None:
 
 
 def _follows_steps(reader: Any, probe: Probe) -> bool:
-    """Return whether the truth is the model's own steps by one token, as in `generate`, for they are not its forward.
+    """Return whether a model's own steps by one token, as in `generate`, differ from its forward over a sequence.
 
-    A layer's state may be updated otherwise by a step. A cache may leave out what lies before a window that the forward
-    over a sequence does not apply, as Moshi's does.
+    Then the steps are what trees are compared with. A layer's state may be updated otherwise by a step. A cache may
+    leave out what lies before a window that the forward over a sequence does not apply, as Moshi's does.
     """
     if reader.stateful:
         return probe.steps_differ()
@@ -238,10 +238,11 @@ class Probe:
             return f"fails under a tree's mask and positions ({describe_failure(error)})"
         if nodes.shape != expected.shape:
             return f"hands on {len(nodes)} states for {len(expected)} nodes: not one for each token"
-        # negated, so that nan is a fault
+        # not `>`, so that nan is a fault
         if not (nodes - expected).norm() <= limit * expected.norm():
             return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
-        limit = max(limit, self.eps)  # copies differ by rounding, however little a token makes out
+        # copies of one token may differ by rounding, even where `limit` is smaller
+        limit = max(limit, self.eps)
         worst = (copies - copies[0]).norm(dim=-1).max() / copies[0].norm()
         if not worst <= limit or (worst > self._copies_limit() and counts_columns(reader)):
             return "attends by the order of rows in its cache, which in a tree is not that of positions"
@@ -250,7 +251,7 @@ class Probe:
     def _copies_limit(self) -> float:
         """Return how far copies may be apart in a model that may count columns.
 
-        In half precision paths tell little.
+        In half precision a comparison with paths shows only large differences.
         """
         if OFFSETS in self.reader.mode.extras or self.is_exact:
             return float("inf")
@@ -361,11 +362,13 @@ class Probe:
         count = self.count
         prompt = self.tokens[:count].tolist()
         r, a, b, c, d, e = self.tokens[count:].tolist()
+        # the last token of the first path only makes it as long as the others; the third has d after a, which is no
+        # ancestor of it
         paths = torch.tensor([[*prompt, r, a, c, e], [*prompt, r, b, d, e], [*prompt, r, a, b, d]])
         hidden = self.base(
             input_ids=paths.to(self.reader.masks.device), use_cache=False
         ).last_hidden_state
-        first, second, mixed = hidden[:, count:]
+        first, second, mixed = hidden[:, count:]  # [4, D] each
         # the difference that seeing its parent's sibling would make to a node
         misread = float((mixed[3] - second[2]).norm() / second[2].norm())
         limit = max(misread / 3, 8 * self.eps)

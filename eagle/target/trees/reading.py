@@ -23,7 +23,7 @@ class Reading:
     """A forward in which mixers read trees from the states of committed sequences.
 
     `keep` gives the states after a path. Mixers read all paths in one call, or by `levels`, one call for each depth.
-    A forward that `commits` reads whole sequences.
+    A forward that `commits` reads tokens of sequences that are all kept, and no trees.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Reading:
         return self._read_paths(mixer, inputs, committed)
 
     def _join_inputs(self, mixer: Mixer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a mixer's inputs at all nodes, given those at the new ones."""
+        """Return a mixer's inputs at all R nodes, given those at the N new ones: a path runs from its first node on."""
         if mixer not in self.inputs:
             return inputs
         seqs = self.plan.shape[0]
@@ -70,7 +70,7 @@ class Reading:
         """Read all paths to leaves in one call, each from the state of its sequence."""
         plan = self.plan
         paths = plan.to_leaves
-        # what linears compute is kept, for the run that commits a path
+        # the run that commits a path reuses what the linears compute here
         projections = Projections()
         inputs = self._join_inputs(mixer, inputs)
         states = [committed[seq] for seq in paths.seqs]
@@ -150,31 +150,37 @@ class Reading:
             output, states = self._run(mixer, inputs, states, rows)
             node_states |= dict(zip(level, states, strict=True))
             outputs.append(output)
-        # for more nodes than can be read by levels
+        # a later forward over more nodes may read by paths, and needs the inputs at these
         self.inputs[mixer] = self._join_inputs(mixer, inputs)
         return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_rows(outputs), nodes)
 
     def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
-        """Read each sequence by itself and as long as it is, so that padding enters no state; equal ones in a batch."""
+        """Read each sequence without padding, which would enter its state.
+
+        All are read in one call if they have one length and their states one kind, else each in a call of its own.
+        """
         plan = self.plan
-        seqs = [(seq, list(range(len(parents)))) for seq, parents in enumerate(plan.parents)]
-        whole = plan.paths(seqs)
+        # a sequence is one path through all of its tokens
+        paths = [(seq, list(range(len(parents)))) for seq, parents in enumerate(plan.parents)]
+        rows = plan.paths(paths)
         kinds = {mixer.kind_of(state) for state in committed}
-        is_batch = whole.is_whole and len(kinds) == 1
+        # whole rows have no padding
+        is_batch = rows.is_whole and len(kinds) == 1
+        calls = [paths] if is_batch else [[path] for path in paths]
         outputs = []
         self.ends[mixer] = []
-        # one call for all, or one for each
-        for paths in [seqs] if is_batch else [[seq] for seq in seqs]:
-            states = [committed[seq] for seq, _ in paths]
-            output, ends = self._read_text(mixer, inputs, states, paths)
+        for call in calls:
+            states = [committed[seq] for seq, _ in call]
+            output, ends = self._read_text(mixer, inputs, states, call)
             outputs.append(output)
             self.ends[mixer] += ends
         if is_batch:
             return outputs[0]
+        # back to the forward's own padded layout
         return _map_rows(
-            lambda rows: whole.scatter(rows, plan.new),
-            _join_rows(outputs, whole.longest),
-            whole,
+            lambda tensor: rows.scatter(tensor, plan.new),
+            _join_rows(outputs, rows.longest),
+            rows,
         )
 
     def _read_text(
@@ -186,7 +192,7 @@ class Reading:
     ) -> Any:
         """Return the output for sequences of one length, and the state at the end of each."""
         steps = [paths]
-        # several tokens at once would begin a new sequence
+        # such mixers ignore their state when they get several tokens at once, so that they get one at a time
         if self.levels and states[0]:
             steps = [[(seq, [node]) for seq, _ in paths] for node in paths[0][1]]
         outputs = []
@@ -197,7 +203,7 @@ class Reading:
         return _join_steps(outputs), states
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> dict[int, States]:
-        """Return the states of sequences after these paths of theirs."""
+        """Return by sequence the mixers' states after a path of its nodes, which is to be committed."""
         kept: dict[int, States] = {seq: {} for seq in paths}
         mixers = self.node_states if self.levels else self.inputs
         # padding would enter the states, so that paths of one length run together
@@ -213,7 +219,7 @@ class Reading:
         """Return the mixer's states after paths of one length."""
         if self.levels:
             return [self.node_states[mixer][seq, path[-1]] for seq, path in rows.paths]
-        # whole chains have left their states
+        # paths through all nodes have left their states
         if mixer in self.ends and rows.longest == self.plan.shape[1]:
             return [self.ends[mixer][seq] for seq in rows.seqs]
         # else the mixer runs again, over these paths alone and without its projections
@@ -222,10 +228,15 @@ class Reading:
         return ends
 
     def narrow(self, kept: Sequence[Path], states: Sequence[States]) -> Reading:
-        """Return the reading of these sequences' nodes alone, in this order, as after sequences with these states."""
+        """Return this forward as if it had read only some of its sequences' nodes, which others may then follow.
+
+        Args:
+            kept: The sequences, with their remaining nodes in order.
+            states: The states of each after its committed tokens.
+        """
         parents = []
         for seq, nodes in kept:
-            # a parent that is left out is committed
+            # a parent that is left out has been committed since: its child follows the sequence itself
             new_index = {node: index for index, node in enumerate(nodes)}
             parents.append([new_index.get(self.plan.parents[seq][node], -1) for node in nodes])
         rows = self.plan.paths(kept)

@@ -52,13 +52,13 @@ class TextStates:
             tree_mask: as in `find_parents`.
             new: the number of nodes that are read now; the others have been read before.
             mixers: the modules that read.
-            commits: whether the nodes are tokens that are committed.
+            commits: whether the nodes are tokens of the sequences, which are committed when they are read.
         """
         states = [
             self._states_after(slot, length) for slot, length in zip(slots, lengths, strict=True)
         ]
         width = max(sizes)
-        # nothing was read before
+        # all nodes are new: no forward before this one read any
         if width == new:
             plan = Plan(find_parents(tree_mask, sizes, [[]] * len(slots)), width, new)
             levels = mixers.by_levels if commits else mixers.takes_levels(plan)
@@ -82,7 +82,7 @@ class TextStates:
         return by_length[length]
 
     def _find_reading(self, slots: Sequence[int], states: Sequence[States]) -> Reading:
-        """Return the forward that has read the uncommitted nodes of these slots, of these alone."""
+        """Return the forward that has read the uncommitted nodes of these slots, without its other sequences."""
         readings = {id(self.slots[slot].reading): self.slots[slot].reading for slot in slots}
         (reading,) = readings.values()
         if reading is None:
@@ -132,8 +132,16 @@ class TextStates:
         entry.seq = 0
 
     def _advance(self, slot: int, start: int, end: int, states: States) -> None:
-        """Hold states after a longer sequence; those after the shorter one go, unless they are a snapshot."""
+        """Hold the states after a sequence that has grown, in place of those after shorter ones that are no snapshot.
+
+        Args:
+            slot: The sequence's slot.
+            start: Its length before.
+            end: Its length now.
+            states: The mixers' states after it.
+        """
         entry = self.slots[slot]
+        # a snapshot where the sequence crosses a multiple of SNAPSHOT_TOKENS
         if start and start // SNAPSHOT_TOKENS != end // SNAPSHOT_TOKENS:
             entry.snapshots.add(start)
         # a mixer that did not run keeps its state

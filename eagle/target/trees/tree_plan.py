@@ -1,4 +1,4 @@
-"""A forward's draft trees as root-to-leaf paths, the rows over which a module that a mask cannot steer runs."""
+"""A forward's draft trees as root-to-leaf paths, which a module that a mask cannot steer reads as rows."""
 
 # B sequences, R nodes of each that are not committed, N of them new, P paths, D nodes of the longest path
 
@@ -48,7 +48,7 @@ class Paths:
         return self._upload("nodes", find, device)
 
     def steps(self, device: torch.device) -> Tensor:
-        """Return [B * R], one step [P * D] that is at each node; 0 for nodes that lie on none of these paths."""
+        """Return [B * R], for each node the index of a step of some path [P * D] at it; 0 for nodes on no path."""
 
         def find() -> list[int]:
             seqs, width = self.shape
@@ -160,7 +160,7 @@ class Plan:
 
     @cached_property
     def level_rows(self) -> tuple[list[Paths], Paths]:
-        """The nodes of each level, and those of all, as rows of one; they are numbered among the new nodes."""
+        """The new nodes of each level, and those of all levels, as rows of one node; node 0 is the first new one."""
         shape = (self.shape[0], self.new)
         levels = []
         rows: list[Path] = []
@@ -198,14 +198,15 @@ def find_parents(
         return [list(range(-1, size - 1)) for size in sizes]
     new, width = tree_mask.shape[1:]
     itself = torch.eye(width, dtype=torch.bool)[width - new :]
+    # [B, N, R], the ancestors of each new node
     above = (tree_mask & ~itself).expand(len(sizes), -1, -1)
     # a parent comes after all other ancestors; -1 where there are none
     last = (above * torch.arange(1, width + 1)).amax(-1) - 1
     parents = []
     for old, new_parents, size in zip(earlier, last.tolist(), sizes, strict=True):
         parents.append([*old, *new_parents[: size - len(old)]])
-    for mask, text_parents in zip(above.tolist(), parents, strict=True):
-        _check_parents(mask, text_parents, first=width - new)
+    for mask, seq_parents in zip(above.tolist(), parents, strict=True):
+        _check_parents(mask, seq_parents, first=width - new)
     return parents
 
 

@@ -141,11 +141,11 @@ def test_anchors_are_sampled_evenly_from_each_sequence() -> None:
     for epoch in range(epochs):
         seeds = (3 * epoch, 3 * epoch + 1, 3 * epoch + 2)
         seeded = replace(batch, seeds=seeds)
-        places = Anchors.drawn(seeded, 3, 7).places
-        assert places.equal(places.unique())
-        assert places.equal(Anchors.drawn(seeded, 3, 7).places)
-        assert torch.bucketize(places, ends, right=True).bincount().tolist() == [7, 5, 7]
-        counts[places + 2] += 1
+        indices = Anchors.sampled(seeded, 3, 7).token_indices
+        assert indices.equal(indices.unique())
+        assert indices.equal(Anchors.sampled(seeded, 3, 7).token_indices)
+        assert torch.bucketize(indices, ends, right=True).bincount().tolist() == [7, 5, 7]
+        counts[indices + 2] += 1
     # 7 of 28 supervised tokens, 5 of 5, and 7 of 28
     expected = torch.tensor([epochs * 7 / 28] * 28 + [epochs] * 5 + [epochs * 7 / 28] * 28)
     # 28 is 4.6 standard deviations of a count
@@ -159,7 +159,7 @@ def test_only_sampled_anchors_count() -> None:
     texts = texts_of({17: [(3, 5), (8, 17)], 12: [(2, 12)]}, FP64)
     frozen = frozen_head(FP64)
     batch = replace(collate(texts, TAPS), seeds=(5, 6))
-    places = Anchors.drawn(batch, head.levels, 3).places.tolist()
+    places = Anchors.sampled(batch, head.levels, 3).token_indices.tolist()
     # the second sequence begins at index 17; a root is one token after its slot
     first_roots = {place + 1 for place in places if place < 17}
     second_roots = {place + 1 - 17 for place in places if place >= 17}

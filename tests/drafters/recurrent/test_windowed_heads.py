@@ -205,7 +205,7 @@ def test_the_state_does_not_grow_with_the_text(
         state.propose({0: update}, {0: BUDGET})
     assert state.text_length(0) == 3006
     assert state.cache.lengths[0] <= window.most
-    assert state.cache.sizes[1] <= (window.most + text_state.PART) * 3 // 2
+    assert state.cache.sizes[1] <= (window.most + text_state.WINDOW_CHUNK_TOKENS) * 3 // 2
     # what the mask of the last read spans is what the probe is timed by
     widths = []
     read = head.read
