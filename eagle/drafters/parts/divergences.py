@@ -86,7 +86,7 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
     weighted = target_probs if weight == 1 else weight * target_probs
     mass: Any = weight
     if objective.top:
-        best = target_probs.topk(objective.top_k)
+        best = target_probs.topk(min(objective.top_k, target_probs.shape[-1]))
         extra = objective.top * best.values
         if weighted is target_probs:
             weighted = weighted.clone()

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from eagle.core.drafter import HeadShape, Parts, TargetHead
-from eagle.core.examples import Batch
+from eagle.core.examples import Batch, most_frequent, token_counts
 from eagle.drafters.parts.decoder_block import (
     Block,
     Cache,
@@ -48,12 +48,15 @@ class FeatureSettings(BaseModel):
     window: Window | None = None
     regression: float = 1.0  # weight of Smooth-L1 between its features and the target's
     cross_entropy: float = 0.1  # weight of the cross-entropy with the target's probs
+    # compare the probs of this many tokens, the most frequent supervised ones; null: of the whole vocabulary
+    loss_vocab: int | None = Field(default=None, ge=1)
 
 
 class FeatureHead(UnrolledDrafter):
     """(feature of token i, token i + 1) -> feature of token i + 1, whose logits name token i + 2."""
 
     settings: FeatureSettings
+    loss_tokens: Tensor | None
     taps = (-1,)
     teacher_taps = (-1,)
     borrows_logits = True
@@ -64,6 +67,9 @@ class FeatureHead(UnrolledDrafter):
         further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
         self.layers = nn.ModuleList([Block(shape), *further])
         self.rotary = Rotary(shape)
+        # [L], the tokens of settings.loss_vocab. They are counted anew at every start, so no file holds them.
+        self.register_buffer("loss_tokens", None, persistent=False)
+        self.narrowed: tuple[TargetHead, TargetHead] | None = None
 
     @property
     def parts(self) -> Parts:
@@ -82,7 +88,15 @@ class FeatureHead(UnrolledDrafter):
         sizes = (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
-        return cls(settings, head_shape(target_config, **sizes))
+        head = cls(settings, head_shape(target_config, **sizes))
+        if settings.loss_vocab is not None:
+            if supervised is None:
+                raise ValueError(
+                    f"drafter.loss_vocab is {settings.loss_vocab}, but no texts were given: call for_target with them"
+                )
+            counts = token_counts(supervised, head.shape.vocab_size)
+            head.loss_tokens = most_frequent(counts, settings.loss_vocab)
+        return head
 
     @property
     def network(self) -> dict[str, Any]:
@@ -141,11 +155,24 @@ class FeatureHead(UnrolledDrafter):
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
         student = align_steps(unrolled.states)  # [K, S, H]
         weights = step_weights(unrolled.places, steps)
+        # student and teacher are compared by the rows of one matrix
+        lm_head = self._narrow_to_loss_vocab(frozen)
         loss, step_losses = distillation_loss(
-            student, target_hidden, weights, (frozen, frozen), objective
+            student, target_hidden, weights, (lm_head, lm_head), objective
         )
         regression = feature_regression(student, target_hidden, weights)
         return regression, loss, step_losses
+
+    def _narrow_to_loss_vocab(self, frozen: TargetHead) -> TargetHead:
+        """Return the target's LM head with the rows of the loss's tokens alone, cut out once.
+
+        The products with this matrix are most of a training step where the vocabulary is large.
+        """
+        if self.loss_tokens is None:
+            return frozen
+        if self.narrowed is None or self.narrowed[0] is not frozen:
+            self.narrowed = frozen, frozen.narrow(self.loss_tokens)
+        return self.narrowed[1]
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
         """Return features [N, 1, H] plus noise, while training."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from eagle import Budget
-from eagle.core.drafter import Committed
+from eagle.core.drafter import Committed, TargetHead
 from eagle.core.examples import Batch, collate
 from eagle.drafters.recurrent.eagle1 import Eagle1
 from eagle.drafters.recurrent.eagle3 import Eagle3
 from eagle.drafters.recurrent.hass import Hass
-from eagle.formats.checkpoint import save_head
+from eagle.formats.checkpoint import load_head, save_head
 from eagle.recipe import Recipe
 from eagle.training.first_head import first_head
 from tests.drafters.loops import loop_gradients
@@ -115,6 +116,59 @@ def test_noise_is_on_what_the_first_step_reads_alone(batch: Batch) -> None:
     expected = loop_gradients(head, compute_loss)
     assert apart(head, computed(head, batch, FROZEN), expected) < 1e-5
     assert apart(head.eval(), computed(head, batch, FROZEN), expected) > 1e-3
+
+
+# -- `loss_vocab` -----------------------------------------------------------------------------------------------------
+
+SUPERVISED = [torch.tensor([3, 3, 3, 9]), torch.tensor([7, 9, 9, 1, 1, 12])]
+FREQUENT = torch.tensor([1, 3, 7, 9])
+
+
+def test_a_loss_of_the_frequent_tokens_is_that_of_a_smaller_matrix(batch: Batch) -> None:
+    """Also of the likeliest tokens; the features' regression is as before."""
+    settings = Hass.Settings(noise=0.0, steps=2, top=1.0, loss_vocab=4)
+    head = Hass.for_target(settings, SHAPE, supervised=SUPERVISED)
+    assert head.loss_tokens is not None
+    # ties go to the lower token: 7 and 12 are counted once each
+    assert head.loss_tokens.equal(FREQUENT)
+
+    def compute_loss(weights: dict[str, Tensor], frozen: TargetHead) -> Tensor:
+        texts = texts_of(SAID, torch.float32)
+        return hass_loss(
+            weights,
+            settings=settings,
+            shape=head.shape,
+            texts=texts,
+            frozen=frozen,
+            noise=[torch.zeros(length - 2, SHAPE.hidden_size) for length in batch.lengths],
+        )
+
+    found = computed(head.eval(), batch, FROZEN)
+    narrow = loop_gradients(head, partial(compute_loss, frozen=FROZEN.narrow(FREQUENT)))
+    whole = loop_gradients(head, partial(compute_loss, frozen=FROZEN))
+    assert apart(head, found, narrow) < 1e-5
+    # the loss of the whole vocabulary is another
+    assert apart(head, found, whole) > 1e-3
+
+
+def test_a_head_of_such_a_loss_is_saved_as_any_other(tmp_path: Path) -> None:
+    """The tokens are in no file, and a head that is read again learns from the whole vocabulary."""
+    head = Eagle1.for_target(Eagle1.Settings(loss_vocab=4), SHAPE, supervised=SUPERVISED)
+    assert (
+        head.state_dict().keys() == Eagle1.for_target(Eagle1.Settings(), SHAPE).state_dict().keys()
+    )
+    save_head(tmp_path, head, "target: {path: x}\n", {})
+    loaded = load_head(tmp_path)
+    assert isinstance(loaded, Eagle1)
+    assert loaded.loss_tokens is None
+
+
+def test_a_loss_vocabulary_without_texts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"drafter\.loss_vocab is 4, but no texts were given"):
+        Eagle1.for_target(Eagle1.Settings(loss_vocab=4), SHAPE)
+    too_many = SHAPE.vocab_size + 1
+    with pytest.raises(ValueError, match=f"{too_many} was asked for"):
+        Eagle1.for_target(Eagle1.Settings(loss_vocab=too_many), SHAPE, supervised=SUPERVISED)
 
 
 def test_it_drafts_as_eagle1_does(batch: Batch) -> None:
