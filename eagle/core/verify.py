@@ -95,24 +95,24 @@ class Choose:
             tokens.append(NAN if token is None else token)
         return torch.tensor(tokens)
 
-    def pick_where_it_lies(
-        self, output: TargetOutput, tokens: Tensor, seen: Tensor, depths: Tensor
+    def pick_on_device(
+        self, output: TargetOutput, tokens: Tensor, tree_mask: Tensor, depths: Tensor
     ) -> Tensor:
-        """Return the tokens [N] chosen after all nodes of a tree on the device, without a transfer.
+        """Return the tokens [N] chosen after all nodes of a tree that is on the device, without a transfer.
 
         Args:
             output: The target's output on the tree.
             tokens: [N], the tree's tokens.
-            seen: [N, N] bool, each node's ancestors and itself.
-            depths: [N].
+            tree_mask: [N, N] bool, row i marks node i and its ancestors.
+            depths: [N], the steps of each node from the root.
         """
         logits = in_fp32(output.logits)
         penalty = self.sampling.repetition_penalty
         if penalty != 1:
-            logits = penalise_nodes(logits, output.text, tokens, seen, penalty)
+            logits = penalise_nodes(logits, output.text, tokens, tree_mask, penalty)
         if self.noise is None:
             return _pick_best(logits)
-        # one row of noise per level; all nodes of a level choose for the same position
+        # noise depends on the position alone, and all nodes of a level choose for the same one: a row for each level
         first = output.start + 1
         noise = self.noise(
             range(first, first + output.tree.levels + 1), logits.shape[-1], logits.device
