@@ -334,8 +334,8 @@ def generate_from_folder(model: Any, *args: Any, **kwargs: Any) -> Any:
 def arguments_of_generate() -> dict[str, Any]:
     """Return the local variables of the nearest caller that is `model.generate`, by name; an empty dict without one.
 
-    transformers passes a callable neither the streamer nor the assistant model, and the code of a folder not the name of
-    the folder. They are found only in the frame of `generate`; without this, a streamer would wait for ever.
+    transformers passes a callable neither the streamer nor the assistant model, and the code of a folder not the name
+    of the folder. They are found only in the frame of `generate`; without this, a streamer would wait for ever.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not GENERATE:
