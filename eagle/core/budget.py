@@ -34,6 +34,7 @@ class Budget:
     confidence: float | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields; ValueError names the field, what it holds and what is expected."""
         # object.__setattr__, because a frozen dataclass refuses to set its fields in any other way
         for name in ("nodes", "depth", "top_k"):
             value = whole(f"Budget.{name}", getattr(self, name))

@@ -101,9 +101,8 @@ class Batch:
     progress: float = 0.0  # how much of the training is done, from 0 to 1
     # the head's `divisors` of the whole training step, of which this batch may be a part; None: of the batch alone
     divisors: tuple[float, ...] | None = None
-    drafts: Drafts | None = (
-        None  # chains of the head, if it drafted while the target wrote these sequences
-    )
+    # chains of the head, if it drafted while the target wrote these sequences
+    drafts: Drafts | None = None
     # [N, K], the token indices of the draft that starts at each slot; None where slots read the sequence: `on_drafts`
     branches: Tensor | None = None
 

@@ -65,18 +65,7 @@ def fixed_shape(parents: tuple[int, ...], device: torch.device) -> NodeShape:
 
 
 class DeviceTrees:
-    """Trees of equal size on a device, which were grown together.
-
-    Args:
-        rows: The batch row of each tree.
-        columns: [B, 1 or 3, N - 1], the nodes without the roots: their tokens, and if `parents` is None also their
-            parents and the bits of their fp32 likelihoods. All are integers in one tensor, so that one transfer reads
-            them.
-        levels: The most levels of a tree.
-        parents: [N], on the host, if all trees have one fixed shape.
-        probs: [B, N, V], what the nodes were sampled from; None for trees that were not sampled.
-        leaves_nodes_out: Whether some nodes may be `LEFT_OUT`.
-    """
+    """Trees of equal size on a device, which were grown together."""
 
     def __init__(
         self,
@@ -88,16 +77,27 @@ class DeviceTrees:
         *,
         leaves_nodes_out: bool = False,
     ) -> None:
+        """Hold draft trees that were grown on a device, until the host reads them.
+
+        Args:
+            rows: The batch row of each tree.
+            columns: [B, 1 or 3, N - 1], the nodes without the roots: their tokens, and if `parents` is None also their
+                parents and the bits of their fp32 likelihoods. All are integers in one tensor, so that one transfer
+                reads them.
+            levels: The most levels of a tree.
+            parents: [N], on the host, if all trees have one fixed shape.
+            probs: [B, N, V], what the nodes were sampled from; None for trees that were not sampled.
+            leaves_nodes_out: Whether some nodes may be `LEFT_OUT`, which do not belong to their tree.
+        """
         self.rows = list(rows)
         self.columns = columns
         self.levels = levels
         self.parents = parents
         self.probs = probs
         self.leaves_nodes_out = leaves_nodes_out
-        self.roots: list[int] = []
-        self.read_together: Sequence[DeviceTrees] = [
-            self
-        ]  # all groups of one proposal share a transfer
+        self.roots: list[int] = []  # the root token of each tree, once `hand_over` has set them
+        # the groups of one proposal, which are read in one transfer
+        self.read_together: Sequence[DeviceTrees] = [self]
         self.host_columns: Tensor | None = None  # `columns` on the host, once they are read
 
     @property

@@ -123,7 +123,8 @@ def fill_rows(
 
 def gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
     """Return the noise [P, V] of P position keys (`Noise.key`)."""
-    # kernels on a device are cheap for many values and dear to launch; on a CPU blocks that fit its cache are faster
+    # On a device (`must_wait`: any but a CPU) a kernel costs the same for few and many values. On a CPU, blocks of
+    # tokens that fit its cache are faster.
     if must_wait(device):
         return _gumbel_at_once(keys, vocab_size, device)
     rows = torch.empty(len(keys), vocab_size)

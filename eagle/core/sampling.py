@@ -122,6 +122,7 @@ class Sampling:
     typical: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields; ValueError names the field, what it holds and what is expected."""
         # numpy's whole numbers become ints, so that equal samplings are equal
         for name in ("top_k", "seed", "request"):
             object.__setattr__(self, name, whole(f"Sampling.{name}", getattr(self, name)))

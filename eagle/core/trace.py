@@ -19,9 +19,8 @@ GREEN = "#2da44e"  # legible on a white and on a dark page
 class Cycle:
     """One cycle of one sequence: the proposed tree, the accepted nodes, and the seconds of each part of the cycle."""
 
-    tree: DraftTree = field(
-        compare=False, repr=False
-    )  # without its `draft_probs`, which take much memory
+    # without its `draft_probs`, which take much memory
+    tree: DraftTree = field(compare=False, repr=False)
     kept: tuple[int, ...]  # accepted nodes of the tree, without the root
     committed: int  # new tokens of the answer, after cutting at a stop
     context: int  # tokens in the target's cache before the cycle

@@ -77,6 +77,7 @@ class DraftTree:
     likelihoods: Tensor | None = None
 
     def __post_init__(self) -> None:
+        """Refuse tensors that form no tree, because a drafter of a user may have made them."""
         _check_tensor("tokens", self.tokens, 1, "whole numbers")
         _check_tensor("parents", self.parents, 1, "whole numbers")
         if self.draft_probs is not None:

@@ -39,16 +39,7 @@ ENTROPY_SHIFT = 1e-5  # added to a probability before its logarithm, as in Medus
 
 
 class Choose:
-    """The target's choice after a node, from its logits and noise that does not depend on drafts.
-
-    Args:
-        sampling: How the target samples.
-        uses: How often each (seed, request number) was used; shared by all requests to a target.
-        drawn: Whether drafts are sampled (`Budget.draw`). Drafters and policies may remember tokens that depend on the
-            noise of earlier requests, so every such request gets new noise and coins.
-        process: Replaces the sampling's penalty, temperature and filters. The fields of the sampling then only tell
-            drafters roughly what it does.
-    """
+    """The target's choice after a node, from its logits and noise that does not depend on drafts."""
 
     def __init__(
         self,
@@ -58,6 +49,16 @@ class Choose:
         drawn: bool = False,
         process: Process | None = None,
     ) -> None:
+        """Make the chooser of one request, with its noise if it samples.
+
+        Args:
+            sampling: How the target samples.
+            uses: How often each (seed, request number) was used; shared by all requests to a target.
+            drawn: Whether drafts are sampled (`Budget.draw`). Drafters and policies may remember tokens that depend on
+                the noise of earlier requests, so every such request gets new noise and coins.
+            process: Replaces the sampling's penalty, temperature and filters. The fields of the sampling then only
+                tell drafters roughly what it does.
+        """
         self.sampling = sampling
         self.process = process
         self.uses = Counter() if uses is None else uses
@@ -204,7 +205,7 @@ def _pick_best(scores: Tensor) -> Tensor:
 
 
 def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
-    """Verify several sequences; their choices are copied from the device all at once.
+    """Verify the trees of several sequences; their choices are copied from the device in one transfer.
 
     Args:
         rows: The target's output on each sequence's tree, and how it chooses.
@@ -213,7 +214,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
         Of each sequence the accepted nodes, the root first, and the target's token after them.
 
     Raises:
-        RowErrors: By index, if only some of them fail.
+        RowErrors: If only some of them fail, with results and errors by index.
     """
     # Where acceptance depends on the target's choices alone (`_is_walked`), those of all rows are read now, in one
     # transfer. A single row gains nothing by that, and on a CPU choices are better made lazily.
@@ -273,6 +274,7 @@ def _apply_rule(
     sampling = choose.sampling
     if sampling.typical is not None:
         path = walk_typically(tree, partial(choose.probs_after, output), sampling.typical)
+        # the target chooses the token after the last accepted node itself
         return path, choose(output, path[-1:])[0]
 
     # a sampled draft is accepted by chance, from both models' probabilities; any other draft is right or wrong

@@ -184,6 +184,16 @@ class _Search:
         processors: tuple[Processor, ...],
         budget: Budget,
     ) -> None:
+        """Open the states of target and drafter for a beam search over one prompt.
+
+        Args:
+            target: The target.
+            drafter: The drafter.
+            prompt: Its tokens.
+            beams: The running beams and the answers.
+            processors: Functions that change log-probs.
+            budget: The draft nodes of one forward over all beams.
+        """
         self.target = target
         self.prompt = prompt
         self.beams = beams

@@ -33,8 +33,17 @@ class BeamState:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
     ) -> None:
+        """Begin a beam search as transformers does.
+
+        Args:
+            beams: W, transformers' `num_beams`.
+            stops: Where an answer ends.
+            limit: The most tokens of an answer.
+            length_penalty: Scores are divided by length ** length_penalty.
+            early_stopping: As in transformers.
+        """
         self.stops = stops
-        self.limit = limit  # the most tokens of an answer
+        self.limit = limit
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         # K, transformers' number: enough that all beams go on even if every beam has a candidate for each stop token
@@ -46,9 +55,8 @@ class BeamState:
         self.scores[0] = 0
         self.answers: list[list[int]] = [[] for _ in range(beams)]
         self.answer_scores = torch.full((beams,), FAR)
-        self.is_finished = torch.zeros(
-            beams, dtype=torch.bool
-        )  # which entries of `answers` hold an answer
+        # which entries of `answers` hold an answer
+        self.is_finished = torch.zeros(beams, dtype=torch.bool)
         self.is_done = False
         self.steps = 0
         self.near_ties = 0

@@ -304,9 +304,8 @@ def _time_forwards(
             kinds.append(probes)
 
     # forwards take turns, so that a machine that slows down for a while affects all of them
-    times: dict[tuple[int, int], list[float]] = defaultdict(
-        list
-    )  # kind and index of the size -> seconds
+    # kind of forward and index of the size -> seconds
+    times: dict[tuple[int, int], list[float]] = defaultdict(list)
     # the first round warms up, and is not kept
     for i in range(rounds + 1):
         for j in range(len(sizes)):

@@ -252,6 +252,12 @@ class _AnswerText:
     """An answer's text in pieces, each decoded when it is first asked for."""
 
     def __init__(self, trace: Trace, strings: Sequence[str]) -> None:
+        """Begin the text of an answer, which is decoded only as far as it is read.
+
+        Args:
+            trace: Of the answer, which is still being written.
+            strings: The stop strings.
+        """
         self.trace = trace
         self.stop_strings = strings
         # tokens of each piece, and whether the answer ends with it

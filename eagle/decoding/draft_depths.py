@@ -40,7 +40,7 @@ class Average:
         self.is_guess = True
 
     def add(self, outcome: bool | None, memory: float) -> None:
-        """Add one cycle.
+        """Add one cycle to a running average of how often an event happens.
 
         Args:
             outcome: Whether the event happened in this cycle; None if the cycle does not tell.
@@ -118,8 +118,14 @@ class Acceptance:
     """The rates of all rows together, and of each row that is being decoded."""
 
     def __init__(self, levels: int, memory: float) -> None:
+        """Start without statistics.
+
+        Args:
+            levels: The levels of the deepest draft.
+            memory: The number of cycles, whatever their number of rows, over which averages are taken.
+        """
         self.levels = levels
-        self.memory = memory  # in cycles, whatever their number of rows
+        self.memory = memory
         self.all_rows = Levels(levels, memory)
         self.rows: dict[int, Levels] = {}
         self.ends: dict[int, int] = {}  # the length of each row after its last cycle

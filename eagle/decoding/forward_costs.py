@@ -70,6 +70,7 @@ class Costs:
         seconds = []
         for costs in self.by_texts:
             sizes.append(costs.texts)
+            # outside[0]: the seconds of a cycle outside of its forwards
             seconds.append(costs._look_up(costs.target, tokens, context) + costs.outside[0])
         return interpolate(sizes, seconds, texts)
 
@@ -84,6 +85,7 @@ class Costs:
         if self.first is None or self.level is None or not rows:
             return 0.0
         sizes = [costs.texts for costs in self.by_texts]
+        # outside[1]: the seconds of the loop around each forward of the drafter
         outside = interpolate(sizes, [costs.outside[1] for costs in self.by_texts], texts)
         seconds = len(rows) * outside + self._look_up(self.first, rows[0] * texts, context)
         return seconds + sum(

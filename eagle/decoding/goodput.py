@@ -42,15 +42,6 @@ class Goodput:
     cycle, from the cost of cycles and the recent rates at which each level was proposed and accepted, over all rows
     and for each. Before anything is known it drafts only where even a poor draft would pay. Statistics carry over from
     one request to the next.
-
-    Args:
-        draft: Seconds of drafting 0, 1, 2, ... levels, for one row; for several rows see `of_costs`.
-        read: Seconds of the rest of such a cycle.
-        budget: What the deepest draft is; by default a chain.
-        share: The most of the time that goes into exploring deeper levels: one more, and another as long as all
-            explored ones are accepted.
-        memory: The number of cycles over which averages are taken.
-        costs: In place of `draft` and `read`, for several rows.
     """
 
     def __init__(
@@ -63,6 +54,17 @@ class Goodput:
         memory: float = 100.0,
         costs: CycleCosts | None = None,
     ) -> None:
+        """Make a policy that chooses the draft depth of each cycle, without statistics yet.
+
+        Args:
+            draft: Seconds of drafting 0, 1, 2, ... levels, for one row; for several rows see `of_costs`.
+            read: Seconds of the rest of a cycle with a tree of 0, 1, 2, ... levels.
+            budget: The deepest draft; by default a chain.
+            share: The most of the time, from 0 to 1, that may go into exploring levels deeper than the best ones: one
+                level deeper, and one more as long as all explored levels are accepted.
+            memory: The number of cycles over which averages are taken.
+            costs: The costs for several rows, in place of `draft` and `read`.
+        """
         # the order matters: each check relies on those before it
         _check_figures("draft", draft)
         _check_figures("read", read)
@@ -137,11 +139,11 @@ class Goodput:
             drafter: Any drafter.
             prompt: One, or several that take turns, as in `generate`.
             budget: The deepest draft; by default the drafter's, else a chain of eight.
-            batch_sizes: That are measured; with several prompts by default 1, 2, 4, 8 and 16.
-            contexts: Lengths after which forwards are timed, by default that of the longest prompt. Prompts are
-                repeated or cut to the first.
-            clock: By default one of CPU seconds.
-            options: Of `generate`, the sampling and the limit one for all.
+            batch_sizes: The batch sizes to measure: by default 1, or 1, 2, 4, 8 and 16 with several prompts.
+            contexts: How many tokens precede the timed forwards; by default as many as the longest prompt has.
+                Otherwise prompts are repeated or cut to the first of these lengths.
+            clock: By default one of CPU seconds (`clock_of`).
+            options: Options of `generate`, with one sampling and one limit for all prompts.
         """
         rows = prompt_rows(prompt, None)
         prompts = [token_ids(prompt)] if rows is None else rows
@@ -261,9 +263,9 @@ class Goodput:
             contexts: Row id -> the length of its sequence.
         """
         # The drafter must first read what it has not read of a row. This takes time only once, so the seconds are
-        # spread over the cycles that are expected to follow.
-        starts = []
-        spread = []
+        # spread over the cycles that are expected to follow. Every draft reads PENDING tokens, which the costs contain.
+        starts = []  # of each row, all of these seconds
+        spread = []  # of each row, the part of this cycle
         for row, limit in levels.items():
             unread = contexts[row] - self.acceptance.read_tokens.get(row, 0) - PENDING
             start = self.costs.catch_up * max(unread, 0)

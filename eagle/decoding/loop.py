@@ -40,14 +40,6 @@ class Decoding:
 
     An error that only one request causes ends that request: its trace's `finish` is "error", and its `error` says
     which.
-
-    Args:
-        target: The target.
-        drafter: Any drafter.
-        budget: A budget or a policy; by default the drafter's.
-        batch_size: The most requests at once.
-        max_tokens_in_cache: The most tokens in the target's cache, padding included.
-        timing: Whether to keep the seconds of cycles; or the clock that measures them, in place of wall time.
     """
 
     def __init__(
@@ -60,6 +52,16 @@ class Decoding:
         max_tokens_in_cache: int | None = None,
         timing: bool | Callable[[], float] = False,
     ) -> None:
+        """Open the target's and the drafter's state for a batch of requests.
+
+        Args:
+            target: The target.
+            drafter: Any drafter.
+            budget: A budget or a policy; by default the drafter's.
+            batch_size: The most requests at once.
+            max_tokens_in_cache: The most tokens in the target's cache, padding included.
+            timing: Whether to keep the seconds of cycles; or the clock that measures them, in place of wall time.
+        """
         self.target = target
         self.drafter = drafter
         self.batch_size = batch_size
@@ -124,7 +126,8 @@ class Decoding:
         stops = stops_for(target, stop)
         trace.prompt = prompt
         trace.tokenizer = target.tokenizer
-        # a policy that samples drafts must say so now: a request with sampled drafts gets noise that no earlier one had
+        # A policy that samples drafts must say so now, by its attribute `draw`: a request with sampled drafts gets
+        # noise that no earlier request had.
         draw = getattr(self.budget, "draw", None)
         choose = Choose(sampling, target.draws, drawn=draw == "sampled", process=process)
         self.waiting.append(

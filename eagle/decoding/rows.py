@@ -133,10 +133,6 @@ class RowDrafts:
 
     All rows share one `DraftState`, which drafts for them in a batch. If it raises an error that any row may have
     caused, each row gets a new state, and drafting row by row shows which row fails.
-
-    Args:
-        open_state: Makes a new state.
-        read_whole: Row id and update -> an update with all tokens of the row, for a state that has read none of them.
     """
 
     def __init__(
@@ -144,16 +140,20 @@ class RowDrafts:
         open_state: Callable[[], DraftState],
         read_whole: Callable[[int, Committed], Committed],
     ) -> None:
+        """Open the drafter's state that all rows of a decoding batch share until one of them fails.
+
+        Args:
+            open_state: Makes a new state.
+            read_whole: Row id and update -> an update with all tokens of the row, for a state that has read none.
+        """
         self.open_state = open_state
         self.read_whole = read_whole
         self.shared = open_state()  # the state that new rows join
-        self.states: dict[
-            int, DraftState
-        ] = {}  # row id -> its state, the shared one or a state for it alone
+        # row id -> its state: the shared one, or a state for this row alone
+        self.states: dict[int, DraftState] = {}
         self.noises: dict[int, Noise | None] = {}
-        self.unread_rows: set[int] = (
-            set()
-        )  # rows with a new state, which has read none of their tokens
+        # rows with a new state, which has read none of their tokens
+        self.unread_rows: set[int] = set()
 
     def admit(self, row_id: int, noise: Noise | None) -> None:
         """Begin the sequence of a new row.

@@ -14,6 +14,13 @@ class Stops:
     """The stop tokens and stop strings of a request."""
 
     def __init__(self, stop: Any, tokenizer: Any, vocab_size: int) -> None:
+        """Sort the stops of a request into tokens and strings.
+
+        Args:
+            stop: A token id, a string, or several of them.
+            tokenizer: The target's; only stop strings need it.
+            vocab_size: V.
+        """
         items = [_stop_item(item, vocab_size) for item in _as_items(stop)]
         self.tokens = {item for item in items if isinstance(item, int)}
         self.strings = [item for item in items if isinstance(item, str)]

@@ -20,11 +20,11 @@ class Held:
     """The target, the drafters and the last call's traces of one model; a copy of the model begins without them."""
 
     def __init__(self) -> None:
+        """Hold nothing yet for a model of transformers that is called with a drafter."""
         self.lock = RLock()
         self.target: Target | None = None
-        self.target_key: Any = (
-            None  # what `target_of` compares to tell whether the target still fits the model
-        )
+        # what `target_of` compares to tell whether the target still fits the model
+        self.target_key: Any = None
         # the callable of `generate_with` -> the drafter that it loaded
         self.drafters: WeakKeyDictionary[Any, Drafter] = WeakKeyDictionary()
         # (folder, revision, times of its files) -> the callable that `generate_from_folder` made

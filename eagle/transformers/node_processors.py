@@ -111,15 +111,19 @@ def _processor_of_row(processor: Any, row: int, prompt: int, padding: int) -> An
     """Return one processor as it applies to a single row: see `processors_of_row`."""
     # by the names of attributes, private ones too, because transformers has no interface for this
     changed: dict[str, Any] = {}
+    # a repetition penalty that ignores the padding, whose length differs by row
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         changed["prompt_ignore_length"] = padding
+    # penalties on the tokens of the prompt hold all prompts
     tokens = getattr(processor, "encoder_input_ids", None)
     if isinstance(tokens, Tensor):
         changed["encoder_input_ids"] = tokens[prompt : prompt + 1]
+    # the ban on n-grams of the prompt holds those of all prompts
     ngrams = getattr(processor, "generated_ngrams", None)
     if ngrams is not None:
         changed["generated_ngrams"] = ngrams[prompt : prompt + 1]
         changed["batch_size"] = 1
+    # a caller's function that restricts the next tokens
     allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
     if allowed is not None:
         # the function expects the row's index in the batch, which would always be 0

@@ -374,7 +374,13 @@ def _encoder_inputs(model: Any) -> set[str]:
 
 
 def _check_inputs(model: Any, kwargs: Mapping[str, Any], media: Mapping[str, Any]) -> None:
-    """Refuse inputs of the model's forward that are neither tokens nor images."""
+    """Refuse inputs of the model's forward that are neither tokens nor images.
+
+    Args:
+        model: The model.
+        kwargs: The inputs that `generate` has prepared for the forward.
+        media: Those that belong to images (`find_media`).
+    """
     # an unknown input may change the model's output, and the target would not get it
     unknown = kwargs.keys() - PREPARED - ALONE - media.keys() - {*STATES}
     wrong = []

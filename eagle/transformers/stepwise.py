@@ -44,12 +44,6 @@ class Stepwise:
 
     The decoding may have written more tokens of a row than the loop has passed on. They are cut off where a criterion
     ends the row.
-
-    Args:
-        decoding: With all rows of the request added.
-        request: The call of `generate`.
-        traces: Of each row, to which the decoding writes.
-        logits: Of each row.
     """
 
     def __init__(
@@ -59,6 +53,14 @@ class Stepwise:
         traces: list[Trace],
         logits: list[RowLogits],
     ) -> None:
+        """Prepare the loop of `generate` over the tokens of a decoding.
+
+        Args:
+            decoding: With all rows of the request added.
+            request: The call of `generate`.
+            traces: Of each row, to which the decoding writes.
+            logits: Of each row, which the decoding fills.
+        """
         self.decoding = decoding
         self.request = request
         self.traces = traces
@@ -67,6 +69,7 @@ class Stepwise:
         # transformers fills ended rows with padding only if some criterion has a stop token
         self.has_ends = any(hasattr(criterion, "eos_token_id") for criterion in request.criteria)
         padding = getattr(config, "_pad_token_tensor", None)
+        # the token of rows that have ended
         self.pad = config.pad_token_id if padding is None else int(padding)
         # logits [R, V] of each step, as transformers passes them to criteria: a tuple that grows, or None
         self.scores: tuple[Tensor, ...] | None = None

@@ -82,6 +82,7 @@ class WithDrafter:
         stateless: Sequence[type] = (),
         **options: Any,
     ) -> None:
+        """Check the arguments, which are those of `generate_with`; nothing is loaded yet."""
         if not isinstance(drafter, (Drafter, str, Path, list, tuple)):
             raise ValueError(
                 f"generate_with got a {type(drafter).__name__}, expected a head's folder or hub id, a method such as "

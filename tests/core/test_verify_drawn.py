@@ -130,7 +130,7 @@ class Scripted(DrafterNoise):
         self.scores = super().filter_logits(logits)
         return self.scores
 
-    def own(self, rows: int) -> Tensor:
+    def draft_noise(self, rows: int) -> Tensor:
         """Return [K, V] that ranks the sampled children above all other tokens, in their order."""
         orders = []
         for probs in (self.scores / self.temperature).double().softmax(-1):
