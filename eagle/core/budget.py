@@ -67,6 +67,7 @@ class Budget:
 
     def _check_paths(self) -> None:
         """Refuse paths that form no tree, or exceed the budget's `nodes` or `top_k`."""
+        # the empty path is the root, which need not be named
         paths = {path for path in self.paths or () if path}
         for path in paths:
             parent = path[:-1]

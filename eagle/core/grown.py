@@ -135,11 +135,13 @@ class DeviceTrees:
         columns = self.host_columns[index]
         root = self.roots[index]
         if self.parents is not None:
+            # a fixed shape: only the tokens differ between trees
             tokens = torch.cat([torch.tensor([root]), columns[0]])
             probs = None if self.probs is None else self.probs[index]
             return _leave_out(tokens, self.parents, draft_probs=probs)
         # the root's token and parent, and a likelihood of 0
         root_column = torch.tensor([[root], [-1], [0]])
+        # the likelihoods travel in the tensor of integers, as the bits of their fp32 values
         tokens, parents, bits = torch.cat([root_column, columns], dim=1)
         return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
 
@@ -170,6 +172,7 @@ class GrownTree(DraftTree):
         return tree
 
     def __getattr__(self, name: str) -> Any:
+        """Return a field of a tree on a device; the first one that is asked for brings all fields to the host."""
         # Python calls this only for slots that were not set; copies, as by dataclasses.replace, set no `device_trees`
         if name == "device_trees":
             return None

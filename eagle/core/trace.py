@@ -85,6 +85,7 @@ class Trace:
     error: Exception | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
+        """Return a short summary of the generation; τ is its acceptance length."""
         facts = [
             f"{len(self.prompt)} prompt tokens",
             f"{len(self.tokens)} tokens",

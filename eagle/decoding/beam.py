@@ -66,7 +66,7 @@ def beam_search(
     processors: Iterable[Processor] = (),
     budget: Budget | None = None,
 ) -> BeamResult:
-    """Search with the answers of transformers' `generate(num_beams=...)`, in fewer forwards.
+    """Return the answers of transformers' beam search, `generate(num_beams=...)`, in fewer forwards.
 
     Args:
         target: The model whose answers these are.

@@ -203,6 +203,7 @@ def bare_costs(
     # context and tokens together must not exceed the model's positions
     max_positions = target.max_positions or inf
     sizes = tuple(size for size in sorted(set(sizes)) if size < max_positions)
+    # the longest context that leaves space for the largest forward
     longest = (target.max_positions or max(contexts) + sizes[-1]) - sizes[-1]
     contexts = tuple(sorted({min(context, longest) for context in contexts}))
 
@@ -213,6 +214,7 @@ def bare_costs(
         )
     # transpose: from lists by context to tables by kind of forward (the target's, the drafter's first, its later ones)
     tables = zip(*by_context, strict=True)
+    # the shortest and the longest context
     ends = tuple(sorted({contexts[0], contexts[-1]}))
     tokens = tuple(sorted(set(batch_tokens or sizes)))
     batches = []
@@ -303,10 +305,10 @@ def _time_forwards(
         if probes:
             kinds.append(probes)
 
-    # forwards take turns, so that a machine that slows down for a while affects all of them
     # kind of forward and index of the size -> seconds
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
-    # the first round warms up, and is not kept
+    # Forwards take turns, so that a machine that slows down for a while affects all of them. The first round warms up,
+    # and is not kept.
     for i in range(rounds + 1):
         for j in range(len(sizes)):
             for kind, probes in enumerate(kinds):
