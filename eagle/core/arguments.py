@@ -15,13 +15,17 @@ from eagle.core.trace import Trace
 from eagle.core.tree import chain_paths
 
 TEXT_INPUTS = ("input_ids", "attention_mask")
-IMAGES = re.compile("pixel|image|video")  # in the names of what a processor gives
+# inputs with such a name in a processor's output hold images or videos
+IMAGES = re.compile("pixel|image|video")
 ONE_PROMPT = "one prompt at a time"
 
 
 def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
-    """Refuse a target, drafter, sampling or budget of a wrong type; the message says how to make one."""
-    # by attributes: core imports no target
+    """Refuse a target, drafter, sampling or budget that is of a wrong type or does not fit the others.
+
+    Every public call that decodes runs this first, so that a mistake is named before a forward runs.
+    """
+    # a target is told by its attribute `reader`, because eagle.core must not import eagle.target
     if isinstance(target, Drafter) and hasattr(drafter, "reader"):
         raise ValueError(
             "the drafter stands where the target belongs: call generate(target, drafter, prompt)"
@@ -43,6 +47,7 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
         raise ValueError(
             f"sampling is {_describe(sampling)}, expected a Sampling: as Sampling(temperature=0.7)"
         )
+    # a policy is any object with these attributes of the `Policy` protocol
     is_policy = hasattr(budget, "within") and hasattr(budget, "nodes")
     if budget is not None and not isinstance(budget, Budget) and not is_policy:
         raise ValueError(
@@ -53,8 +58,9 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
     _check_rule(sampling, budget, drafter)
     if drafter.taps:
         target.check_taps(drafter.taps)
+    # `frozen` holds the target's head that the drafter was bound to, or nothing
     for head in drafter.frozen[:1]:
-        # the LM head may be narrowed to a draft vocabulary, the embedding is whole
+        # compare the embeddings: the LM head may be narrowed to a draft vocabulary, the embedding never is
         bound = head.embedding.get_parameter("weight").shape
         expected = target.head.embedding.get_parameter("weight").shape
         if bound != expected:
@@ -65,7 +71,7 @@ def check_call(target: Any, drafter: Any, sampling: Any, budget: Any) -> None:
 
 
 def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
-    """Refuse a rule of verification that these drafts cannot be verified by."""
+    """Refuse sampled drafts, or a confidence threshold, that this verification rule or drafter does not support."""
     check_confidence(getattr(budget, "confidence", None), drafter)
     if getattr(budget, "draw", None) != "sampled":
         return
@@ -73,6 +79,7 @@ def _check_rule(sampling: Sampling, budget: Any, drafter: Drafter) -> None:
         raise ValueError(
             "typical acceptance asks the target alone: got sampled drafts, use Budget(draw='likeliest')"
         )
+    # a budget without paths is refused in sampled mode by Budget itself; a policy may have none to look at
     paths = getattr(budget, "paths", None)
     if (
         sampling.rule == "block"
@@ -94,8 +101,13 @@ def check_confidence(confidence: float | None, drafter: Drafter) -> None:
 
 
 def refuse_options(unknown: Iterable[str], options: Iterable[str]) -> None:
-    """Refuse unknown options, naming their place in Sampling or Budget, else the nearest known option."""
-    # a field of Sampling or Budget is what most unknown options are
+    """Refuse the `unknown` options of a call; the message says where such an option belongs, or the nearest known one.
+
+    Args:
+        unknown: Names of options that the call was given and does not have.
+        options: Names of the options that it has.
+    """
+    # most unknown options are fields of Sampling or Budget that were passed to the call itself
     options = sorted(options)
     for name in unknown:
         owners: tuple[tuple[Any, str], ...] = ((Sampling, "sampling"), (Budget, "budget"))
@@ -140,6 +152,7 @@ def list_traces(traces: Any, count: int) -> list[Trace]:
     for trace in traces:
         if not isinstance(trace, Trace):
             raise ValueError(f"trace is {_describe(trace)}, expected a new Trace() for each prompt")
+    # two prompts that write to one trace would mix their answers
     if len({id(trace) for trace in traces}) < count:
         raise ValueError(
             "one trace is given for several prompts, expected one for each: [Trace() for _ in prompts]"
@@ -165,7 +178,13 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def check_policy(policy: Any, samplings: Sequence[Sampling], texts: int) -> None:
-    """Refuse a policy that cannot decide for these samplings, or for so many sequences at a time."""
+    """Refuse a policy that cannot decide for these samplings, or for a batch of this size.
+
+    Args:
+        policy: A `Budget` or a policy; only policies may define `check_request`, which raises the error.
+        samplings: Of each request.
+        texts: The number of sequences in the batch.
+    """
     check = getattr(policy, "check_request", None)
     if check is not None:
         check(samplings, texts)
@@ -197,7 +216,8 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
     Args:
         prompt: Several prompts are a list of what `token_ids` takes, a tensor or array [B, T], or a tokenizer's
             output. Padding is removed.
-        batch_size: Of the call; None where it names none.
+        batch_size: The caller's option, None if it was not passed. With a batch size even a list of one prompt returns
+            a list.
     """
     is_output = isinstance(prompt, Mapping)
     rows = _list_rows(prompt.get("input_ids") if is_output else prompt)
@@ -217,12 +237,13 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
     if mask is None or any(media_of(tokens) for tokens in prompts):
         return prompts
 
+    # tokens that the attention mask hides are padding
     masks = [token_ids(row) for row in _list_rows(mask) or []]
-    marked = [len(marks) for marks in masks]
-    counts = [len(tokens) for tokens in prompts]
-    if marked != counts:
+    mask_lengths = [len(marks) for marks in masks]
+    prompt_lengths = [len(tokens) for tokens in prompts]
+    if mask_lengths != prompt_lengths:
         raise ValueError(
-            f"attention_mask has rows of {marked} tokens, expected {counts} as input_ids"
+            f"attention_mask has rows of {mask_lengths} tokens, expected {prompt_lengths} as input_ids"
         )
     unpadded = []
     for tokens, marks in zip(prompts, masks, strict=True):
@@ -231,12 +252,13 @@ def prompt_rows(prompt: Any, batch_size: int | None = None) -> list[list[int]] |
 
 
 def _list_rows(value: Any) -> list[Any] | None:
-    """Return the rows of a value that holds several prompts, else None."""
-    # a tensor or an array, whatever library it is of
+    """Return the prompts of a value that can hold several, or None if it is a single prompt."""
+    # a tensor or an array of any library: two dimensions are several prompts
     if hasattr(value, "tolist"):
         return list(value) if len(value.shape) == 2 else None
     if not isinstance(value, (list, tuple)):
         return None
+    # a list holds prompts if its first item is a list of tokens or a processor's output; an empty list holds none
     if (
         not value
         or _is_row(value[0])
@@ -260,12 +282,13 @@ class PromptTokens(list[int]):
 
 
 def media_of(prompt: Sequence[int]) -> dict[str, Any]:
-    """Return what a prompt has beside its tokens; nothing where it is text alone."""
+    """Return the image inputs of a prompt by name; an empty dict for a prompt of text alone."""
     return prompt.media if isinstance(prompt, PromptTokens) else {}
 
 
 def is_setting(name: str, value: Any) -> bool:
-    """Return whether an input beside the tokens is a setting of an encoder, as a layer's index, and no tensor."""
+    """Return whether an image input is a setting of the encoder, such as a layer's index, which stays no tensor."""
+    # a list of ints may be a list of layers; under an image's name it is data
     if isinstance(value, (list, tuple)):
         return not IMAGES.search(name) and all(type(item) is int for item in value)
     return isinstance(value, (bool, int, float, str))
@@ -280,7 +303,7 @@ def token_ids(prompt: Any) -> list[int]:
     """
     if isinstance(prompt, PromptTokens):
         return prompt
-    # what can be iterated, and is no list of tokens, is refused by name
+    # strings and mappings can be iterated, too, and would pass for lists: treat them first
     if isinstance(prompt, (str, bytes)):
         raise ValueError(
             "the prompt is text, expected token ids: use target.chat(text) or target.tokenizer.encode"
@@ -288,13 +311,13 @@ def token_ids(prompt: Any) -> list[int]:
     if isinstance(prompt, Mapping):
         return _input_ids(prompt)
     if hasattr(prompt, "tolist"):
+        # a tensor or an array: [T], or [1, T] with one prompt
         shape = tuple(prompt.shape)
         if shape == () or shape[:-1] not in ((), (1,)):
             raise ValueError(f"{ONE_PROMPT}: got a tensor of shape {shape}, expected [T] or [1, T]")
         prompt = prompt.reshape(-1).tolist()
-    if not isinstance(prompt, Iterable) or isinstance(
-        prompt, (set, frozenset)
-    ):  # which has no order
+    # a set has no order
+    if not isinstance(prompt, Iterable) or isinstance(prompt, (set, frozenset)):
         raise ValueError(
             f"the prompt is {_describe(prompt)}, expected token ids in a list or a tensor [T] or [1, T]"
         )
@@ -309,7 +332,7 @@ def token_ids(prompt: Any) -> list[int]:
 
 
 def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of a tokenizer's output, which may hold no padding."""
+    """Return the token ids of a tokenizer's or processor's output with one prompt, in which padding is refused."""
     if "input_ids" not in prompt:
         raise ValueError(
             f"the prompt holds {', '.join(map(str, prompt))}, expected input_ids as a tokenizer returns them; of a "
@@ -326,8 +349,8 @@ def _input_ids(prompt: Mapping[str, Any]) -> list[int]:
 
 
 def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a processor gave beside tokens, where images are among it."""
-    # token types and the like belong to images where there are any, else they are nothing
+    """Return all further inputs of a processor's output if images are among them, else an empty dict."""
+    # inputs such as token types are needed only to tell image tokens from text, so they are dropped without images
     media = {
         name: value
         for name, value in prompt.items()
@@ -337,7 +360,7 @@ def _media_in(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_id(item: Any) -> int:
-    """Return one token id as an int."""
+    """Return an item of a prompt as an int; ValueError, with advice, if it is no token id."""
     if isinstance(item, Mapping) and {"role", "content"} & set(item):
         raise ValueError(
             "the prompt is a list of messages, expected token ids: use target.chat(messages)"
@@ -352,7 +375,7 @@ def _token_id(item: Any) -> int:
 
 
 def _describe(value: Any) -> str:
-    """Return a value for an error message: short, or by its type."""
+    """Return how an error message calls a value: its repr if that is short, else its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, (str, int, float)):

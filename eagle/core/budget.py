@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol, get_args
 from eagle.core.sampling import number, whole
 from eagle.core.tree import Paths
 
-MOST_LEVELS = 1_024  # that any drafter guesses, and slots of a block: each takes memory
-MOST_NODES = 4_096  # of the tree that a head was tuned to
+# the most draft levels of any drafter, and positions of a drafted block: memory grows with both
+MOST_LEVELS = 1_024
+MOST_NODES = 4_096  # the most nodes of a stored budget, which a head was tuned to
 
 Draw = Literal["noise", "likeliest", "sampled"]
 """When the target samples, children are ranked with its noise, ranked by the head's probs, or sampled from them."""
@@ -26,13 +27,15 @@ class Budget:
     top_k: int = 10  # children of a node, and candidates of a level
     paths: Paths | None = None  # a fixed tree: the ranks on the way to each node; see `fixed`
     draw: Draw = "noise"  # how children are chosen where the target samples
-    # of a tree without paths: 1 is EAGLE-2's rule, None what suits the drafter
+    # the drafter's logits are multiplied by it before a tree without paths is grown: 1 is EAGLE-2's rule, None is
+    # the drafter's default
     sharpness: float | None = None
-    # no children of nodes whose children are kept less likely, as the drafter says
+    # nodes get no children where the drafter predicts a lower probability that a child is accepted; None: no threshold
     confidence: float | None = None
 
     def __post_init__(self) -> None:
-        # a frozen dataclass sets its own fields by way of object
+        """Check the fields; ValueError names the field, what it holds and what is expected."""
+        # object.__setattr__, because a frozen dataclass refuses to set its fields in any other way
         for name in ("nodes", "depth", "top_k"):
             value = whole(f"Budget.{name}", getattr(self, name))
             object.__setattr__(self, name, value)
@@ -63,7 +66,8 @@ class Budget:
             )
 
     def _check_paths(self) -> None:
-        """Refuse paths that form no tree within the other limits."""
+        """Refuse paths that form no tree, or exceed the budget's `nodes` or `top_k`."""
+        # the empty path is the root, which need not be named
         paths = {path for path in self.paths or () if path}
         for path in paths:
             parent = path[:-1]
@@ -73,7 +77,7 @@ class Budget:
                     f"Budget.paths holds {path}, expected {parent} too and ranks below top_k = {self.top_k}: "
                     "name every node by the ranks on its way; Budget.fixed(paths) sets the rest"
                 )
-            # verification of sampled siblings needs the order in which they were sampled
+            # sampled siblings are verified in the order in which they were sampled, so no rank may be missing
             if self.draw == "sampled" and rank > 0 and (*parent, rank - 1) not in paths:
                 raise ValueError(
                     f"Budget.paths holds {path}, expected all siblings drawn before it: give them ranks 0, 1, 2, ..."
@@ -87,6 +91,7 @@ class Budget:
     def fixed(cls, paths: Paths, draw: Draw = "noise", confidence: float | None = None) -> Budget:
         """Return a budget with a fixed tree shape, such as EAGLE-1's (`eagle.core.tree.PUBLISHED_TREE`)."""
         paths = _as_paths(paths)
+        # the limits that just admit these paths; a node of rank r needs r + 1 candidates
         return cls(
             nodes=len(set(paths)),
             depth=max(map(len, paths), default=0),
@@ -109,9 +114,10 @@ class Budget:
 
 
 def _as_paths(paths: Any) -> Paths:
-    """Return paths from any nested sequence of ranks."""
+    """Return paths as tuples of ints, from any nested sequence of ranks; ValueError for anything else."""
     try:
-        if isinstance(paths, (str, bytes)):  # whose items are no ranks
+        # the items of a string are no ranks, although those of bytes would pass as ints
+        if isinstance(paths, (str, bytes)):
             raise TypeError
         return tuple(tuple(map(operator.index, path)) for path in paths)
     except TypeError:
@@ -127,8 +133,9 @@ class Policy(Protocol):
     row's maximum depth and length, and `learn_rows({row: Cycle})`; these replace the two methods below.
     """
 
-    nodes: int  # the most that it asks for
-    # its `draw`, where it has one, is that of all its budgets: a policy that samples drafts says so before decoding
+    nodes: int  # the most nodes of any budget that it returns: the cache has space for them
+    # A policy that samples drafts also has an attribute `draw`, the same as that of all its budgets, because the noise
+    # of a request is chosen before its first budget.
 
     def within(self, levels: int) -> Budget:
         """Return the next cycle's budget, at most `levels` deep; an empty one if drafting does not pay."""
@@ -140,7 +147,11 @@ class Policy(Protocol):
 
 
 def describe_budget(budget: Mapping[str, Any]) -> str:
-    """Return the shape of the tree that a budget's fields allow; "" where nothing is drafted."""
+    """Return in words the shape of the tree that a budget allows, for reports; "" if it allows none.
+
+    Args:
+        budget: The fields of a `Budget` by name.
+    """
     nodes = budget["nodes"]
     depth = budget["depth"]
     if not nodes:

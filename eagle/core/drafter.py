@@ -21,19 +21,16 @@ from eagle.core.tree import DraftTree, Paths
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a network that a conversion can exchange in silence; `eagle doctor` asks about each of them."""
+    """Weights that a faulty conversion of a head can swap without an error of shapes; `eagle doctor` tests for each."""
 
-    by_tap: tuple[
-        str, ...
-    ] = ()  # parameters whose columns, and stacks whose modules, come one for each tap
-    halves: tuple[
-        tuple[str, ...], ...
-    ] = ()  # matrices, those of one input together, that read embedding and state
-    alike: tuple[
-        tuple[str, str], ...
-    ] = ()  # pairs of parameters of one shape beside those of blocks
-    tokens: tuple[str, ...] = ()  # settings that name a token of the vocabulary
-    # so many tokens are guessed in one forward; None where each level reads the one before
+    # parameters whose columns, or module lists whose entries, belong to one tap each: taps can be in a wrong order
+    by_tap: tuple[str, ...] = ()
+    # matrices that read a concatenated embedding and state, whose halves can be swapped; those of one input are a group
+    halves: tuple[tuple[str, ...], ...] = ()
+    # pairs of parameters of equal shape outside the decoder blocks, which can be exchanged
+    alike: tuple[tuple[str, str], ...] = ()
+    tokens: tuple[str, ...] = ()  # settings whose value is a token id
+    # how many levels one forward drafts in parallel; None if each level reads the token of the level before
     levels: int | None = None
 
 
@@ -66,8 +63,8 @@ class Noise(Protocol):
     def __call__(self, positions: list[int]) -> Tensor:
         """Return what the target adds to its logits [P, V] when it chooses the tokens at these positions."""
 
-    def own(self, rows: int) -> Tensor:
-        """Return noise [rows, V] of the same kind that the target never sees, new in every call."""
+    def draft_noise(self, rows: int) -> Tensor:
+        """Return noise [rows, V] for the drafter's own sampling: new in every call, and never used by the target."""
 
     def filter_logits(self, logits: Tensor) -> Tensor:
         """Return the logits [K, V], far lower for tokens that a target with these logits would not sample."""
@@ -77,18 +74,22 @@ class Noise(Protocol):
 class Reads:
     """The things a drafter reads from the target besides its `taps` at accepted tokens; it gets nothing else."""
 
-    choices: int = 0  # so many of the tokens that the target prefers after each node of the last tree: `Committed`
-    view: bool = False  # the target's layers, to draft with: they come by `bind_target`
-    texts: bool = False  # keys and values in the target's cache: they come by `open_with`
-    weights: bool = False  # the target's tensors by name when a head is made: `for_target` gets them as `weights`
-    states: bool = False  # the target's states after each node of the last tree, at the drafter's taps: `Committed`
+    # how many of the target's best tokens after each node of the last tree are in `Committed.choices`
+    choices: int = 0
+    view: bool = False  # whether it drafts with the target's layers, which `bind_target` receives
+    texts: bool = (
+        False  # whether it reads keys and values in the target's cache, which `open_with` receives
+    )
+    weights: bool = False  # whether `for_target` gets the target's tensors by name, as `weights`
+    # whether the target's states after each node of the last tree, at the drafter's taps, are in `Committed.states`
+    states: bool = False
 
 
 class ColumnBytes(NamedTuple):
-    """Bytes of one token in the target."""
+    """The memory that one token of a sequence takes in the target, in bytes."""
 
-    cached: int  # of its keys and values in all layers
-    tapped: int  # of its state at one tap
+    cached: int  # its keys and values in all layers
+    tapped: int  # its hidden state at one tap
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +97,28 @@ class Committed:
     """The tokens that the target has committed since the drafter's last proposal."""
 
     tokens: Tensor  # [A]
-    features: Tensor | None  # [A, L, D], the taps that the drafter asked for
-    root: int  # chosen by the target, not yet read by it
-    # that the target read last, where the drafter reads choices or states
+    features: Tensor | None  # [A, L, D], the target's states at the drafter's taps
+    root: int  # the token that the target chose next and has not read yet
+    # the tree that the target read last, if the drafter reads choices or states
     tree: DraftTree | None = None
-    # [N, C], the target's choice after each node of the tree, then what comes next
+    # [N, C], the target's best tokens after each node of the tree, best first
     choices: Tensor | None = None
     states: Tensor | None = None  # [N, L, D], the target's states after each node of the tree
 
     @classmethod
     def join(cls, updates: Sequence[Committed]) -> Committed:
-        """Return one update from several in a row, for a drafter that was not asked in between."""
+        """Join consecutive updates of one sequence into one, for a drafter that did not draft in the cycles between."""
         last = updates[-1]
         if len(updates) == 1:
             return last
         tokens = torch.cat([update.tokens for update in updates])
         features = [update.features for update in updates if update.features is not None]
+        # root, tree, choices and states are those after the last update
         return replace(last, tokens=tokens, features=torch.cat(features) if features else None)
 
 
 class DraftText(Protocol):
-    """A drafter's state for one sequence."""
+    """A drafter's state for one sequence: what it has read of it, such as a KV cache."""
 
     def propose(self, update: Committed, budget: Budget) -> DraftTree:
         """Return a tree rooted at `update.root`, of at most `budget.nodes` further nodes."""
@@ -134,7 +136,7 @@ class DraftState(Protocol):
         """Return a tree for each row, rooted at its update's root, with at most its budget's nodes."""
 
     def fork(self, row: int, other: int) -> None:
-        """Copy the state of `row` to a new row `other`."""
+        """Copy the state of `row` to a new row `other`: beam search continues one beam as several."""
 
     def release(self, row: int) -> None:
         """Release a row."""
@@ -147,16 +149,18 @@ class Drafter:
     them and inherits the other. Drafters that read the target's cache define `open_with` instead.
     """
 
-    taps: tuple[int, ...] = ()  # the target's layer inputs that it reads of accepted tokens
-    # "files" are read by its own `load(folder, target)`
+    # the target's layers whose inputs it reads at accepted tokens: 0 reads the embedding, -1 the final norm's output
+    taps: tuple[int, ...] = ()
+    # what a folder keeps of it: nothing, "files" for its own method `load(folder, target)`, or a "head" with weights
     stored_as: Literal["nothing", "files", "head"] = "nothing"
     reads: Reads = Reads()
-    budget: Budget | None = None  # what it was tuned to
-    rates_nodes = False  # whether it says how likely a child of a node is kept, which `Budget.confidence` asks for
-    frozen: tuple[TargetHead, ...] = ()  # what it borrows once it is bound
+    budget: Budget | None = None  # the budget that it was tuned to
+    # whether it predicts how likely a child of a node is accepted, which `Budget.confidence` needs
+    rates_nodes = False
+    frozen: tuple[TargetHead, ...] = ()  # the target's head, once it is bound to one
 
     def begin(self, noise: Noise | None = None) -> DraftText:
-        """Return the state for one new sequence, by default the only row of what `open` returns for many.
+        """Return the state for one new sequence; by default `open` makes a state for several, of which this is one row.
 
         Args:
             noise: The target's sampling noise; None if it is greedy.
@@ -170,7 +174,7 @@ class Drafter:
                 else ": write begin or open"
             )
             raise NotImplementedError(f"{type(self).__name__} cannot draft{missing}")
-        return _OnlyText(self.open(), noise)
+        return _SingleSequence(self.open(), noise)
 
     def open(self) -> DraftState:
         """Return the state for several sequences decoded in a batch."""
@@ -189,35 +193,48 @@ class Drafter:
         )
 
     def forwards(self, budget: Budget) -> tuple[int, ...] | None:
-        """Return the number of rows in each of a draft's forwards after the first.
+        """Return how many tokens of a sequence each forward of a draft reads, without the first forward.
 
-        The first reads the newly committed tokens. None if it does not always run a network: then the measured seconds
-        of drafts are their cost.
+        From these numbers the seconds of a draft are forecast. The first forward reads the newly committed tokens and
+        is counted by `unread`. None if the drafter does not always run a network: its cost is then the measured
+        seconds of whole drafts.
         """
         return None
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return the rows of the next draft's first forward, after `accepted` tokens of a tree of `depth` levels."""
+        """Return how many tokens the next draft's first forward reads.
+
+        Args:
+            accepted: How many draft tokens of the last tree were accepted.
+            depth: The levels of that tree.
+        """
+        # by default the accepted tokens and the root
         return accepted + 1
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes that its state comes to keep of so many tokens, a draft's included.
+        """Return the bytes of the drafter's state for one sequence, to report the memory that drafting takes.
 
-        Tensors with columns for a sequence count, not weights or what a draft computes and forgets.
+        Only tensors that grow with the sequence count, such as a KV cache, and not weights or temporary tensors.
 
         Args:
-            tokens: Of the sequence.
-            column: What a token takes in the target.
+            tokens: The length of the sequence, the tokens of a draft included.
+            column: The bytes that one token takes in the target.
         """
         return 0
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any] | None:
-        """Return a function to time: a forward of `rows` rows after `context` tokens, the last `scored` with logits."""
+        """Return a function that runs one forward of the drafter, to be timed; None if it has no forward.
+
+        Args:
+            context: How many tokens are in the KV cache before the forward.
+            rows: How many tokens the forward reads.
+            scored: How many of them, from the last, get logits.
+        """
         return None
 
 
-class _OnlyText:
-    """One sequence on top of a `DraftState` with a single row."""
+class _SingleSequence:
+    """A `DraftText` made of a `DraftState` with a single row."""
 
     def __init__(self, state: DraftState, noise: Noise | None) -> None:
         self.state = state
@@ -233,7 +250,7 @@ class EachText:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        # by row
+        # row -> the state of its sequence
         self.texts: dict[int, DraftText] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
@@ -251,8 +268,8 @@ class EachText:
         return run_rows(updates, propose_row)
 
     def fork(self, row: int, other: int) -> None:
-        """Copy the row's sequence to `other`; the drafter itself is shared."""
-        # deepcopy does not copy what its memo holds already
+        """Copy the state of `row` to the new row `other`; the drafter itself is shared."""
+        # deepcopy takes objects that its memo holds already for copied, so weights and tables are not duplicated
         shared = [self.drafter, *vars(self.drafter).values()]
         memo = {id(value): value for value in shared}
         self.texts[other] = copy.deepcopy(self.texts[row], memo)
@@ -265,24 +282,27 @@ class EachText:
 class TrainableDrafter(nn.Module, Drafter):
     """A drafter with weights. `forward` returns the loss, because data-parallel wrappers synchronise only `forward`."""
 
+    # the taps that the loss reads of the target, beside those that the head reads itself
     teacher_taps: tuple[int, ...] = (-1,)
     stored_as = "head"
-    # whether only `forward(batch, frozen, count=True)` knows its divisor, as "divisor"
+    # whether the divisor of the loss is known only after `forward(batch, frozen, count=True)`, which returns it as
+    # "divisor"
     counts_by_forward = False
-    # [D], the draft vocabulary, whose tokens its logits have; None for all tokens
+    # [D], the token ids of the draft vocabulary, to which its logits belong; None for the whole vocabulary
     drafts: Tensor | None = None
-    # whether the logits of its drafts are those of the target's LM head alone, of which it may compute a part
+    # whether its logits are those of the target's LM head, without any of its own: they may then be computed for a
+    # subset of the vocabulary
     borrows_logits = False
-    # whether its loss depends on `batch.progress`: a step of a longer run is another one
+    # whether its loss depends on `batch.progress`, so that the same step of a longer run has another loss
     follows_progress = False
-    Settings: type  # what a recipe may say about it
+    Settings: type  # the class of the recipe's section `drafter`
 
     def __init__(self, settings: Any, shape: HeadShape) -> None:
         """Make a head from its settings and a transformers config with its sizes, as a checkpoint does."""
-        # a method's own __init__ makes the modules
+        # a subclass makes its modules in its own __init__, after this one
         super().__init__()
         self.shape = shape
-        self.settings: Any = settings  # each method names the class of its own
+        self.settings: Any = settings  # of the subclass's own class `Settings`
 
     @classmethod
     def taps_for(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
@@ -309,7 +329,7 @@ class TrainableDrafter(nn.Module, Drafter):
 
     @property
     def parts(self) -> Parts:
-        """The parts that only this network has; those of blocks, norms and numbered stacks are known by their names."""
+        """The weights of this network that a conversion could swap; those of decoder blocks need no entry."""
         return Parts()
 
     @classmethod
@@ -323,10 +343,10 @@ class TrainableDrafter(nn.Module, Drafter):
         """Return a new head with the target's sizes.
 
         Args:
-            settings: Of the recipe.
-            target_config: The target's, of transformers.
-            frozen: Its embedding and LM head, which a head may use.
-            supervised: The supervised tokens of each sequence, of which a head may choose its vocabulary.
+            settings: An instance of the class `Settings`.
+            target_config: The target's transformers config.
+            frozen: The target's embedding and LM head, from which weights may be copied.
+            supervised: The supervised tokens of each training sequence, from which a draft vocabulary may be chosen.
 
         A class that `reads` the target's weights takes one more argument, `weights`: name -> tensor.
         """
@@ -342,7 +362,14 @@ class TrainableDrafter(nn.Module, Drafter):
         raise ValueError(f"{type(self).__name__} has no parts to compile: leave train.compile out")
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...] | None:
-        """Return the divisors of `forward`, summed over sequences; None if it is a mean over their supervised slots."""
+        """Return by what numbers `forward` divides its sums, for these sequences; None if by their supervised slots.
+
+        A step that is split into several batches needs these numbers of the whole step.
+
+        Args:
+            masks: The loss mask [T] of each sequence.
+            seeds: The random seed of each sequence.
+        """
         return None
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
@@ -354,7 +381,15 @@ class TrainableDrafter(nn.Module, Drafter):
     def validate(
         self, batch: Batch, frozen: TargetHead, trees: dict[str, Paths]
     ) -> dict[str, Tensor]:
-        """Return sums, added up over batches and processes, of which drafters/parts/validation.py makes figures."""
+        """Return sums of this batch, from which drafters/parts/validation.py makes the validation figures.
+
+        Sums and not means, because they are added up over batches and processes first.
+
+        Args:
+            batch: The batch.
+            frozen: The target's embedding and LM head.
+            trees: Tree shapes by name, of which the expected acceptance is estimated.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be validated: write validate(batch, frozen, trees), see parts/validation.py"
         )
@@ -362,7 +397,10 @@ class TrainableDrafter(nn.Module, Drafter):
     def draft_levels(
         self, batch: Batch, frozen: TargetHead, levels: int
     ) -> Iterable[tuple[Tensor, Any]]:
-        """Yield for each level of a chain the states [S, ..] at all supervised slots and the head that gives logits."""
+        """Yield for each draft level the states [S, ..] at all supervised slots, and the LM head that reads them.
+
+        `eagle doctor` compares their logits with the target's.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} cannot be examined: write draft_levels, see recurrent/unroll.py"
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-MAX_PENDING = 2  # batches that a thread loads or writes
+MAX_PENDING = 2  # jobs that `run_ahead` has submitted beyond the one that the caller waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,23 @@ class Drafts:
     drafted: Tensor  # [A], how many tokens it has; what follows them is padding, on the host
     tokens: Tensor  # [A, K]
     states: Tensor  # [A, K, L, D]
-    # supervised tokens of the step that they are a part of; None for those of the batch
+    # the number of supervised tokens in the whole training step, by which losses are divided; None: that of the batch
     divisor: float | None = None
 
     @classmethod
-    def join(cls, parts: Sequence[Drafts | None], lengths: Sequence[int]) -> Drafts | None:
-        """Return the drafts of concatenated sequences of these lengths, with slots among all tokens, or None."""
+    def join(
+        cls, drafts_by_sequence: Sequence[Drafts | None], lengths: Sequence[int]
+    ) -> Drafts | None:
+        """Return the drafts of concatenated sequences as one, or None if no sequence has any.
+
+        Args:
+            drafts_by_sequence: Of each sequence, with slots counted from its own first token.
+            lengths: The number of tokens of each sequence, by which slots are shifted.
+        """
+        # not strict: there is one more start, that after the last sequence
         starts = accumulate(lengths, initial=0)
         moved = []
-        for drafts, start in zip(parts, starts, strict=False):
+        for drafts, start in zip(drafts_by_sequence, starts, strict=False):
             if drafts is not None:
                 moved.append(replace(drafts, slots=drafts.slots + start))
         if not moved:
@@ -74,8 +82,9 @@ class Example:
     loss_mask: Tensor  # [T] bool
     features: Tensor | None = None  # [T, L, D]
     drafts: Drafts | None = None  # by a head that helped to write it
-    shared: int = 0  # how many of its first tokens the example before it has too, which is of the same conversation
-    shown: Shown | None = None  # where images stand among its tokens
+    # how many of its first tokens it shares with the example before it, if both are of one conversation
+    shared: int = 0
+    shown: Shown | None = None  # the printed conversation, if images are among its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +92,23 @@ class Batch:
     """Sequences concatenated without padding."""
 
     tokens: Tensor  # [N]
-    loss_mask: Tensor  # [N] bool, on the host: which slots count decides shapes
+    # [N] bool, which tokens are supervised; on the host, because the shapes of a forward depend on their number
+    loss_mask: Tensor
     features: Tensor  # [N, L, D]
-    lengths: tuple[int, ...]  # of the sequences
-    taps: tuple[int, ...]  # which target state each of the L is
+    lengths: tuple[int, ...]  # the number of tokens of each sequence
+    taps: tuple[int, ...]  # the tap of each of the L features
     seeds: tuple[int, ...]  # random seed of each sequence
     progress: float = 0.0  # how much of the training is done, from 0 to 1
-    # of the step that this is a part of, as the head's `divisors` sum them
+    # the head's `divisors` of the whole training step, of which this batch may be a part; None: of the batch alone
     divisors: tuple[float, ...] | None = None
-    drafts: Drafts | None = None  # of a head, in sequences that were written with it
-    # [N, K], the indices of the tokens drafted from each slot, where slots read drafts
+    # chains of the head, if it drafted while the target wrote these sequences
+    drafts: Drafts | None = None
+    # [N, K], the token indices of the draft that starts at each slot; None where slots read the sequence: `on_drafts`
     branches: Tensor | None = None
 
     @property
     def slots(self) -> int:
-        """The number of supervised tokens."""
+        """The number of supervised tokens, which is that of the slots that count in the loss."""
         return int(self.loss_mask.sum())
 
     @property
@@ -111,26 +122,29 @@ class Batch:
             return self.features
         return torch.stack([self.features[:, self.taps.index(tap)] for tap in taps], dim=1)
 
-    def places_behind(self, places: Tensor, steps: Tensor | int) -> Tensor:
-        """Return the indices of the tokens that drafts from some slots read.
+    def places_behind(self, slots: Tensor, steps: Tensor | int) -> Tensor:
+        """Return the token indices that drafts from these slots read in one of their steps.
 
-        An index beyond the sequence is that of some other token: its row has no weight.
+        A draft from slot s reads token s + 1 in its first step, then s + 2, and so on: tokens of the sequence, or
+        the head's own drafts in a batch made by `on_drafts`. Near the end of a sequence an index may belong to another
+        sequence; such entries have no weight in the loss.
 
         Args:
-            places: The slots, as indices of all tokens.
-            steps: The steps of the draft up to this token, at least one.
+            slots: [S], token indices in the batch.
+            steps: The step, counted from 1; or the step of each slot.
         """
-        plain = (places + steps).clamp(max=len(self.tokens) - 1)
+        # an index must exist to be gathered, even where it has no weight
+        in_sequence = (slots + steps).clamp(max=len(self.tokens) - 1)
         if self.branches is None:
-            return plain
-        # the first step reads what the target chose, later ones read the draft
+            return in_sequence
+        # the first step reads the token that the target chose, so step 2 reads the first drafted token
         last = self.branches.shape[1] - 1
         if not isinstance(steps, int):
-            drafted = self.branches[places, (steps - 2).clamp(0, last)]
-            return torch.where(steps < 2, plain, drafted)
+            drafted = self.branches[slots, (steps - 2).clamp(0, last)]
+            return torch.where(steps < 2, in_sequence, drafted)
         if steps < 2:
-            return plain
-        return self.branches[places, min(steps - 2, last)]
+            return in_sequence
+        return self.branches[slots, min(steps - 2, last)]
 
     def on_drafts(self) -> Batch:
         """Return the batch with its drafts appended, for a loss on what the head drafted by itself.
@@ -141,13 +155,14 @@ class Batch:
         slots = self.drafts.slots
         tokens = self.drafts.tokens
         states = self.drafts.states
-        # a slot reads the token after it and predicts the next one
+        # slot s reads token s + 1 and predicts token s + 2, so that token is marked for it
         mask = torch.zeros_like(self.loss_mask)
         mask[slots + 2] = True
-        # [A, K], where the drafted tokens are appended
-        places = len(self.tokens) + torch.arange(tokens.numel()).view(tokens.shape)
+        # [A, K], the token indices of the drafted tokens once they are appended
+        indices = len(self.tokens) + torch.arange(tokens.numel()).view(tokens.shape)
         branches = torch.zeros(len(self.tokens), tokens.shape[1], dtype=torch.long)
-        branches[slots] = places
+        branches[slots] = indices
+        # the mask and the lengths stay those of the sequences: appended tokens are read, and never supervised
         return replace(
             self,
             tokens=torch.cat([self.tokens, tokens.flatten()]),
@@ -174,7 +189,8 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 def lengths_of(examples: Sequence[Example]) -> list[int]:
-    """Return the number of tokens of each example; examples on disk know it without being read."""
+    """Return the number of tokens of each example."""
+    # examples on disk know their lengths without being read
     stored = getattr(examples, "lengths", None)
     if stored is not None:
         return [int(length) for length in stored]
@@ -190,7 +206,7 @@ def count_shared(first: Tensor, second: Tensor) -> int:
 
 def trim_mask(loss_mask: Tensor) -> Tensor:
     """Return the loss mask up to its last supervised token, without the first two, which no drafter predicts."""
-    # the first draft is made from the state after one token, for the token after the next
+    # the first slot has the state of token 0, reads token 1 and predicts token 2
     mask = loss_mask.clone()
     mask[:2] = False
     indices = mask.nonzero()
@@ -200,17 +216,29 @@ def trim_mask(loss_mask: Tensor) -> Tensor:
 
 
 def gate_mask(mask: Tensor, gate: str) -> Tensor:
-    """Return the loss mask [T]; with "read" shifted by two, as published: a slot counts if the token it reads does."""
+    """Return the loss mask [T] that the recipe key `train.gate` asks for.
+
+    With "predicted" it is the mask itself: a slot counts if the token that it predicts is supervised. With "read" it is
+    shifted by two, as in published code: slot s, which predicts token s + 2, counts if token s is supervised.
+    """
     if gate != "read":
         return mask
     shifted = torch.cat([mask.new_zeros(2), mask[:-2]])
-    return shifted[: len(mask)]  # of a sequence shorter than two tokens
+    # a sequence of one token stays as short as it is
+    return shifted[: len(mask)]
 
 
 def collate(
     examples: Sequence[Example], taps: tuple[int, ...], seeds: Sequence[int] | None = None
 ) -> Batch:
-    """Return one batch of examples with features, each cut after its last supervised token."""
+    """Return one batch of examples with features, each cut after its last supervised token.
+
+    Args:
+        examples: With their features.
+        taps: The taps of these features.
+        seeds: The random seed of each example; by default its index.
+    """
+    # nothing after the last supervised token has an influence on the loss
     masks = [trim_mask(example.loss_mask) for example in examples]
     lengths = tuple(len(mask) for mask in masks)
     tokens = []
@@ -231,7 +259,7 @@ def collate(
 
 def token_counts(texts: Iterable[Tensor], vocab_size: int) -> Tensor:
     """Return how often [V] each token occurs in these sequences."""
-    # one after the other, so that no more than one is in memory
+    # sequences are read one by one, so that only one of them is in memory
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for tokens in texts:
         text_counts = torch.bincount(tokens, minlength=vocab_size)
@@ -245,7 +273,12 @@ def token_counts(texts: Iterable[Tensor], vocab_size: int) -> Tensor:
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """Return the `size` most frequent tokens [D] in ascending order; ties go to the lower token."""
+    """Return the `size` most frequent tokens [D], ascending, as a draft vocabulary; ties go to the lower token.
+
+    Args:
+        counts: [V], how often each token occurs.
+        size: The number of tokens to keep.
+    """
     if not 0 < size <= len(counts):
         raise ValueError(
             f"a draft vocabulary of {size} was asked for, expected 1 to {len(counts)}, the target's own"
@@ -277,8 +310,11 @@ class Features(Protocol):
 
 
 def run_ahead(jobs: Iterable[Callable[[], Result]]) -> Generator[Result]:
-    """Yield the jobs' results in order; a thread runs them ahead of the caller."""
-    # one thread, so that jobs run in their order
+    """Yield the results of jobs in order, while a thread already runs the next `MAX_PENDING` jobs.
+
+    Loading the next batches overlaps with the training step on those that were yielded.
+    """
+    # a single thread, so that jobs run in their order
     pending: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(1) as thread:
         for job in jobs:

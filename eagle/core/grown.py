@@ -1,7 +1,7 @@
-"""Draft trees that have grown on a device: the host reads them when something there asks for them.
+"""Draft trees that were grown on a device and stay there until something on the host needs them.
 
-Where nothing does, a target reads and verifies them where they are, and the host waits once a cycle: growth,
-verification and what moves in the cache have fixed shapes, and one transfer brings trees and outcomes together.
+If nothing does, the target reads and verifies them on the device, and the host waits once a cycle: growth,
+verification and the moves in the KV cache have fixed shapes, and one transfer brings trees and outcomes together.
 """
 
 # B trees, N nodes, W nodes of the longest path, V vocabulary
@@ -21,56 +21,51 @@ from eagle.core.tree import DraftTree, TargetOutput, stack_trees
 from eagle.core.verify import Choose
 from eagle.device import pick_rows, to_host, upload
 
-LEFT_OUT = -1  # the token of nodes that a tree does not get
+# the token of nodes that belong to the fixed shape and not to the tree; the host's copy of the tree lacks them
+LEFT_OUT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShape:
-    """How the nodes of several trees follow one another, on a device."""
+    """Parents, ancestors and depths of the nodes of several trees, as tensors on a device."""
 
-    parents: Tensor  # [B, N], the root's its own
-    seen: Tensor  # [B, N, N] bool, each node's ancestors and itself
-    depths: Tensor  # [B, N]
+    parents: Tensor  # [B, N]; the root is its own parent
+    tree_mask: Tensor  # [B, N, N] bool, row i marks node i and its ancestors
+    depths: Tensor  # [B, N], steps from the root
 
     def map(self, function: Callable[[Tensor], Tensor]) -> NodeShape:
-        """Return the shape with a function of each of its tensors."""
-        return NodeShape(function(self.parents), function(self.seen), function(self.depths))
+        """Return the shape with `function` applied to each of its tensors."""
+        return NodeShape(function(self.parents), function(self.tree_mask), function(self.depths))
 
 
 def find_shape(parents: Tensor, levels: int) -> NodeShape:
-    """Return the shape of trees of at most so many levels, from parents [B, N]; the root's do not matter."""
-    # what is wrong is refused once the host has it
+    """Return the shape of trees of at most `levels` levels, from parents [B, N]; any parent may be given for the root.
+
+    Everything stays on the device of `parents`.
+    """
+    # the clamp only keeps indices valid: a check would need the host, which refuses faulty trees when it reads them
     parents = parents.clamp(0, parents.shape[1] - 1)
-    # reach[i, j]: node j is at most one step above node i
+    # [B, N, N], reach[i, j]: node j is node i, or at most one step above it
     reach = torch.zeros(*parents.shape, parents.shape[1], device=parents.device)
     reach.scatter_(2, parents[..., None], 1)
     reach.diagonal(dim1=1, dim2=2).fill_(1)
     # each product doubles the steps, so log2(levels) products find all ancestors
     for _ in range((levels - 1).bit_length()):
         reach = (reach @ reach).clamp_(max=1)
-    ancestors = reach > 0
-    return NodeShape(parents, ancestors, ancestors.sum(-1) - 1)
+    tree_mask = reach > 0
+    # a node of depth d has d ancestors, and is marked itself
+    return NodeShape(parents, tree_mask, tree_mask.sum(-1) - 1)
 
 
 @lru_cache(256)
 def fixed_shape(parents: tuple[int, ...], device: torch.device) -> NodeShape:
-    """Return the shape of one tree with these parents, uploaded once."""
+    """Return the shape of one tree with these parents; cached, so that a fixed tree is uploaded to a device once."""
     shape = find_shape(torch.tensor(parents)[None], len(parents))
     return shape.map(lambda tensor: upload(tensor, device))
 
 
 class DeviceTrees:
-    """Trees of equal size on a device.
-
-    Args:
-        rows: The batch row of each tree.
-        columns: [B, 1 or 3, N - 1], without the roots: tokens, and where `parents` do not fix one shape also parents
-            and the bits of fp32 likelihoods. One tensor of integers, so that one transfer brings all.
-        levels: Of each tree at most.
-        parents: [N], on the host, if all trees have one shape.
-        probs: [B, N, V], what the nodes were sampled from.
-        leaves_nodes_out: Whether some nodes may be `LEFT_OUT`.
-    """
+    """Trees of equal size on a device, which were grown together."""
 
     def __init__(
         self,
@@ -82,31 +77,45 @@ class DeviceTrees:
         *,
         leaves_nodes_out: bool = False,
     ) -> None:
+        """Hold draft trees that were grown on a device, until the host reads them.
+
+        Args:
+            rows: The batch row of each tree.
+            columns: [B, 1 or 3, N - 1], the nodes without the roots: their tokens, and if `parents` is None also their
+                parents and the bits of their fp32 likelihoods. All are integers in one tensor, so that one transfer
+                reads them.
+            levels: The most levels of a tree.
+            parents: [N], on the host, if all trees have one fixed shape.
+            probs: [B, N, V], what the nodes were sampled from; None for trees that were not sampled.
+            leaves_nodes_out: Whether some nodes may be `LEFT_OUT`, which do not belong to their tree.
+        """
         self.rows = list(rows)
         self.columns = columns
         self.levels = levels
         self.parents = parents
         self.probs = probs
         self.leaves_nodes_out = leaves_nodes_out
-        self.roots: list[int] = []
-        self.together: Sequence[DeviceTrees] = [self]  # what is read with these
-        self.host_columns: Tensor | None = None  # once they are read
+        self.roots: list[int] = []  # the root token of each tree, once `hand_over` has set them
+        # the groups of one proposal, which are read in one transfer
+        self.read_together: Sequence[DeviceTrees] = [self]
+        self.host_columns: Tensor | None = None  # `columns` on the host, once they are read
 
     @property
     def size(self) -> int:
-        """Nodes of each tree, roots and nodes that will be left out included."""
+        """The number of nodes of each tree, with the root and the `LEFT_OUT` nodes."""
         return self.columns.shape[2] + 1
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[B, N], on the device; `LEFT_OUT` for nodes that a tree does not get."""
+        """[B, N], on the device; `LEFT_OUT` for nodes that do not belong to a tree."""
         roots = upload(torch.tensor(self.roots)[:, None], self.columns.device)
         return torch.cat([roots, self.columns[:, 0]], dim=1)
 
     @cached_property
     def shape(self) -> NodeShape:
-        """The shape of all trees, with the nodes that are left out."""
+        """The shape of all trees, on the device, with the `LEFT_OUT` nodes."""
         if self.parents is None:
+            # a parent of 0 is added for the root, whose own parent does not matter
             return find_shape(F.pad(self.columns[:, 1], (1, 0)), self.levels)
         count = len(self.columns)
         shared = fixed_shape(tuple(self.parents.tolist()), self.columns.device)
@@ -119,18 +128,20 @@ class DeviceTrees:
         )
 
     def tree(self, index: int) -> DraftTree:
-        """Return one of the trees on the host."""
+        """Return one of the trees as a `DraftTree` on the host, read from the device if it was not yet."""
         if self.host_columns is None:
-            read_trees(self.together)
+            read_trees(self.read_together)
         assert self.host_columns is not None
         columns = self.host_columns[index]
         root = self.roots[index]
         if self.parents is not None:
+            # a fixed shape: only the tokens differ between trees
             tokens = torch.cat([torch.tensor([root]), columns[0]])
             probs = None if self.probs is None else self.probs[index]
             return _leave_out(tokens, self.parents, draft_probs=probs)
         # the root's token and parent, and a likelihood of 0
         root_column = torch.tensor([[root], [-1], [0]])
+        # the likelihoods travel in the tensor of integers, as the bits of their fp32 values
         tokens, parents, bits = torch.cat([root_column, columns], dim=1)
         return _leave_out(tokens, parents, likelihoods=bits.int().view(torch.float32))
 
@@ -138,123 +149,128 @@ class DeviceTrees:
         """Turn a path's node numbers on the device into those of the host's tree, which lacks the `LEFT_OUT` nodes."""
         if not self.leaves_nodes_out:
             return path
-        # a node's new number is the count of kept nodes before it; the root, which is always kept, has no column
+        # a node's new number is the count of kept nodes before it; the root is always kept, and has no column
         assert self.host_columns is not None
         is_kept = F.pad(self.host_columns[index, 0] != LEFT_OUT, (1, 0), value=True)
         return (is_kept.cumsum(0) - 1)[torch.tensor(path)].tolist()
 
 
 class GrownTree(DraftTree):
-    """A tree on a device. Its fields are those of `DraftTree`, read from there when one of them is first asked for."""
+    """One of several `DeviceTrees`. Its `DraftTree` fields are read from the device when one is first asked for."""
 
-    __slots__ = ("grown", "number")
-    grown: DeviceTrees | None  # None for a copy
-    number: int
+    __slots__ = ("device_trees", "index")
+    device_trees: DeviceTrees | None  # None for a copy, which has all fields on the host
+    index: int  # of this tree in `device_trees`
 
     @classmethod
-    def of(cls, grown: DeviceTrees, number: int) -> GrownTree:
-        """Return the tree of this number."""
+    def of(cls, device_trees: DeviceTrees, index: int) -> GrownTree:
+        """Return the tree of this index, without a transfer."""
+        # DraftTree's own __init__ would check the fields, which are not on the host yet
         tree = object.__new__(cls)
-        object.__setattr__(tree, "grown", grown)
-        object.__setattr__(tree, "number", number)
+        object.__setattr__(tree, "device_trees", device_trees)
+        object.__setattr__(tree, "index", index)
         return tree
 
     def __getattr__(self, name: str) -> Any:
-        # called only for slots that hold nothing yet
-        if name == "grown":
+        """Return a field of a tree on a device; the first one that is asked for brings all fields to the host."""
+        # Python calls this only for slots that were not set; copies, as by dataclasses.replace, set no `device_trees`
+        if name == "device_trees":
             return None
-        if name not in DraftTree.__slots__ or self.grown is None:
+        if name not in DraftTree.__slots__ or self.device_trees is None:
             raise AttributeError(name)
         # one transfer brings all fields
-        tree = self.grown.tree(self.number)
+        tree = self.device_trees.tree(self.index)
         for field in DraftTree.__slots__:
             object.__setattr__(self, field, getattr(tree, field))
         return getattr(self, name)
 
     @property
     def levels(self) -> int:
-        """How many levels it has at most."""
-        return max(self.depths()) if self.grown is None else self.grown.levels
+        """The most levels that it may have, without a transfer."""
+        return max(self.depths()) if self.device_trees is None else self.device_trees.levels
 
     @property
     def columns(self) -> int:
-        """How many nodes a target reads, those included that will be left out."""
-        return len(self) if self.grown is None else self.grown.size
+        """The number of nodes that the target reads, with the `LEFT_OUT` nodes."""
+        return len(self) if self.device_trees is None else self.device_trees.size
 
     def renumber(self, path: list[int]) -> list[int]:
-        """Return a path's nodes, counted without what was left out, where they are counted with it."""
-        return path if self.grown is None else self.grown.renumber(self.number, path)
+        """Turn a path's node numbers on the device into this tree's, which lacks the `LEFT_OUT` nodes."""
+        return path if self.device_trees is None else self.device_trees.renumber(self.index, path)
 
     def __len__(self) -> int:
-        if self.grown is None or self.grown.leaves_nodes_out:
+        # nodes that were left out can only be counted once the host has the tokens
+        if self.device_trees is None or self.device_trees.leaves_nodes_out:
             return len(self.tokens)
-        return self.grown.size
+        return self.device_trees.size
 
 
 def lies_on_device(tree: object) -> TypeGuard[GrownTree]:
-    """Return whether the host has not read a tree yet."""
-    return (
-        isinstance(tree, GrownTree) and tree.grown is not None and tree.grown.host_columns is None
-    )
+    """Return whether a tree is on a device and the host has not read it yet."""
+    if not isinstance(tree, GrownTree) or tree.device_trees is None:
+        return False
+    return tree.device_trees.host_columns is None
 
 
 def hand_over(
-    grown: Sequence[DeviceTrees], roots: Sequence[int], *, at_once: bool
+    groups: Sequence[DeviceTrees], roots: Sequence[int], *, at_once: bool
 ) -> list[DraftTree]:
-    """Return the tree under each root, read from the device now (`at_once`) or when it is asked for.
+    """Turn the trees of one proposal into a list of `DraftTree`, one for each row.
+
+    They are read from the device now (`at_once`), or when one of their fields is first asked for.
 
     Args:
-        grown: Trees for some of the rows; the others get their root alone.
+        groups: The trees of some rows; the other rows get a tree with the root alone.
         roots: The root token of every row.
-        at_once: Whether to read all trees now. Those that were sampled are read in any case.
+        at_once: Whether to read all trees now. Sampled trees are read in any case, as the host verifies them.
     """
     trees = [DraftTree.chain([root]) for root in roots]
-    for group in grown:
+    for group in groups:
         group.roots = [roots[row] for row in group.rows]
-        group.together = grown
-    # all groups must know one another before the first is read
-    for group in grown:
+        group.read_together = groups
+    # a second loop, because the first tree that is read takes all groups along in its transfer
+    for group in groups:
         is_read = at_once or group.probs is not None
         for index, row in enumerate(group.rows):
             trees[row] = group.tree(index) if is_read else GrownTree.of(group, index)
     return trees
 
 
-def read_trees(grown: Sequence[DeviceTrees]) -> None:
+def read_trees(groups: Sequence[DeviceTrees]) -> None:
     """Read trees from their device in one transfer, for which the host waits."""
-    _store_columns(grown, to_host([group.columns for group in grown]))
+    _store_columns(groups, to_host([group.columns for group in groups]))
 
 
-def _store_columns(grown: Sequence[DeviceTrees], columns: Sequence[Tensor]) -> None:
-    """Store what was read of trees."""
-    for group, host_columns in zip(grown, columns, strict=True):
+def _store_columns(groups: Sequence[DeviceTrees], columns: Sequence[Tensor]) -> None:
+    """Keep the columns that were copied to the host with their trees."""
+    for group, host_columns in zip(groups, columns, strict=True):
         group.host_columns = host_columns
 
 
 def lay_out(
     trees: Sequence[DraftTree], device: torch.device, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return tokens and depths [B, N] and attention masks [B, N, N], on the host if all trees lie there.
+    """Return tokens and depths [B, N] and attention masks [B, N, N], for one forward of the target over all trees.
 
-    Masks are None for chains.
+    They are on the host if all trees are, where masks are None for chains; else on the device.
     """
     if not any(map(lies_on_device, trees)):
         return stack_trees(trees)
-    # a token that is left out is read as some other one, and never accepted
+    # LEFT_OUT is no index of the embedding: those nodes are read as another token, and are never accepted
     tokens, shape = place_trees(trees, device)
-    return tokens.clamp(0, vocab_size - 1), shape.depths, shape.seen
+    return tokens.clamp(0, vocab_size - 1), shape.depths, shape.tree_mask
 
 
 def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
-    """Return the trees' tokens [B, N] and shape as tensors on a device; trees that lie on the host are uploaded.
+    """Return the trees' tokens [B, N] and shape as tensors on a device; trees on the host are uploaded.
 
-    A node of padding has the token `LEFT_OUT`, sees only itself, and has the root's depth.
+    A node of padding has the token `LEFT_OUT`, attends only to itself, and has the root's depth.
     """
-    # trees that grew in one batch share its tensors, and are placed together
-    groups = {id(tree.grown) if lies_on_device(tree) else id(tree) for tree in trees}
+    # trees of one group share its tensors, and are picked from them together
+    groups = {id(tree.device_trees) if lies_on_device(tree) else id(tree) for tree in trees}
     if len(groups) == 1:
         return _place_group(trees, device)
-    # trees of different batches, or on the host: placed one by one, and padded to the largest
+    # trees of different groups, or on the host: placed one by one, and padded to the largest
     placed = [_place_group([tree], device) for tree in trees]
     count = max(tokens.shape[1] for tokens, _ in placed)
 
@@ -262,26 +278,27 @@ def place_trees(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tenso
         padded = [F.pad(tensor, (0, count - tensor.shape[1]), value=padding) for tensor in tensors]
         return torch.cat(padded)
 
-    # seen[b, i, j]: node i sees node j
-    seen = torch.eye(count, dtype=torch.bool, device=device).repeat(len(trees), 1, 1)
-    for row, (_, shape) in zip(seen, placed, strict=True):
-        size = shape.seen.shape[1]
-        row[:size, :size] = shape.seen[0]
+    # [B, N, N], row i marks what node i attends to; padding attends to itself, as a softmax over nothing is nan
+    tree_masks = torch.eye(count, dtype=torch.bool, device=device).repeat(len(trees), 1, 1)
+    for tree_mask, (_, shape) in zip(tree_masks, placed, strict=True):
+        size = shape.tree_mask.shape[1]
+        tree_mask[:size, :size] = shape.tree_mask[0]
     tokens = stack([tokens for tokens, _ in placed], LEFT_OUT)
     parents = stack([shape.parents for _, shape in placed], 0)
     depths = stack([shape.depths for _, shape in placed], 0)
-    return tokens, NodeShape(parents, seen, depths)
+    return tokens, NodeShape(parents, tree_masks, depths)
 
 
 def _place_group(trees: Sequence[DraftTree], device: torch.device) -> tuple[Tensor, NodeShape]:
-    """Place trees that grew together, or one tree."""
+    """Return the tokens [B, N] and the shape of trees of one `DeviceTrees`, or of a single tree on the host."""
     first = trees[0]
+    # trees on the host come one by one
     if not lies_on_device(first):
         return upload(first.tokens[None], device), fixed_shape(
             tuple(first.parents.tolist()), device
         )
-    assert first.grown is not None
-    return first.grown.pick([tree.number for tree in trees if isinstance(tree, GrownTree)])
+    assert first.device_trees is not None
+    return first.device_trees.pick([tree.index for tree in trees if isinstance(tree, GrownTree)])
 
 
 def _leave_out(
@@ -290,12 +307,12 @@ def _leave_out(
     draft_probs: Tensor | None = None,
     likelihoods: Tensor | None = None,
 ) -> DraftTree:
-    """Return the tree without the removed nodes, whose descendants are removed too."""
+    """Return the tree without its `LEFT_OUT` nodes. The descendants of such a node are all `LEFT_OUT`, too."""
     is_kept = tokens != LEFT_OUT
     if is_kept.all():
         return DraftTree(tokens, parents, draft_probs, likelihoods)
     nodes = is_kept.nonzero()[:, 0]
-    # old number -> new number; the last entry is that of parent -1, so that the root's parent stays -1
+    # [N + 1], old number -> new number; index -1 reads the last entry, so that the root's parent -1 stays -1
     numbers = torch.cat([is_kept.cumsum(0) - 1, torch.tensor([-1])])
     if draft_probs is not None:
         draft_probs = pick_rows(draft_probs, nodes.tolist())
@@ -308,30 +325,32 @@ def _leave_out(
 class Walks:
     """The accepted paths of several trees, on a device."""
 
-    paths: Tensor  # [B, W], accepted nodes, the root first; after the last of them each entry is its own index
-    counts: Tensor  # [B], accepted nodes, the root included
-    following: Tensor  # [B], what the target chose after the last of them
+    # [B, W], accepted nodes, the root first; each entry after the last of them is padding, and holds its own index
+    paths: Tensor
+    counts: Tensor  # [B], the number of accepted nodes, the root included
+    following: Tensor  # [B], the token that the target chose after the last accepted node
 
 
 def walk_trees(tokens: Tensor, shape: NodeShape, choices: Tensor, width: int) -> Walks:
-    """Return the accepted paths of at most `width` nodes, without a loop over nodes or a value on the host.
+    """Verify trees on their device: return the accepted paths, without a loop over nodes or a transfer to the host.
 
-    A node is accepted if it and all its ancestors are what the target chose after their parents.
+    A node is accepted if its token, and that of each of its ancestors, is the target's choice after the parent.
 
     Args:
-        tokens: [B, N], of the nodes.
-        shape: Of the trees.
-        choices: [B, N], what the target chose after each node.
-        width: W, the nodes of the longest path.
+        tokens: [B, N], the token of each node.
+        shape: Parents and ancestors of the nodes.
+        choices: [B, N], the token that the target chose after each node.
+        width: W, the nodes of the longest path, the root included.
     """
     nodes = torch.arange(tokens.shape[1], device=tokens.device)
     # [B, N]: the root, and nodes whose token the target chose after their parent
     is_chosen = (tokens == choices.gather(1, shape.parents)) | (nodes == 0)
     # [B, N]: nodes that are chosen with all of their ancestors
-    is_accepted = (is_chosen[:, None] | ~shape.seen).all(-1)
-    # parents precede children, and siblings differ: the accepted nodes are the path in its order
+    is_accepted = (is_chosen[:, None] | ~shape.tree_mask).all(-1)
+    # Siblings differ, so at most one child of a node is accepted. Parents precede children, so the accepted nodes in
+    # ascending order are the path, and a node's rank among them is its index in the path.
     ranks = is_accepted.cumsum(1) - 1
-    # all that is not accepted goes to one more entry, which is cut off
+    # nodes that are not accepted are written to a further entry, which is cut off
     positions = torch.where(is_accepted, ranks, width).clamp_(max=width)
     paths = torch.arange(width + 1, device=tokens.device).repeat(len(tokens), 1)
     paths = paths.scatter_(1, positions, nodes.expand_as(positions))[:, :width]
@@ -341,20 +360,25 @@ def walk_trees(tokens: Tensor, shape: NodeShape, choices: Tensor, width: int) ->
 
 
 def walk_outputs(rows: Sequence[tuple[TargetOutput, Choose]]) -> Walks:
-    """Return the accepted paths of several rows' trees; at least one tree lies on the device."""
+    """Choose the target's token after each node, and return the accepted paths; at least one tree is on the device.
+
+    Args:
+        rows: The target's output on each row's tree, and how the target chooses.
+    """
     device = rows[0][0].logits.device
     trees = [output.tree for output, _ in rows]
     tokens, shape = place_trees(trees, device)
     choices = torch.zeros_like(tokens)  # [B, N]
     for row, (output, choose) in enumerate(rows):
-        # the noise of committed positions is not needed again
+        # positions up to the root are committed: no token is chosen there again
         if choose.noise is not None:
             choose.noise.forget(output.start + 1)
         # a row has logits for its own nodes, not for padding
         count = len(output.logits)
-        seen = shape.seen[row, :count, :count]
+        tree_mask = shape.tree_mask[row, :count, :count]
         depths = shape.depths[row, :count]
-        choices[row, :count] = choose.pick_where_it_lies(output, tokens[row, :count], seen, depths)
+        choices[row, :count] = choose.pick_on_device(output, tokens[row, :count], tree_mask, depths)
+    # the root is a node of the path, too
     longest = max(tree.levels for tree in trees) + 1
     return walk_trees(tokens, shape, choices, min(longest, tokens.shape[1]))
 
@@ -362,27 +386,30 @@ def walk_outputs(rows: Sequence[tuple[TargetOutput, Choose]]) -> Walks:
 def read_walks(
     rows: Sequence[tuple[TargetOutput, Choose]], walks: Walks
 ) -> list[tuple[list[int], int]]:
-    """Return the accepted path of each row, in the numbers of its tree on the host, and the token after it.
+    """Copy the outcomes of `walk_outputs` and the trees to the host, in one transfer.
 
-    One transfer brings them, together with all trees that lie on the device.
+    Returns:
+        Of each row the accepted path, in the node numbers of its tree on the host, and the token after it.
     """
-    # batches that grew in one proposal are read in one transfer, those of rows that are not verified now too
+    # The trees of one proposal lie in several groups, one for each kind of budget. All of its groups are read, also
+    # those of rows that are not verified now, so that a row that is read later needs no transfer.
     trees = [output.tree for output, _ in rows]
-    grown: dict[int, DeviceTrees] = {}
+    groups_by_id: dict[int, DeviceTrees] = {}
     for tree in trees:
-        if lies_on_device(tree) and tree.grown is not None:
-            for group in tree.grown.together:
-                grown[id(group)] = group
-    groups = list(grown.values())
+        if lies_on_device(tree) and tree.device_trees is not None:
+            for group in tree.device_trees.read_together:
+                groups_by_id[id(group)] = group
+    groups = list(groups_by_id.values())
     columns = [group.columns for group in groups]
-    *columns, paths, counts, following = to_host(
+    *host_columns, paths, counts, following = to_host(
         [*columns, walks.paths, walks.counts, walks.following]
     )
-    _store_columns(groups, columns)
+    _store_columns(groups, host_columns)
 
     results = []
     for tree, path, count, token in zip(
         trees, paths.tolist(), counts.tolist(), following.tolist(), strict=True
     ):
+        # the device counts `LEFT_OUT` nodes, and the host's tree lacks them
         results.append((tree.renumber(path[:count]), token))
     return results

@@ -16,15 +16,15 @@ from torch import Tensor
 from eagle.core.sampling import warp
 from eagle.device import must_wait, upload
 
-# logits of a node that are sorted to filter them; sorting a whole vocabulary at all nodes would cost more than a head
+# how many of a node's best logits are filtered; sorting a whole vocabulary at all nodes would cost more than a head
 MAX_FILTERED = 256
-# words of neighbouring tokens are spread by 2^32 / golden ratio, which is odd
+# 2^32 / golden ratio, an odd number: multiplied by it, neighbouring token ids become distant 32-bit words
 GOLDEN = 0x9E3779B1
-# no noise is larger: that of the smallest uniform number, 2^-32, is 22.18
+# an upper bound of the noise: that of the smallest uniform number, 2^-32, is 22.18
 LARGEST = 22.2
-# tokens so near to the likeliest one get their noise first: one of them most often wins
+# tokens whose score is at most this far below the best score get their noise first: most often one of them wins
 NEAR = 4.0
-# tokens hashed at a time, whose words stay in a core's own cache
+# how many tokens are hashed at a time, such that their words stay in a CPU core's cache
 BLOCK = 1 << 15
 
 
@@ -32,8 +32,8 @@ class Noise:
     """Gumbel noise by a counter-based hash of (seed, request, position, token), equal on all devices."""
 
     def __init__(self, seed: int, request: int) -> None:
-        self.stream = mix64(mix64(seed) + request)
-        self.rows: dict[int, Tensor] = {}
+        self.stream = mix64(mix64(seed) + request)  # 64 bits that differ for each seed and request
+        self.rows: dict[int, Tensor] = {}  # position -> its noise [V], cached
 
     def __call__(self, positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
         """Return the noise [P, V] at these positions; rows are cached until `forget`."""
@@ -41,7 +41,7 @@ class Noise:
         return torch.stack([self.rows[position] for position in positions])
 
     def forget(self, position: int) -> None:
-        """Drop the cached rows before `position`."""
+        """Drop the cached noise of positions before `position`, where no token is chosen any more."""
         self.rows = {key: row for key, row in self.rows.items() if key >= position}
 
     def key(self, position: int) -> int:
@@ -49,13 +49,19 @@ class Noise:
         return mix64(self.stream + position)
 
     def pick(self, scores: Tensor, position: int) -> int | None:
-        """Return the token of the largest of scores [V] plus noise on a CPU; None if a score is nan.
+        """Return argmax(scores + noise), the sampled token, on a CPU; None if a score is nan.
 
-        Noise is made only for tokens that can still win, a few percent of the vocabulary.
+        Noise over the whole vocabulary is slow on a CPU, so it is made only for tokens that can still win, which are a
+        few percent.
+
+        Args:
+            scores: [V], log-probabilities up to a constant.
+            position: The position of the token in its sequence.
         """
         top = float(scores.max())
         if math.isnan(top):
             return None
+        # the noise of the whole vocabulary is known already
         if position in self.rows:
             return int((scores + self.rows[position]).argmax())
         values = scores.numpy()
@@ -65,21 +71,21 @@ class Noise:
 
         # the likeliest tokens come first: a token that beats the best of them needs a high score or rare noise
         near = np.flatnonzero(values >= top - NEAR)
-        # of a flat distribution most tokens can win
+        # in a flat distribution most tokens can win, so the shortcut would save nothing
         if len(near) > len(values) // 8:
             return int((scores + gumbel_rows([key], len(values), scores.device)[0]).argmax())
         near_scores = scores[near] + _gumbel(_hash_words(near, key))
         best = float(near_scores.max())
         winner = int(near[int(near_scores.argmax())])
 
-        # score + noise >= best needs a score of at least best - LARGEST,
+        # a rival has score + noise >= best: it needs a score of at least best - LARGEST,
         possible = np.flatnonzero(values >= best - LARGEST - slack)
         words = _hash_words(possible, key)
-        # and for tokens that are not near, noise of at least `needed`: a uniform number of at most `limit`, which is
-        # 1 - exp(-exp(-needed))
+        # and, as it is not near, noise of at least `needed`. Noise is -log(-log(1 - u)) of a uniform number u, which
+        # must then be at most limit = 1 - exp(-exp(-needed)).
         needed = best - (top - NEAR) - slack
         limit = -math.expm1(-math.exp(-needed))
-        # a little more, for rounding
+        # u is a word / 2^32; the limit is raised a little, for rounding
         is_left = words < min(limit * 1.001 * 2**32 + 4, 2**32 - 1)
         rest = possible[is_left]
         if not len(rest):
@@ -96,7 +102,14 @@ class Noise:
 def fill_rows(
     requests: Iterable[tuple[Noise, Iterable[int]]], vocab_size: int, device: torch.device
 ) -> None:
-    """Make the noise of several sequences at several positions at once, where it is not cached yet."""
+    """Make and cache the noise of several sequences at several positions at once, where it is not cached yet.
+
+    Args:
+        requests: The noise of a sequence, and the positions that are needed of it.
+        vocab_size: V.
+        device: Where the noise is made.
+    """
+    # sorted, so that the order of a set has no influence
     missing = []
     for noise, positions in requests:
         missing += [(noise, position) for position in sorted(set(positions) - noise.rows.keys())]
@@ -109,7 +122,9 @@ def fill_rows(
 
 
 def gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the noise [P, V] of these keys: on a CPU block by block, elsewhere all at once."""
+    """Return the noise [P, V] of P position keys (`Noise.key`)."""
+    # On a device (`must_wait`: any but a CPU) a kernel costs the same for few and many values. On a CPU, blocks of
+    # tokens that fit its cache are faster.
     if must_wait(device):
         return _gumbel_at_once(keys, vocab_size, device)
     rows = torch.empty(len(keys), vocab_size)
@@ -121,7 +136,8 @@ def gumbel_rows(keys: Sequence[int], vocab_size: int, device: torch.device) -> T
 
 
 def _gumbel_at_once(keys: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the noise [P, V] by as many kernels for many keys as for one."""
+    """Return the noise [P, V] of P keys, by a number of kernels that does not depend on P."""
+    # a key has 64 bits, and is mixed in as two words of 32
     halves = torch.tensor([[_to_int32(key), _to_int32(key >> 32)] for key in keys])
     low, high = upload(halves.int(), device).unsqueeze(-1).unbind(1)  # each [P, 1]
     # int32 products wrap alike on all devices
@@ -132,12 +148,12 @@ def _gumbel_at_once(keys: Sequence[int], vocab_size: int, device: torch.device) 
 
 @lru_cache(8)
 def _token_words(vocab_size: int, device: torch.device) -> Tensor:
-    """Return the first word [V] of every token, which does not depend on a key."""
+    """Return the first word [V] of every token; it does not depend on a key, and is cached."""
     return torch.arange(vocab_size, dtype=torch.int32, device=device) * _to_int32(GOLDEN)
 
 
 def _hash_words(tokens: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
-    """Return the words [N] of some tokens on a CPU, as `_gumbel_at_once` hashes them elsewhere."""
+    """Return the hashed words [N] of N tokens under a key on a CPU, equal to those of `_gumbel_at_once`."""
     words = tokens.astype(np.uint32)
     words *= np.uint32(GOLDEN)
     for half in (key & 0xFFFFFFFF, key >> 32):
@@ -152,44 +168,52 @@ def _hash_words(tokens: np.ndarray[Any, Any], key: int) -> np.ndarray[Any, Any]:
 
 
 def _gumbel(words: np.ndarray[Any, Any]) -> Tensor:
-    """Return the noise [N] of hashed words on a CPU."""
+    """Return the noise [N] of hashed words on a CPU, from the upper 31 bits of each word."""
     return _to_gumbel(torch.from_numpy((words >> np.uint32(1)).view(np.int32)).float())
 
 
 def _to_gumbel(values: Tensor) -> Tensor:
-    """Return the noise of 31-bit numbers in fp32, in place."""
-    # to the middle of 2^31 equal intervals of (0, 1)
+    """Turn 31-bit numbers, as fp32, into Gumbel noise in place."""
+    # -u, where u is the middle of one of 2^31 equal intervals of (0, 1); the clamp keeps 1 - u above 0 after rounding
     negated = values.add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
     # Gumbel: -log(-log(1 - u)). log1p keeps full precision where it matters: large noise comes from small u
     return negated.log1p_().neg_().log_().neg_()
 
 
 class DrafterNoise:
-    """The noise and filters that a drafter may use (`eagle.core.drafter.Noise`), in units of plain logits."""
+    """The noise and filters that a drafter may use (`eagle.core.drafter.Noise`), in units of plain logits.
+
+    Args:
+        choose: How the target chooses (`eagle.core.verify.Choose`).
+        vocab_size: V.
+        device: Where the noise is made.
+    """
 
     def __init__(self, choose: Any, vocab_size: int, device: torch.device) -> None:
         self.choose = choose
         self.temperature = choose.sampling.temperature
         self.vocab_size = vocab_size
         self.device = device
-        self.used_rows = 0  # of private noise
+        self.used_rows = 0  # rows of `private` noise that `draft_noise` has returned
 
     @cached_property
     def private(self) -> Noise:
-        """Noise for drafting only: drafts that shared verification's coins would bias the output."""
+        """Noise for drafting only: drafts that shared the noise of verification would bias the output."""
         return Noise(mix64(self.choose.private_seed), self.choose.sampling.request)
 
     def __call__(self, positions: list[int]) -> Tensor:
         """Return the noise [P, V] that the target adds to its logits when it chooses the tokens at these positions."""
+        # the target adds noise to logits / temperature, and plain logits are `temperature` times as large
         assert self.choose.noise is not None
         return self.choose.noise(positions, self.vocab_size, self.device) * self.temperature
 
-    def own(self, rows: int) -> Tensor:
-        """Return noise [rows, V] that is new in every call and that the target never uses."""
-        # Counted, not by position: a rejection may have depended on the noise of its position, so that drafting there
-        # again with the same noise would bias what is sampled.
+    def draft_noise(self, rows: int) -> Tensor:
+        """Return noise [rows, V] for the drafter's own sampling: new in every call, and never used by the target."""
+        # Rows are counted and do not follow positions: a rejection may have depended on the noise at its position, so
+        # drafting there again with the same noise would bias the output.
         first = self.used_rows
         self.used_rows += rows
+        # earlier rows are never asked for again
         self.private.forget(first)
         return (
             self.private(range(first, self.used_rows), self.vocab_size, self.device)
@@ -197,11 +221,11 @@ class DrafterNoise:
         )
 
     def filter_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits [K, V], minus 1000 for tokens that the target's top-k, top-p or min-p removes."""
+        """Return logits [K, V], lowered by 1000 for tokens that the target's top-k, top-p or min-p would remove."""
         sampling = self.choose.sampling
         if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
             return logits
-        # what the target would not sample is far outside its likeliest tokens: looking at those is enough for a draft
+        # all but the best tokens count as removed: the target rarely samples one of them, and a draft may be wrong
         best = logits.topk(min(MAX_FILTERED, logits.shape[-1]))
         is_removed = torch.ones_like(logits, dtype=torch.bool)
         is_removed.scatter_(1, best.indices, warp(best.values, sampling).isinf())
@@ -217,12 +241,12 @@ def mix64(word: int) -> int:
 
 
 def _to_int32(word: int) -> int:
-    """Return the low 32 bits as a signed int."""
+    """Return the low 32 bits of a word as a signed int, because torch has no unsigned 32-bit arithmetic."""
     return (word + 2**31) % 2**32 - 2**31
 
 
 def _mix32(words: Tensor) -> Tensor:
-    """Return a bijective hash of 32-bit words; products wrap, and masks make shifts logical."""
+    """Return a bijective hash of int32 words; products wrap, and the masks clear the sign bits that shifts copy."""
     words = words ^ ((words >> 16) & 0xFFFF)
     words = words * 0x7FEB352D
     words = words ^ ((words >> 15) & 0x1FFFF)

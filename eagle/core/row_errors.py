@@ -8,11 +8,17 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
-FATAL = (MemoryError, torch.OutOfMemoryError)  # of the machine, whichever sequence met them
+# errors of the machine and not of a sequence: they end all sequences, as the next one would meet them as well
+FATAL = (MemoryError, torch.OutOfMemoryError)
 
 
 class RowErrors(Exception):
-    """Raised by a drafter's state for several sequences if only some of them failed; it keeps the others' trees."""
+    """Raised where only some rows of a batch failed.
+
+    Args:
+        trees: The results of the rows that did not fail, by row; draft trees where a drafter raises it.
+        errors: The error of each row that failed, by row.
+    """
 
     def __init__(self, trees: Mapping[int, Any], errors: Mapping[int, Exception]) -> None:
         self.trees = dict(trees)
@@ -23,7 +29,12 @@ class RowErrors(Exception):
 
 
 def run_rows(rows: Iterable[int], run: Callable[[int], Result]) -> dict[int, Result]:
-    """Return the results of `run` by row; `RowErrors` if some rows fail, the error itself if there is one row."""
+    """Call `run` for each row and return the results by row; an error in one row does not keep the others from running.
+
+    Raises:
+        RowErrors: If rows fail, with the results of the others.
+        Exception: The error itself if there is a single row.
+    """
     results: dict[int, Result] = {}
     errors: dict[int, Exception] = {}
     for row in rows:
@@ -33,7 +44,7 @@ def run_rows(rows: Iterable[int], run: Callable[[int], Result]) -> dict[int, Res
             raise
         except Exception as error:
             errors[row] = error
-    # a caller with one row needs no wrapper around its error
+    # a caller with a single row gets its error as it was raised
     if len(errors) == 1 and not results:
         raise next(iter(errors.values()))
     if errors:

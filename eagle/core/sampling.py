@@ -86,6 +86,7 @@ WITHOUT_EFFECT = {
     ),
     *("transformers_version", "_from_model_config", "_commit_hash"),
 }
+# values with which a field that is not served is off
 OFF: dict[str, Any] = {
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -121,6 +122,7 @@ class Sampling:
     typical: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields; ValueError names the field, what it holds and what is expected."""
         # numpy's whole numbers become ints, so that equal samplings are equal
         for name in ("top_k", "seed", "request"):
             object.__setattr__(self, name, whole(f"Sampling.{name}", getattr(self, name)))
@@ -217,14 +219,15 @@ class Sampling:
 
 
 def _refuse_options(name: str, processor: Any) -> None:
-    """Refuse a known processor with an option that changes its result."""
+    """Refuse a supported logits processor that has an option, beside its main one, that `warp` does not follow."""
     defaults = {
         "min_tokens_to_keep": 1,
         "filter_value": -math.inf,
         "prompt_ignore_length": None,
     }
     if name == "TopKLogitsWarper":
-        del defaults["min_tokens_to_keep"]  # its top_k is at least that
+        # the processor has raised its top_k to at least this number already
+        del defaults["min_tokens_to_keep"]
     for option, default in defaults.items():
         value = getattr(processor, option, default)
         if value != default:
@@ -234,9 +237,11 @@ def _refuse_options(name: str, processor: Any) -> None:
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return warped logits [N, V] for sampling by softmax.
+    """Return logits [N, V] after temperature, top-k, top-p and min-p, whose softmax the target samples from.
 
-    Penalties are applied before, and the temperature is above 0.
+    Args:
+        logits: [N, V], with any repetition penalty applied already.
+        sampling: With a temperature above 0.
     """
     # each filter takes its probabilities over the tokens that the one before it has left, as in transformers
     scores = logits / sampling.temperature
@@ -256,39 +261,42 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def in_fp32(logits: Tensor) -> Tensor:
-    """Return logits in fp32, or in fp64 if they come so."""
+    """Return logits in fp32; those in fp64 stay as they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def penalise(row: Tensor, text: Sequence[int], penalty: float) -> Tensor:
-    """Return logits [V] with a repetition penalty on all tokens of `text`."""
-    repeated = upload(torch.tensor(sorted(set(text))), row.device)
-    return row.index_copy(0, repeated, _lower(row[repeated], penalty))
+def penalise(logits: Tensor, context: Sequence[int], penalty: float) -> Tensor:
+    """Return logits [V] with a repetition penalty on all tokens that occur in `context`."""
+    repeated = upload(torch.tensor(sorted(set(context))), logits.device)
+    return logits.index_copy(0, repeated, _lower(logits[repeated], penalty))
 
 
 def penalise_nodes(
-    logits: Tensor, text: Sequence[int], tokens: Tensor, seen: Tensor, penalty: float
+    logits: Tensor, context: Sequence[int], tokens: Tensor, tree_mask: Tensor, penalty: float
 ) -> Tensor:
-    """Return logits [N, V] with a repetition penalty on the tokens of `text` and of each node's path.
+    """Return logits [N, V] with a repetition penalty on the tokens of `context` and of each node's path.
+
+    This is `penalise` for all nodes at once, without a transfer to the host.
 
     Args:
         logits: [N, V], after each node of a tree.
-        text: All tokens before the root.
+        context: All tokens of the sequence before the root.
         tokens: [N], of the nodes, on the device of the logits.
-        seen: [N, N] bool, the nodes on the path of each node.
+        tree_mask: [N, N] bool, row i marks node i and its ancestors.
         penalty: transformers' repetition penalty.
     """
-    # [N, N]: the tokens on each node's path; one that is not on it is replaced by the root's, which is on every path
-    path_tokens = torch.where(seen, tokens, tokens[:1]).clamp(0, logits.shape[-1] - 1)
+    # [N, N]: row i holds the tokens on node i's path; nodes off the path are replaced by the root, which is on every
+    # path. The clamp is for nodes that were left out of the tree, whose token is no index.
+    path_tokens = torch.where(tree_mask, tokens, tokens[:1]).clamp(0, logits.shape[-1] - 1)
     is_repeated = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     is_repeated.scatter_(1, path_tokens, 1)
-    if text:
-        is_repeated[:, upload(torch.tensor(sorted(set(text))), logits.device)] = True
+    if context:
+        is_repeated[:, upload(torch.tensor(sorted(set(context))), logits.device)] = True
     return torch.where(is_repeated, _lower(logits, penalty), logits)
 
 
 def _lower(logits: Tensor, penalty: float) -> Tensor:
-    """Return logits after a repetition penalty (CTRL, Keskar et al. 2019)."""
+    """Return logits after the repetition penalty (CTRL, Keskar et al. 2019), which makes each token less likely."""
     return torch.where(logits < 0, logits * penalty, logits / penalty)
 
 
@@ -318,9 +326,15 @@ def number(name: str, value: Any) -> float:
 
 
 def refuse_fields(config: Any) -> None:
-    """Refuse a generation config with fields that `model.generate` follows and verification cannot."""
-    # a field that a newer transformers adds is in no set, and is refused until it has been sorted into one
+    """Refuse a generation config with fields that `model.generate` follows and verification cannot.
+
+    Args:
+        config: The model's generation config of transformers.
+    """
+    # the fields come from a default config, so that those that a newer transformers adds are refused until they are
+    # sorted into one of the sets above
     fields = vars(type(config)()).keys() - WARPED - PROCESSED - WITHOUT_EFFECT
+    # caches of these kinds do not change the logits
     exact_caches = (
         "static",
         "dynamic",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# a token that is one byte, where a vocabulary falls back to bytes
+# the name of a byte token, in a vocabulary that spells unknown characters byte by byte
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -20,7 +20,7 @@ class Spelling:
         self.tokens: list[int] = []
         # tokens[begin:end] is decoded as context: it decides whether the next token begins with a space
         self.begin = self.end = 0
-        self.in_bytes = False
+        self.in_bytes = False  # whether the last tokens are a run of byte tokens
 
     def __call__(self, token: int) -> str:
         """Add a token and return the text that it completes."""
@@ -29,7 +29,7 @@ class Spelling:
             self.in_bytes = True
         elif self.in_bytes:  # tokens that print nothing do not end a run
             self.in_bytes = not self.tokenizer.decode([token], skip_special_tokens=True)
-        # an incomplete character is decoded as U+FFFD
+        # nothing is returned yet where the last character is incomplete, which is decoded as U+FFFD
         new = self.rest()
         if not new or new.endswith("\ufffd") or self.in_bytes:
             return ""

@@ -19,11 +19,11 @@ class TargetHead:
     """The target's frozen embedding and LM head, which drafters borrow."""
 
     embedding: nn.Module
-    output: nn.Module
-    embed_scale: float = 1.0
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    # of the layers' states, where it is known; some embeddings have another
+    output: nn.Module  # the LM head
+    embed_scale: float = 1.0  # factor on embeddings, beside one that the module applies itself
+    logit_scale: float = 1.0  # factor on logits
+    softcap: float | None = None  # c in logits = c tanh(logits / c), as in Gemma 2
+    # the hidden size of the layers if it is known; a few models have embeddings of another size
     width: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetHead:
@@ -32,8 +32,8 @@ class TargetHead:
 
     @property
     def scale(self) -> float:
-        """The factor on the rows of the embedding matrix, including the module's own (Gemma)."""
-        # in the weights' precision, as the module rounds it
+        """The factor between a row of the embedding matrix and the embedding, with the module's own factor (Gemma)."""
+        # rounded to the weights' precision, as the module does
         factor = torch.as_tensor(getattr(self.embedding, "embed_scale", 1.0))
         return self.embed_scale * factor.to(self.embedding.get_parameter("weight").dtype).item()
 
@@ -54,7 +54,8 @@ class TargetHead:
 
         Args:
             hidden: The input.
-            out: Memory to write the product to; a scale and a softcap then make a new tensor.
+            out: A tensor [.., V] to write the product to, which saves memory. With a scale or a softcap the result is
+                another tensor.
         """
         hidden = hidden.to(self.weight.dtype)
         if out is None:
@@ -71,16 +72,28 @@ class TargetHead:
         return logits
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return the derivative [.., V] of the logits by the values before the softcap; None without a softcap."""
+        """Return the derivative [.., V] of the logits by the values before the softcap; None without a softcap.
+
+        `pull_back` needs it. The loss computes gradients by hand, chunk by chunk, so it asks before it overwrites the
+        logits.
+
+        Args:
+            logits: [.., V], after the softcap.
+            hidden: [.., D], their input, which heads need whose logits are no matrix product (`eagle.target`).
+        """
         if self.softcap is None:
             return None
         # d/dx c tanh(x / c) = 1 - tanh(x / c)^2
         return 1 - (logits / self.softcap) ** 2
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient [.., D] at the hidden states from that at the logits, which is overwritten.
+        """Return the gradient [.., D] at the hidden states, by the chain rule.
 
-        The chain rule by hand: d logits / d hidden = slope of the softcap * logit scale * matrix.
+        d logits / d hidden = slope of the softcap * logit scale * matrix
+
+        Args:
+            gradient: [.., V], at the logits; it is overwritten.
+            slope: What `slope` returned.
         """
         if slope is not None:
             gradient = gradient.mul_(slope)
@@ -90,10 +103,13 @@ class TargetHead:
         return hidden * self.logit_scale
 
     def narrow(self, tokens: Tensor | slice) -> TargetHead:
-        """Return a head for a subset of the vocabulary; a slice of the matrix is not copied."""
+        """Return a head whose logits are those of a subset of the vocabulary, in the order of `tokens`.
+
+        Rows of the matrix are copied, unless `tokens` is a slice.
+        """
         bias = getattr(self.output, "bias", None)
         rows = self.weight[tokens]
-        # on the meta device, so that no matrix is made and thrown away
+        # on the meta device, so that no matrix is initialised only to be replaced
         output = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
         output.weight = nn.Parameter(rows, requires_grad=False)
         if bias is not None:
@@ -101,7 +117,7 @@ class TargetHead:
         return replace(self, output=output)
 
     def cast(self, dtype: torch.dtype) -> TargetHead:
-        """Return this head in another precision: itself if it has it, else a copy."""
+        """Return this head in a precision: itself if it has that precision already, else a copy."""
         if self.weight.dtype == dtype:
             return self
         embedding = in_dtype(copy.deepcopy(self.embedding), dtype)
@@ -110,11 +126,11 @@ class TargetHead:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the logits are one product with the matrix, scaled."""
+        """Whether the logits are a linear function of the hidden states, without a softcap."""
         return self.softcap is None
 
     def start_matrix(self) -> Tensor:
-        """Return the matrix [V, D] with the scale of its logits, from which a head's own LM head may start."""
+        """Return the matrix [V, D] times the logit scale, as the initial weights of a drafter's own LM head."""
         return self.weight * self.logit_scale
 
     @property

@@ -12,21 +12,22 @@ from eagle.core.spelling import Spelling
 from eagle.core.tree import DraftTree
 from eagle.markup import Html, tag
 
-GREEN = "#2da44e"  # reads on white and on dark
+GREEN = "#2da44e"  # legible on a white and on a dark page
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """One target forward: the proposed tree, the accepted nodes, and the seconds of draft, target, verify and other."""
+    """One cycle of one sequence: the proposed tree, the accepted nodes, and the seconds of each part of the cycle."""
 
-    tree: DraftTree = field(compare=False, repr=False)  # without its `draft_probs`
-    kept: tuple[int, ...]  # accepted nodes of the tree
-    committed: int  # new tokens of the output, after cutting at a stop
-    context: int  # tokens in the target's cache before
-    # of the whole cycle, which all sequences of a batch share
+    # without its `draft_probs`, which take much memory
+    tree: DraftTree = field(compare=False, repr=False)
+    kept: tuple[int, ...]  # accepted nodes of the tree, without the root
+    committed: int  # new tokens of the answer, after cutting at a stop
+    context: int  # tokens in the target's cache before the cycle
+    # "draft", "target", "verify" and "other"; all sequences of a batch share them. None without timing
     seconds: dict[str, float] | None = None
-    number: int = field(default=0, compare=False)  # of that cycle in the decoding
-    rows: int = field(default=1, compare=False)  # sequences in it
+    number: int = field(default=0, compare=False)  # the index of the cycle in its decoding
+    rows: int = field(default=1, compare=False)  # sequences that the cycle decoded in a batch
 
     @property
     def nodes(self) -> int:
@@ -52,15 +53,19 @@ class Cycle:
 
     @property
     def confidence(self) -> list[tuple[float, bool]]:
-        """(drafter's probability, whether it was accepted) of each drafted token whose parent was accepted."""
+        """(drafter's probability, whether it was accepted) of each drafted token whose parent was accepted.
+
+        From these pairs a report tells whether the drafter is calibrated.
+        """
         if self.tree.likelihoods is None:
             return []
-        # path log-probabilities: the difference along an edge is the child's own
+        # likelihoods are log-probabilities of whole paths: child minus parent is the log-probability of the child alone
         scores = self.tree.likelihoods.tolist()
         children = self.tree.children()
         outcomes = []
         for parent in (0, *self.kept):
             for child in children[parent]:
+                # rounding may give a probability slightly above 1
                 prob = min(exp(scores[child] - scores[parent]), 1.0)
                 outcomes.append((prob, child in self.kept))
         return outcomes
@@ -75,11 +80,12 @@ class Trace:
     cycles: list[Cycle] = field(default_factory=list)
     finish: str = "running"  # at the end "stop", "length", or "error"
     tokenizer: Any = field(default=None, repr=False)
-    stop_string: str | None = None
-    # that ended this sequence alone, among several
+    stop_string: str | None = None  # the stop string that ended the answer
+    # the error that ended this sequence alone, while others of the batch went on
     error: Exception | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
+        """Return a short summary of the generation; τ is its acceptance length."""
         facts = [
             f"{len(self.prompt)} prompt tokens",
             f"{len(self.tokens)} tokens",
@@ -93,16 +99,16 @@ class Trace:
         return f"Trace({', '.join(facts)})"
 
     def checked(self) -> Trace:
-        """Return this trace, or raise the error that ended it, if there is one."""
+        """Return this trace; if an error ended it, raise that error."""
         if self.error is not None:
             raise self.error
         return self
 
     def cut(self, count: int) -> None:
-        """End the answer after its first `count` tokens; what is beyond them counts as cut off in its cycles."""
+        """End the answer after its first `count` tokens, and lower `committed` of the cycles that wrote the others."""
         excess = len(self.tokens) - count
         del self.tokens[count:]
-        # what is cut off belongs to the last cycles
+        # the last cycles wrote the tokens that are cut off
         for index in reversed(range(len(self.cycles))):
             cycle = self.cycles[index]
             committed = max(cycle.committed - excess, 0)
@@ -120,7 +126,7 @@ class Trace:
     @property
     def text(self) -> str:
         """The answer as text, up to a stop string."""
-        # decoded as a whole: tokens may be parts of a character
+        # all tokens are decoded together, because one token may be a part of a character
         text = self.need_tokenizer().decode(self.tokens, skip_special_tokens=True)
         if self.stop_string:
             text = text.partition(self.stop_string)[0]
@@ -136,8 +142,8 @@ class Trace:
 
     @property
     def drafted(self) -> list[bool]:
-        """For each token, whether it was drafted; the target chose the others itself."""
-        # the token after the prompt is the target's own
+        """For each token of the answer, whether it is an accepted draft; the target chose the others itself."""
+        # the first token is chosen after the prompt, before any draft
         marks = [False] * min(len(self.tokens), 1)
         for cycle in self.cycles:
             drafted = min(cycle.accepted, cycle.committed)
@@ -163,13 +169,13 @@ class Trace:
         return Html(tag("div", answer, tag("small", facts)))
 
     def pieces(self) -> list[tuple[str, bool]]:
-        """Return the text in pieces, each with a flag whether its last token was drafted."""
+        """Return the answer's text in pieces, each with a flag whether the last token of the piece was drafted."""
         spell = Spelling(self.tokenizer)
         marks = self.drafted
         decoded = [(spell(token), mark) for token, mark in zip(self.tokens, marks, strict=True)]
         if marks:
             decoded.append((spell.rest(), marks[-1]))
-        # the text ends before a stop string, which the tokens include
+        # `text` ends before a stop string, and the tokens include it: pieces are cut at the end of `text`
         remaining = len(self.text)
         pieces = []
         for text, mark in decoded:

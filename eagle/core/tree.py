@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle.device import pick_rows
 
 Paths = tuple[tuple[int, ...], ...]
-"""The shape of a tree: for every node but the root, the ranks of the children on the path to it."""
+"""The shape of a tree: for every node but the root, the ranks among siblings of the nodes on the path to it."""
 
 # the fixed tree of EAGLE-1 (Li et al. 2024, arXiv 2401.15077): 25 draft nodes on 5 levels
 LEVELS = (
@@ -29,7 +29,7 @@ PUBLISHED_TREE: Paths = tuple(tuple(map(int, path)) for path in " ".join(LEVELS)
 
 
 def chain_paths(length: int) -> Paths:
-    """Return the shape of a chain."""
+    """Return the shape of a chain of `length` draft tokens."""
     return tuple((0,) * depth for depth in range(1, length + 1))
 
 
@@ -46,12 +46,13 @@ def best_tree(rates: Sequence[Sequence[float]], nodes: int, depth: int) -> Paths
         nodes: The most nodes, the root not counted.
         depth: The most levels.
     """
+    # the proof needs rates of at most 1: a node must not add more than its parent
     if not rates or not all(0 <= rate <= 1 for row in rates for rate in row):
         raise ValueError(
             f"rates are probabilities by depth and rank, expected rows of 0..1: got {rates}"
         )
     paths: list[tuple[int, ...]] = []
-    # ordered by what a node adds (negated); ties go to the shallow node, then to the lower rank
+    # a heap of (what a node adds, negated; its level; its path): ties go to the shallow node, then to the lower rank
     reachable: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
     while reachable and len(paths) <= nodes:
         weight, level, path = heappop(reachable)
@@ -70,12 +71,13 @@ class DraftTree:
 
     tokens: Tensor  # [N]
     parents: Tensor  # [N], parents[0] == -1
-    # [N, V], what nodes were sampled from, siblings without replacement
+    # [N, V], the distribution that each node was sampled from, siblings without replacement; None unless sampled
     draft_probs: Tensor | None = None
     # [N], the drafter's log-probability of each node's path; 0 at the root
     likelihoods: Tensor | None = None
 
     def __post_init__(self) -> None:
+        """Refuse tensors that form no tree, because a drafter of a user may have made them."""
         _check_tensor("tokens", self.tokens, 1, "whole numbers")
         _check_tensor("parents", self.parents, 1, "whole numbers")
         if self.draft_probs is not None:
@@ -92,7 +94,7 @@ class DraftTree:
             )
         if parents[0] != -1:
             raise ValueError(f"node 0 is the root, with parent -1: got parent {parents[0]}")
-        # siblings that are equal would both match the target's choice, and tokens would count twice
+        # two siblings with one token would both match the target's choice, and the token would count twice
         edges = set()
         for node in range(1, count):
             edge = (parents[node], tokens[node])
@@ -129,7 +131,12 @@ class DraftTree:
 
     @classmethod
     def from_paths(cls, root: int, paths: Iterable[Sequence[int]]) -> DraftTree:
-        """Return the smallest tree that contains every path of tokens after the root."""
+        """Return the smallest tree that contains all of these draft sequences.
+
+        Args:
+            root: The root token.
+            paths: Sequences of tokens that may follow the root.
+        """
         tokens = [root]
         parents = [-1]
         children: dict[tuple[int, int], int] = {}  # parent and token -> node
@@ -147,21 +154,21 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node follows the one before."""
+        """Whether no node has more than one child, so that every node is the child of the node before it."""
         return self.parents.tolist() == list(range(-1, len(self) - 1))
 
     @property
     def levels(self) -> int:
-        """How many levels it has at most."""
+        """The number of levels below the root."""
         return max(self.depths())
 
     @property
     def columns(self) -> int:
-        """How many nodes a target reads."""
+        """The number of nodes that the target reads. A tree on a device may have more than `len`: `GrownTree`."""
         return len(self)
 
     def renumber(self, path: list[int]) -> list[int]:
-        """Return a path's nodes, counted without what was left out, where they are counted with it."""
+        """Turn node numbers of the target's forward into this tree's; both are equal, except in a `GrownTree`."""
         return path
 
     def depths(self) -> list[int]:
@@ -173,12 +180,12 @@ class DraftTree:
 
     def ancestors(self) -> Tensor:
         """Return the attention mask [N, N] bool: row i marks node i and its ancestors."""
-        # one integer per node, bit j for node j: five times faster than tensor rows
+        # one integer for each node, with bit j for node j, is five times faster than rows of a tensor
         count = len(self)
         words = [1]
         for node, parent in enumerate(self.parents.tolist()[1:], start=1):
             words.append(words[parent] | 1 << node)
-        num_bytes = -(-count // 8)
+        num_bytes = -(-count // 8)  # rounded up
         packed = np.frombuffer(
             b"".join(word.to_bytes(num_bytes, "little") for word in words), np.uint8
         )
@@ -197,7 +204,7 @@ class DraftTree:
         return path[::-1]
 
     def children(self) -> list[list[int]]:
-        """Return each node's children, in the order in which they were proposed."""
+        """Return the children of each node, in the order in which they were proposed."""
         children: list[list[int]] = [[] for _ in range(len(self))]
         for node, parent in enumerate(self.parents.tolist()[1:], start=1):
             children[parent].append(node)
@@ -205,7 +212,14 @@ class DraftTree:
 
 
 def _check_tensor(name: str, value: object, dims: int, kind: str) -> None:
-    """Refuse what is no tensor with so many dimensions, or holds other numbers."""
+    """Refuse a field of `DraftTree` that is no tensor, has other dimensions, or holds another type of numbers.
+
+    Args:
+        name: The field.
+        value: What it holds.
+        dims: The expected number of dimensions.
+        kind: The expected numbers, as the message names them: "whole numbers" or "numbers".
+    """
     if not isinstance(value, Tensor):
         got = f"{value!r:.60}"
     else:
@@ -222,13 +236,20 @@ def _check_tensor(name: str, value: object, dims: int, kind: str) -> None:
 
 
 def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftTree:
-    """Return the tree; ValueError for what is no draft after the token `root`, of at most `levels` levels."""
+    """Return a drafter's tree; ValueError if the target cannot verify it.
+
+    Args:
+        tree: What the drafter returned.
+        root: The token that the tree must start at.
+        levels: The most levels of the tree.
+        vocab_size: V.
+    """
     if not isinstance(tree, DraftTree):
         got = "no tree" if tree is None else f"a {type(tree).__name__}"
         raise ValueError(
             f"the drafter proposed {got}, expected a DraftTree: DraftTree.chain([update.root]) drafts nothing"
         )
-    # a drafter is not trusted: each of these would give a wrong answer in silence, or stop a whole batch
+    # a drafter may be a user's: each of these faults would give a wrong answer without an error, or stop a whole batch
     tokens = tree.tokens.tolist()
     if tokens[0] != root:
         raise ValueError(
@@ -257,14 +278,16 @@ def check_draft(tree: object, root: int, levels: int, vocab_size: int) -> DraftT
 def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return tokens and depths [B, N], and attention masks [B, N, N] (None for chains), for one forward over all trees.
 
-    A node of padding attends only to itself, no other node attends to it, and it has the root's depth.
+    Trees are padded to the largest. A node of padding attends only to itself, no other node attends to it, and it has
+    the root's depth.
     """
+    # a single tree, the most frequent case, needs no padding
     if len(trees) == 1:
         tree = trees[0]
         mask = None if tree.is_chain else tree.ancestors()[None]
         return tree.tokens[None], torch.tensor([tree.depths()]), mask
 
-    # [B, N], with the nodes of the largest tree
+    # [B, N], where N is the number of nodes of the largest tree
     size = (len(trees), max(map(len, trees)))
     tokens = torch.zeros(size, dtype=torch.long)
     depths = torch.zeros(size, dtype=torch.long)
@@ -273,7 +296,7 @@ def stack_trees(trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor, Tensor | No
         depths[row, : len(tree)] = torch.tensor(tree.depths())
     if all(tree.is_chain for tree in trees):
         return tokens, depths, None
-    # a row of a mask must not be empty, or its softmax is nan: padding sees itself
+    # a node of padding attends to itself, because the softmax over an empty row of a mask is nan
     masks = torch.eye(size[1], dtype=torch.bool).repeat(len(trees), 1, 1)
     for row, tree in enumerate(trees):
         masks[row, : len(tree), : len(tree)] = tree.ancestors()
@@ -287,17 +310,19 @@ class TargetOutput:
     tree: DraftTree
     logits: Tensor  # [N, V]
     features: Tensor | None  # [N, L, D]
-    start: int  # the root's position
-    # the sequence's own list of committed tokens: those before the root, and what is committed later
+    start: int  # the root's position in the sequence
+    # the list of the sequence's committed tokens, shared with the target's state: first those before the root, later
+    # also those that were committed since
     text: list[int]
 
     @property
     def positions(self) -> list[int]:
-        """The position of the token chosen after each node."""
+        """The position in the sequence of the token that is chosen after each node."""
         return [self.start + 1 + depth for depth in self.tree.depths()]
 
     def prefix(self, node: int) -> list[int]:
-        """Return the whole sequence up to and including `node`."""
+        """Return all tokens of the sequence up to and including `node`."""
+        # `text` may have grown since: only the tokens before the root belong to the prefix
         tokens = self.tree.tokens.tolist()
         drafted = [tokens[step] for step in self.tree.path(node)]
         return self.text[: self.start] + drafted
@@ -309,10 +334,11 @@ class TargetOutput:
     def features_at(self, path: Sequence[int] | Tensor) -> Tensor | None:
         """Return the tapped features [len(path), L, D] at the nodes of a path; None without taps.
 
-        A path that is a tensor lies on the device, and may hold padding.
+        A path that is a tensor is on the device, and may hold padding.
         """
         if self.features is None:
             return None
         if isinstance(path, Tensor):
+            # padding may exceed this tree's nodes: it reads any state, which is dropped later
             return self.features.index_select(0, path.clamp(max=len(self.features) - 1))
         return pick_rows(self.features, path)

@@ -5,7 +5,7 @@ whatever was drafted, so a draft can only be right or wrong (`walk`). Sampled dr
 (`sample_tree`, `sample_block`), such that accepted and replaced tokens together follow the target's distribution.
 """
 
-# N nodes, K nodes asked about, V vocabulary
+# N nodes of a tree, K of these nodes, V vocabulary
 
 from __future__ import annotations
 
@@ -25,28 +25,21 @@ from eagle.core.tree import DraftTree, TargetOutput
 from eagle.device import must_wait, pick_rows, to_host, upload
 
 Coin = Callable[[float], bool]
+"""Probability -> True with that probability."""
 Pick = Callable[[Tensor], int]
+"""[V] probabilities -> a token sampled from them."""
 Probs = Callable[[int], Tensor]
 """Node -> [V], the target's probabilities of the token after it."""
 Process = Callable[[TargetOutput, Sequence[int]], Tensor]
 """Output and nodes -> [K, V], changed logits after these nodes."""
 
-NAN = -(2**40)  # stands for a token chosen by logits that are nan
-COUNTING = Lock()  # of uses: two threads that counted alike would toss the same coins
+NAN = -(2**40)  # returned in place of a token id where the logits are nan; no token has this id
+COUNTING = Lock()  # guards `uses`: two threads that got the same count would toss the same coins
 ENTROPY_SHIFT = 1e-5  # added to a probability before its logarithm, as in Medusa's code
 
 
 class Choose:
-    """The target's choice after a node, from its logits and noise that does not depend on drafts.
-
-    Args:
-        sampling: How the target samples.
-        uses: How often each (seed, request) was used; shared by all requests to a target.
-        drawn: Whether drafts are sampled. Drafters and policies may remember tokens that depend on the noise of
-            earlier requests, so every such request gets new noise and coins.
-        process: Takes the place of the sampling's penalty, temperature and filters, which then only tell drafters
-            what it does.
-    """
+    """The target's choice after a node, from its logits and noise that does not depend on drafts."""
 
     def __init__(
         self,
@@ -56,6 +49,16 @@ class Choose:
         drawn: bool = False,
         process: Process | None = None,
     ) -> None:
+        """Make the chooser of one request, with its noise if it samples.
+
+        Args:
+            sampling: How the target samples.
+            uses: How often each (seed, request number) was used; shared by all requests to a target.
+            drawn: Whether drafts are sampled (`Budget.draw`). Drafters and policies may remember tokens that depend on
+                the noise of earlier requests, so every such request gets new noise and coins.
+            process: Replaces the sampling's penalty, temperature and filters. The fields of the sampling then only
+                tell drafters roughly what it does.
+        """
         self.sampling = sampling
         self.process = process
         self.uses = Counter() if uses is None else uses
@@ -67,7 +70,7 @@ class Choose:
     @cached_property
     def private_seed(self) -> int:
         """A seed that differs at each use of the same seed and request, so that no coin repeats."""
-        # the first use has the plain seed, so that a request in a new process repeats the answer
+        # the first use has the seed itself, so that the same request in a new process has the same answer
         seed = self.sampling.seed
         key = (seed, self.sampling.request)
         with COUNTING:
@@ -77,7 +80,7 @@ class Choose:
 
     @cached_property
     def dice(self) -> random.Random:
-        """The generator of coins and picks."""
+        """The random generator of `coin` and `pick`, which verify sampled drafts."""
         return random.Random(mix64(mix64(self.private_seed) ^ self.sampling.request))
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> list[int]:
@@ -88,31 +91,31 @@ class Choose:
         """Return the tokens [K] chosen after `nodes`, on the device of the logits; `NAN` where these are nan."""
         if self.noise is None or must_wait(output.logits.device):
             return _pick_best(self._score(output, nodes))
-        # on a CPU, noise is made only where a token can still win
+        # on a CPU, `Noise.pick` makes noise only for tokens that can still win
         tokens = []
         for row, node in zip(self.logits_after(output, nodes), nodes, strict=True):
             token = self.noise.pick(row, output.positions[node])
             tokens.append(NAN if token is None else token)
         return torch.tensor(tokens)
 
-    def pick_where_it_lies(
-        self, output: TargetOutput, tokens: Tensor, seen: Tensor, depths: Tensor
+    def pick_on_device(
+        self, output: TargetOutput, tokens: Tensor, tree_mask: Tensor, depths: Tensor
     ) -> Tensor:
-        """Return the tokens [N] chosen after all nodes of a tree on the device, without a transfer.
+        """Return the tokens [N] chosen after all nodes of a tree that is on the device, without a transfer.
 
         Args:
             output: The target's output on the tree.
             tokens: [N], the tree's tokens.
-            seen: [N, N] bool, each node's ancestors and itself.
-            depths: [N].
+            tree_mask: [N, N] bool, row i marks node i and its ancestors.
+            depths: [N], the steps of each node from the root.
         """
         logits = in_fp32(output.logits)
         penalty = self.sampling.repetition_penalty
         if penalty != 1:
-            logits = penalise_nodes(logits, output.text, tokens, seen, penalty)
+            logits = penalise_nodes(logits, output.text, tokens, tree_mask, penalty)
         if self.noise is None:
             return _pick_best(logits)
-        # one row of noise per level; all nodes of a level choose for the same position
+        # noise depends on the position alone, and all nodes of a level choose for the same one: a row for each level
         first = output.start + 1
         noise = self.noise(
             range(first, first + output.tree.levels + 1), logits.shape[-1], logits.device
@@ -120,15 +123,15 @@ class Choose:
         return _pick_best(warp(logits, self.sampling) + noise.index_select(0, depths))
 
     def rank_tokens(self, output: TargetOutput, count: int) -> Tensor:
-        """Return the target's best tokens [N, count] after every node, its choice first."""
+        """Return the target's best tokens [N, count] after each node, its choice first, for drafters that read them."""
         scores = self._score(output, range(len(output.tree)))
         return scores.topk(min(count, scores.shape[-1])).indices
 
     def _score(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
         """Return scores [K, V] whose maximum is the target's choice.
 
-        Gumbel-max: argmax(log p + Gumbel noise) is a sample of p. The noise is a function of the position, so the
-        choice is the same however the node came to be drafted.
+        Gumbel-max: argmax(log p + Gumbel noise) is a sample of p. The noise is a function of the position alone, so the
+        choice at a position does not depend on what was drafted.
         """
         logits = self.logits_after(output, nodes)
         if self.noise is None:
@@ -145,7 +148,7 @@ class Choose:
         return warp(logits, self.sampling)
 
     def offer(self, vocab_size: int, device: torch.device) -> DrafterNoise | None:
-        """Return the noise and filters for the drafter; None for a greedy target."""
+        """Return the noise and filters that the drafter of this request may use; None for a greedy target."""
         return None if self.noise is None else DrafterNoise(self, vocab_size, device)
 
     def probs(self, output: TargetOutput, node: int) -> Tensor:
@@ -153,6 +156,7 @@ class Choose:
         if self.sampling.temperature > 0:
             return self.probs_after(output, [node])[0]
         logits = self._penalise(output, [node])[0]
+        # lenient greedy verification compares probabilities with that of the best token
         if self.sampling.lenience < 1:
             return logits.softmax(-1)
         # greedy decoding is the distribution with all probability on one token
@@ -168,11 +172,11 @@ class Choose:
 
     def pick(self, probs: Tensor) -> int:
         """Sample a token from probabilities [V]; `NAN` if they are nan."""
-        # inversion: the first token whose cumulative probability exceeds a uniform number, with no transfer before
+        # inversion: the first token whose cumulative probability exceeds a uniform number. Only it is transferred.
         cumulative = probs.cumsum(-1)
         total = cumulative[-1:]
         token = torch.searchsorted(cumulative, self.dice.random() * total, right=True)
-        # rounding may put the number after the last token that has a probability
+        # by rounding the number may exceed every cumulative probability: take the last token with a probability above 0
         last = len(probs) - 1 - (probs.flip(0) > 0).int().argmax()
         token = torch.minimum(token, last).masked_fill_(total.isnan(), NAN)
         return int(to_host([token])[0])
@@ -185,7 +189,7 @@ class Choose:
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits
-        # each node has a path, and so repeated tokens, of its own
+        # each node has another path, and so other repeated tokens
         rows = []
         for row, node in zip(logits, nodes, strict=True):
             rows.append(penalise(row, output.prefix(node), penalty))
@@ -194,13 +198,14 @@ class Choose:
 
 def _pick_best(scores: Tensor) -> Tensor:
     """Return the token [K] of the highest of scores [K, V]; `NAN` where they are nan."""
-    tokens = scores.argmax(-1, keepdim=True)  # a nan, where there is one
+    # argmax returns the index of a nan if a row holds one
+    tokens = scores.argmax(-1, keepdim=True)
     is_nan = scores.gather(-1, tokens).isnan()
     return tokens.masked_fill_(is_nan, NAN)[:, 0]
 
 
 def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[int], int]]:
-    """Verify several sequences; their choices are copied from the device all at once.
+    """Verify the trees of several sequences; their choices are copied from the device in one transfer.
 
     Args:
         rows: The target's output on each sequence's tree, and how it chooses.
@@ -209,9 +214,10 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
         Of each sequence the accepted nodes, the root first, and the target's token after them.
 
     Raises:
-        RowErrors: By index, if only some of them fail.
+        RowErrors: If only some of them fail, with results and errors by index.
     """
-    # one transfer for all rows, where a choice depends on no outcome of a coin; a single row makes its own
+    # Where acceptance depends on the target's choices alone (`_is_walked`), those of all rows are read now, in one
+    # transfer. A single row gains nothing by that, and on a CPU choices are better made lazily.
     choices_by_row: dict[int, list[int]] = {}
     if len(rows) > 1:
         at_once = [
@@ -233,7 +239,7 @@ def verify_rows(rows: Sequence[tuple[TargetOutput, Choose]]) -> list[tuple[list[
 
 
 def _fill_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> None:
-    """Make the noise of all rows that sample at once: on a device, a row by itself costs as many kernels as all."""
+    """Make the noise of all sampled rows at once: on a device one row takes as many kernels as all rows together."""
     requests = [
         (choose.noise, output.positions) for output, choose in rows if choose.noise is not None
     ]
@@ -245,14 +251,14 @@ def _fill_noise(rows: Sequence[tuple[TargetOutput, Choose]]) -> None:
 def verify(
     output: TargetOutput, choose: Choose, choices: Sequence[int] | None = None
 ) -> tuple[list[int], int]:
-    """Return the accepted path and the target's token after it.
+    """Return the accepted path, which begins with the root, and the target's token after it.
 
     Args:
         output: The target's output on a draft tree.
         choose: How the target chooses.
-        choices: The target's choice after every node, if it is known.
+        choices: The target's choice after every node, if it was computed already.
     """
-    # the noise of committed positions is not needed again
+    # positions up to the root are committed: no token is chosen there again
     if choose.noise is not None:
         choose.noise.forget(output.start + 1)
     path, following = _apply_rule(output, choose, choices)
@@ -263,14 +269,15 @@ def verify(
 def _apply_rule(
     output: TargetOutput, choose: Choose, choices: Sequence[int] | None
 ) -> tuple[list[int], int]:
-    """Verify by the rule that the tree and the sampling ask for."""
+    """Return the accepted path and the token after it, by the rule that the tree and the sampling ask for."""
     tree = output.tree
     sampling = choose.sampling
     if sampling.typical is not None:
         path = walk_typically(tree, partial(choose.probs_after, output), sampling.typical)
+        # the target chooses the token after the last accepted node itself
         return path, choose(output, path[-1:])[0]
 
-    # whether a sampled draft is accepted depends on both models' probabilities; any other is right or wrong
+    # a sampled draft is accepted by chance, from both models' probabilities; any other draft is right or wrong
     target_probs = partial(choose.probs, output)
     if tree.draft_probs is not None:
         if sampling.rule == "block":
@@ -289,7 +296,13 @@ def _apply_rule(
 
 
 def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
-    """Refuse a token that was chosen by logits that are nan, after a path of so many nodes."""
+    """Raise an error if the target's token is `NAN`, which stands for logits that are nan.
+
+    Args:
+        token: The token that follows the accepted path.
+        output: The target's output, for the message.
+        accepted: The number of nodes of the accepted path, the root included.
+    """
     if token == NAN:
         dtype = str(output.logits.dtype).removeprefix("torch.")
         raise ValueError(
@@ -299,12 +312,16 @@ def check_choice(token: int, output: TargetOutput, accepted: int) -> None:
 
 
 def _is_walked(output: TargetOutput, choose: Choose) -> bool:
-    """Return whether acceptance depends only on the target's choices."""
+    """Return whether the rule is `walk`: drafts are not sampled and the rule is lossless, so only choices matter."""
     return output.tree.draft_probs is None and choose.sampling.is_lossless
 
 
 def _is_lazy(output: TargetOutput) -> bool:
-    """Return whether to make choices one by one: on a CPU, noise and argmax over the vocabulary are slow."""
+    """Return whether to make choices node by node, as a walk needs them.
+
+    On a CPU, noise and argmax over the vocabulary are slow, and a walk needs them at few nodes. On a device, all nodes
+    cost as much as one.
+    """
     return not must_wait(output.logits.device)
 
 
@@ -317,7 +334,7 @@ class _Choices(dict[int, int]):
         self.choose = choose
 
     def __missing__(self, node: int) -> int:
-        # a walk asks for the nodes on its way, most often few of the tree
+        # a walk asks only for the nodes on the accepted path, which are few of the tree
         nodes = [node] if _is_lazy(self.output) else list(range(len(self.output.tree)))
         self.update(zip(nodes, self.choose(self.output, nodes), strict=True))
         return self[node]
@@ -327,6 +344,7 @@ def walk(tree: DraftTree, choices: Sequence[int] | dict[int, int]) -> list[int]:
     """Return the accepted nodes: from the root, step to the child that equals the target's choice."""
     parents = tree.parents.tolist()
     tokens = tree.tokens.tolist()
+    # parent and token -> node
     children = {(parents[node], tokens[node]): node for node in range(1, len(tokens))}
     path = [0]
     while True:
@@ -353,22 +371,23 @@ def sample_tree(
     while True:
         # [V]: what the token must follow, given the siblings that were rejected so far
         residual = target_probs(path[-1])
-        accepted = None
+        accepted = None  # the accepted child of the last node
         rejected: list[int] = []
         for child in children[path[-1]]:
             token = tokens[child]
             draft_probs = _remove_tokens(tree.draft_probs[child].to(residual), rejected)
             remainder = (residual - lenience * draft_probs).clamp_(min=0)
             mass = remainder.sum()
-            # all that the coin depends on, in one transfer
+            # everything that the coin depends on is read in one transfer
             values = torch.stack([residual[token], draft_probs[token], mass])
             target_prob, draft_prob, remains = to_host([values])[0].unbind()
             if target_prob.isnan():
                 return path, NAN
             if not draft_prob > 0:
-                break  # the draft's probabilities have underflowed, for this sibling and for later ones
-            # accepted with min(1, p / q); lenience multiplies the odds, which is lossy.
-            # nothing remains only if both distributions are equal and rounding alone kept the odds below one
+                # the draft's probabilities have underflowed, for this sibling and for the later ones
+                break
+            # Accepted with probability min(1, p / q). A lenience below 1 raises this probability, which is lossy.
+            # If nothing remains, both distributions are equal and only rounding has kept p / q below 1.
             if coin(min(1.0, float(target_prob / (lenience * draft_prob)))) or not remains > 0:
                 accepted = child
                 break
@@ -384,7 +403,7 @@ def _remove_tokens(probs: Tensor, tokens: list[int]) -> Tensor:
     """Return the probabilities [V] without these tokens, renormalised."""
     if not tokens:
         return probs
-    # without replacement: the k-th sibling was sampled from q without the ones before it
+    # siblings are sampled without replacement: the k-th was sampled from q without the tokens of those before it
     rest = probs.index_fill(0, upload(torch.tensor(tokens), probs.device), 0)
     return rest / rest.sum()
 
@@ -423,7 +442,7 @@ def sample_block(
         weights.append((weighted[token] / draft[node][token]).clamp(max=1))
     masses = [remainder.sum() for remainder in remainders]
 
-    # one transfer for all that coins depend on
+    # everything that the coins depend on is read in one transfer
     values = to_host([torch.stack([*masses, *weights])])[0]
     mass = values[:last]
     weight = values[last:]
@@ -433,13 +452,18 @@ def sample_block(
     path = list(range(length + 1))
     if length < last and mass[length] > 0:
         return path, pick(remainders[length] / masses[length])
-    # a remainder of nothing: draft and target are equal there, up to rounding
+    # all tokens were kept, or the remainder is empty because draft and target are equal there up to rounding
     return path, pick(target[length])
 
 
 def _toss_block(mass: Tensor, weight: Tensor, coin: Coin) -> int:
-    """Return how many tokens of a chain are kept, from |r_i| [n] and w_i [n + 1] of `sample_block`."""
-    # from the longest prefix down, one coin each
+    """Return how many tokens of a chain are kept, by tossing a coin with probability h_i for i tokens, from n down.
+
+    Args:
+        mass: [n], |r_i| of `sample_block`.
+        weight: [n + 1], w_i of `sample_block`.
+        coin: The coin.
+    """
     last = len(mass)
     for length in range(last, 0, -1):
         if length == last:
@@ -447,7 +471,8 @@ def _toss_block(mass: Tensor, weight: Tensor, coin: Coin) -> int:
         elif mass[length] > 0:
             odds = mass[length] / (mass[length] + 1 - weight[length])
         else:
-            odds = mass[length]  # 0, where the formula may be 0 / 0
+            # |r_i| is 0, and so is h_i; the formula could be 0 / 0
+            odds = mass[length]
         if coin(float(odds)):
             return length
     return 0
@@ -463,11 +488,12 @@ def walk_leniently(tree: DraftTree, target_probs: Probs, lenience: float) -> tup
         nodes = children[path[-1]]
         child_tokens = torch.tensor([tokens[node] for node in nodes], dtype=torch.long)
         child_probs = probs[upload(child_tokens, probs.device)]
-        # the best probability comes with those of the children, in one transfer
+        # the best probability and those of the children are read in one transfer
         values = to_host([torch.cat([probs.amax(0, keepdim=True), child_probs])])[0].tolist()
         best = values[0]
         drafted = values[1:]
-        if best != best:  # nan
+        # only nan differs from itself
+        if best != best:
             return path, NAN
         if not nodes or max(drafted) < lenience * best:
             return path, int(to_host([probs.argmax()])[0])
@@ -484,7 +510,7 @@ def walk_typically(
     Args:
         tree: The draft.
         target_probs: Nodes -> [K, V], the target's probabilities after them.
-        bounds: Epsilon and delta of `typical_floors`.
+        bounds: Epsilon and delta, from which `typical_floors` makes the thresholds.
 
     Returns:
         The longest path of tokens above the threshold, the likeliest one of equal length.
@@ -495,10 +521,12 @@ def walk_typically(
         )
     if len(tree) == 1:
         return [0]
-    # probabilities are computed once for each node with children; `rows` says which of them a child reads
+    # inner [K]: the nodes with children, for which probabilities are computed once; rows [N - 1]: the index in `inner`
+    # of each draft node's parent
     inner, rows = tree.parents[1:].unique(return_inverse=True)
     probs = target_probs(inner.tolist())
     rows, tokens = upload(torch.stack([rows, tree.tokens[1:]]), probs.device)
+    # [2, N - 1], the probability of each draft token, and the threshold that it must exceed
     values = torch.stack([probs[rows, tokens], typical_floors(probs, *bounds)[rows]])
     child_probs, child_floors = to_host([values])[0].tolist()
 
@@ -508,10 +536,14 @@ def walk_typically(
         if parent in ranks and prob > child_floors[node - 1]:
             length, likelihood = ranks[parent]
             ranks[node] = (length + 1, likelihood * prob)
+    # the longest path; of equal lengths the most likely one
     return tree.path(max(ranks, key=ranks.__getitem__))
 
 
 def typical_floors(probs: Tensor, epsilon: float, delta: float) -> Tensor:
-    """Return the least probability [K] of an accepted token: min(epsilon, delta * e^-entropy), for probs [K, V]."""
+    """Return the threshold [K] of typical acceptance, which a token's probability must exceed, for probs [K, V].
+
+    min(epsilon, delta * exp(-entropy)): where the target is unsure, less likely tokens are accepted.
+    """
     entropy = -(probs * (probs + ENTROPY_SHIFT).log()).sum(-1)
     return (delta * (-entropy).exp()).clamp(max=epsilon)

@@ -1,7 +1,7 @@
 """Beam search with the results of transformers' own; one forward reads the drafts of all beams.
 
-The sequence that all beams share is one row of the target's state. The beams after it, and their drafts, are a trie:
-a forward reads its new nodes, each of which attends to its ancestors.
+The tokens that all beams share are one row of the target's state. The tokens after them, of all beams and of their
+drafts, form a trie. A forward reads the trie's new nodes, each of which attends to its ancestors.
 """
 
 # W beams, N nodes of a forward, R nodes after the shared sequence, C candidates of a node, T tokens, V vocabulary
@@ -31,16 +31,17 @@ from eagle.target.target import Target
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Tokens [W, T] and log-probs [W, V] -> log-probs, as a LogitsProcessor of transformers."""
 
-MAX_LOG = 80.0  # of a power of a length, by which scores in fp32 are divided
-SHARED_ROW = 0  # of the target's state: the sequence that all beams share
+# the greatest natural logarithm of length ** length_penalty, by which scores are divided: fp32 ends at e^88
+MAX_LOG = 80.0
+SHARED_ROW = 0  # the row of the target's state that holds the tokens that all beams share
 
 
 @dataclass(frozen=True, slots=True)
 class BeamResult:
-    """The best answers, best first, with the numbers of steps and forwards."""
+    """The best answers, best first, and the numbers of steps and forwards that they took."""
 
     tokens: list[list[int]]  # of each answer, its end token included
-    scores: list[float]  # sums of log-probs, over the length to the power of the length penalty
+    scores: list[float]  # sum of log-probs / length ** length_penalty
     steps: int  # tokens by which the beams grew
     forwards: int  # of the target, after the prompt's
     near_ties: int  # steps in which rounding might have chosen otherwise
@@ -65,22 +66,24 @@ def beam_search(
     processors: Iterable[Processor] = (),
     budget: Budget | None = None,
 ) -> BeamResult:
-    """Search with the answers of transformers' `generate(num_beams=...)`, in fewer forwards.
+    """Return the answers of transformers' beam search, `generate(num_beams=...)`, in fewer forwards.
 
     Args:
         target: The model whose answers these are.
-        drafter: Any drafter that does without the target's cache.
-        prompt: As one of `generate`, as are `max_new_tokens` and `stop`.
-        beams: transformers' `num_beams`; `length_penalty` to `num_return_sequences` are named as there.
-        processors: Change log-probs as transformers' LogitsProcessor objects do.
-        budget: For all beams of one forward: its nodes are spread evenly over its levels.
+        drafter: Any drafter that does not read the target's cache.
+        prompt: A single prompt, as in `generate`; so are `max_new_tokens` and `stop`.
+        beams: transformers' `num_beams`. `length_penalty`, `early_stopping` and `num_return_sequences` are named as
+            there, too.
+        processors: Functions that change log-probs, as transformers' LogitsProcessor objects do.
+        budget: The draft nodes of one forward over all beams; they are spread evenly over the levels.
     """
     # everything is checked before a forward runs
     tokens = token_ids(prompt)
     limit = positive_int("max_new_tokens", max_new_tokens)
     beams = positive_int("beams", beams)
     if budget is None:
-        budget = Budget(12 * beams, 3, 2 * beams, sharpness=1.0)
+        # 12 nodes a beam on 3 levels; each beam needs more children than a greedy draft
+        budget = Budget(nodes=12 * beams, depth=3, top_k=2 * beams, sharpness=1.0)
     check_call(target, drafter, Sampling(), budget)
     num_return_sequences = positive_int("num_return_sequences", num_return_sequences)
     if num_return_sequences > beams:
@@ -89,6 +92,7 @@ def beam_search(
         )
     _check_options(drafter, early_stopping, budget)
     target.check_prompt(tokens)
+    # how many tokens the target can write after this prompt
     room = target.room(tokens)
     if limit > room:
         raise ValueError(
@@ -124,7 +128,8 @@ def beam_search(
 
 
 def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
-    """Refuse options with which no search is possible."""
+    """Refuse an `early_stopping`, a budget or a drafter that beam search cannot use."""
+    # EarlyStopping is bool or one of the words of its Literal
     if not isinstance(early_stopping, bool) and early_stopping not in get_args(
         get_args(EarlyStopping)[1]
     ):
@@ -141,8 +146,8 @@ def _check_options(drafter: Drafter, early_stopping: Any, budget: Any) -> None:
 
 
 def _check_penalty(value: Any, limit: int) -> float:
-    """Return the length penalty as a float, if scores of `limit` tokens can be divided by it."""
-    # a power that overflows float32 would make all scores equal
+    """Return the length penalty as a float; ValueError if limit ** penalty is no fp32 number."""
+    # a power that overflows fp32 would make all scores equal
     penalty = number("length_penalty", value)
     if abs(penalty) * math.log(limit) > MAX_LOG:
         raise ValueError(
@@ -168,7 +173,7 @@ def _check_processors(processors: Any) -> tuple[Processor, ...]:
 
 
 class _Search:
-    """The search of one prompt: the shared sequence is one row of the target's state, the beams are a trie after it."""
+    """The search for one prompt: tokens that all beams share are a row of the target's state, the others a trie."""
 
     def __init__(
         self,
@@ -179,62 +184,75 @@ class _Search:
         processors: tuple[Processor, ...],
         budget: Budget,
     ) -> None:
+        """Open the states of target and drafter for a beam search over one prompt.
+
+        Args:
+            target: The target.
+            drafter: The drafter.
+            prompt: Its tokens.
+            beams: The running beams and the answers.
+            processors: Functions that change log-probs.
+            budget: The draft nodes of one forward over all beams.
+        """
         self.target = target
         self.prompt = prompt
         self.beams = beams
         self.processors = processors
         self.budget = budget
-        # nodes of each level, of all beams
-        self.width = max(budget.nodes // max(budget.depth, 1), 1)
+        # the most draft nodes of one level, of all beams together
+        self.nodes_per_level = max(budget.nodes // max(budget.depth, 1), 1)
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.target_state = target.open(drafter.taps)
-        self.drafts = drafter.open()
-        if not hasattr(self.drafts, "fork"):
+        self.draft_state = drafter.open()
+        if not hasattr(self.draft_state, "fork"):
             raise ValueError(
-                f"{type(self.drafts).__name__} has no fork, which beams that part need: write fork(row, other), after "
-                "which both rows go on from the same text"
+                f"{type(self.draft_state).__name__} has no fork, which beams that part need: write fork(row, other), "
+                "after which both rows go on from the same text"
             )
-        self.rows = [0] * len(beams.texts)  # of each beam in the drafter's state
-        self.unused = 1  # the first number that no row has had
-        self.drafter_length = 0  # tokens of every row that the drafter has read
+        # the row of each beam in the drafter's state; at first all beams share one
+        self.rows = [0] * len(beams.sequences)
+        self.next_row = 1  # a row number that was never used
+        self.drafter_length = 0  # how many tokens of every beam the drafter has read
         self.trie = Trie()
-        self.leaves = [-1] * len(beams.texts)  # the last node of each beam that the target has read
+        # the last trie node of each beam that the target has read; -1 for the end of the shared tokens
+        self.leaves = [-1] * len(beams.sequences)
         self.forwards = 0
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Step until the search is over."""
+        """Take steps until the search is over."""
+        # a forward reads each beam's last token and the drafts, all of which the cache must hold
         drafted = self.budget.nodes + len(self.leaves)
         self.target_state.admit(SHARED_ROW, self.prompt, self.beams.limit + drafted)
         outputs = self.target_state.finish_prompts()
-        self.drafts.admit(0)
+        self.draft_state.admit(0)
         self._read_prompt()
-        # every leaf is -1: the prompt's only row of logits serves all beams
-        self._step(outputs[SHARED_ROW].output.logits, self.leaves, -1)
+        # all beams continue the prompt: its logits [1, V] are those after node -1, where every beam is
+        self._step(outputs[SHARED_ROW].output.logits, nodes=self.leaves, first=-1)
         while not self.beams.is_done:
             self._read_drafts()
         for row in dict.fromkeys(self.rows):
-            self.drafts.release(row)
+            self.draft_state.release(row)
 
     def _read_prompt(self) -> None:
-        """Let the drafter read the shared sequence once, before the beams split."""
+        """Let the drafter read the prompt once, before its state is copied for several beams."""
         if len(self.rows) > 1 and len(self.prompt) > 1 and not self.budget.is_empty:
             self.drafter_length = len(self.prompt) - 1
             features = self.target_state.features_at(SHARED_ROW, range(self.drafter_length))
             update = Committed(torch.tensor(self.prompt[:-1]), features, self.prompt[-1])
-            # a drafter reads where it drafts: the one token that it proposes is dropped
-            self.drafts.propose({0: update}, {0: Budget(1, 1, 1)})
+            # a drafter has no call that only reads: it proposes one token, which is dropped
+            self.draft_state.propose({0: update}, {0: Budget(nodes=1, depth=1, top_k=1)})
 
     def _read_drafts(self) -> None:
-        """Run one forward over each beam's last token and its draft, then all beam-search steps that it allows."""
+        """Run one forward over each beam's last token and its draft, and take all beam-search steps that it allows."""
         trie = self.trie
         first = len(trie)
         trees = self._draft()
-        # the beams' own last tokens come first; beams of equal tokens share a node
+        # each beam's last token, which the target has not read; beams with the same tokens share a node
         nodes = [
-            trie.add(leaf, text[-1])
-            for leaf, text in zip(self.leaves, self.beams.texts, strict=True)
+            trie.add(leaf, sequence[-1])
+            for leaf, sequence in zip(self.leaves, self.beams.sequences, strict=True)
         ]
         self._add_drafts(nodes, trees)
         tokens = torch.tensor([trie.tokens[first:]])
@@ -244,98 +262,102 @@ class _Search:
         self._step(logits, nodes, first)
 
     def _draft(self) -> list[DraftTree]:
-        """Return a draft tree for each beam; none if the next token is the last."""
-        answers = self.beams.texts
-        # the target adds a token of its own after the last draft that it accepts
+        """Return a draft tree for each beam, or an empty list if there is nothing to draft."""
+        answers = self.beams.sequences
+        # the target adds one token after the last draft that it accepts, so drafts end one level before the limit
         budget = self.budget.within(self.beams.limit - len(answers[0]) - 1)
         if budget.is_empty:
             return []
         shared = self.target_state.length(SHARED_ROW)
         updates = {}
         for row, answer, leaf in zip(self.rows, answers, self.leaves, strict=True):
-            # where the target keeps the beam's states: the sequence that all beams share, then the beam's nodes of the
-            # trie. The answer's last token is the root, and has no state yet.
+            # The cache columns of the beam's states: first those of the shared tokens, then those of its trie nodes.
+            # The answer's last token is the root of the draft, and the target has no state of it yet.
             columns = list(range(shared)) + [shared + node for node in self.trie.path(leaf)]
             features = self.target_state.features_at(SHARED_ROW, columns[self.drafter_length :])
             tokens = torch.tensor([*self.prompt, *answer][self.drafter_length : -1])
             updates[row] = Committed(tokens, features, answer[-1])
-        # beams are of one length: every row of the drafter has now read all but the root
+        # all beams have the same length: after this proposal the drafter has read all of their tokens but the root
         self.drafter_length = len(self.prompt) + len(answers[0]) - 1
-        trees = self.drafts.propose(updates, dict.fromkeys(updates, budget))
+        trees = self.draft_state.propose(updates, dict.fromkeys(updates, budget))
         return [trees[row] for row in self.rows]
 
     def _add_drafts(self, nodes: list[int], trees: list[DraftTree]) -> None:
-        """Add the likeliest drafts of each level to the trie, ranked by the scores of beam and path together.
+        """Add the best draft nodes of each level to the trie, ranked by the beam's score plus the path's log-prob.
 
         Args:
-            nodes: Of the trie, under which the beams' drafts grow.
-            trees: The draft of each beam.
+            nodes: The trie node of each beam's last token, after which its draft is added.
+            trees: The draft of each beam; empty if nothing was drafted.
         """
         tokens = [tree.tokens.tolist() for tree in trees]
         children = [tree.children() for tree in trees]
-        likelihoods = []
+        # of each beam, and of each node of its tree: the score of beam and path together
+        node_scores = []
+        # not strict: there may be no trees
         for tree, score in zip(trees, self.beams.scores.tolist(), strict=False):
-            of_paths = [0.0] * len(tree) if tree.likelihoods is None else tree.likelihoods.tolist()
-            likelihoods.append([score + of_path for of_path in of_paths])
-        # entries: beam, node of its tree, node of the trie
+            path_scores = (
+                [0.0] * len(tree) if tree.likelihoods is None else tree.likelihoods.tolist()
+            )
+            node_scores.append([score + path_score for path_score in path_scores])
+        # the nodes of one level: (beam, node of its tree, node of the trie)
         level = [(beam, 0, nodes[beam]) for beam in range(len(trees))]
         while level:
-            # what is not among the best of its level does not grow further
+            # only children of the best nodes of a level are candidates for the next level
             candidates = []
             for beam, node, trie_node in level:
                 for child in children[beam][node]:
-                    if (
-                        tokens[beam][child] not in self.beams.stops.tokens
-                    ):  # which no beam goes on from
-                        candidates.append((likelihoods[beam][child], beam, child, trie_node))
+                    # a beam ends at a stop token, so its logits would never be used
+                    if tokens[beam][child] not in self.beams.stops.tokens:
+                        candidates.append((node_scores[beam][child], beam, child, trie_node))
             level = []
-            for _, beam, child, trie_node in nlargest(self.width, candidates):
+            for _, beam, child, trie_node in nlargest(self.nodes_per_level, candidates):
                 level.append((beam, child, self.trie.add(trie_node, tokens[beam][child])))
 
     def _step(self, logits: Tensor, nodes: list[int], first: int) -> None:
-        """Take as many beam-search steps as the target's forward allows: while it read the last token of every beam.
+        """Take beam-search steps as long as the forward has read the last token of every beam.
 
         Args:
-            logits: [N, V], the target's after each node that the forward read.
-            nodes: The node of each beam's last token.
-            first: The node that `logits[0]` belongs to.
+            logits: [N, V], the target's, after each node that the forward read.
+            nodes: The trie node of each beam's last token.
+            first: The trie node that `logits[0]` belongs to.
         """
         beams = self.beams
         log_probs = logits.float().log_softmax(-1)
-        # what processors change depends on the beams, in their order: only then is each step ranked by itself
-        ranked = None if self.processors else self._rank(log_probs)
-        # the beam before this call that each beam continues
+        # Without processors the best tokens after all nodes are found, and read from the device, once for all steps.
+        # With processors they depend on the running beams, so each step finds its own.
+        best = None if self.processors else self._best_tokens(log_probs)
+        # of each beam: which beam before this call it continues
         origins = list(range(len(nodes)))
         is_covered = True
         while is_covered:
             rows = [node - first for node in nodes]
-            if ranked is None:
-                values, tokens = self._rank(self._process(pick_rows(log_probs, rows)))
+            if best is None:
+                values, tokens = self._best_tokens(self._process(pick_rows(log_probs, rows)))
             else:
-                values = ranked[0][rows]
-                tokens = ranked[1][rows]
+                values = best[0][rows]
+                tokens = best[1][rows]
             parents = beams.step(values, tokens)
             origins = [origins[parent] for parent in parents]
             self.leaves = [nodes[parent] for parent in parents]
-            # the next step needs the target's output after the new token of every beam
+            # a further step needs the target's logits after the new token of every beam: it must be a node of the trie
             nodes = []
-            for leaf, text in zip(self.leaves, beams.texts, strict=True):
-                node = self.trie.children.get((leaf, text[-1]))
+            for leaf, sequence in zip(self.leaves, beams.sequences, strict=True):
+                node = self.trie.children.get((leaf, sequence[-1]))
                 if node is not None:
                     nodes.append(node)
             is_covered = not beams.is_done and len(nodes) == len(self.leaves)
-        self._fork(origins)
-        self._drop()
+        self._reassign_rows(origins)
+        self._commit_shared()
 
     def _process(self, log_probs: Tensor) -> Tensor:
-        """Return log-probs [W, V] after the running beams, with the processors applied."""
-        texts = upload(
-            torch.tensor([[*self.prompt, *text] for text in self.beams.texts]),
+        """Return the log-probs [W, V] after the running beams, changed by the processors."""
+        sequences = upload(
+            torch.tensor([[*self.prompt, *sequence] for sequence in self.beams.sequences]),
             log_probs.device,
         )
         for process in self.processors:
             shape = log_probs.shape
-            log_probs = process(texts, log_probs)
+            log_probs = process(sequences, log_probs)
             is_tensor = isinstance(log_probs, Tensor)
             if not is_tensor or log_probs.shape != shape:
                 got = f"shape {list(log_probs.shape)}" if is_tensor else type(log_probs).__name__
@@ -345,9 +367,9 @@ class _Search:
                 )
         return log_probs
 
-    def _rank(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probs [N, C] of the likeliest tokens, and these tokens [N, C], on the host."""
-        best = log_probs.topk(min(self.beams.count, log_probs.shape[-1]))
+    def _best_tokens(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the greatest log-probs [N, C] and their tokens [N, C], on the host; ValueError for nan."""
+        best = log_probs.topk(min(self.beams.candidate_count, log_probs.shape[-1]))
         # one transfer for both: the bits of the fp32 values travel as integers
         bits = best.values.view(torch.int32).long()
         (packed,) = to_host([torch.stack([best.indices, bits])])
@@ -358,36 +380,45 @@ class _Search:
             )
         return values, packed[0]
 
-    def _fork(self, origins: list[int]) -> None:
-        """Update the drafter's rows for beams that continue from `origins`; rows fork if several beams do."""
+    def _reassign_rows(self, origins: list[int]) -> None:
+        """Give each new beam a row of the drafter's state; a row is copied if several beams continue it.
+
+        Args:
+            origins: Of each new beam, which earlier beam it continues.
+        """
         rows = [self.rows[beam] for beam in origins]
         for row in dict.fromkeys(self.rows):
             if row not in rows:
-                self.drafts.release(row)
-        # the first beam of a row keeps it, the others get copies
+                self.draft_state.release(row)
+        # the first beam that continues a row keeps it, further beams get copies
         self.rows = []
         for row in rows:
             if row in self.rows:
-                self.drafts.fork(row, self.unused)
-                row = self.unused
-                self.unused += 1
+                self.draft_state.fork(row, self.next_row)
+                row = self.next_row
+                self.next_row += 1
             self.rows.append(row)
 
-    def _drop(self) -> None:
-        """Commit the sequence that all beams share, and keep the nodes that at least one beam needs."""
+    def _commit_shared(self) -> None:
+        """Commit the tokens that all beams now share, and drop nodes that no beam needs from the cache and the trie."""
         trie = self.trie
         shared, needed = trie.split(self.leaves)
         self.target_state.keep_columns(
             {SHARED_ROW: [*shared, *needed]},
             {SHARED_ROW: [trie.tokens[node] for node in shared]},
         )
+        # old node -> new node; a leaf that is no longer in the trie was committed
         numbers = {node: i for i, node in enumerate(needed)}
-        self.trie = trie.keep(needed)
+        self.trie = trie.subset(needed)
         self.leaves = [numbers.get(leaf, -1) for leaf in self.leaves]
 
 
 class Trie:
-    """Nodes in the order in which they were added, parents first; -1 is the parent of the first nodes."""
+    """Token sequences after a common beginning, which share the nodes of common prefixes.
+
+    Nodes are numbered in the order in which they were added, so a parent precedes its children. The parent of nodes
+    without another one is -1.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -399,7 +430,7 @@ class Trie:
         return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int:
-        """Return the parent's child with this token, added if it is missing."""
+        """Return the child of `parent` with this token, which is added if it is missing."""
         edge = (parent, token)
         if edge not in self.children:
             self.children[edge] = len(self.tokens)
@@ -417,7 +448,7 @@ class Trie:
         return path[::-1]
 
     def ancestors(self, first: int) -> Tensor:
-        """Return each node's ancestors and itself, [N, R] bool, for the nodes from `first` on."""
+        """Return the tree mask [N, R] bool of the N nodes from `first` on: row i marks a node and its ancestors."""
         rows = []
         columns = []
         for node in range(first, len(self)):
@@ -434,11 +465,15 @@ class Trie:
         shared = set.intersection(*paths)
         return sorted(shared), sorted(set.union(*paths) - shared)
 
-    def keep(self, nodes: list[int]) -> Trie:
-        """Keep only these nodes and renumber them; those without a parent among them come first."""
+    def subset(self, nodes: list[int]) -> Trie:
+        """Return a trie of only these nodes, renumbered in this order; a node whose parent is not among them gets -1.
+
+        Args:
+            nodes: In ascending order.
+        """
         trie = Trie()
-        numbers: dict[int, int] = {}
-        # a parent precedes its children, so it has its new number before they ask for it
+        numbers: dict[int, int] = {}  # old node -> new node
+        # in ascending order a parent gets its new number before its children need it
         for node in nodes:
             parent = numbers.get(self.parents[node], -1)
             numbers[node] = trie.add(parent, self.tokens[node])

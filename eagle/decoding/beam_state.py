@@ -1,6 +1,6 @@
 """The beam-search rule of transformers, step by step: running beams, their scores, finished answers."""
 
-# W beams, C candidates of each, K candidates of all together
+# W beams, C candidates of each beam, K candidates of all beams together
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from eagle.decoding.stops import Stops
 
 EarlyStopping = bool | Literal["never"]
-FAR = -1.0e9  # the score of what must not be chosen
-DEAD = -1.0e8  # what is below was never chosen for its tokens
-NEAR_TIE = 1e-5  # scores that lie no further apart may change places by rounding
+# log-probabilities, as all scores
+FAR = -1.0e9  # transformers' score of candidates that must not be chosen
+DEAD = -1.0e8  # a lower score contains FAR, so it says nothing about tokens
+NEAR_TIE = 1e-5  # two scores that differ by less may change their order by rounding
 
 
 class BeamState:
@@ -32,92 +33,113 @@ class BeamState:
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
     ) -> None:
+        """Begin a beam search as transformers does.
+
+        Args:
+            beams: W, transformers' `num_beams`.
+            stops: Where an answer ends.
+            limit: The most tokens of an answer.
+            length_penalty: Scores are divided by length ** length_penalty.
+            early_stopping: As in transformers.
+        """
         self.stops = stops
         self.limit = limit
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
-        # so many candidates that the beams go on even if each of the best ends at each of the stop tokens
-        self.count = max(2, 1 + len(stops.tokens)) * beams
-        # the tokens of each beam, without the prompt
-        self.texts: list[list[int]] = [[] for _ in range(beams)]
-        # all begin alike: one is alive
+        # K, transformers' number: enough that all beams go on even if every beam has a candidate for each stop token
+        self.candidate_count = max(2, 1 + len(stops.tokens)) * beams
+        # the tokens of each running beam, without the prompt
+        self.sequences: list[list[int]] = [[] for _ in range(beams)]
+        # all beams begin with the same tokens: only the first may have candidates, or all would stay equal
         self.scores = torch.full((beams,), FAR)
         self.scores[0] = 0
         self.answers: list[list[int]] = [[] for _ in range(beams)]
         self.answer_scores = torch.full((beams,), FAR)
-        self.is_finished = torch.zeros(beams, dtype=torch.bool)  # answers that are any
+        # which entries of `answers` hold an answer
+        self.is_finished = torch.zeros(beams, dtype=torch.bool)
         self.is_done = False
         self.steps = 0
         self.near_ties = 0
 
     def step(self, log_probs: Tensor, tokens: Tensor) -> list[int]:
-        """Extend the beams by candidate tokens [W, C] with these log-probs [W, C].
+        """Take one step of beam search.
+
+        Args:
+            log_probs: [W, C], of the candidates.
+            tokens: [W, C], the candidate tokens of each beam.
 
         Returns:
-            The beam that each new beam continues.
+            Of each new beam the index of the beam that it continues.
         """
-        beams = len(self.texts)
-        length = len(self.texts[0]) + 1
+        beams = len(self.sequences)
+        length = len(self.sequences[0]) + 1
         # the best K candidates of all beams together, [K] each
-        scores, indices = (log_probs + self.scores[:, None]).flatten().topk(self.count)
-        # an index counts the candidates beam after beam
+        scores, indices = (log_probs + self.scores[:, None]).flatten().topk(self.candidate_count)
+        # indices count the candidates beam by beam
         parents = (indices // tokens.shape[1]).tolist()
         candidates = tokens.flatten()[indices].tolist()
-        texts = [
-            [*self.texts[parent], token] for parent, token in zip(parents, candidates, strict=True)
+        sequences = [
+            [*self.sequences[parent], token]
+            for parent, token in zip(parents, candidates, strict=True)
         ]
-        is_ended = torch.tensor([length == self.limit or self._ends(text) for text in texts])
-        # only the best `beams` candidates may become answers: rounding matters where it could exchange the last of them
-        # with the next one, and only one of the two ends
+        is_ended = torch.tensor(
+            [length == self.limit or self._ends(sequence) for sequence in sequences]
+        )
+        # Only the best `beams` candidates may become answers. Rounding matters if it could exchange the last of them
+        # with the next candidate, and only one of these two ends.
         is_near = _is_near(scores, beams) and bool(is_ended[beams - 1] != is_ended[beams])
 
-        is_near |= self._choose_answers(texts, scores / length**self.length_penalty, is_ended)
-        # a candidate that has ended does not run on: FAR puts it after all others
+        is_near |= self._choose_answers(sequences, scores / length**self.length_penalty, is_ended)
+        # a candidate that has ended is no running beam: FAR sorts it after all others
         running, order = (scores + is_ended * FAR).sort(descending=True)
         is_near |= _is_near(running, beams) and not bool(is_ended.all())
         chosen = order[:beams].tolist()
         self.scores = running[:beams]
-        self.texts = [texts[candidate] for candidate in chosen]
+        self.sequences = [sequences[candidate] for candidate in chosen]
         is_near |= self._check_end(length, is_ended)
         self.steps += 1
         self.near_ties += is_near
         return [parents[candidate] for candidate in chosen]
 
-    def _ends(self, text: list[int]) -> bool:
-        """Return whether an answer ends with its last token."""
-        end, _ = self.stops.first_end(text[:-1], text[-1:])
+    def _ends(self, sequence: list[int]) -> bool:
+        """Return whether an answer ends with the last of these tokens."""
+        end, _ = self.stops.first_end(sequence[:-1], sequence[-1:])
         return end is not None
 
-    def _choose_answers(self, texts: list[list[int]], scores: Tensor, is_ended: Tensor) -> bool:
-        """Add the best finished candidates to the answers, and return whether that was a near tie.
+    def _choose_answers(self, sequences: list[list[int]], scores: Tensor, is_ended: Tensor) -> bool:
+        """Keep the best of the answers and of the candidates that have ended; return whether that was a near tie.
 
         Args:
-            texts: The K candidates, best first, each with all tokens of its answer.
+            sequences: The K candidates, best first, each with all tokens of its answer.
             scores: [K], with the length penalty.
-            is_ended: [K].
+            is_ended: [K] bool, which candidates have ended.
         """
-        beams = len(self.texts)
+        beams = len(self.sequences)
         # transformers' rule: a candidate that ends becomes an answer only if it is among the best `beams`
-        is_new = is_ended & (torch.arange(len(texts)) < beams)
+        is_new = is_ended & (torch.arange(len(sequences)) < beams)
         merged = torch.cat([self.answer_scores, scores + ~is_new * FAR])
         merged, order = merged.sort(descending=True, stable=True)
         chosen = order[:beams]
-        all_texts = [*self.answers, *texts]
-        self.answers = [all_texts[candidate] for candidate in chosen.tolist()]
+        all_sequences = [*self.answers, *sequences]
+        self.answers = [all_sequences[candidate] for candidate in chosen.tolist()]
         self.answer_scores = merged[:beams]
         self.is_finished = torch.cat([self.is_finished, is_new])[chosen]
         return _is_near(merged, beams) and bool(is_new.any())
 
     def _check_end(self, length: int, is_ended: Tensor) -> bool:
-        """Check whether the search is over, and return whether that was a near tie.
+        """Set `is_done` if the search is over, and return whether that was a near tie.
 
-        The best score that a running beam can still reach is its present one at its present length, or with "never" at
-        the maximum length.
+        It is over if no running beam can become better than the worst answer. As transformers does, this takes the best
+        beam's present score, divided by the penalty of its present length, or with "never" of the maximum length.
+
+        Args:
+            length: The tokens of the beams.
+            is_ended: [K] bool, which candidates have ended.
         """
         if self.early_stopping == "never" and self.length_penalty > 0:
             length = self.limit
         reachable = self.scores[0] / length**self.length_penalty
-        # an answer that is none yet is worse than any beam
+        # an entry without an answer counts as worse than any beam
         worst = torch.where(self.is_finished, self.answer_scores.min(), FAR)
         is_full = bool(self.is_finished.all())
         stops_full = self.early_stopping is True and is_full
@@ -128,4 +150,5 @@ class BeamState:
 def _is_near(scores: Tensor, count: int) -> bool:
     """Return whether the `count`-th best score is a near tie with the one after it."""
     last, following = scores[count - 1 : count + 1].tolist()
+    # a difference from a FAR score is no tie
     return last > DEAD and last - following < NEAR_TIE

@@ -1,4 +1,7 @@
-"""Measure what cycles cost: bare forwards, and short generations for what a cycle takes beside them."""
+"""Measure the seconds of decoding cycles: of bare forwards, and of short generations for the time outside forwards.
+
+In this module `texts` is the batch size, and `rows` are the tokens that a forward of the drafter reads of one sequence.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from eagle.decoding.forward_costs import Costs
 from eagle.decoding.loop import Decoding
 from eagle.target.target import Target
 
-CONTEXTS = (128, 512, 1024)
-# small ones are not smooth: 3 rows may cost more than 4
+CONTEXTS = (128, 512, 1024)  # tokens before the timed forwards
+# tokens that the timed forwards read; every small size, because 3 tokens may take longer than 4
 SIZES = (
     1,
     2,
@@ -41,31 +44,35 @@ SIZES = (
     41,
     61,
 )
-UNREAD = 64  # tokens of a prompt that a drafter reads at once, to be timed
-ROUNDS = 6  # of all numbers of levels, in every batch
-SINGLE_ROUNDS = 20  # of one sequence, whose cycles are short
-NEW_TOKENS = 256  # of each sequence, unless the options say otherwise
+UNREAD = 64  # tokens of the forward that shows the drafter's seconds for each token of a prompt
+ROUNDS = 6  # the least number of cycles at each draft depth, in every batch
+SINGLE_ROUNDS = (
+    20  # the number of cycles at each draft depth for one sequence, whose cycles are short
+)
+NEW_TOKENS = 256  # the most new tokens of each sequence, unless the options say otherwise
 Clock = Callable[[], float]
 Probe = Callable[[], Any]
 
 
 class TimedCycle(NamedTuple):
-    """One cycle of all rows of a batch, which asked all of them for as many levels."""
+    """One cycle of a batch in which all rows had the same budget."""
 
-    levels: int
-    # of each sequence in the draft's forwards; None where they have no costs
+    levels: int  # the depth of the budget
+    # tokens of a sequence that each forward of the draft read; None if the drafter has no timed forwards
     rows: tuple[int, ...] | None
     nodes: int  # of the largest tree
-    context: int  # of the longest sequence
-    seconds: dict[str, float]
+    context: int  # tokens of the longest sequence
+    seconds: dict[str, float]  # part of the cycle -> seconds
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return a clock of CPU seconds, which other processes do not affect.
+    """Return a clock for measurements on this device.
 
-    For several threads or a device it tells wall seconds.
+    With one CPU thread it tells CPU seconds, which other processes do not affect. With several threads, or on another
+    device, it tells wall seconds.
     """
 
+    # a device works on after a call has returned: wait for it
     def synchronized() -> float:
         torch.accelerator.synchronize(device)
         return perf_counter()
@@ -83,18 +90,18 @@ def measure_costs(
     options: Mapping[str, Any],
     **tables: Any,
 ) -> tuple[Costs, dict[int, list[TimedCycle]]]:
-    """Measure forwards, and what a cycle takes beside them.
+    """Measure bare forwards, and the time that a cycle takes outside of them.
 
     Args:
         target: The target.
         drafter: Any drafter.
-        prompts: That take turns in short generations.
+        prompts: Of the short generations, repeated in turn to fill a batch.
         budget: The deepest draft.
-        options: Of `time_cycles`.
+        options: Further options of `time_cycles`.
         tables: Options of `bare_costs`.
 
     Returns:
-        The costs, and by batch size the cycles that show what is outside the forwards.
+        The costs, and by batch size the timed cycles.
     """
     costs = bare_costs(target, drafter, **tables)
     cycles = {}
@@ -116,7 +123,13 @@ def measure_costs(
 
 
 def draft_levels(cycles: Sequence[TimedCycle], depth: int, limit: int = NEW_TOKENS) -> list[float]:
-    """Return the seconds of a draft of 0 to `depth` levels over those of a cycle without one."""
+    """Return the seconds that a draft of 0 to `depth` levels adds to a cycle.
+
+    Args:
+        cycles: Timed cycles, of which each depth must occur.
+        depth: The deepest draft.
+        limit: The value of max_new_tokens, for the error message.
+    """
     means = []
     for level in range(depth + 1):
         seconds = [cycle.seconds["draft"] for cycle in cycles if cycle.levels == level]
@@ -126,29 +139,36 @@ def draft_levels(cycles: Sequence[TimedCycle], depth: int, limit: int = NEW_TOKE
                 f"which is {limit}"
             )
         means.append(mean_of_most(seconds))
-    # a cycle without a draft spends time in this part of the loop, too
+    # a cycle without a draft spends time in this part of the loop, too, which is no cost of drafting
     idle = means[0]
     return [0.0, *(max(draft - idle, 0.0) for draft in means[1:])]
 
 
 def mean_of_most(seconds: Sequence[float]) -> float:
-    """Return the mean without the slowest twentieth.
+    """Return the mean without the slowest 5%, which are often interruptions by the machine.
 
-    Not the median: of several drafters in turn one may be far cheaper.
+    It is not the median, because drafts by several drafters in turn may have very different times, which all count.
     """
     return mean(sorted(seconds)[: ceil(0.95 * len(seconds))])
 
 
 def _time_outside(costs: Costs, texts: int, cycles: Sequence[TimedCycle]) -> tuple[float, float]:
-    """Return median seconds beside the forwards, of a cycle and of each forward of a draft."""
+    """Return median seconds outside of bare forwards: of a cycle, and of each forward of a draft.
+
+    Args:
+        costs: Of the bare forwards.
+        texts: The batch size.
+        cycles: Timed cycles at this batch size.
+    """
     rest = [cycle.seconds["verify"] + cycle.seconds["other"] for cycle in cycles]
+    # the part of the loop that drafts takes some time even without a draft
     idle = [cycle.seconds["draft"] for cycle in cycles if not cycle.levels]
-    beside_forwards = []
+    outside_forwards = []
     for cycle in cycles:
         if cycle.rows:
-            beside = cycle.seconds["draft"] - costs.draft(cycle.rows, cycle.context, texts)
-            beside_forwards.append(beside / len(cycle.rows))
-    return median(rest or [0.0]) + median(idle or [0.0]), median(beside_forwards or [0.0])
+            outside = cycle.seconds["draft"] - costs.draft(cycle.rows, cycle.context, texts)
+            outside_forwards.append(outside / len(cycle.rows))
+    return median(rest or [0.0]) + median(idle or [0.0]), median(outside_forwards or [0.0])
 
 
 def bare_costs(
@@ -161,25 +181,29 @@ def bare_costs(
     batch_tokens: Sequence[int] | None = None,
     clock: Clock | None = None,
 ) -> Costs:
-    """Return median costs of forwards; all take turns in every round, so all see the same caches and machine.
+    """Measure the median seconds of bare forwards of target and drafter.
+
+    In each round every forward runs once, so that a slow phase of the machine affects all of them alike.
 
     Args:
         target: The target.
-        drafter: Whose forwards are timed, too.
-        contexts: Tokens before the forwards.
-        sizes: Tokens that a forward reads.
-        rounds: Of which the medians are.
-        batch_sizes: For more than one sequence the target's forwards alone, at the shortest and longest context.
-        batch_tokens: Tokens of each sequence of a batch, by default `sizes`.
+        drafter: Its forwards are timed, too; None to time the target alone.
+        contexts: How many tokens precede a forward.
+        sizes: How many tokens a forward reads.
+        rounds: How many times each forward is timed, for the median.
+        batch_sizes: Above 1 only the target's forwards are timed, at the shortest and the longest context.
+        batch_tokens: How many tokens a forward reads of each sequence of a batch; by default `sizes`.
         clock: By default that of `clock_of`.
     """
+    # a plain Drafter has no forwards
     drafter = drafter or Drafter()
     clock = clock or clock_of(target.device)
     if drafter.reads.view:
         drafter.bind_target(target.view())
-    # what is read must fit the model's positions
+    # context and tokens together must not exceed the model's positions
     max_positions = target.max_positions or inf
     sizes = tuple(size for size in sorted(set(sizes)) if size < max_positions)
+    # the longest context that leaves space for the largest forward
     longest = (target.max_positions or max(contexts) + sizes[-1]) - sizes[-1]
     contexts = tuple(sorted({min(context, longest) for context in contexts}))
 
@@ -188,15 +212,17 @@ def bare_costs(
         by_context.append(
             _time_forwards(target, drafter, context, sizes, rounds=rounds, clock=clock)
         )
-    # from medians of each context to a table of each kind of forward: target, first, later
+    # transpose: from lists by context to tables by kind of forward (the target's, the drafter's first, its later ones)
     tables = zip(*by_context, strict=True)
+    # the shortest and the longest context
     ends = tuple(sorted({contexts[0], contexts[-1]}))
     tokens = tuple(sorted(set(batch_tokens or sizes)))
     batches = []
-    # a drafter's forward in a batch costs as one of all rows: of batches the target's are measured alone
+    # a drafter's forward over a batch costs as one over all of its tokens, so only the target's are timed in batches
     for texts in sorted(set(batch_sizes) - {1}):
         table = []
         for context in ends:
+            # the drafter without forwards leaves a single table, the target's
             medians = _time_forwards(
                 target, Drafter(), context, tokens, rounds=rounds, clock=clock, texts=texts
             )
@@ -213,11 +239,22 @@ def bare_costs(
 
 
 def _time_token(drafter: Drafter, context: int, rows: int, rounds: int, clock: Clock) -> float:
-    """Return median seconds of each of many rows of a drafter's first forward; 0 for one that reads the target's."""
+    """Return the median seconds for each token of a drafter's first forward over many tokens, such as a prompt.
+
+    0 for a drafter that has no forwards, or that reads the target's cache and so needs not read the prompt itself.
+
+    Args:
+        drafter: The drafter.
+        context: Tokens before the forward.
+        rows: Tokens that it reads.
+        rounds: How many times it is timed.
+        clock: The clock.
+    """
     probe = None if drafter.reads.texts else drafter.probe(context, rows, 1)
     if probe is None:
         return 0.0
-    probe()  # warms up
+    # the first run is slower, and is not timed
+    probe()
     seconds = []
     for _ in range(rounds):
         start = clock()
@@ -236,8 +273,18 @@ def _time_forwards(
     *,
     texts: int = 1,
 ) -> list[tuple[float, ...]]:
-    """Return the target's medians by size, then those of the drafter's first and later forwards, if any."""
-    # what the sequences say does not matter, only how long they are
+    """Return medians by size: of the target's forwards, then of the drafter's first and later forwards if it has any.
+
+    Args:
+        target: The target.
+        drafter: The drafter.
+        context: Tokens before the forwards.
+        sizes: Tokens that the forwards read.
+        rounds: How many times each forward is timed.
+        clock: The clock.
+        texts: The batch size of the target's forwards.
+    """
+    # seconds depend on the lengths of the sequences alone, so any token serves
     state = target.open()
     for row in range(texts):
         state.admit(row, [1] * context, room=sizes[-1])
@@ -248,10 +295,8 @@ def _time_forwards(
         tree = DraftTree.chain([1] * size)
         reads.append(partial(state.read, dict.fromkeys(range(texts), tree)))
     kinds = [reads]
-    for scores_all in (
-        False,
-        True,
-    ):  # the first forward makes the last row into logits, the later ones all
+    # the first forward of a draft computes logits of its last token alone, later ones of all tokens
+    for scores_all in (False, True):
         probes = []
         for size in sizes:
             probe = drafter.probe(context, size, size if scores_all else 1)
@@ -260,9 +305,11 @@ def _time_forwards(
         if probes:
             kinds.append(probes)
 
-    # turns: a machine that slows down for a while slows all forwards
+    # kind of forward and index of the size -> seconds
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for i in range(rounds + 1):  # the first warms up
+    # Forwards take turns, so that a machine that slows down for a while affects all of them. The first round warms up,
+    # and is not kept.
+    for i in range(rounds + 1):
         for j in range(len(sizes)):
             for kind, probes in enumerate(kinds):
                 start = clock()
@@ -277,23 +324,29 @@ def _time_forwards(
 
 
 class _AllLevels:
-    """A policy that asks for every draft depth in turn, the same for all rows."""
+    """A policy that requests every draft depth in turn, the same for all rows, and learns nothing."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.nodes = budget.nodes
         self.draw = budget.draw
-        self.asked: list[Budget] = []  # of each cycle
+        self.requested: list[Budget] = []  # of each cycle
 
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
-        """Return budgets of the next depth in turn, deepest first."""
-        depth = -len(self.asked) % (self.budget.depth + 1)
+        """Return a budget of the next depth in turn for all rows: from the deepest to 0, and again.
+
+        Args:
+            levels: Row id -> the most levels that it may draft.
+            contexts: Row id -> its length, which has no influence.
+        """
+        # the negated count of cycles: 0, depth, depth - 1, ..., 1, 0, ...
+        depth = -len(self.requested) % (self.budget.depth + 1)
         budget = self.within(min(depth, *levels.values()))
-        self.asked.append(budget)
+        self.requested.append(budget)
         return dict.fromkeys(levels, budget)
 
     def within(self, levels: int) -> Budget:
-        """Return the budget, at most so deep."""
+        """Return the budget with its depth clamped to `levels`."""
         return self.budget.within(levels)
 
 
@@ -310,13 +363,23 @@ def time_cycles(
     clock: Clock | None = None,
     **room: Any,
 ) -> list[TimedCycle]:
-    """Return the cycles of a short generation, in one batch, that takes all draft depths in turn.
+    """Return the timed cycles of a short generation, in one batch, that takes all draft depths in turn.
 
-    `costs` tell whether the drafter's forwards have any.
+    Args:
+        costs: Of bare forwards; they say how many tokens each forward of a draft reads.
+        target: The target.
+        drafter: Any drafter.
+        prompts: One for each row of the batch.
+        budget: The deepest draft.
+        sampling: Of all rows; by default greedy.
+        max_new_tokens: The most tokens of each row.
+        stop: As in `generate`; by default nothing ends an answer early.
+        clock: By default that of `clock_of`.
+        room: Further options of `Decoding`, such as `max_tokens_in_cache`.
     """
     turns = _AllLevels(budget)
-    policy: Any = turns  # learns nothing
-    # as many cycles of each depth as a mean needs
+    policy: Any = turns  # not a full `Policy`, as it learns nothing
+    # enough cycles of each depth for a mean
     needed = max(ROUNDS, SINGLE_ROUNDS // len(prompts)) * (budget.depth + 1)
     clock = clock or clock_of(target.device)
     decoding = Decoding(
@@ -333,41 +396,47 @@ def time_cycles(
                 trace=trace,
                 stop=stop,
             )
-        while not decoding.is_done and len(turns.asked) <= needed:
+        while not decoding.is_done and len(turns.requested) <= needed:
             decoding.step()
     finally:
         decoding.close()
     for trace in traces:
         trace.checked()
-    return _join_rows(costs, drafter, turns.asked, traces)
+    return _join_rows(costs, drafter, turns.requested, traces)
 
 
 def _join_rows(
-    costs: Costs, drafter: Drafter, asked: Sequence[Budget], traces: Sequence[Trace]
+    costs: Costs, drafter: Drafter, requested: Sequence[Budget], traces: Sequence[Trace]
 ) -> list[TimedCycle]:
-    """Return the cycles that all rows were in."""
-    # by the number of a cycle: what each row did in it, and the rows of its draft's forwards
+    """Return the cycles that decoded all rows, each as one `TimedCycle`.
+
+    Args:
+        costs: Of bare forwards.
+        drafter: Whose drafts they were.
+        requested: The budget of each cycle, in their order.
+        traces: Of each row.
+    """
+    # by the number of a cycle: the cycle of each row, and the tokens that its draft's forwards read
     cycles_by_number: dict[int, list[Cycle]] = defaultdict(list)
     forwards_by_number: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for trace in traces:
-        budgets = [asked[cycle.number] for cycle in trace.cycles]
+        budgets = [requested[cycle.number] for cycle in trace.cycles]
         outcomes = [(cycle.accepted, cycle.depth) for cycle in trace.cycles]
         forwards = costs.rows_along(drafter, budgets, outcomes)
         for cycle, rows in zip(trace.cycles, forwards, strict=True):
             cycles_by_number[cycle.number].append(cycle)
             if rows is not None:
                 forwards_by_number[cycle.number].append(rows)
-    # a cycle after one row has ended is one of a smaller batch
+    # once a row has ended, cycles are those of a smaller batch, and are left out
     timed = []
     for number, cycles in cycles_by_number.items():
         if len(cycles) < len(traces):
             continue
         timed.append(
             TimedCycle(
-                levels=asked[number].depth,
-                rows=max(
-                    forwards_by_number[number], default=None
-                ),  # padded to the most that is pending
+                levels=requested[number].depth,
+                # all rows are padded to the one with the most pending tokens
+                rows=max(forwards_by_number[number], default=None),
                 nodes=max(cycle.nodes for cycle in cycles),
                 context=max(cycle.context for cycle in cycles),
                 seconds=cycles[0].seconds or {},

@@ -30,7 +30,10 @@ from eagle.decoding.stops import stop_strings
 from eagle.target.target import Target
 
 Stop = int | str | Sequence[int | str] | Tensor | None
-TOGETHER = 16  # prompts in a batch, where the call does not say how many
+DEFAULT_BATCH_SIZE = (
+    16  # the most prompts of a batch, if the call has several prompts and no batch_size
+)
+# the options of `generate` and `stream`, for the error message about an unknown one
 OPTIONS = (
     "sampling",
     "max_new_tokens",
@@ -85,8 +88,8 @@ def generate(
     rows = prompt_rows(prompt, batch_size)
     traces = _find_traces(trace, rows)
     if batch_size is None and rows is not None:
-        batch_size = TOGETHER
-    # the answers are in the traces: what is yielded on the way is dropped
+        batch_size = DEFAULT_BATCH_SIZE
+    # the traces hold the answers, so the tokens that `stream` yields are not needed
     pieces = stream(
         target,
         drafter,
@@ -129,14 +132,14 @@ def stream(
     rows = prompt_rows(prompt, batch_size)
     prompts = [token_ids(prompt)] if rows is None else rows
     count = len(prompts)
-    # all arguments are checked now, not when the first token is asked for
+    # this is no generator function: it checks all arguments when it is called, not when the first token is read
     samplings = list_values("sampling", Sampling() if sampling is None else sampling, count)
     limits = list_values("max_new_tokens", max_new_tokens, count)
     for row_sampling in samplings or [Sampling()]:
         check_call(target, drafter, row_sampling, budget)
     timing = boolean("timing", timing)
     if not isinstance(sampling, (list, tuple)):
-        # prompts that share a sampling have noise of their own
+        # prompts that share a sampling get different request numbers, and so different noise
         samplings = [
             replace(shared, request=shared.request + i) for i, shared in enumerate(samplings)
         ]
@@ -145,9 +148,9 @@ def stream(
     if max_tokens_in_cache is not None:
         max_tokens_in_cache = positive_int("max_tokens_in_cache", max_tokens_in_cache)
     if batch_size is None:
-        batch_size = 1 if rows is None else TOGETHER
+        batch_size = 1 if rows is None else DEFAULT_BATCH_SIZE
     batch_size = positive_int("batch_size", batch_size)
-    # a limit on the cache can leave a single row in it
+    # how many rows will share a batch; a limit on the cache may leave a single one
     check_policy(
         budget, samplings, 1 if max_tokens_in_cache is not None else min(batch_size, count)
     )
@@ -177,7 +180,12 @@ def stream(
 
 
 def _find_traces(trace: Any, rows: list[list[int]] | None) -> list[Trace]:
-    """Return the caller's traces, or new ones; `rows` are None for a single prompt."""
+    """Return the caller's traces, or new ones.
+
+    Args:
+        trace: The option of the call: a trace for a single prompt, a list of traces for several, or None.
+        rows: The prompts; None for a single prompt.
+    """
     if rows is not None:
         return list_traces(trace, len(rows))
     return list_traces(None if trace is None else [trace], 1)
@@ -186,23 +194,29 @@ def _find_traces(trace: Any, rows: list[list[int]] | None) -> list[Trace]:
 def _write(
     decoding: Decoding, traces: list[Trace], strings: list[str], *, alone: bool
 ) -> Iterator[Any]:
-    """Yield the tokens of each step, with their prompt's index if there are several.
+    """Run a decoding and yield the new tokens of each step.
 
-    A single prompt's error is raised. Of several prompts, errors stay on their traces and are counted in a warning; the
-    first is raised if every prompt has one.
+    The error of a single prompt is raised. With several prompts, errors stay on their traces and are counted in a
+    warning; the first error is raised if every prompt has one.
+
+    Args:
+        decoding: With all prompts added, by their index.
+        traces: Of each prompt.
+        strings: The stop strings.
+        alone: Whether the call has a single prompt, whose tokens are yielded without its index.
     """
-    texts = [_AnswerText(trace, strings) for trace in traces]
+    answers = [_AnswerText(trace, strings) for trace in traces]
     try:
         while not decoding.is_done:
             for i, tokens in decoding.step():
                 if alone:
                     traces[0].checked()
                 if tokens:
-                    new = texts[i].add(tokens)
+                    new = answers[i].add(tokens)
                     yield new if alone else (i, new)
     finally:
         decoding.close()
-    # a caller of many prompts wants the answers that there are
+    # a caller of many prompts still gets the answers that did not fail
     failed = [i for i, trace in enumerate(traces) if trace.error is not None]
     if not failed:
         return
@@ -226,9 +240,10 @@ class NewTokens(list[int]):
 
     @property
     def text(self) -> str:
-        """The text that these tokens complete; those of a whole answer together are `Trace.text`.
+        """The text that these tokens complete. The texts of all tokens of an answer, joined, are `Trace.text`.
 
-        Characters wait for their last token, and what may become a stop string until it is none.
+        A character is returned with its last token. Text that may be the beginning of a stop string is returned once it
+        is known not to be.
         """
         return self._answer.piece(self._index)
 
@@ -237,15 +252,20 @@ class _AnswerText:
     """An answer's text in pieces, each decoded when it is first asked for."""
 
     def __init__(self, trace: Trace, strings: Sequence[str]) -> None:
+        """Begin the text of an answer, which is decoded only as far as it is read.
+
+        Args:
+            trace: Of the answer, which is still being written.
+            strings: The stop strings.
+        """
         self.trace = trace
         self.stop_strings = strings
-        self.pieces: list[
-            tuple[list[int], bool]
-        ] = []  # tokens, and whether the answer ends with them
-        self.texts: list[str] = []  # of the first pieces
+        # tokens of each piece, and whether the answer ends with it
+        self.pieces: list[tuple[list[int], bool]] = []
+        self.texts: list[str] = []  # of the pieces that were decoded so far
         self.spelling: Spelling | None = None
-        self.pending = ""  # may be the beginning of a stop string
-        self.emitted = 0  # characters
+        self.pending = ""  # text that is held back, as it may be the beginning of a stop string
+        self.emitted = 0  # the number of characters in `texts`
 
     def add(self, tokens: list[int]) -> NewTokens:
         """Return the next tokens of the answer."""
@@ -253,7 +273,7 @@ class _AnswerText:
         return NewTokens(tokens, self, len(self.pieces) - 1)
 
     def piece(self, index: int) -> str:
-        """Return the text of a piece, after all before it."""
+        """Return the text of a piece; the pieces before it are decoded first, because its text depends on them."""
         while len(self.texts) <= index:
             tokens, is_last = self.pieces[len(self.texts)]
             text = self._decode(tokens, is_last)
@@ -262,9 +282,14 @@ class _AnswerText:
         return self.texts[index]
 
     def _decode(self, tokens: list[int], is_last: bool) -> str:
-        """Return the text that these tokens complete."""
+        """Return the text that the next tokens complete.
+
+        Args:
+            tokens: Of the piece.
+            is_last: Whether the answer ends with them.
+        """
         if is_last:
-            # decoded as a whole: whatever was held back is in it
+            # the rest of the whole answer, with everything that was held back
             return self.trace.text[self.emitted :]
         if self.spelling is None:
             self.spelling = Spelling(self.trace.need_tokenizer())
@@ -274,8 +299,8 @@ class _AnswerText:
         return text[:end]
 
     def _find_stop(self, text: str) -> int:
-        """Return where the longest end of the text starts that begins a stop string."""
-        # leftmost first, so that the longest end is found
+        """Return the index in the text from which on it may be the beginning of a stop string, or the text's length."""
+        # from the left, so that the longest such end is found
         longest = max(map(len, self.stop_strings), default=0)
         for start in range(max(len(text) - longest, 0), len(text)):
             if any(string.startswith(text[start:]) for string in self.stop_strings):

@@ -11,16 +11,25 @@ from operator import mul
 from eagle.core.trace import Cycle
 from eagle.decoding.forward_costs import CostTable
 
-# least weight of an average, in cycles; with 8 a policy starts and adapts too slowly
+# the least weight of an average, in cycles; with 8 a policy starts and adapts too slowly
 MIN_WEIGHT = 2.0
-GUESS = 0.1  # acceptance of a drafter of which nothing is known, as if of one cycle; a higher one is dear if it fails
-PRIOR = 4.0  # cycles of its own after which a row's average weighs as much as that of all
-ROW_MEMORY = 30.0  # cycles over which a row's own averages are taken, at most
-PRICE_ROUNDS = 8  # of raising the price of a second; two or three find what no further one changes
+# the acceptance rate that a policy assumes of an unknown drafter, with the weight of one cycle; a higher one would cost
+# much time if the drafter is poor
+GUESS = 0.1
+PRIOR = 4.0  # the number of cycles after which a row's average weighs as much as that of all rows
+ROW_MEMORY = 30.0  # the most cycles over which a row's averages are taken
+PRICE_ROUNDS = (
+    8  # the most iterations of Dinkelbach's method; two or three are enough in most cases
+)
 
 
 class Average:
-    """A running average of outcomes, at first a guess, whose weight decays while nothing is added."""
+    """A running average of outcomes that decays exponentially; at first a guess.
+
+    Args:
+        guess: The value before anything is known.
+        min_weight: The weight, in cycles, that the average keeps however long nothing is added.
+    """
 
     __slots__ = ("is_guess", "min_weight", "value", "weight")
 
@@ -31,28 +40,28 @@ class Average:
         self.is_guess = True
 
     def add(self, outcome: bool | None, memory: float) -> None:
-        """Add one more cycle.
+        """Add one cycle to a running average of how often an event happens.
 
         Args:
-            outcome: What happened in it; None if it says nothing.
+            outcome: Whether the event happened in this cycle; None if the cycle does not tell.
             memory: The number of cycles that the average spans.
         """
-        # exponential decay, but never below the least weight that there was
+        # the weight decays down to `min_weight`; a weight that is lower already stays
         self.weight = max(self.weight * (1 - 1 / memory), min(self.weight, self.min_weight))
         if outcome is not None:
             self.is_guess = False
             self.weight += 1
             self.value += (outcome - self.value) / self.weight
 
-    def shrink_to(self, prior: float) -> float:
-        """Return this average, shrunk towards another in proportion to how little data it has."""
+    def shrink_toward(self, prior: float) -> float:
+        """Return this average, shrunk toward `prior`: the fewer cycles it has, the more."""
         return (self.weight * self.value + PRIOR * prior) / (self.weight + PRIOR)
 
 
 class Levels:
-    """For each level: the rate of being proposed when requested, and of being accepted when its parent level was.
+    """For each draft level two rates: how often it was proposed when requested, and accepted when the level above was.
 
-    A level that was never reached is taken to be like the level above.
+    A level that was never reached has the rate of the level above it.
     """
 
     def __init__(self, levels: int, memory: float, min_weight: float = MIN_WEIGHT) -> None:
@@ -60,28 +69,28 @@ class Levels:
         self.proposed = [Average(1.0, min_weight) for _ in range(levels)]
         self.accepted = [Average(GUESS, min_weight) for _ in range(levels)]
 
-    def add(self, asked: int, cycle: Cycle, depth: int, rows: int = 1) -> None:
-        """Add a cycle of one row.
+    def add(self, requested: int, cycle: Cycle, depth: int, rows: int = 1) -> None:
+        """Add the outcome of a cycle for one row.
 
         Args:
-            asked: The levels that it was asked for.
-            cycle: What it accepted; levels that the answer's end cut off count as accepted.
-            depth: The levels that it proposed.
-            rows: The rows of the cycle, each of which is added.
+            requested: How many levels the drafter was asked for.
+            cycle: The row's cycle; levels that the answer's end cut off count as accepted.
+            depth: How many levels the drafter proposed.
+            rows: How many rows the cycle had. The caller adds each of them.
         """
-        # a cycle of many rows adds many outcomes: the average still spans as many cycles
+        # a cycle of many rows adds as many outcomes, so the average must span more outcomes to span as many cycles
         memory = self.memory * rows
         for level, (proposed, accepted) in enumerate(
             zip(self.proposed, self.accepted, strict=True)
         ):
-            was_asked = level < asked
-            proposed.add(depth > level if was_asked else None, memory)
-            # acceptance of a level shows only where the level above was accepted
+            was_requested = level < requested
+            proposed.add(depth > level if was_requested else None, memory)
+            # a cycle tells of a level's acceptance only if it accepted the level above
             accepted.add(
-                cycle.accepted > level if was_asked and cycle.accepted >= level else None,
+                cycle.accepted > level if was_requested and cycle.accepted >= level else None,
                 memory,
             )
-        # a level that was never reached follows the one above
+        # a level that was never reached takes over the rate of the level above
         for above, below in (*pairwise(self.proposed), *pairwise(self.accepted)):
             if below.is_guess:
                 below.value = above.value
@@ -89,14 +98,15 @@ class Levels:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected tokens of one row's draft, by level."""
+    """What is expected of a draft of one row, by level."""
 
-    reached: list[float]  # probability that the level is accepted
-    proposed: list[float]  # that it is proposed, where it is asked for
-    start: float = 0.0  # seconds of reading what was written since the last draft, spread over the cycles ahead
+    reached: list[float]  # probability that the level, and so all levels above it, are accepted
+    proposed: list[float]  # probability that the drafter proposes the level if it is requested
+    # seconds that the drafter takes to read what it has not read of the row, spread over the cycles ahead
+    start: float = 0.0
 
     def limit(self, depth: int) -> Forecast:
-        """Return the forecast without gains beyond a depth."""
+        """Return the forecast of a row that may draft at most `depth` levels: deeper ones bring and cost nothing."""
         depth = max(depth, 0)
         beyond = [0.0] * (len(self.reached) - depth)
         return Forecast(
@@ -105,87 +115,112 @@ class Forecast:
 
 
 class Acceptance:
-    """The rates of all rows together, and of each row being decoded."""
+    """The rates of all rows together, and of each row that is being decoded."""
 
     def __init__(self, levels: int, memory: float) -> None:
+        """Start without statistics.
+
+        Args:
+            levels: The levels of the deepest draft.
+            memory: The number of cycles, whatever their number of rows, over which averages are taken.
+        """
         self.levels = levels
-        self.memory = memory  # in cycles, of however many rows
-        self.all = Levels(levels, memory)
+        self.memory = memory
+        self.all_rows = Levels(levels, memory)
         self.rows: dict[int, Levels] = {}
-        self.ends: dict[int, int] = {}  # where each row will go on
-        self.read: dict[int, int] = {}  # tokens of each row that the drafter has read
+        self.ends: dict[int, int] = {}  # the length of each row after its last cycle
+        self.read_tokens: dict[int, int] = {}  # how many tokens of each row the drafter has read
 
     def keep_only(self, contexts: Mapping[int, int]) -> None:
-        """Forget rows that are no longer decoded, and those whose number now belongs to another request."""
+        """Forget rows that are no longer decoded.
+
+        Args:
+            contexts: Row id -> length of the sequence, of all rows of the next cycle.
+        """
+        # a row of another length than it ended with is a new request with an old row id
         gone = [row for row, end in self.ends.items() if contexts.get(row) != end]
         for row in gone:
             del self.ends[row]
             self.rows.pop(row, None)
-            self.read.pop(row, None)
+            self.read_tokens.pop(row, None)
 
     def forecasts(self, rows: Iterable[int]) -> list[Forecast]:
-        """Return the forecast of each of these rows; a single row uses the rates of all."""
+        """Return the forecast of each of these rows."""
         rows = list(rows)
+        # the rates of a single row are those of all rows
         if len(rows) == 1:
             return [self._forecast(None)]
         return [self._forecast(self.rows.get(row)) for row in rows]
 
-    def _forecast(self, of_row: Levels | None) -> Forecast:
-        accepted = [average.value for average in self.all.accepted]
-        proposed = [average.value for average in self.all.proposed]
-        if of_row is not None:
-            accepted = [
-                own.shrink_to(rate) for own, rate in zip(of_row.accepted, accepted, strict=True)
-            ]
-            proposed = [
-                own.shrink_to(rate) for own, rate in zip(of_row.proposed, proposed, strict=True)
-            ]
-        # a level is reached if all above it are accepted
-        return Forecast(list(accumulate(accepted, mul)), proposed)
-
-    def learn(self, row: int, asked: int, cycle: Cycle, depth: int) -> None:
-        """Update the rates of a row and of all.
+    def _forecast(self, row_levels: Levels | None) -> Forecast:
+        """Return for each level the probability that it is accepted, and that it is proposed if requested.
 
         Args:
-            row: The row.
-            asked: The levels that it was asked for.
-            cycle: Its cycle.
-            depth: The levels that it proposed, of those.
+            row_levels: The rates of one row, of which few cycles are known: they are shrunk toward those of all rows.
+                None takes the rates of all rows.
         """
-        self.all.add(asked, cycle, depth, cycle.rows)
+        accepted = [average.value for average in self.all_rows.accepted]
+        proposed = [average.value for average in self.all_rows.proposed]
+        if row_levels is not None:
+            accepted = [
+                average.shrink_toward(rate)
+                for average, rate in zip(row_levels.accepted, accepted, strict=True)
+            ]
+            proposed = [
+                average.shrink_toward(rate)
+                for average, rate in zip(row_levels.proposed, proposed, strict=True)
+            ]
+        # a rate of acceptance holds if the level above was accepted, so the rates down to a level are multiplied
+        return Forecast(list(accumulate(accepted, mul)), proposed)
+
+    def learn(self, row: int, requested: int, cycle: Cycle, depth: int) -> None:
+        """Update the rates of a row, and those of all rows.
+
+        Args:
+            row: The row id.
+            requested: How many levels the drafter was asked for.
+            cycle: The row's cycle.
+            depth: How many of these levels it proposed.
+        """
+        self.all_rows.add(requested, cycle, depth, cycle.rows)
         if cycle.rows > 1:
             if row not in self.rows:
-                self.rows[row] = Levels(self.levels, min(self.memory, ROW_MEMORY), 0.0)
-            self.rows[row].add(asked, cycle, depth)
+                # no minimum weight: a row without data takes the rates of all rows
+                self.rows[row] = Levels(self.levels, min(self.memory, ROW_MEMORY), min_weight=0.0)
+            self.rows[row].add(requested, cycle, depth)
         self.ends[row] = cycle.context + cycle.accepted + 1
-        if asked:
-            self.read[row] = cycle.context
+        # a drafter that drafts has read the row up to the root
+        if requested:
+            self.read_tokens[row] = cycle.context
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a cycle: the forecast of each draft, and the cycle's cost."""
+    """The rows of a cycle: the forecast of each row's draft, and the costs of a cycle with this number of rows."""
 
     forecasts: Sequence[Forecast]
     costs: CostTable
 
     def tokens(self, levels: Sequence[int]) -> float:
         """Return the expected tokens of a cycle in which row i drafts `levels[i]` levels."""
-        # the target adds one token to each row, a level one more where it is accepted
+        # each row gets one token from the target, and one from each accepted level
         drafted = 0.0
         for forecast, depth in zip(self.forecasts, levels, strict=True):
             drafted += sum(forecast.reached[:depth])
         return len(levels) + drafted
 
     def seconds(self, levels: Sequence[int]) -> float:
-        """Return the expected seconds: a forward of the target is as long as the longest tree that is proposed."""
+        """Return the expected seconds of a cycle in which row i drafts `levels[i]` levels.
+
+        A forward of the target takes as long as the deepest proposed tree needs, as all rows are padded to it.
+        """
         read = self.costs.read
         total = read[0] + self.costs.drafting(levels)
         total += sum(
             forecast.start for forecast, depth in zip(self.forecasts, levels, strict=True) if depth
         )
         for level in range(max(levels)):
-            # the target reads this level unless every row that was asked for it stays silent
+            # the target reads this level unless no row proposes it; a drafter may propose less than requested
             drafting = [
                 forecast
                 for forecast, depth in zip(self.forecasts, levels, strict=True)
@@ -202,15 +237,16 @@ class Batch:
     def best_levels(self, limits: Sequence[int], deepest: int) -> list[int]:
         """Return the levels of each row, at most `deepest`, that give the most tokens per second.
 
-        The ratio is maximised by Dinkelbach's method: at a price of a second the most tokens less their price, then
-        the price that this choice itself brings. At a price a level's worth depends on how many rows reach it, best
-        rows first, and no more than reach the one before: a small dynamic program, see `_count_rows`.
+        The ratio tokens / seconds is maximised by Dinkelbach's method: maximise tokens - price * seconds at a fixed
+        price, take the ratio of this choice as the next price, and repeat. For a fixed price `_count_rows` finds the
+        maximum by dynamic programming over the number of rows that draft each level.
 
         Args:
-            limits: Levels that each row may draft at most.
+            limits: The most levels that each row may draft.
             deepest: The most levels of any row.
         """
-        # rows that are worth most draft deepest: only how many draft a level is left to choose
+        # Rows are sorted by their expected tokens, best first. The rows that draft a level are then always the first
+        # ones, and only their number is left to choose.
         limited = [
             forecast.limit(limit) for forecast, limit in zip(self.forecasts, limits, strict=True)
         ]
@@ -218,8 +254,9 @@ class Batch:
         ranked = Batch([limited[row] for row in order], self.costs)
         levels = [0] * len(order)
         for _ in range(PRICE_ROUNDS):
-            # Dinkelbach: the price is the best ratio so far, and grows until nothing changes
+            # the price is the best ratio so far, and grows until the choice stays the same
             counts = ranked._count_rows(ranked.speed(levels), deepest)
+            # a row drafts as many levels as there are counts that include it
             chosen = []
             for rank in range(len(order)):
                 chosen.append(sum(count > rank for count in counts))
@@ -232,14 +269,19 @@ class Batch:
         return best
 
     def _count_rows(self, price: float, deepest: int) -> list[int]:
-        """Return the number of rows that draft each level, maximising tokens minus `price` times seconds.
+        """Return how many rows draft each level, such that tokens - price * seconds is greatest.
 
-        Rows are ordered by worth, so that those that draft a level are the first. From the deepest level up, this finds
-        for each limit on the number of rows the best number, given that deeper levels then choose theirs.
+        Rows are sorted, best first, so those that draft a level are the first ones. A level is drafted by no more rows
+        than the level above. From the deepest level up, this finds for each limit on the number of rows the best number
+        of rows, given that the deeper levels then choose theirs.
+
+        Args:
+            price: Tokens per second.
+            deepest: The most levels of any row.
         """
         # choices[-1 - level][limit]: the number of rows that draft this level, at most `limit`
         choices: list[list[int]] = []
-        # worth[limit]: what the levels below bring if at most `limit` rows draft them
+        # worth[limit]: the tokens minus price of the deeper levels if at most `limit` rows draft them
         worth = [0.0] * (len(self.forecasts) + 1)
         for level in reversed(range(deepest)):
             level_worth = []
@@ -254,7 +296,7 @@ class Batch:
                 level_choices.append(best_count)
             worth = level_worth
             choices.append(level_choices)
-        # from the first level down: no more rows than reach the level above
+        # from the first level down: the number of rows of a level is the limit of the next
         counts = []
         count = len(self.forecasts)
         for level_choices in reversed(choices):
@@ -263,7 +305,7 @@ class Batch:
         return counts
 
     def _gains(self, level: int, price: float) -> list[float]:
-        """Return a level's tokens minus `price` times its seconds, by the number of rows that draft it."""
+        """Return a level's expected tokens minus `price` times its seconds, if the first 0, 1, 2, ... rows draft it."""
         draft = self.costs.draft
         read = self.costs.read[level + 1] - self.costs.read[level]
         gains = [0.0]
@@ -272,7 +314,7 @@ class Batch:
         silent = 1.0  # the probability that none of these rows proposes the level
         for count, forecast in enumerate(self.forecasts, start=1):
             tokens += forecast.reached[level]
-            # a draft starts once, with its first level
+            # the seconds at the start of a draft count once, with its first level
             start += 0.0 if level else forecast.start
             silent *= 1 - forecast.proposed[level]
             drafting = draft[count][level + 1] - draft[count][level]

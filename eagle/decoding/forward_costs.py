@@ -1,6 +1,7 @@
-"""What a decoding cycle costs: bare forwards by rows, context and batch size, and what the loop takes beside them.
+"""The seconds of a decoding cycle: bare forwards by tokens, context and batch size, and the time outside of them.
 
-The policy of draft lengths, the tuner and the report all take their seconds from here.
+The policy of draft lengths, the tuner and the report all take their seconds from here. In this module `texts` is the
+batch size, and `rows` are the tokens that a forward of the drafter reads of one sequence.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from eagle.core.drafter import Drafter
 Table = tuple[tuple[float, ...], ...]
 Rows = tuple[tuple[int, ...], ...]
 Grid = tuple[Table, ...]
-PENDING = 2  # tokens that a draft's first forward reads, where little is accepted
-STEP = 64  # costs of cycles are computed for every so many tokens of context
+PENDING = (
+    2  # the tokens that a draft's first forward usually reads: one accepted token and the root
+)
+# costs of a cycle are computed once for contexts that differ by less than so many tokens
+STEP = 64
 
 
 @dataclass(frozen=True)
@@ -31,18 +35,19 @@ class Costs:
     contexts: tuple[int, ...]
     sizes: tuple[int, ...]
     target: Table
-    # the drafter's over what was committed: right after the target, one row scored
+    # of the drafter's first forward in a draft, over newly committed tokens: only the last token gets logits
     first: Table | None = None
-    # the drafter's over a level of the tree: after a forward of its own, all rows scored
+    # of the drafter's later forwards, over a level of the tree: all tokens get logits
     level: Table | None = None
-    # by levels: rows of each forward after a draft's first, of the drafter and budget that were measured
+    # forwards[levels]: tokens that each forward after the first reads, for the drafter and budget that were measured;
+    # None: ask the drafter
     forwards: Rows | None = field(default=None, kw_only=True)
-    # by levels and accepted: rows of the next first forward
+    # unread[levels][accepted]: tokens that the first forward of the next draft reads; None: ask the drafter
     unread: Rows | None = field(default=None, kw_only=True)
-    texts: int = field(default=1, kw_only=True)  # that each forward of the target reads in a batch
-    # the target's for larger batches, smallest first
+    texts: int = field(default=1, kw_only=True)  # the batch size of the target's forwards
+    # the costs of the target's forwards at larger batch sizes, smallest first
     batches: tuple[Costs, ...] = field(default=(), kw_only=True)
-    # of the drafter's first forward for each of many tokens
+    # seconds for each token that the drafter's first forward reads, if it reads many
     catch_up: float = field(default=0.0, kw_only=True)
     # seconds outside the forwards: of a cycle, and of each forward of a draft
     outside: tuple[float, float] = field(default=(0.0, 0.0), kw_only=True)
@@ -60,11 +65,12 @@ class Costs:
         return [self, *self.batches]
 
     def read(self, tokens: int, context: int, texts: int = 1) -> float:
-        """Return the seconds of the target's forward of so many tokens of each sequence, and of the cycle around it."""
+        """Return the seconds of the target's forward over `tokens` of each sequence, and of the cycle around it."""
         sizes = []
         seconds = []
         for costs in self.by_texts:
             sizes.append(costs.texts)
+            # outside[0]: the seconds of a cycle outside of its forwards
             seconds.append(costs._look_up(costs.target, tokens, context) + costs.outside[0])
         return interpolate(sizes, seconds, texts)
 
@@ -72,13 +78,14 @@ class Costs:
         """Return the seconds of drafting; 0 where no costs are known.
 
         Args:
-            rows: Tokens of each sequence that each forward of the drafter reads.
-            context: Tokens of context.
-            texts: Sequences in the batch.
+            rows: Of each forward of the drafter, how many tokens of a sequence it reads.
+            context: Tokens before them.
+            texts: Sequences in the batch. A forward of the drafter costs as one over the tokens of all of them.
         """
         if self.first is None or self.level is None or not rows:
             return 0.0
         sizes = [costs.texts for costs in self.by_texts]
+        # outside[1]: the seconds of the loop around each forward of the drafter
         outside = interpolate(sizes, [costs.outside[1] for costs in self.by_texts], texts)
         seconds = len(rows) * outside + self._look_up(self.first, rows[0] * texts, context)
         return seconds + sum(
@@ -90,7 +97,13 @@ class Costs:
         return self.draft(rows, context, texts) + self.read(nodes + 1, context, texts)
 
     def rows(self, drafter: Drafter, budget: Budget, pending: int) -> tuple[int, ...] | None:
-        """Return the rows of a draft's forwards, the first reading what is pending; None where they have no costs."""
+        """Return how many tokens of a sequence each forward of a draft reads; None if no forwards were timed.
+
+        Args:
+            drafter: Whose draft it is.
+            budget: Of the draft.
+            pending: The tokens that the first forward reads.
+        """
         if budget.is_empty:
             return ()
         later = drafter.forwards(budget) if self.forwards is None else self.forwards[budget.depth]
@@ -104,14 +117,14 @@ class Costs:
         budgets: Iterable[Budget],
         outcomes: Iterable[tuple[int, int]],
     ) -> Iterator[tuple[int, ...] | None]:
-        """Yield the `rows` of each of a sequence's drafts.
+        """Yield the `rows` of each cycle's draft in one sequence.
 
         Args:
             drafter: Whose drafts they are.
             budgets: Of each cycle.
-            outcomes: How many levels were accepted, of how many that were drafted.
+            outcomes: Of each cycle, how many levels were accepted and how many were drafted.
         """
-        # what a draft's first forward reads: all that was committed since the last draft
+        # the tokens that the draft's first forward reads: those that were committed since the last draft
         pending = 1
         for budget, (accepted, depth) in zip(budgets, outcomes, strict=True):
             yield self.rows(drafter, budget, pending)
@@ -123,17 +136,18 @@ class Costs:
                 pending = self.unread[depth][accepted]
 
     def _look_up(self, table: Table, size: int, context: int) -> float:
+        """Return the seconds of a forward over `size` tokens after `context` tokens, from a measured table."""
         # bilinear: along sizes, then along contexts
         at_size = [interpolate(self.sizes, row, size) for row in table]
         return interpolate(self.contexts, at_size, context)
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], point: float) -> float:
-    """Interpolate linearly between measured values, and extrapolate after the last point.
+    """Interpolate linearly between values measured at ascending points, and extrapolate after the last point.
 
-    The first value holds before the first point, and nothing is below 0.
+    Before the first point its value is returned. The result is at least 0.
     """
-    # no extrapolation towards 0: a forward of one token costs more than a line would say
+    # no extrapolation before the first point: a forward over one token takes longer than a line would say
     if len(points) == 1 or point <= points[0]:
         return values[0]
     left = min(bisect_right(points, point), len(points) - 1) - 1
@@ -142,7 +156,7 @@ def interpolate(points: Sequence[int], values: Sequence[float], point: float) ->
 
 
 def _tuples(value: Any) -> Any:
-    """Return nested lists as tuples."""
+    """Return a value from JSON with its nested lists as tuples, which can be hashed."""
     if isinstance(value, list | tuple):
         return tuple(_tuples(item) for item in value)
     return value
@@ -150,21 +164,22 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CycleCosts:
-    """Seconds of drafting and of the rest of a cycle, `[batch size][context][levels]`, with equal depth in all rows.
+    """Seconds of drafting, and of the rest of a cycle, by batch size, context and levels.
 
-    Costs are interpolated linearly between measured sizes and contexts, and extrapolated after the largest.
+    All rows of the batch draft equally many levels. Seconds are interpolated linearly between measured batch sizes and
+    contexts, and extrapolated after the largest.
     """
 
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]
-    draft: Grid
-    read: Grid
+    draft: Grid  # [batch size][context][levels], of drafting
+    read: Grid  # [batch size][context][levels of the tree], of the rest of the cycle
     # seconds of a draft for each token that its first forward reads beyond PENDING ones
     catch_up: float = 0.0
 
     @classmethod
     def of_one(cls, draft: Sequence[float], read: Sequence[float]) -> CycleCosts:
-        """Return the costs of one sequence of any length."""
+        """Return costs that do not depend on the context, for one sequence at a time, from seconds by levels."""
         return cls((1,), (0,), ((tuple(draft),),), ((tuple(read),),))
 
     @classmethod
@@ -175,13 +190,13 @@ class CycleCosts:
         budget: Budget,
         drafts: Mapping[int, Sequence[float]],
     ) -> CycleCosts:
-        """Return the costs of a budget's levels by bare forwards, at all batch sizes and contexts that were measured.
+        """Return the costs of cycles with 0, 1, 2, ... levels of a budget, from those of bare forwards.
 
         Args:
-            costs: Of the forwards.
-            drafter: Says which forwards a draft takes.
-            budget: Whose levels these are.
-            drafts: By batch size, the seconds of 0, 1, 2, ... levels, for drafts whose forwards have no costs.
+            costs: Of the forwards, at all batch sizes and contexts that were measured.
+            drafter: Its `forwards` says which forwards a draft takes.
+            budget: The deepest draft.
+            drafts: Batch size -> seconds of drafting 0, 1, 2, ... levels, for a drafter without timed forwards.
         """
         levels = [budget.within(level) for level in range(budget.depth + 1)]
         rows = [costs.rows(drafter, level_budget, PENDING) for level_budget in levels]
@@ -217,11 +232,12 @@ class CycleCosts:
     def at(self, texts: int, context: int) -> CostTable:
         """Return the costs of a cycle of `texts` rows, the longest of which has `context` tokens."""
         self.check_texts(texts)
+        # a rounded context, so that the cached table serves many cycles
         context = context // STEP * STEP if len(self.contexts) > 1 else 0
         return _make_table(self, texts, context)
 
     def check_texts(self, texts: int) -> None:
-        """Refuse more rows at a time than the costs were measured for, where nothing can be extrapolated."""
+        """Refuse a batch size above the only one that was measured; with two measured sizes it is extrapolated."""
         largest = self.batch_sizes[-1]
         if texts > largest and len(self.batch_sizes) == 1:
             raise ValueError(
@@ -230,7 +246,7 @@ class CycleCosts:
             )
 
     def interpolate(self, grid: Grid, texts: int, context: int) -> list[float]:
-        """Return seconds by levels, between the batch sizes and contexts next to these."""
+        """Return seconds by levels at a batch size and a context, interpolated between those that were measured."""
         # bilinear: along contexts, then along batch sizes
         by_size = []
         for table in grid:
@@ -247,14 +263,14 @@ class CycleCosts:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs of a cycle for a given number of rows."""
+    """Seconds of a cycle for a given number of rows, of which some may not draft."""
 
-    draft: list[list[float]]  # [rows that draft, levels]
-    read: list[float]  # [levels of the deepest tree], of all rows
+    draft: list[list[float]]  # [number of rows that draft][levels], of drafting
+    read: list[float]  # [levels of the deepest tree], of the rest of the cycle
 
     def drafting(self, levels: Sequence[int]) -> float:
-        """Return the seconds of drafting with these depths; a level costs by the number of rows that reach it."""
-        # rows that stop early leave later levels to fewer rows
+        """Return the seconds of a draft in which row i drafts `levels[i]` levels."""
+        # each level costs what it costs for as many rows as reach it
         seconds = self.draft[len(levels)][0]
         for level in range(1, max(levels) + 1):
             count = sum(depth >= level for depth in levels)
@@ -264,8 +280,9 @@ class CostTable:
 
 @lru_cache(4096)
 def _make_table(costs: CycleCosts, texts: int, context: int) -> CostTable:
-    """Return the costs of so many rows; every cycle asks, so tables are kept."""
+    """Return the costs of a cycle of `texts` rows; cached, because every cycle needs them."""
     draft = [costs.interpolate(costs.draft, count, context) for count in range(1, texts + 1)]
+    # without a row that drafts, drafting takes no time
     nothing = [0.0] * len(draft[0])
     return CostTable([nothing, *draft], costs.interpolate(costs.read, texts, context))
 

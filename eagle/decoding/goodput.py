@@ -25,11 +25,12 @@ from eagle.decoding.forward_costs import PENDING, CycleCosts, count_nodes
 from eagle.target.target import Target
 
 BATCH_SIZES = (1, 2, 4, 8, 16)
-# answers like the one ahead whose share of exploring a new policy may spend at once
+# a new policy may spend at once what it may explore in the time of so many answers like the present one
 FIRST_ANSWERS = 5
-TOKENS_AHEAD = 50  # tokens that are counted on ahead: a request may end long before its limit
-TOKENS_PER_CYCLE = 2.0  # with a draft, which tells the number of cycles ahead
-ONLY = 0  # the number of a row by itself
+# the most tokens of a row that are expected to follow: a request may end long before its limit
+TOKENS_AHEAD = 50
+TOKENS_PER_CYCLE = 2.0  # assumed of cycles with a draft, to estimate how many cycles follow
+ONLY = 0  # the row id where there is a single row
 GENERATION = ("sampling", "max_new_tokens", "stop", "max_tokens_in_cache")
 HINT = "measure them with Goodput.measure(target, drafter, prompt, budget)"
 
@@ -41,15 +42,6 @@ class Goodput:
     cycle, from the cost of cycles and the recent rates at which each level was proposed and accepted, over all rows
     and for each. Before anything is known it drafts only where even a poor draft would pay. Statistics carry over from
     one request to the next.
-
-    Args:
-        draft: Seconds of drafting 0, 1, 2, ... levels, for one row; for several rows see `of_costs`.
-        read: Seconds of the rest of such a cycle.
-        budget: What the deepest draft is; by default a chain.
-        share: The most of the time that goes into exploring deeper levels: one more, and another as long as all
-            explored ones are accepted.
-        memory: The number of cycles over which averages are taken.
-        costs: In place of `draft` and `read`, for several rows.
     """
 
     def __init__(
@@ -62,7 +54,18 @@ class Goodput:
         memory: float = 100.0,
         costs: CycleCosts | None = None,
     ) -> None:
-        # refused in the order in which one check makes the next one possible
+        """Make a policy that chooses the draft depth of each cycle, without statistics yet.
+
+        Args:
+            draft: Seconds of drafting 0, 1, 2, ... levels, for one row; for several rows see `of_costs`.
+            read: Seconds of the rest of a cycle with a tree of 0, 1, 2, ... levels.
+            budget: The deepest draft; by default a chain.
+            share: The most of the time, from 0 to 1, that may go into exploring levels deeper than the best ones: one
+                level deeper, and one more as long as all explored levels are accepted.
+            memory: The number of cycles over which averages are taken.
+            costs: The costs for several rows, in place of `draft` and `read`.
+        """
+        # the order matters: each check relies on those before it
         _check_figures("draft", draft)
         _check_figures("read", read)
         share = number("share", share)
@@ -85,17 +88,17 @@ class Goodput:
                 f"{read[0]}, {share}, {memory}"
             )
         self.nodes = self.budget.nodes
-        self.draft = list(draft)
+        self.draft = list(draft)  # seconds by levels, of one row
         self.read = list(read)
         self.costs = costs or CycleCosts.of_one(draft, read)
         self.exploration = share
         self.acceptance = Acceptance(depth, memory)
-        self.spent = 0.0  # seconds of all cycles
-        self.explored = 0.0  # seconds that exploring was expected to lose
-        self.asked: dict[int, int] = {}  # levels of each row in this cycle
-        self.context = 0  # of the longest row
-        self.step = 1  # levels beyond the best that are explored next
-        self.exploring = False
+        self.spent = 0.0  # expected seconds of all cycles so far
+        self.explored = 0.0  # seconds that exploring was expected to lose so far
+        self.requested: dict[int, int] = {}  # row id -> levels that it drafts in this cycle
+        self.context = 0  # the length of the longest row in the last cycle
+        self.explore_step = 1  # how many levels deeper than the best depth the next trial is
+        self.exploring = False  # whether this cycle is a trial of deeper levels
 
     @property
     def draw(self) -> Draw:
@@ -105,12 +108,12 @@ class Goodput:
     @property
     def proposed(self) -> list[Average]:
         """How often each level was proposed when it was asked for, by all rows."""
-        return self.acceptance.all.proposed
+        return self.acceptance.all_rows.proposed
 
     @property
     def accepted(self) -> list[Average]:
         """How often each level was accepted when it was asked for and the one above was accepted, by all rows."""
-        return self.acceptance.all.accepted
+        return self.acceptance.all_rows.accepted
 
     @classmethod
     def of_costs(cls, costs: CycleCosts, budget: Budget, **options: Any) -> Goodput:
@@ -136,11 +139,11 @@ class Goodput:
             drafter: Any drafter.
             prompt: One, or several that take turns, as in `generate`.
             budget: The deepest draft; by default the drafter's, else a chain of eight.
-            batch_sizes: That are measured; with several prompts by default 1, 2, 4, 8 and 16.
-            contexts: Lengths after which forwards are timed, by default that of the longest prompt. Prompts are
-                repeated or cut to the first.
-            clock: By default one of CPU seconds.
-            options: Of `generate`, the sampling and the limit one for all.
+            batch_sizes: The batch sizes to measure: by default 1, or 1, 2, 4, 8 and 16 with several prompts.
+            contexts: How many tokens precede the timed forwards; by default as many as the longest prompt has.
+                Otherwise prompts are repeated or cut to the first of these lengths.
+            clock: By default one of CPU seconds (`clock_of`).
+            options: Options of `generate`, with one sampling and one limit for all prompts.
         """
         rows = prompt_rows(prompt, None)
         prompts = [token_ids(prompt)] if rows is None else rows
@@ -159,7 +162,7 @@ class Goodput:
         if contexts:
             prompts = [_repeat(tokens, contexts[0]) for tokens in prompts]
 
-        # forwards of all sizes that any level of the budget takes
+        # bare forwards are timed at every number of tokens that a cycle of this budget can read
         costs, cycles = measure_costs(
             target,
             drafter,
@@ -173,8 +176,9 @@ class Goodput:
             rounds=ROUNDS,
             clock=clock,
         )
+        # a drafter without forwards that can be timed: its costs are those of whole drafts in short generations
         drafts = {}
-        if costs.rows(drafter, budget, PENDING) is None:  # no forwards have costs
+        if costs.rows(drafter, budget, PENDING) is None:
             limit = {"limit": options["max_new_tokens"]} if "max_new_tokens" in options else {}
             for texts, timed in cycles.items():
                 drafts[texts] = draft_levels(timed, budget.depth, **limit)
@@ -183,7 +187,10 @@ class Goodput:
     measured = measure  # its name in earlier releases
 
     def check_request(self, samplings: Sequence[Sampling], texts: int) -> None:
-        """Refuse a lossy rule, of which its rates of acceptance say nothing, and more rows than were measured."""
+        """Refuse a request that the policy cannot serve: typical acceptance, or more rows than were measured.
+
+        The forecasts assume exact verification. Typical acceptance is lossy, and has other rates.
+        """
         if any(sampling.typical is not None for sampling in samplings):
             raise ValueError(
                 "the policy forecasts exact verification, and Sampling.typical is lossy: leave one of them out"
@@ -191,8 +198,13 @@ class Goodput:
         self.costs.check_texts(texts)
 
     def forecast(self, texts: int = 1, context: int | None = None) -> list[tuple[float, float]]:
-        """Return (expected tokens, expected seconds) of a cycle by the number of levels that each row drafts."""
-        # negative, as no row is, so that the rates of all rows are used
+        """Return (expected tokens, expected seconds) of a cycle, if each row drafts 0, 1, 2, ... levels.
+
+        Args:
+            texts: The number of rows.
+            context: The length of the longest row; by default that of the last cycle.
+        """
+        # row ids that no row has: rows without data of their own use the rates of all rows
         new_rows = range(-texts, 0)
         batch = self._make_batch(
             new_rows, self.context if context is None else context, [0.0] * texts
@@ -204,7 +216,12 @@ class Goodput:
         return forecasts
 
     def share(self, levels: Mapping[int, int], contexts: Mapping[int, int]) -> dict[int, Budget]:
-        """Return the next cycle's budget of each row, at most `levels[row]` deep."""
+        """Return the next cycle's budget of each row, at most `levels[row]` deep.
+
+        Args:
+            levels: Row id -> the most levels that it may draft.
+            contexts: Row id -> the length of its sequence.
+        """
         self.acceptance.keep_only(contexts)
         return self._choose_depths(levels, contexts)
 
@@ -213,23 +230,24 @@ class Goodput:
         return self._choose_depths({ONLY: levels}, {ONLY: self.context})[ONLY]
 
     def learn_rows(self, cycles: Mapping[int, Cycle]) -> None:
-        """Update the rates of the requested levels and of these rows."""
-        # a level beyond those asked for says nothing
-        depths = {row: min(cycle.depth, self.asked[row]) for row, cycle in cycles.items()}
+        """Learn from the cycle of these rows: rates of acceptance, the time spent, and how deep to explore next."""
+        # levels beyond those that were requested are not counted
+        depths = {row: min(cycle.depth, self.requested[row]) for row, cycle in cycles.items()}
         self.context = max(cycle.context for cycle in cycles.values())
         costs = self.costs.at(len(cycles), self.context)
         self.spent += (
-            costs.drafting([self.asked[row] for row in cycles]) + costs.read[max(depths.values())]
+            costs.drafting([self.requested[row] for row in cycles])
+            + costs.read[max(depths.values())]
         )
-        # explored levels that are all accepted call for deeper ones
+        # if a row accepted all levels of a trial, the next trial is one level deeper
         if self.exploring:
-            deepest = max(self.asked.values())
+            deepest = max(self.requested.values())
             was_reached = any(
-                self.asked[row] == deepest <= cycle.accepted for row, cycle in cycles.items()
+                self.requested[row] == deepest <= cycle.accepted for row, cycle in cycles.items()
             )
-            self.step = self.step + 1 if was_reached else 1
+            self.explore_step = self.explore_step + 1 if was_reached else 1
         for row, cycle in cycles.items():
-            self.acceptance.learn(row, self.asked[row], cycle, depths[row])
+            self.acceptance.learn(row, self.requested[row], cycle, depths[row])
 
     def learn(self, cycle: Cycle) -> None:
         """Update the rates after a cycle of one row."""
@@ -238,13 +256,18 @@ class Goodput:
     def _choose_depths(
         self, levels: Mapping[int, int], contexts: Mapping[int, int]
     ) -> dict[int, Budget]:
-        """Choose each row's depth: usually the best one, sometimes a deeper one to explore."""
-        # what the drafter has not read of a row costs time at its next draft; spread over the cycles ahead, it counts
-        # against drafting now
-        starts = []
-        spread = []
+        """Return each row's budget: usually of the best depth, sometimes of a deeper one to explore.
+
+        Args:
+            levels: Row id -> the most levels that it may draft.
+            contexts: Row id -> the length of its sequence.
+        """
+        # The drafter must first read what it has not read of a row. This takes time only once, so the seconds are
+        # spread over the cycles that are expected to follow. Every draft reads PENDING tokens, which the costs contain.
+        starts = []  # of each row, all of these seconds
+        spread = []  # of each row, the part of this cycle
         for row, limit in levels.items():
-            unread = contexts[row] - self.acceptance.read.get(row, 0) - PENDING
+            unread = contexts[row] - self.acceptance.read_tokens.get(row, 0) - PENDING
             start = self.costs.catch_up * max(unread, 0)
             starts.append(start)
             spread.append(start * min(TOKENS_PER_CYCLE / _tokens_ahead(limit), 1))
@@ -252,17 +275,23 @@ class Goodput:
         limits = [max(min(limit, self.budget.depth), 0) for limit in levels.values()]
         best = batch.best_levels(limits, self.budget.depth)
 
-        # exploring may spend its share of the time so far, and at first that of a few answers ahead
+        # exploring may lose its share of the time so far, or at first of the time that a few answers will take
         ahead = FIRST_ANSWERS * max(map(_tokens_ahead, levels.values())) * batch.costs.read[0]
         allowance = self.exploration * max(self.spent, ahead) - self.explored
         depths, loss = self._explore(batch, best, limits=limits, starts=starts, allowance=allowance)
         self.exploring = depths != best
         self.explored += loss
-        self.asked = dict(zip(levels, depths, strict=True))
-        return {row: self.budget.within(depth) for row, depth in self.asked.items()}
+        self.requested = dict(zip(levels, depths, strict=True))
+        return {row: self.budget.within(depth) for row, depth in self.requested.items()}
 
     def _make_batch(self, rows: Collection[int], context: int, starts: Iterable[float]) -> Batch:
-        """Return the forecasts of these rows, with the seconds at which their drafts start."""
+        """Return the forecasts and costs of a cycle of these rows.
+
+        Args:
+            rows: Row ids.
+            context: The length of the longest row.
+            starts: Of each row the seconds that its draft takes before the first level.
+        """
         forecasts = self.acceptance.forecasts(rows)
         started = [
             replace(forecast, start=start)
@@ -278,12 +307,19 @@ class Goodput:
         starts: Sequence[float],
         allowance: float,
     ) -> tuple[list[int], float]:
-        """Return depths to explore, and the seconds that this is expected to lose.
+        """Return the depths of a trial of deeper levels, and the seconds that it is expected to lose.
 
-        All rows go deeper, or half or a quarter of them: those whose drafts have the least to read first. Where the
-        allowance is too small for any, these are the best depths.
+        All rows draft deeper, or half of them, or a quarter, as the allowance permits. The rows whose drafter has the
+        least to read come first. If no trial is within the allowance, the best depths are returned.
+
+        Args:
+            batch: Forecasts and costs of the rows.
+            best: Of each row the best depth.
+            limits: Of each row the most levels that it may draft.
+            starts: Of each row the seconds that the drafter takes to read what it has not read.
+            allowance: The most seconds that a trial may lose.
         """
-        deepest = min(max(best) + self.step, self.budget.depth)
+        deepest = min(max(best) + self.explore_step, self.budget.depth)
         rows = [row for row, limit in enumerate(limits) if max(best) < deepest <= limit]
         rows.sort(key=lambda row: starts[row])
         speed = batch.speed(best)
@@ -292,10 +328,10 @@ class Goodput:
             deeper = list(best)
             for row in rows[:count]:
                 deeper[row] = deepest
-            # the time beyond what the best depths would take for as many tokens
+            # the seconds beyond those that the best depths would take for as many tokens
             loss = batch.seconds(deeper) - batch.tokens(deeper) / speed
-            # a row that would not draft now reads all that it has not read for this trial alone, of which the forecast
-            # counts only one cycle's part
+            # For a row that would not draft now, the drafter reads everything only for this trial. The forecast counts
+            # one cycle's part of these seconds, so the rest is added.
             loss += sum(
                 starts[row] - batch.forecasts[row].start for row in rows[:count] if not best[row]
             )
@@ -305,7 +341,7 @@ class Goodput:
 
 
 def _check_figures(name: str, seconds: Any) -> None:
-    """Refuse what is no list of finite numbers."""
+    """Refuse seconds by levels that are no list of finite numbers."""
     if not isinstance(seconds, Sequence) or isinstance(seconds, (str, bytes)):
         raise ValueError(
             f"{name} is {seconds!r}, expected a list of seconds of 0, 1, 2, ... levels: {HINT}"
@@ -315,7 +351,7 @@ def _check_figures(name: str, seconds: Any) -> None:
 
 
 def _check_levels(name: str, seconds: Sequence[float], depth: int) -> None:
-    """Refuse seconds of other levels than a budget has."""
+    """Refuse seconds that are negative, or are not those of 0 to `depth` levels."""
     if len(seconds) != depth + 1 or min(seconds) < 0:
         raise ValueError(
             f"{name} holds {len(seconds)} figures from {min(seconds, default=0)} on, expected the seconds of "
@@ -324,24 +360,32 @@ def _check_levels(name: str, seconds: Sequence[float], depth: int) -> None:
 
 
 def _tokens_ahead(limit: int) -> int:
-    """Return how many tokens of a row are counted on, given how many levels its limit leaves."""
+    """Return how many tokens of a row are expected to follow, given how many its limit still allows."""
     return max(min(limit, TOKENS_AHEAD), 1)
 
 
 def _repeat(tokens: list[int], length: int) -> list[int]:
-    """Return tokens, repeated or cut to a length."""
+    """Return exactly `length` tokens, by repeating or cutting these."""
+    # rounded up
     times = -(-length // len(tokens))
     return (tokens * times)[:length]
 
 
 def _nodes_by_level(budget: Budget) -> list[int]:
-    """Return the nodes of full trees by levels."""
+    """Return how many nodes a full tree of this budget has, if it is cut to 0, 1, 2, ... levels."""
     return [count_nodes(budget.within(level)) for level in range(budget.depth + 1)]
 
 
 def _rows_read(drafter: Drafter, budget: Budget, texts: int) -> set[int]:
-    """Return the rows of the forwards of target and drafter, with one sequence and with so many."""
-    rows = {PENDING, *(drafter.forwards(budget) or ())}
-    of_batch = {texts * count for count in rows}
+    """Return the numbers of tokens that forwards of target and drafter read, which are those to time.
+
+    Args:
+        drafter: Whose forwards are timed.
+        budget: The deepest draft.
+        texts: The largest batch size: a drafter's forward for a batch costs as one over the tokens of all rows.
+    """
+    of_drafter = {PENDING, *(drafter.forwards(budget) or ())}
+    of_batch = {texts * count for count in of_drafter}
+    # the target reads the root and the nodes
     of_target = {1 + nodes for nodes in _nodes_by_level(budget)}
-    return {1} | rows | of_batch | of_target
+    return {1} | of_drafter | of_batch | of_target

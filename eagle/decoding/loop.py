@@ -31,7 +31,8 @@ from eagle.decoding.rows import (
 from eagle.decoding.stops import stops_for
 from eagle.target.target import Target
 
-PROMPT_TOKENS = 256  # read in one forward while other rows wait for their next tokens
+# the most prompt tokens that one forward reads while other rows are decoded: longer forwards would make them wait
+PROMPT_TOKENS = 256
 
 
 class Decoding:
@@ -39,14 +40,6 @@ class Decoding:
 
     An error that only one request causes ends that request: its trace's `finish` is "error", and its `error` says
     which.
-
-    Args:
-        target: The target.
-        drafter: Any drafter.
-        budget: A budget or a policy; by default the drafter's.
-        batch_size: The most requests at once.
-        max_tokens_in_cache: The most tokens in the target's cache, padding included.
-        timing: Whether to keep the seconds of cycles, by the wall's clock or by one that is given.
     """
 
     def __init__(
@@ -59,14 +52,24 @@ class Decoding:
         max_tokens_in_cache: int | None = None,
         timing: bool | Callable[[], float] = False,
     ) -> None:
+        """Open the target's and the drafter's state for a batch of requests.
+
+        Args:
+            target: The target.
+            drafter: Any drafter.
+            budget: A budget or a policy; by default the drafter's.
+            batch_size: The most requests at once.
+            max_tokens_in_cache: The most tokens in the target's cache, padding included.
+            timing: Whether to keep the seconds of cycles; or the clock that measures them, in place of wall time.
+        """
         self.target = target
         self.drafter = drafter
         self.batch_size = batch_size
         self.budget: Budget | Policy = budget or drafter.budget or Budget()
         self.clock = _Clock(target.device, timing)
         self.waiting: deque[Row] = deque()
-        self.rows: dict[int, Row] = {}  # admitted
-        self.cycles = 0
+        self.rows: dict[int, Row] = {}  # row id -> admitted row
+        self.cycles = 0  # how many were run
         if drafter.reads.view:
             drafter.bind_target(target.view())
         self.state = target.open(drafter.taps, max_tokens_in_cache)
@@ -78,7 +81,7 @@ class Decoding:
         return self.drafter.open()
 
     def _read_whole(self, row_id: int, update: Committed) -> Committed:
-        """Return a row's update for a drafter that has read nothing of it."""
+        """Return an update with all tokens of a row, for a drafter state that has read none of them."""
         features = self.state.features_at(row_id, range(self.state.length(row_id)))
         return replace(update, tokens=torch.tensor(self.state.text(row_id)), features=features)
 
@@ -99,29 +102,32 @@ class Decoding:
         process: Process | None = None,
         observe: Observe | None = None,
     ) -> None:
-        """Add a request that begins when there is room; ValueError if there never will be.
+        """Add a request, which begins as soon as the batch and the cache have space for it.
+
+        ValueError if the request is invalid or can never fit.
 
         Args:
-            row_id: Its number, which no other request has.
+            row_id: A number that no other request has.
             prompt: Its tokens.
             sampling: How the target samples.
             limit: The most new tokens.
             trace: Where the answer is written.
             stop: As in `generate`.
-            first: The token that the answer begins with, if it is known.
+            first: The first token of the answer, if it is known already; it replaces the target's choice.
             process: Changes the target's logits, see `Choose`.
-            observe: Told of each forward.
+            observe: Called after each forward of the row.
         """
-        # whatever is wrong with a request is refused here, before it shares a forward with others
+        # every fault of a request is found here, before it shares a forward with others
         target = self.target
         target.check_prompt(prompt)
         check_length(target, len(prompt), limit)
         check_trace(trace, [row.trace for row in (*self.waiting, *self.rows.values())])
-        self.state.check_room(len(prompt) + self._room(limit))
+        self.state.check_room(len(prompt) + self._columns_after_prompt(limit))
         stops = stops_for(target, stop)
         trace.prompt = prompt
         trace.tokenizer = target.tokenizer
-        # a policy that samples drafts must say so now: its noise must not be that of earlier requests
+        # A policy that samples drafts must say so now, by its attribute `draw`: a request with sampled drafts gets
+        # noise that no earlier request had.
         draw = getattr(self.budget, "draw", None)
         choose = Choose(sampling, target.draws, drawn=draw == "sampled", process=process)
         self.waiting.append(
@@ -137,19 +143,20 @@ class Decoding:
             )
         )
 
-    def _room(self, limit: int) -> int:
-        """Return the cache positions of an answer and a draft: the tree is in the cache before it is cut."""
+    def _columns_after_prompt(self, limit: int) -> int:
+        """Return how many cache columns a request needs after its prompt, for an answer of `limit` tokens."""
+        # the whole draft tree with its root is in the cache before rejected nodes are dropped
         return limit + self.budget.nodes + 1
 
     def step(self) -> list[tuple[int, list[int]]]:
-        """Run one step: admit prompts, read on in prompts, and run one cycle of the rows whose prompts are read.
+        """Run one step: admit requests, read parts of prompts, and run one cycle of the rows whose prompts are read.
 
         Returns:
-            The new tokens by row: the first one of prompts read now, else those of a cycle. A row that an error has
-            ended comes with no tokens.
+            Row ids and their new tokens: the first token of each answer whose prompt was read to its end now, and the
+            tokens of a cycle. A row that an error has ended comes with an empty list.
         """
         self._admit()
-        # a row is decoded from the step after its prompt is read
+        # a row is decoded from the step after its prompt was read: then it has an update for the drafter, or a cycle
         decoding = [
             row
             for row in self.rows.values()
@@ -169,48 +176,49 @@ class Decoding:
         return new
 
     def end(self, row_id: int, count: int) -> None:
-        """End an admitted request after the first `count` tokens of its answer, which `trace` then holds alone."""
+        """End an admitted request after the first `count` tokens of its answer; the trace drops the others."""
         row = self.rows[row_id]
         row.trace.cut(count)
         self._release(row)
 
     def close(self) -> None:
-        """Give the state back to the target, and release requests that are not finished."""
+        """Release all requests that have not ended, and give the state back to the target."""
         for row in list(self.rows.values()):
             self._release(row)
         self.target.close(self.state)
 
     def _release(self, row: Row) -> None:
-        """Release an admitted row."""
+        """Remove an admitted row from the batch, the target's state and the drafter's."""
         del self.rows[row.row_id]
+        # the cache of a failed row may be faulty: no later request may reuse it as a prefix
         failed = row.trace.error is not None
         self.state.release(row.row_id, wipe=failed)
         with row.fail_alone():
             self.drafts.release(row.row_id, failed=failed)
 
     def _admit(self) -> None:
-        """Admit waiting prompts while there is room."""
+        """Admit waiting requests while the batch and the cache have space."""
         while self.waiting and len(self.rows) < self.batch_size:
             row = self.waiting[0]
             prompt = row.trace.prompt
-            room = self._room(row.limit)
-            # in the order of requests: a short one does not overtake a long one that waits for room
-            if not self.state.fits(len(prompt) + room):
+            columns = self._columns_after_prompt(row.limit)
+            # in the order of requests: if short ones overtook a long one that waits for space, it might wait for ever
+            if not self.state.fits(len(prompt) + columns):
                 return
-            self.state.admit(row.row_id, prompt, room)
+            self.state.admit(row.row_id, prompt, columns)
             self.rows[row.row_id] = self.waiting.popleft()
             with row.fail_alone():
                 noise = row.choose.offer(self.target.vocab_size, self.target.device)
                 self.drafts.admit(row.row_id, noise)
 
     def _read_prompts(self, max_tokens: int | None) -> list[tuple[int, list[int]]]:
-        """Run one forward over prompts that are not fully read.
+        """Run one forward over prompts that are not read to their ends.
 
         Args:
-            max_tokens: The most tokens of the forward, padding included; None: the state's own limit.
+            max_tokens: The most tokens of the forward, padding included; None for the state's own limit.
 
         Returns:
-            Of each row whose prompt is now read to its end: its id, and its first new token in a list.
+            The id of each row whose prompt is now read to its end, and a list with the first token of its answer.
         """
         new = []
         for row_id, prompt in self.state.read_prompts(max_tokens).items():
@@ -220,10 +228,10 @@ class Decoding:
                 if row.observe is not None:
                     # the prompt's last token is the only node of its tree, and so the accepted path
                     row.observe(prompt.output, [0], row.choose)
-                # a caller that resumes an answer knows the token after the prompt: it replaces the chosen one
+                # a caller that resumes an answer knows its first token: it replaces the one that the target chose
                 if row.first is not None:
                     update = replace(update, root=row.first)
-                # the drafter reads it when it is next asked for a tree
+                # the drafter reads the prompt when it proposes its first tree
                 row.pending = [update]
                 new.append((row_id, row.commit([update.root])))
         return new
@@ -232,7 +240,7 @@ class Decoding:
         """Run one cycle of these rows: draft, one forward of the target, verify, commit.
 
         Returns:
-            Row ids, and the tokens that each row commits.
+            Row ids, and the new tokens of each answer.
         """
         clock = self.clock
         clock.start()
@@ -251,7 +259,7 @@ class Decoding:
 
         cycles = {}
         for row_id, tokens in new:
-            # a trace keeps the tree of N nodes without its [N, V] probabilities
+            # the trace keeps the tree without its probabilities [N, V], which would fill the memory
             cycle = Cycle(
                 tree=replace(trees[row_id], draft_probs=None),
                 kept=tuple(accepted[row_id].path[1:]),
@@ -269,8 +277,9 @@ class Decoding:
         return new
 
     def _propose(self, rows: list[Row]) -> dict[int, DraftTree]:
-        """Return a tree for each row whose drafts do not fail; the root alone if nothing is to be drafted."""
-        levels = {row.row_id: self.state.levels(row.row_id, row.left) for row in rows}
+        """Return a tree for each row, the root alone where nothing is drafted; rows that fail are left out."""
+        # how deep each row may draft: up to its token limit, and as far as the target can read
+        levels = {row.row_id: self.state.levels(row.row_id, row.levels_left) for row in rows}
         budgets = self._find_budgets(levels)
         drafting = self._find_drafting(rows, budgets)
         drafting_ids = {row.row_id for row in drafting}
@@ -278,20 +287,27 @@ class Decoding:
         for row in rows:
             if row.is_running and row.row_id not in drafting_ids:
                 trees[row.row_id] = DraftTree.chain([row.pending[-1].root])
-        trees |= self._draft(drafting, budgets, stays=self._stays_on_device(rows))
+        trees |= self._draft(drafting, budgets, stays_on_device=self._stay_on_device(rows))
 
-        # some targets read no tree, or chains alone
+        # some targets can read no tree, or chains alone
         for row_id, tree in trees.items():
             with self.rows[row_id].fail_alone():
                 self.state.check_tree(row_id, tree)
         return {row_id: tree for row_id, tree in trees.items() if self.rows[row_id].is_running}
 
     def _find_budgets(self, levels: dict[int, int]) -> dict[int, Budget]:
-        """Return the budget of each row, limited to its number of levels."""
+        """Return the budget of each row for this cycle, limited to its number of levels.
+
+        A row whose budget raises an error is left out.
+
+        Args:
+            levels: Row id -> the most levels that the row may draft.
+        """
+        # a policy for several rows has a method `share`, which decides for all rows at once
         share = getattr(self.budget, "share", None)
-        if callable(share):  # a policy for several rows
-            contexts = {row_id: self.state.length(row_id) for row_id in levels}
-            return share(levels, contexts)
+        if callable(share):
+            context_lengths = {row_id: self.state.length(row_id) for row_id in levels}
+            return share(levels, context_lengths)
         budgets: dict[int, Budget] = {}
         for row_id, max_depth in levels.items():
             with self.rows[row_id].fail_alone():
@@ -299,7 +315,7 @@ class Decoding:
         return budgets
 
     def _find_drafting(self, rows: list[Row], budgets: dict[int, Budget]) -> list[Row]:
-        """Return the rows whose budgets allow drafts."""
+        """Return the rows whose budgets allow drafts; an invalid budget ends its row with an error."""
         drafting = []
         for row in rows:
             with row.fail_alone():
@@ -311,15 +327,19 @@ class Decoding:
         return drafting
 
     def _draft(
-        self, rows: list[Row], budgets: dict[int, Budget], *, stays: bool
+        self, rows: list[Row], budgets: dict[int, Budget], *, stays_on_device: bool
     ) -> dict[int, DraftTree]:
-        """Return the drafter's trees for these rows, checked.
+        """Return the drafter's trees for these rows, checked; rows that fail are left out.
 
-        Trees that stay on the device (`stays`) are checked once the host has read them.
+        Args:
+            rows: The rows that draft in this cycle.
+            budgets: By row id.
+            stays_on_device: Whether trees may stay on the device until they are verified. They are then checked after
+                that (`_accept_on_device`), as a check now would make the host wait.
         """
         if not rows:
             return {}
-        # a row that did not draft in some cycles tells the drafter of all of them now
+        # a row that did not draft in the last cycles has several updates: the drafter gets them joined
         updates = {row.row_id: Committed.join(row.pending) for row in rows}
         proposed, errors = self.drafts.propose(
             updates, {row.row_id: budgets[row.row_id] for row in rows}
@@ -333,18 +353,20 @@ class Decoding:
                 if row_id in errors:
                     raise errors[row_id]
                 tree: Any = proposed.get(row_id)
-                # deeper nodes would be beyond the model's last position
+                # a deeper node would lie after the model's last position
                 max_depth = max_positions - self.state.length(row_id) - 1
-                if not (stays and lies_on_device(tree) and tree.levels <= max_depth):
+                if not (stays_on_device and lies_on_device(tree) and tree.levels <= max_depth):
                     tree = check_draft(
                         tree, updates[row_id].root, max_depth, self.target.vocab_size
                     )
                 trees[row_id] = tree
         return trees
 
-    def _stays_on_device(self, rows: list[Row]) -> bool:
-        """Return whether nothing on the host needs a tree before the target has read it."""
+    def _stay_on_device(self, rows: list[Row]) -> bool:
+        """Return whether trees may stay on the device until they are verified: the host needs none of them before."""
         for row in rows:
+            # only the greedy walk along the target's choices runs on the device; other rules, processors of logits and
+            # observers run on the host
             is_walked = row.choose.sampling.is_lossless and row.draw != "sampled"
             if not is_walked or row.choose.process is not None or row.observe is not None:
                 return False
@@ -354,7 +376,7 @@ class Decoding:
     def _commit(
         self, outputs: dict[int, TargetOutput], accepted: dict[int, Accepted]
     ) -> list[tuple[int, list[int]]]:
-        """Keep what each row accepted for the drafter's next call, and return the new tokens of each answer."""
+        """Add what each row accepted to its pending updates for the drafter; return the new tokens of each answer."""
         reads = self.drafter.reads
         new: list[tuple[int, list[int]]] = []
         for row_id, result in accepted.items():
@@ -365,8 +387,8 @@ class Decoding:
                 if row.observe is not None:
                     row.observe(output, result.path, row.choose)
                 if reads.choices:
-                    # beside sampled drafts a drafter must not learn of the noise: what it drafts decides by which rule
-                    # a token is verified, and would bias the output
+                    # A drafter of sampled drafts must not see choices that depend on the target's noise: drafts that
+                    # follow the noise would bias the output.
                     if row.draw == "sampled":
                         ranked = output.likeliest(reads.choices)
                     else:
@@ -375,12 +397,12 @@ class Decoding:
                 if reads.states:
                     update = replace(update, tree=output.tree, states=output.features)
                 row.pending.append(update)
-                # the root is committed already; what the target chose last is new
+                # the path begins with the old root, which the answer holds already, and the new root follows the path
                 new.append((row_id, row.commit([*update.tokens.tolist()[1:], update.root])))
         return new
 
     def _learn(self, cycles: dict[int, Cycle]) -> None:
-        """Pass the outcomes of the cycles to a policy."""
+        """Pass the outcomes of the cycles to the policy: all at once to `learn_rows`, else one by one to `learn`."""
         learn_rows = getattr(self.budget, "learn_rows", None)
         learn = getattr(self.budget, "learn", None)
         if learn_rows is not None:
@@ -393,23 +415,25 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a cycle commits of one row."""
+    """The outcome of a cycle for one row."""
 
     path: list[int]  # the accepted nodes of its tree, the root first
-    update: Committed
+    update: Committed  # for the drafter: their tokens and features, and the new root
 
 
 def accept(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Return what the target accepts of each row's tree, and keep it in the cache; rows fail alone.
+    """Verify each row's tree, commit the accepted path in the target's cache, and return the outcomes by row id.
+
+    A row that fails is left out, and its trace keeps the error.
 
     Args:
-        state: The target's (`eagle.target.state.TargetState`).
-        rows: Those that were read.
-        outputs: Of the target, by row.
+        state: The target's state (`eagle.target.state.TargetState`).
+        rows: The rows whose trees the target has read.
+        outputs: The target's outputs by row id.
     """
-    # trees of one cycle are read together: one on the device takes the others there
+    # all trees of a cycle are verified in one place: if one is on the device, the others are uploaded
     on_device = any(lies_on_device(outputs[row.row_id].tree) for row in rows)
     accept_rows = _accept_on_device if on_device else _accept_on_host
     try:
@@ -417,7 +441,8 @@ def accept(
     except FATAL:
         raise
     except Exception as error:
-        if len(rows) > 1:  # it may be any row's
+        # with several rows the error may be any row's
+        if len(rows) > 1:
             raise
         rows[0].fail(error)
         return {}
@@ -426,11 +451,12 @@ def accept(
 def _accept_on_host(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Accept nodes of trees on the host."""
+    """Verify trees on the host: see `accept`."""
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
     try:
         results = dict(enumerate(verify_rows(pairs)))
     except RowErrors as failed:
+        # despite its name, the error holds here the results of the rows that were verified
         results = failed.trees
         for index, error in failed.errors.items():
             rows[index].fail(error)
@@ -449,9 +475,9 @@ def _accept_on_host(
 def _accept_on_device(
     state: Any, rows: Sequence[Row], outputs: dict[int, TargetOutput]
 ) -> dict[int, Accepted]:
-    """Accept nodes of trees on the device: all that follows is under way there before the host waits."""
+    """Verify trees on the device: see `accept`. The host waits only once, after it has queued all kernels."""
     pairs = [(outputs[row.row_id], row.choose) for row in rows]
-    # all of this is queued on the device, with fixed shapes
+    # all of this is queued on the device, with shapes that do not depend on what is accepted
     walks = walk_outputs(pairs)
     state.cache.move([state.rows.index(row.row_id) for row in rows], walks.paths)
     features = []
@@ -462,7 +488,7 @@ def _accept_on_device(
     accepted: dict[int, Accepted] = {}
     for row, row_features, (path, following) in zip(rows, features, results, strict=True):
         with row.fail_alone():
-            # what was not checked before the target read the tree is checked now that the host has it
+            # `_draft` left these checks for now, as the host had not read the tree
             output = outputs[row.row_id]
             check_choice(following, output, len(path))
             tree = output.tree
@@ -470,35 +496,41 @@ def _accept_on_device(
             tokens = tree.tokens[path]
             state.commit(row.row_id, tokens.tolist())
             if row_features is not None:
-                row_features = row_features[: len(path)]  # without padding
+                # the rest is padding to the longest path
+                row_features = row_features[: len(path)]
             accepted[row.row_id] = Accepted(path, Committed(tokens, row_features, following))
     return accepted
 
 
 class _Clock:
-    """Records the seconds of each part of a cycle, if `on`, which may be a clock to read."""
+    """Records the seconds of each part of a cycle.
 
-    def __init__(self, device: torch.device, on: bool | Callable[[], float]) -> None:
+    Args:
+        device: The target's.
+        timing: Whether to record anything; or the clock to read, in place of wall time.
+    """
+
+    def __init__(self, device: torch.device, timing: bool | Callable[[], float]) -> None:
         self.device = device
-        self.on = on
-        self.last = 0.0
-        self.seconds: dict[str, float] | None = None
+        self.timing = timing
+        self.last = 0.0  # the time of the last call
+        self.seconds: dict[str, float] | None = None  # part -> seconds, of the current cycle
 
     def start(self) -> None:
         """Begin a cycle."""
-        if self.on:
+        if self.timing:
             self.seconds = {}
             self.last = self._now()
 
     def lap(self, name: str) -> None:
-        """Record the time since the last call as spent on this part."""
+        """Record the time since the last call as that of the part `name`."""
         if self.seconds is not None:
             now = self._now()
             self.seconds[name] = now - self.last
             self.last = now
 
     def _now(self) -> float:
-        # a device works on after a call returns: wait, so that its time counts where it belongs
+        # a device works on after a call has returned: wait for it, so that its time counts for the right part
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return self.on() if callable(self.on) else perf_counter()
+        return self.timing() if callable(self.timing) else perf_counter()

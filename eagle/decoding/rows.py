@@ -1,4 +1,4 @@
-"""The rows of a decoding: one row is one request, with its trace, its end, and its share of a drafter's state."""
+"""The rows of a decoding batch: a row is one request, with its trace, its end, and its part of the drafter's state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from eagle.core.verify import Choose
 from eagle.decoding.stops import Stops
 
 Observe = Callable[[TargetOutput, list[int], Choose], None]
-"""Told of each forward of a row: the target's output, the accepted nodes, and what chose after them."""
+"""Called after each forward of a row, with the target's output, the accepted nodes, and how the target chose."""
 Errors = dict[int, Exception]
+"""Row id -> the error that ends the row."""
 
 
 @dataclass(slots=True)
@@ -28,20 +29,21 @@ class Row:
     row_id: int
     trace: Trace
     stops: Stops
-    limit: int
+    limit: int  # the most tokens of the answer
     choose: Choose
-    first: int | None = None  # the token after the prompt, where the caller knows it
+    first: int | None = None  # the first token of the answer, if the caller knows it already
     draw: Draw | None = None  # how its drafts are chosen, the same in the whole request
     observe: Observe | None = None
-    pending: list[Committed] = field(default_factory=list)  # since the drafter was asked last
+    # what was committed since the drafter last proposed a tree: one update for each cycle
+    pending: list[Committed] = field(default_factory=list)
 
     @contextmanager
     def fail_alone(self) -> Iterator[None]:
-        """Return a context in which an error ends this row and no other."""
+        """Return a context in which an error ends this row and no other row of the batch."""
         try:
             yield
         except FATAL:
-            # of the machine: the next row would meet it as well
+            # an error of the machine, such as a lack of memory: the next row would meet it as well
             raise
         except Exception as error:
             self.fail(error)
@@ -53,17 +55,18 @@ class Row:
 
     @property
     def is_running(self) -> bool:
-        """Whether the row goes on."""
+        """Whether the answer has not ended yet."""
         return self.trace.finish == "running"
 
     @property
-    def left(self) -> int:
-        """Draft levels that could still be committed before the answer's token limit."""
+    def levels_left(self) -> int:
+        """How many draft levels could still be committed before the answer's token limit."""
+        # each cycle also commits one token that the target adds after the accepted drafts
         return self.limit - len(self.trace.tokens) - 1
 
     def commit(self, new: list[int]) -> list[int]:
-        """Append the new tokens that belong to the answer, and set `trace.finish` if it has ended."""
-        # tokens after the limit or the end were verified, too, but are no part of the answer
+        """Append the new tokens that belong to the answer and return them; set `trace.finish` if it has ended."""
+        # the target may have accepted tokens after the limit or after a stop: they are no part of the answer
         trace = self.trace
         new = new[: self.limit - len(trace.tokens)]
         end, trace.stop_string = self.stops.first_end(trace.tokens, new)
@@ -84,7 +87,7 @@ def check_trace(trace: Trace, others: Iterable[Trace]) -> None:
 
 
 def find_budget(budgets: Mapping[int, Budget], row_id: int) -> Budget:
-    """Return a row's budget of those that a policy gave."""
+    """Return a row's budget; ValueError if the policy has given none for it."""
     budget = budgets.get(row_id)
     if not isinstance(budget, Budget):
         raise ValueError(
@@ -94,7 +97,15 @@ def find_budget(budgets: Mapping[int, Budget], row_id: int) -> Budget:
 
 
 def check_draw(draw: Draw | None, requested: Draw) -> Draw:
-    """Return the budget's `draw`; it must not change between cycles, or drafts would decide which rule verifies."""
+    """Return the `draw` of a row's budget for this cycle; ValueError if it differs from that of earlier cycles.
+
+    `draw` decides which rule verifies. If a policy could change it by what was accepted, the output would be biased.
+
+    Args:
+        draw: Of the request so far, or as the policy announced it; None if neither is known.
+        requested: Of the budget of this cycle.
+    """
+    # the noise was chosen when the request was added: sampled drafts had to be announced by then
     if draw is None and requested == "sampled":
         raise ValueError(
             "this policy asks for drafts that are 'sampled' without saying so beforehand: give it an attribute "
@@ -109,7 +120,7 @@ def check_draw(draw: Draw | None, requested: Draw) -> Draw:
 
 
 def check_length(target: Any, prompt: int, new: int) -> None:
-    """Refuse more tokens than the model has positions."""
+    """Refuse a request whose prompt and new tokens exceed the positions of the target."""
     if target.max_positions is not None and prompt + new > target.max_positions:
         raise ValueError(
             f"{prompt} prompt tokens and {new} new ones exceed the model's {target.max_positions} positions: "
@@ -118,11 +129,10 @@ def check_length(target: Any, prompt: int, new: int) -> None:
 
 
 class RowDrafts:
-    """One drafter state for all rows, until it raises an error that may be any row's: then one state for each.
+    """The drafter's states of all rows, kept such that an error in one row ends that row alone.
 
-    Args:
-        open_state: Makes a state.
-        read_whole: Row id and update -> the update for a state that has read nothing of the row.
+    All rows share one `DraftState`, which drafts for them in a batch. If it raises an error that any row may have
+    caused, each row gets a new state, and drafting row by row shows which row fails.
     """
 
     def __init__(
@@ -130,24 +140,43 @@ class RowDrafts:
         open_state: Callable[[], DraftState],
         read_whole: Callable[[int, Committed], Committed],
     ) -> None:
+        """Open the drafter's state that all rows of a decoding batch share until one of them fails.
+
+        Args:
+            open_state: Makes a new state.
+            read_whole: Row id and update -> an update with all tokens of the row, for a state that has read none.
+        """
         self.open_state = open_state
         self.read_whole = read_whole
-        self.shared = open_state()
+        self.shared = open_state()  # the state that new rows join
+        # row id -> its state: the shared one, or a state for this row alone
         self.states: dict[int, DraftState] = {}
         self.noises: dict[int, Noise | None] = {}
-        self.unread: set[int] = set()  # rows whose state has read nothing of them
+        # rows with a new state, which has read none of their tokens
+        self.unread_rows: set[int] = set()
 
     def admit(self, row_id: int, noise: Noise | None) -> None:
-        """Begin a row."""
+        """Begin the sequence of a new row.
+
+        Args:
+            row_id: The row.
+            noise: The target's sampling noise; None if it is greedy.
+        """
         self.noises[row_id] = noise
         # set before the call, so that a row whose admission fails can be released
         self.states[row_id] = self.shared
         self.shared.admit(row_id, noise)
 
     def release(self, row_id: int, *, failed: bool = False) -> None:
-        """Release a row; what a failed one leaves behind may not be releasable."""
+        """Drop all that is held of a row.
+
+        Args:
+            row_id: The row.
+            failed: Whether an error has ended it. Its state may then be inconsistent, so errors of the clean-up are
+                ignored.
+        """
         del self.noises[row_id]
-        self.unread.discard(row_id)
+        self.unread_rows.discard(row_id)
         if not failed:
             self.states.pop(row_id).release(row_id)
             return
@@ -160,7 +189,7 @@ class RowDrafts:
         """Return the trees of the rows, and the errors of those that failed."""
         trees: dict[int, DraftTree] = {}
         errors: Errors = {}
-        # rows of one state draft together; most often all do
+        # rows of one state draft in a batch; unless a row has failed, all rows share one state
         groups: dict[int, list[int]] = {}
         for row_id in updates:
             groups.setdefault(id(self.states[row_id]), []).append(row_id)
@@ -174,7 +203,7 @@ class RowDrafts:
     def _propose_group(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[dict[int, DraftTree], Errors]:
-        """Return trees and errors of rows that share a state."""
+        """Return the trees of rows that share a state, and the errors of those that failed."""
         row_ids = list(updates)
         state = self.states[row_ids[0]]
         try:
@@ -183,6 +212,7 @@ class RowDrafts:
                 state.propose(whole_updates, {row_id: budgets[row_id] for row_id in row_ids})
             ), {}
         except RowErrors as failed:
+            # the drafter itself knows which rows failed
             return failed.trees, failed.errors
         except FATAL:
             raise
@@ -190,25 +220,26 @@ class RowDrafts:
             self._split(state)
             if len(row_ids) == 1:
                 return {}, {row_ids[0]: error}
-            # which row is to blame shows when each drafts in a state of its own
+            # each row now has its own state: draft again, row by row, to see which row causes the error
             trees, errors = self.propose(updates, budgets)
-            if not errors or not trees:  # no row's error, or every row's
+            # no row or every row fails alone, so the error is not that of a single row
+            if not errors or not trees:
                 raise
             return trees, errors
 
     def _complete(self, row_id: int, update: Committed) -> Committed:
-        """Return the row's update, of its whole sequence if its state has read nothing."""
-        if row_id not in self.unread:
+        """Return the row's update, extended to its whole sequence if its state is new and has read nothing."""
+        if row_id not in self.unread_rows:
             return update
-        self.unread.remove(row_id)
+        self.unread_rows.remove(row_id)
         return self.read_whole(row_id, update)
 
     def _split(self, state: DraftState) -> None:
-        """Give each row of a state that raised an error a new state of its own."""
-        # rows that begin later share a state again
+        """Give each row of a state that raised an error a new state."""
+        # the faulty state is not used again: rows that begin later share a new one
         if state is self.shared:
             self.shared = self.open_state()
         for row_id in [row_id for row_id, row_state in self.states.items() if row_state is state]:
             self.states[row_id] = self.open_state()
             self.states[row_id].admit(row_id, self.noises[row_id])
-            self.unread.add(row_id)
+            self.unread_rows.add(row_id)

@@ -6,19 +6,28 @@ from typing import Any
 
 from eagle.core.sampling import to_int
 
-SILENT_TOKENS = 16  # that print nothing and may stand among those of a stop string
+# how many tokens that print nothing may lie between the tokens of a stop string
+SILENT_TOKENS = 16
 
 
 class Stops:
     """The stop tokens and stop strings of a request."""
 
     def __init__(self, stop: Any, tokenizer: Any, vocab_size: int) -> None:
+        """Sort the stops of a request into tokens and strings.
+
+        Args:
+            stop: A token id, a string, or several of them.
+            tokenizer: The target's; only stop strings need it.
+            vocab_size: V.
+        """
         items = [_stop_item(item, vocab_size) for item in _as_items(stop)]
         self.tokens = {item for item in items if isinstance(item, int)}
         self.strings = [item for item in items if isinstance(item, str)]
-        # tokens that a stop string can span: a token that prints anything has a byte at least
+        # The most tokens that a stop string can span: a token that prints anything prints at least one byte. Only so
+        # many last tokens are decoded to find it.
         longest = max((len(string.encode()) for string in self.strings), default=0)
-        self.reach = longest + SILENT_TOKENS
+        self.max_span = longest + SILENT_TOKENS
         self.tokenizer = tokenizer
         if self.strings and tokenizer is None:
             raise ValueError(
@@ -42,27 +51,34 @@ class Stops:
                 break
         if not self.strings:
             return end, None
-        # token by token, so that nothing after the string's last token is kept
+        # token by token, because the answer ends with the token that completes the stop string
         for count in range(1, len(new[:end]) + 1):
-            last_tokens = (before + new[:count])[-self.reach :]
+            last_tokens = (before + new[:count])[-self.max_span :]
             text = self.tokenizer.decode(last_tokens, skip_special_tokens=False)
             complete = [string for string in self.strings if string in text]
             if complete:
-                return count, min(complete, key=text.find)  # the one that begins first
+                # of several stop strings the one that begins first counts
+                return count, min(complete, key=text.find)
         return end, None
 
 
 def stops_for(target: Any, stop: Any) -> Stops:
-    """Return the stops of a request to a target; None means the target's stop tokens."""
+    """Return the stop tokens and strings of a request.
+
+    Args:
+        target: The target, whose stop tokens hold where `stop` is None.
+        stop: As `stop` of `generate`; or a `Stops`, which is returned.
+    """
     if isinstance(stop, Stops):
         return stop
     if stop is None:
+        # a generation config may name tokens that the vocabulary lacks
         stop = [token for token in target.stop_tokens if 0 <= token < target.vocab_size]
     return Stops(stop, target.tokenizer, target.vocab_size)
 
 
 def stop_strings(stop: Any) -> list[str]:
-    """Return the stop strings among stops of any kind."""
+    """Return the strings among the stops that a caller passed."""
     if stop is None:
         return []
     return [item for item in _as_items(stop) if isinstance(item, str)]
@@ -70,7 +86,7 @@ def stop_strings(stop: Any) -> list[str]:
 
 def _as_items(stop: Any) -> list[Any]:
     """Return the items of a list, tensor or array; a string or number is one item."""
-    # numpy's and torch's numbers have an index, as their arrays of one element do
+    # numbers of numpy and torch have __index__, too; so have their arrays of one element, which are lists here
     is_number = hasattr(type(stop), "__index__") and getattr(stop, "ndim", 0) == 0
     if isinstance(stop, str) or is_number:
         return [stop]
@@ -83,7 +99,7 @@ def _as_items(stop: Any) -> list[Any]:
 
 
 def _stop_item(item: Any, vocab_size: int) -> int | str:
-    """Return a stop token as an int, or a stop string."""
+    """Return an item of `stop` as a token id or a string; ValueError for anything else."""
     if isinstance(item, str):
         if not item:
             raise ValueError("stop holds an empty string, which every text ends with: leave it out")

@@ -1,4 +1,4 @@
-"""Targets and drafters that were made for a model, held by the model itself, so that they live as long as it does."""
+"""Targets and drafters that were made for a model. The model holds them, so that they live as long as it does."""
 
 from __future__ import annotations
 
@@ -12,39 +12,47 @@ from eagle.core.drafter import Drafter
 from eagle.core.trace import Trace
 from eagle.target.target import Target
 
-# of a model; anything else that held a target would keep the model's weights
+# the attribute of a model that holds them; a table elsewhere would keep the weights of a model that is no longer used
 ATTRIBUTE = "_eagle_held"
 
 
 class Held:
-    """What was made for one model, and the record of its last call; a copy of the model begins without it."""
+    """The target, the drafters and the last call's traces of one model; a copy of the model begins without them."""
 
     def __init__(self) -> None:
+        """Hold nothing yet for a model of transformers that is called with a drafter."""
         self.lock = RLock()
         self.target: Target | None = None
-        self.built: Any = None  # the model's build that the target was made for
-        # by the callable that loaded them
+        # what `target_of` compares to tell whether the target still fits the model
+        self.target_key: Any = None
+        # the callable of `generate_with` -> the drafter that it loaded
         self.drafters: WeakKeyDictionary[Any, Drafter] = WeakKeyDictionary()
-        self.callables: dict[Any, Any] = {}  # of folders, by folder, revision and state of files
-        self.traces: list[Trace] = []
+        # (folder, revision, times of its files) -> the callable that `generate_from_folder` made
+        self.callables: dict[Any, Any] = {}
+        self.traces: list[Trace] = []  # of the last call, one for each row
 
     def __reduce__(self) -> Any:
+        # copies and pickles of a model hold nothing: the target belongs to the original's weights
         return Held, ()
 
     def target_of(self, model: Any) -> Target:
-        """Return the target over the model's weights; made again, with all drafters, where the model was rebuilt."""
+        """Return the target over the model's weights, that of the last call if the model has not changed since.
+
+        A new target drops the drafters, which were bound to the old one.
+        """
         # a model that was moved, cast, or given an adapter needs another target
         weights = list(model.parameters())
         attention = getattr(model.config, "_attn_implementation", None)
-        built = (model.device, model.dtype, attention, [id(weight) for weight in weights])
-        with self.lock:  # first calls of several threads make one target
-            if self.target is None or self.built != built:
+        key = (model.device, model.dtype, attention, [id(weight) for weight in weights])
+        # several threads that call for the first time share one target
+        with self.lock:
+            if self.target is None or self.target_key != key:
                 self.drafters.clear()
-                # a target freezes its model, which here is the caller's, who may go on training it
+                # a target freezes its model, but this one is the caller's, who may go on training it
                 trained = [weight for weight in weights if weight.requires_grad]
                 try:
                     self.target = Target(model)
-                    self.built = built
+                    self.target_key = key
                 finally:
                     for weight in trained:
                         weight.requires_grad_(True)
@@ -52,20 +60,22 @@ class Held:
 
 
 def held_by(model: Any) -> Held:
-    """Return what is held by a model."""
+    """Return the `Held` of a model, made at the first call."""
     held = vars(model).setdefault(ATTRIBUTE, Held())
     assert isinstance(held, Held)
     return held
 
 
 def count_from_zero(target: Target) -> None:
-    """Let a target read texts from position 0 on, as the model's `generate` does, and not from the model's first one.
+    """Let a target count positions from 0, as `model.generate` does for a model whose forward takes positions.
 
-    The forwards of RoBERTa and its like count from the padding token's id on where nobody gives them positions.
+    RoBERTa and similar models count from the padding token's id + 1 if their forward is given no positions. A target
+    follows the forward, so it would differ from `generate` there.
     """
     target.refresh()
     with target.lock:
-        target.reader.check()  # by the model's own forward
+        # the check compares with the model's own forward, and so must run before the origin is changed
+        target.reader.check()
         target.reader.origin = 0
 
 
@@ -76,7 +86,7 @@ def last_traces(model: Any) -> list[Trace]:
 
 @contextmanager
 def in_evaluation(model: Any) -> Iterator[None]:
-    """Return a context in which the model evaluates; modules that were in training are so again afterwards."""
+    """Return a context in which the model is in evaluation mode; modules in training mode return to it afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Logits processors of transformers at the nodes of draft trees: which can be served, and how."""
+"""transformers' logits processors at the nodes of draft trees: which can be used, and how they are called."""
 
 # K nodes, T tokens, V vocabulary
 
@@ -16,7 +16,7 @@ from eagle.core.sampling import Sampling, in_fp32
 from eagle.core.tree import TargetOutput
 from eagle.device import pick_rows, upload
 
-# these give the same scores for the same tokens, whatever they were called with before
+# processors whose scores depend only on the tokens and scores of the call, and on no earlier call
 STATELESS = (
     *(
         "MinLengthLogitsProcessor",
@@ -55,9 +55,9 @@ STATELESS = (
         "SuppressTokensAtBeginLogitsProcessor",
         "SuppressTokensLogitsProcessor",
     ),
-    "WatermarkLogitsProcessor",  # whose generator is seeded anew in every call
+    "WatermarkLogitsProcessor",  # its random generator is seeded again in every call
 )
-# fields of a sampling that tell drafters what the processors do
+# processor -> the field of `Sampling` by which drafters learn what it does
 DRAFTER_HINTS = {
     "TemperatureLogitsWarper": "temperature",
     "TopKLogitsWarper": "top_k",
@@ -67,7 +67,14 @@ DRAFTER_HINTS = {
 
 
 def check_processors(processors: Iterable[Any], stateless: Sequence[type]) -> None:
-    """Refuse processors by name that might depend on more than the tokens and scores that they are called with."""
+    """Refuse logits processors that may keep a state between calls.
+
+    They are also called for drafted tokens that are rejected later, so a state would be wrong.
+
+    Args:
+        processors: Of the call of `generate`.
+        stateless: Further classes that the caller knows to keep no state.
+    """
     allowed = {getattr(transformers, name, None) for name in STATELESS} | set(stateless)
     unknown = sorted(
         {_name(processor) for processor in processors if type(processor) not in allowed}
@@ -81,37 +88,46 @@ def check_processors(processors: Iterable[Any], stateless: Sequence[type]) -> No
 
 
 def _name(processor: Any) -> str:
-    """Return a processor's name: its class, or the function that it is."""
+    """Return the name of a processor: that of its class, or of a plain function."""
     return getattr(processor, "__name__", type(processor).__name__)
 
 
 def processors_of_row(processors: Iterable[Any], row: int, prompt: int, padding: int) -> list[Any]:
-    """Return the processors for one row.
+    """Return the processors as they apply to a single row.
+
+    A processor of a batch may hold data for each row or prompt. It is called for one row at a time here, so each row
+    gets a copy of the processor with its data alone.
 
     Args:
-        processors: Of the whole call. Those that hold something for each row or prompt hold that of this one alone.
-        row: Its index.
-        prompt: The index of the prompt that it answers.
-        padding: The number of padding tokens before its text.
+        processors: Of the whole call.
+        row: The index of the row in the call.
+        prompt: The index of its prompt; several rows may answer one prompt.
+        padding: The number of padding tokens before its prompt.
     """
     return [_processor_of_row(processor, row, prompt, padding) for processor in processors]
 
 
 def _processor_of_row(processor: Any, row: int, prompt: int, padding: int) -> Any:
-    # by attributes, as those of a call with many rows are transformers' own, private ones included
+    """Return one processor as it applies to a single row: see `processors_of_row`."""
+    # by the names of attributes, private ones too, because transformers has no interface for this
     changed: dict[str, Any] = {}
+    # a repetition penalty that ignores the padding, whose length differs by row
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         changed["prompt_ignore_length"] = padding
+    # penalties on the tokens of the prompt hold all prompts
     tokens = getattr(processor, "encoder_input_ids", None)
     if isinstance(tokens, Tensor):
         changed["encoder_input_ids"] = tokens[prompt : prompt + 1]
+    # the ban on n-grams of the prompt holds those of all prompts
     ngrams = getattr(processor, "generated_ngrams", None)
     if ngrams is not None:
         changed["generated_ngrams"] = ngrams[prompt : prompt + 1]
         changed["batch_size"] = 1
+    # a caller's function that restricts the next tokens
     allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
     if allowed is not None:
-        changed["_prefix_allowed_tokens_fn"] = lambda _, text: allowed(row, text)
+        # the function expects the row's index in the batch, which would always be 0
+        changed["_prefix_allowed_tokens_fn"] = lambda _, tokens: allowed(row, tokens)
         changed["_num_beams"] = 1
     if not changed:
         return processor
@@ -123,21 +139,30 @@ def _processor_of_row(processor: Any, row: int, prompt: int, padding: int) -> An
 def sampling_of(
     processors: Iterable[Any], *, do_sample: bool, padding: int, **fields: Any
 ) -> tuple[Sampling, bool]:
-    """Return the sampling of a row's processors, and whether it is all that they do.
+    """Return a `Sampling` that does what a row's processors do, and True if it does all of it.
 
-    Else it tells drafters the most of it.
+    If it does not (False), the processors must be called themselves, and the sampling only tells drafters roughly what
+    they do.
+
+    Args:
+        processors: Of the row.
+        do_sample: Whether the call samples, or takes the best token.
+        padding: The number of padding tokens before the prompt.
+        fields: Further fields of the sampling, such as the seed.
     """
     if not do_sample:
         fields["temperature"] = 0.0
     plain = []
     for processor in processors:
-        if getattr(processor, "prompt_ignore_length", None) == padding:  # which is not read
+        # a repetition penalty that ignores just the padding is a plain one here, where padding is never read
+        if getattr(processor, "prompt_ignore_length", None) == padding:
             processor = copy.copy(processor)
             processor.prompt_ignore_length = None
         plain.append(processor)
     try:
         return Sampling.from_processors(plain, **fields), True
     except ValueError:
+        # there is a processor that no sampling expresses: take over the fields that drafters can use
         pass
     hints: dict[str, Any] = {"temperature": 1.0}
     for processor in plain:
@@ -146,40 +171,42 @@ def sampling_of(
             hints[field] = getattr(processor, field)
     try:
         return Sampling(**{**hints, **fields}), False
-    except ValueError:  # a filter that no sampling has, as a top-p of 0
+    except ValueError:
+        # a value that a sampling refuses, such as a top-p of 0
         return Sampling(**{"temperature": 1.0, **fields}), False
 
 
 class NodeProcessors:
-    """A row's processors, called with the tokens up to each node: padding, prompt and answer as `generate` has them."""
+    """Calls a row's processors at nodes of draft trees, with the same tokens as `generate`: padding, prompt, answer."""
 
     def __init__(self, processors: Sequence[Any], padding: list[int], device: torch.device) -> None:
         self.processors = processors
         self.padding = padding
-        self.device = device  # of the call's tokens, where the processors hold theirs
+        self.device = device  # of the tokens of the call, where processors hold their tensors
 
     def __call__(self, output: TargetOutput, nodes: Sequence[int]) -> Tensor:
-        """Return the processed logits [K, V] after the nodes; nodes of one level share a call of each processor."""
-        # a copy, as processors may write to it
+        """Return the processed logits [K, V] after the nodes."""
+        # a copy, because processors may write to it
         logits = in_fp32(pick_rows(output.logits, nodes)).to(self.device, copy=True)
         depths = output.tree.depths()
-        # texts of one length make one tensor
+        # processors take one tensor of sequences, so nodes of one depth, whose sequences are equally long, share a call
         rows_by_depth: dict[int, list[int]] = {}
         for row, node in enumerate(nodes):
             rows_by_depth.setdefault(depths[node], []).append(row)
         processed = torch.empty_like(logits)
         for _, rows in sorted(rows_by_depth.items()):
-            texts = torch.tensor([self.padding + output.prefix(nodes[row]) for row in rows])
-            processed[rows] = self.process(upload(texts, self.device), logits[rows])
+            sequences = torch.tensor([self.padding + output.prefix(nodes[row]) for row in rows])
+            processed[rows] = self.process(upload(sequences, self.device), logits[rows])
         return processed
 
-    def process(self, texts: Tensor, scores: Tensor) -> Tensor:
-        """Return scores [K, V] after texts [K, T] that hold the padding, by all processors in their order."""
+    def process(self, sequences: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores [K, V] after sequences [K, T], padding included, as all processors change them in turn."""
         for processor in self.processors:
-            scores = processor(texts, scores)
+            scores = processor(sequences, scores)
         return scores
 
-    def after_beams(self, texts: Tensor, scores: Tensor) -> Tensor:
-        """Process texts without their padding, as a beam search calls its processors."""
-        padding = torch.tensor(self.padding, dtype=texts.dtype, device=texts.device)
-        return self.process(torch.cat([padding.expand(len(texts), -1), texts], dim=1), scores)
+    def after_beams(self, sequences: Tensor, scores: Tensor) -> Tensor:
+        """Return the processed scores [K, V] of beams, whose sequences [K, T] lack the padding, which is added here."""
+        padding = torch.tensor(self.padding, dtype=sequences.dtype, device=sequences.device)
+        padded = torch.cat([padding.expand(len(sequences), -1), sequences], dim=1)
+        return self.process(padded, scores)

@@ -1,4 +1,4 @@
-"""A call of `model.generate` as a decoder with drafts takes it; what it cannot serve is refused by name."""
+"""Turns a call of `model.generate` into a request for decoding with drafts, and refuses what drafts cannot serve."""
 
 # B prompts, R rows, T tokens
 
@@ -17,8 +17,9 @@ from transformers.generation import GenerationMode
 from eagle.core.arguments import IMAGES, PromptTokens
 from eagle.transformers.node_processors import processors_of_row
 
-CACHES = ("past_key_values", "cache_params", "cache")  # the last since transformers 5.24
-# arguments of the model's forward that `generate` prepares, and that follow from the tokens and their mask
+# names of the cache among the inputs of a model's forward, the last since transformers 5.24
+CACHES = ("past_key_values", "cache_params", "cache")
+# arguments that `generate` prepares for the model's forward, and that say no more than the tokens and their mask
 PREPARED = {
     "attention_mask",
     "position_ids",
@@ -27,18 +28,20 @@ PREPARED = {
     "cache_position",
     *CACHES,
 }
-PREPARED |= {"mm_encoder_outputs"}  # of images, which the target encodes by itself
+PREPARED |= {"mm_encoder_outputs"}  # encoded images; the target encodes them again by itself
 STATES = ("output_attentions", "output_hidden_states")
-TYPES = "token_type_ids"
-CHECKPOINTS = "transformers_modules"  # the package of code that came with a checkpoint
-# no inputs of the model
+TYPES = "token_type_ids"  # the end of such a name
+CHECKPOINTS = (
+    "transformers_modules"  # the package in which transformers puts the code of a checkpoint
+)
+# arguments of a call that are no inputs of the model
 ALONE = {
     "tokenizer",
     "assistant_tokenizer",
     "synced_gpus",
     "assistant_model",
 }
-# other modes, and what asks for them
+# modes of `generate` that are refused -> the arguments that select them
 OTHER_MODES = {
     "beam_sample": "num_beams with do_sample",
     "assisted_generation": "prompt_lookup_num_tokens, assistant_early_exit or use_mtp",
@@ -47,37 +50,43 @@ OTHER_MODES = {
     "constrained_beam_search": "constraints or force_words_ids",
     "dola_generation": "dola_layers",
 }
+# the config's field with the context length of pretraining, up to which longrope has other frequencies
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 SERVED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks for: rows of prompts without padding, and what `generate` has prepared."""
+    """A checked call of `generate`: its prompts without padding, and what `generate` has prepared."""
 
-    input_ids: Tensor  # [R, T], as they came
-    prompts: list[list[int]]  # of every row, without padding
-    paddings: list[list[int]]  # the padding of every row, which stands before its text
-    expansion: int  # rows of one prompt
+    input_ids: Tensor  # [R, T], with padding
+    prompts: list[list[int]]  # of each row, without padding
+    paddings: list[
+        list[int]
+    ]  # of each row the padding tokens, which logits processors get before the prompt
+    expansion: int  # the number of rows of each prompt: beams, or returned answers
     processors: Sequence[Any]
     criteria: Any  # transformers' list of stopping criteria
     config: GenerationConfig
-    has_positions: bool = False  # whether `generate` hands the forward positions, which begin at 0
+    has_positions: bool = (
+        False  # whether `generate` passes position ids to the forward; these begin at 0
+    )
 
     @property
     def is_beams(self) -> bool:
-        """Whether beams are searched for."""
+        """Whether the call is a beam search."""
         return (self.config.num_beams or 1) > 1
 
     @property
     def limit(self) -> int:
-        """The number of new tokens that end a text."""
+        """The most new tokens of a row."""
+        # transformers writes at least one token
         longest = self.criteria.max_length or self.config.max_length
         return max(longest - self.input_ids.shape[1], 1)
 
     @property
     def stop_tokens(self) -> list[int]:
-        """The tokens that end a text."""
+        """The tokens that end an answer, as the stopping criteria name them."""
         tokens: set[int] = set()
         for criterion in self.criteria:
             if type(criterion) is EosTokenCriteria:
@@ -85,10 +94,10 @@ class Request:
         return sorted(tokens)
 
     def processors_of(self, row: int) -> list[Any]:
-        """Return the processors as they are called for one row."""
+        """Return the logits processors as they apply to one row (`processors_of_row`)."""
         padding = len(self.paddings[row])
         prompt = row // self.expansion
-        # beams share the index of their prompt, answers of one prompt have their own
+        # transformers passes processors the index of the prompt for beams, and the index of the row otherwise
         index = prompt if self.is_beams else row
         return processors_of_row(self.processors, index, prompt, padding)
 
@@ -102,18 +111,18 @@ def read_request(
     kwargs: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> Request:
-    """Return the request of a call; ValueError for what cannot be served, by its name.
+    """Return the request of a call of `generate`; ValueError for anything that drafts cannot serve.
 
     Args:
         model: A model of transformers.
         input_ids: [R, T].
         processors: transformers' logits processors.
-        criteria: Its stopping criteria.
-        config: Its generation config.
+        criteria: transformers' stopping criteria.
+        config: The generation config of the call.
         kwargs: The inputs that `generate` has prepared for the model's forward.
-        given: Those of the call itself.
+        given: The arguments that the caller passed to `generate`.
     """
-    # an answer that is not the model's own must be refused, and nothing else: each check names what it found
+    # Whatever would make the answer differ from that of the model without drafts must be refused, and nothing else.
     _check_mode(model, config, kwargs, given)
     _check_outputs(config)
     _check_preparation(model, input_ids, kwargs)
@@ -144,7 +153,7 @@ def _check_mode(
     kwargs: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> None:
-    """Refuse models and ways of decoding that no drafts can be verified for."""
+    """Refuse models, decoding modes and caches with which drafts cannot be verified."""
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder, expected a causal model: leave the drafter out"
@@ -179,7 +188,8 @@ def _check_mode(
 
 
 def _check_outputs(config: GenerationConfig) -> None:
-    """Refuse outputs that are not kept, where they are returned."""
+    """Refuse requested outputs that decoding with drafts does not keep."""
+    # without a dict nothing but tokens is returned
     if not config.return_dict_in_generate:
         return
     for name in STATES:
@@ -199,7 +209,12 @@ def _check_outputs(config: GenerationConfig) -> None:
 def _split_padding(
     input_ids: Tensor, mask: Tensor | None
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the texts of the rows and their padding, which may lie on either side of a text."""
+    """Return the prompt tokens and the padding tokens of each row.
+
+    Args:
+        input_ids: [R, T].
+        mask: [R, T], the attention mask; its zeros are padding, at either end of a row. None: there is no padding.
+    """
     rows = input_ids.tolist()
     if mask is None:
         return rows, [[] for _ in rows]
@@ -216,7 +231,7 @@ def _split_padding(
         start = marks.index(True)
         end = len(marks) - marks[::-1].index(True)
         if False in marks[start:end]:
-            # transformers guesses a mask from padding tokens, which a prompt may hold as text
+            # without a mask, transformers guesses one from pad_token_id, which may also occur within a prompt
             raise ValueError(
                 f"attention_mask hides tokens within row {i}, expected padding on the sides of a text alone: "
                 "where no mask was given, transformers hides every pad_token_id, so pass a mask of ones"
@@ -227,8 +242,9 @@ def _split_padding(
 
 
 def _check_positions(positions: Tensor | None, mask: Tensor | None, input_ids: Tensor) -> None:
-    """Refuse positions other than those that follow from the mask."""
-    if positions is None or positions.ndim != 2:  # a model that sees counts by its images
+    """Refuse position ids other than those that follow from the attention mask."""
+    # some vision models have positions of three dimensions, which follow from the images
+    if positions is None or positions.ndim != 2:
         return
     marks = input_ids.new_ones(input_ids.shape) if mask is None else mask.long()
     expected = marks.cumsum(-1) - 1
@@ -243,12 +259,14 @@ def _check_positions(positions: Tensor | None, mask: Tensor | None, input_ids: T
 
 
 def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a model whose inputs of each step are made by a method of its own, as those of soft prompts are.
+    """Refuse a model that changes the inputs of each step by its own `prepare_inputs_for_generation`.
 
-    A decoder with drafts makes them by itself, and what such a method does would be lost. Code that came with a
-    checkpoint replaces the method as a matter of course: what it makes of the prompt is compared.
+    Decoding with drafts makes the inputs itself and does not call that method, so a soft prompt, for example, would be
+    lost. The code of many checkpoints overrides the method without a change of inputs: it is called for the prompt, and
+    accepted if it returns the same inputs.
     """
     prepare = model.prepare_inputs_for_generation
+    # an adapter of PEFT replaces the method of the model that it wraps
     owner = getattr(prepare, "__self__", None)
     adapter: Any = getattr(owner, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
@@ -256,6 +274,7 @@ def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any])
             f"the adapter is {adapter.peft_type.value}, which puts learned states before the prompt: expected one that "
             "changes layers, as LoRA does. Leave the drafter out, or the adapter"
         )
+    # the package that defines the method, below its decorators
     package = str(getattr(inspect.unwrap(prepare), "__module__", None)).partition(".")[0]
     if package == "transformers":
         return
@@ -266,7 +285,7 @@ def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any])
             "call: expected that of transformers. Leave the drafter out, or call eagle.generate(Target(model), "
             "drafter, prompt), which reads by the model's forward alone"
         )
-    # a cache is copied, as the code may write to it
+    # a copy of the cache, because the method may write to it
     caches = {key: copy.deepcopy(kwargs[key]) for key in CACHES if kwargs.get(key) is not None}
     made = prepare(input_ids, **{**kwargs, **caches}, is_first_iteration=True)
     mask = kwargs.get("attention_mask")
@@ -286,11 +305,18 @@ def _check_preparation(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any])
 
 
 def _check_switch(model: Any, input_ids: Tensor, longest: int) -> None:
-    """Refuse an answer in which a model drops its cache and reads on from the last token alone.
+    """Refuse an answer during which the model would drop its cache and continue from the last token alone.
 
-    Phi-4 multimodal does so where its rotary frequencies may change. Phi-3 then reads the whole text anew.
+    Phi-4 multimodal does so at the length where its rotary frequencies change. (Phi-3 reads the whole sequence again
+    there, which a target follows.)
+
+    Args:
+        model: The model.
+        input_ids: [R, T], the prompts.
+        longest: The most tokens of a row, prompt and answer.
     """
-    # whether it does shows in the code alone: it names the length, and does not set how much is read next
+    # Only the code of prepare_inputs_for_generation shows it: such code names the length, and unlike that of Phi-3 does
+    # not set `next_sequence_length`, by which the whole sequence is read again.
     length = getattr(model.config, ORIGINAL_LENGTH, None)
     code = getattr(inspect.unwrap(model.prepare_inputs_for_generation), "__code__", None)
     if length is None or code is None or ORIGINAL_LENGTH not in code.co_names:
@@ -308,17 +334,26 @@ def _check_switch(model: Any, input_ids: Tensor, longest: int) -> None:
 
 
 def _differs(made: Any, expected: Tensor | None) -> bool:
-    """Return whether a tensor of two dimensions is another one; masks in more follow from those."""
+    """Return whether `made` is a tensor of two dimensions that differs from the expected one.
+
+    Masks with more dimensions are not compared, because they are computed from the mask of two.
+    """
     if not isinstance(made, Tensor) or made.ndim != 2 or expected is None:
         return False
     return made.shape != expected.shape or bool((made != expected).any())
 
 
 def find_media(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the image inputs and the arguments of the image encoder; empty if there are no images."""
+    """Return those of the caller's arguments that belong to images, by name; an empty dict without images.
+
+    Args:
+        model: The model.
+        given: The arguments that the caller passed to `generate`.
+    """
     encoded = _encoder_inputs(model)
     media = {}
     for name, value in given.items():
+        # token types tell image tokens from text
         belongs = IMAGES.search(name) or name.endswith(TYPES) or name in encoded
         if value is not None and belongs:
             media[name] = value
@@ -326,9 +361,9 @@ def find_media(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoder_inputs(model: Any) -> set[str]:
-    """Return the names of what a model encodes of images and videos.
+    """Return the names of the inputs of a model's image and video encoder, such as LFM2-VL's `spatial_shapes`.
 
-    `generate` encodes them before it calls a decoder and hands none of these on, as LFM2-VL's `spatial_shapes`.
+    `generate` encodes images itself and does not pass these inputs on, so they are taken from the caller's arguments.
     """
     names: set[str] = set()
     for kind in ("image", "video"):
@@ -339,8 +374,14 @@ def _encoder_inputs(model: Any) -> set[str]:
 
 
 def _check_inputs(model: Any, kwargs: Mapping[str, Any], media: Mapping[str, Any]) -> None:
-    """Refuse inputs of the model's forward that are neither tokens nor images."""
-    # whatever is not known to follow from the tokens may change what the model makes of them
+    """Refuse inputs of the model's forward that are neither tokens nor images.
+
+    Args:
+        model: The model.
+        kwargs: The inputs that `generate` has prepared for the forward.
+        media: Those that belong to images (`find_media`).
+    """
+    # an unknown input may change the model's output, and the target would not get it
     unknown = kwargs.keys() - PREPARED - ALONE - media.keys() - {*STATES}
     wrong = []
     for name in sorted(unknown):
@@ -356,10 +397,11 @@ def _check_inputs(model: Any, kwargs: Mapping[str, Any], media: Mapping[str, Any
 
 
 def _is_default_type(model: Any, types: Tensor) -> bool:
-    """Return whether token types say what the model takes for granted: that all tokens are text or of the first type.
+    """Return whether token types are all 0 and mean the same as no token types: text, or tokens of the first type.
 
-    Models such as GPT-2 embed any type as a token, so there nothing is as good as no types.
+    GPT-2 and similar models embed any type as if it were a token, so for them no types are harmless.
     """
+    # vision models tell text from images by types; models with an embedding of types take type 0 by default
     sees = any(hasattr(model.config, name) for name in ("image_token_id", "image_token_index"))
     has_types = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
     return (sees or has_types) and not bool(types.any())
@@ -368,7 +410,7 @@ def _is_default_type(model: Any, types: Tensor) -> bool:
 def _join_media(
     prompts: list[list[int]], paddings: list[list[int]], media: Mapping[str, Any]
 ) -> list[int]:
-    """Return the only prompt of a call, with its images."""
+    """Return the prompt of a call with images as `PromptTokens`; ValueError for several rows or padding."""
     if len(prompts) > 1 or paddings[0]:
         raise ValueError(
             f"{', '.join(sorted(media))} belongs to {len(prompts)} rows with {sum(map(len, paddings))} tokens of "

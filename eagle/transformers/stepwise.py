@@ -1,4 +1,4 @@
-"""Texts that are written ahead with drafts, read step by step as the loop of `model.generate` reads its own."""
+"""The loop of `model.generate` over answers that a decoding with drafts writes several tokens at a time."""
 
 # R rows, T tokens, V vocabulary
 
@@ -18,14 +18,19 @@ from eagle.transformers.request import Request
 
 
 class RowLogits:
-    """The logits of one row at every position of its answer, before and after the processors, as far as asked for."""
+    """Collects the logits [V] of one row at every position of its answer.
+
+    Args:
+        raw: Whether to collect them before the processors (`output_logits`).
+        processed: Whether to collect them after the processors (`output_scores`).
+    """
 
     def __init__(self, *, raw: bool, processed: bool) -> None:
         self.raw: list[Tensor] | None = [] if raw else None
         self.processed: list[Tensor] | None = [] if processed else None
 
     def observe(self, output: TargetOutput, path: list[int], choose: Choose) -> None:
-        """Keep the logits after the accepted nodes of a forward."""
+        """Keep the logits after the accepted nodes of a forward: one row of logits for each new token."""
         if self.raw is not None:
             raw = pick_rows(output.logits, path)
             self.raw += raw.to(torch.float32, copy=True).unbind()
@@ -35,9 +40,10 @@ class RowLogits:
 
 
 class Stepwise:
-    """The loop of `generate` over rows that a decoding writes: criteria and streamer see each step of all rows.
+    """Runs the loop of `generate` with the tokens of a decoding: criteria and streamer get a token a row in each step.
 
-    A row that drafts well is written ahead of the others, and is cut where a criterion ends it.
+    The decoding may have written more tokens of a row than the loop has passed on. They are cut off where a criterion
+    ends the row.
     """
 
     def __init__(
@@ -47,16 +53,25 @@ class Stepwise:
         traces: list[Trace],
         logits: list[RowLogits],
     ) -> None:
+        """Prepare the loop of `generate` over the tokens of a decoding.
+
+        Args:
+            decoding: With all rows of the request added.
+            request: The call of `generate`.
+            traces: Of each row, to which the decoding writes.
+            logits: Of each row, which the decoding fills.
+        """
         self.decoding = decoding
         self.request = request
         self.traces = traces
         self.logits = logits
         config = request.config
-        # without a stop token or string, transformers keeps no record of which rows have ended
+        # transformers fills ended rows with padding only if some criterion has a stop token
         self.has_ends = any(hasattr(criterion, "eos_token_id") for criterion in request.criteria)
         padding = getattr(config, "_pad_token_tensor", None)
+        # the token of rows that have ended
         self.pad = config.pad_token_id if padding is None else int(padding)
-        # as criteria see them: a tuple that grows, or None
+        # logits [R, V] of each step, as transformers passes them to criteria: a tuple that grows, or None
         self.scores: tuple[Tensor, ...] | None = None
         self.raw: tuple[Tensor, ...] | None = None
         if config.return_dict_in_generate:
@@ -64,12 +79,16 @@ class Stepwise:
             self.raw = () if config.output_logits else None
 
     def run(self, streamer: Any) -> Tensor:
-        """Return the prompts and their answers, [R, T + new]."""
+        """Return the prompts with their answers, [R, T + new], as `generate` returns them.
+
+        Args:
+            streamer: Gets the tokens [R] of each step; None for none.
+        """
         tokens = self.request.input_ids
         unfinished = torch.ones(len(tokens), dtype=torch.long, device=tokens.device)
         step = 0
         while bool(unfinished.any()):
-            # the body of transformers' own loop, with tokens that may have been written ahead
+            # this is the body of transformers' own loop, except that tokens come from the decoding
             writing = []
             for row, runs in enumerate(unfinished.tolist()):
                 if runs or not self.has_ends:
@@ -91,8 +110,8 @@ class Stepwise:
         return tokens
 
     def _decode(self, rows: list[int], step: int) -> None:
-        """Decode until each of these rows has a token for this step."""
-        # a cycle commits several tokens of a row, so most steps find theirs written
+        """Run decoding steps until each of these rows has a token for the loop's step `step`."""
+        # a cycle commits several tokens of a row, so in most steps nothing is left to do
         while min(len(self.traces[row].tokens) for row in rows) <= step:
             assert not self.decoding.is_done
             self.decoding.step()
@@ -100,18 +119,29 @@ class Stepwise:
                 trace.checked()
 
     def _end(self, unfinished: list[int], count: int) -> None:
-        """Cut the rows that have ended after `count` tokens; without stop tokens, all go on until the last one ends."""
-        # what a row wrote ahead of its end is no part of the answer
+        """End the rows that have ended after `count` tokens, and drop the tokens that were decoded beyond.
+
+        Args:
+            unfinished: Of each row whether it goes on.
+            count: The number of steps so far.
+        """
         for row, runs in enumerate(unfinished):
+            # without stop tokens, transformers writes all rows until the last one ends
             if runs or (not self.has_ends and any(unfinished)):
                 continue
+            # the decoding may have ended the row already, at its own stop tokens or limit
             if row in self.decoding.rows:
                 self.decoding.end(row, count)
             elif len(self.traces[row].tokens) > count:
                 self.traces[row].cut(count)
 
     def _collect_logits(self, rows: list[int], step: int) -> None:
-        """Append the logits of a step; zeros for rows that have ended."""
+        """Append the logits [R, V] of a step to `raw` and `scores`, as far as they are requested.
+
+        Args:
+            rows: The rows that have not ended; the others get zeros.
+            step: The index of the step.
+        """
         if self.raw is not None:
             raw = [logits.raw for logits in self.logits]
             self.raw = (*self.raw, self._pop_step(raw, rows, step))
@@ -120,14 +150,20 @@ class Stepwise:
             self.scores = (*self.scores, self._pop_step(processed, rows, step))
 
     def _pop_step(self, by_row: list[list[Tensor] | None], rows: list[int], step: int) -> Tensor:
-        """Return the logits [R, V] of a step, which are then let go of."""
-        of_step: dict[int, Tensor] = {}
+        """Return the logits [R, V] of a step, and free those of the rows.
+
+        Args:
+            by_row: The logits of each row at all of its positions.
+            rows: The rows that have not ended; the others get zeros.
+            step: The index of the step.
+        """
+        row_logits: dict[int, Tensor] = {}
         for row in rows:
             logits = by_row[row]
             assert logits is not None
-            of_step[row] = logits[step]
-            # an empty tensor in its place, so that steps keep their indices
+            row_logits[row] = logits[step]
+            # an empty tensor takes its place, so that later steps keep their indices
             logits[step] = logits[step][:0]
-        blank = torch.zeros_like(of_step[rows[0]])
-        stacked = [of_step.get(row, blank) for row in range(len(by_row))]
+        blank = torch.zeros_like(row_logits[rows[0]])
+        stacked = [row_logits.get(row, blank) for row in range(len(by_row))]
         return torch.stack(stacked).to(self.request.input_ids.device)

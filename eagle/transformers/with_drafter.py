@@ -37,13 +37,15 @@ from eagle.transformers.node_processors import NodeProcessors, check_processors,
 from eagle.transformers.request import Request, read_request
 from eagle.transformers.stepwise import RowLogits, Stepwise
 
+# by its code object the frame of `model.generate` is found among the callers
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-# of `generate_with`, which a call of a folder may name, too
+# options of `generate_with` that `generate_from_folder` takes, too
 OPTIONS = (
     "seed",
     "budget",
     "stateless",
 )
+# the stopping criteria that beam search with drafts can follow
 BEAM_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
@@ -59,12 +61,11 @@ def generate_with(
 
     Args:
         drafter: A head's folder or hub id, a method such as "ngram", or a drafter.
-        seed: Of the noise with `do_sample`, which keeps the model's distribution; by default torch's generator gives
-            one.
-        budget: What is drafted, or a policy that decides.
-        stateless: Classes of logits processors of your own whose scores depend on nothing but what they are called
-            with.
-        options: Further ones of `load_drafter`.
+        seed: Of the sampling noise with `do_sample`; by default it comes from torch's generator. Samples follow the
+            model's distribution with any seed.
+        budget: How much is drafted, or a policy that decides.
+        stateless: Your own classes of logits processors whose scores depend only on the arguments of the call.
+        options: Further options of `load_drafter`.
     """
     return WithDrafter(drafter, seed=seed, budget=budget, stateless=stateless, **options)
 
@@ -81,6 +82,7 @@ class WithDrafter:
         stateless: Sequence[type] = (),
         **options: Any,
     ) -> None:
+        """Check the arguments, which are those of `generate_with`; nothing is loaded yet."""
         if not isinstance(drafter, (Drafter, str, Path, list, tuple)):
             raise ValueError(
                 f"generate_with got a {type(drafter).__name__}, expected a head's folder or hub id, a method such as "
@@ -105,7 +107,7 @@ class WithDrafter:
         budget: Budget | Policy | None = None,
         stateless: Sequence[type] = (),
     ) -> None:
-        """Decode by these options of `generate_with` from now on."""
+        """Set these options of `generate_with` for all further calls."""
         for item in stateless:
             if not isinstance(item, type):
                 raise ValueError(
@@ -133,8 +135,11 @@ class WithDrafter:
         streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what `model.generate` gives without a drafter: tokens [R, T + new], or an output that holds them."""
-        # transformers hands some arguments to no callable: they are looked up in the frame that called
+        """Return what `model.generate` would return without a drafter: tokens [R, T + new], or an output with them.
+
+        transformers calls this for `custom_generate`, with prepared inputs.
+        """
+        # transformers does not pass a callable all arguments: the others are read from the frame of `generate`
         caller = arguments_of_generate()
         if streamer is None:
             streamer = caller.get("streamer")
@@ -156,8 +161,10 @@ class WithDrafter:
             )
         with in_evaluation(model):
             target, drafter = self._prepare(model)
+            # the model's own `generate` counts positions from 0 in this case
             if request.has_positions:
                 count_from_zero(target)
+            # one list for both, which `_decode` fills
             self.traces = []
             held_by(model).traces = self.traces
             if request.is_beams:
@@ -165,7 +172,10 @@ class WithDrafter:
             return self._decode(target, drafter, request, streamer)
 
     def generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `model.generate(*args, **kwargs)` with the drafter; `stop_strings` are served here."""
+        """Call `model.generate(*args, **kwargs)` with the drafter.
+
+        `stop_strings`, which a callable of `custom_generate` cannot serve, are turned into a stopping criterion first.
+        """
         config = kwargs.get("generation_config")
         tokenizer = kwargs.pop("tokenizer", None)
         default = getattr(model.generation_config, "stop_strings", None)
@@ -177,7 +187,7 @@ class WithDrafter:
                 raise ValueError(
                     "stop_strings are given without their tokenizer: pass tokenizer=..."
                 )
-            # transformers hands a callable no tokenizer: a criterion of the call's own takes the strings' place
+            # transformers passes a callable no tokenizer, so a criterion that holds it replaces the strings
             criteria = [
                 *(kwargs.get("stopping_criteria") or []),
                 StopStringCriteria(tokenizer, strings),
@@ -187,14 +197,15 @@ class WithDrafter:
                 config = copy.deepcopy(config)
                 config.stop_strings = None
                 kwargs["generation_config"] = config
-            if default is not None:  # else it would take the place of what is not given
+            # an explicit None, because the model's default would be used otherwise
+            if default is not None:
                 kwargs["stop_strings"] = None
         return model.generate(*args, **kwargs, custom_generate=self)
 
     def _prepare(self, model: Any) -> tuple[Target, Drafter]:
-        """Return the target over the model and the drafter for it, those of the last call where the model is the same.
+        """Return a target over the model and the drafter bound to it.
 
-        Both are held by the model: see `held_targets`.
+        The model holds both, so that further calls reuse them: see `held_targets`.
         """
         held = held_by(model)
         target = held.target_of(model)
@@ -203,7 +214,7 @@ class WithDrafter:
         return target, held.drafters[self]
 
     def _load(self, target: Target) -> Drafter:
-        """Return the drafter, bound to the target."""
+        """Load the drafter if it is a name, and return it bound to the target."""
         drafter = self.drafter
         if not isinstance(drafter, Drafter):
             return load_drafter(drafter, target, **self.options)
@@ -214,7 +225,7 @@ class WithDrafter:
         return drafter
 
     def _decode(self, target: Target, drafter: Drafter, request: Request, streamer: Any) -> Any:
-        """Decode greedily or by sampling."""
+        """Answer a request greedily or by sampling, and return what `generate` returns for it."""
         config = request.config
         seed = self._find_seed(request)
         returns_dict = config.return_dict_in_generate
@@ -237,7 +248,7 @@ class WithDrafter:
                     request=row,
                 )
                 check_call(target, drafter, sampling, self.budget)
-                # processors that a sampling has are faster without transformers' own
+                # processors are called only if a sampling cannot express them, because a sampling is faster
                 process = None
                 if not is_whole:
                     process = NodeProcessors(processors, padding, request.input_ids.device)
@@ -268,7 +279,7 @@ class WithDrafter:
         return output(sequences=tokens, scores=stepwise.scores, logits=stepwise.raw)
 
     def _find_seed(self, request: Request) -> int:
-        """Return the seed of a call's noise: the one that was given, else one from torch's generator."""
+        """Return the seed of the noise of a call: the option `seed`, or else a number from torch's generator."""
         if self.seed is not None:
             return self.seed
         if not request.config.do_sample:
@@ -277,25 +288,29 @@ class WithDrafter:
 
 
 def _copy_head(head: TrainableDrafter, target: Target) -> TrainableDrafter:
-    """Return a copy of a head to bind, over the same weights where they fit: the head stays free for other models."""
+    """Return a copy of a head to bind to a target, because the caller's head may be used with other models, too.
+
+    The copy shares the weights if they have the target's device and precision.
+    """
     weights = list(head.parameters())
     expected = (target.device, target.model.dtype)
     if all((weight.device, weight.dtype) == expected for weight in weights):
-        # what a memo holds already is not copied
+        # deepcopy takes objects in its memo for copied already
         return copy.deepcopy(head, {id(weight): weight for weight in weights})
     return in_dtype(copy.deepcopy(head).to(target.device), target.model.dtype)
 
 
 def _valid_stops(target: Target, request: Request) -> list[int]:
-    """Return the stop tokens that the target's vocabulary has."""
+    """Return the stop tokens of a request, without those that the target's vocabulary lacks."""
     return [token for token in request.stop_tokens if 0 <= token < target.vocab_size]
 
 
 def generate_from_folder(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `model.generate` with the head in the folder, or of the hub id, that `custom_generate` names.
+    """Call `model.generate` with the head in the folder or hub repository that `custom_generate` names.
 
-    The `custom_generate/generate.py` beside a head calls this.
+    transformers runs the file `custom_generate/generate.py` of that folder, and the file calls this function.
     """
+    # transformers does not pass the folder's name on
     folder = arguments_of_generate().get("custom_generate")
     if not isinstance(folder, str):
         raise ValueError(
@@ -304,22 +319,24 @@ def generate_from_folder(model: Any, *args: Any, **kwargs: Any) -> Any:
         )
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     revision = kwargs.pop("revision", None)
+    # a head that was written again has files with other times, and is loaded again
     times = [path.stat().st_mtime_ns for path in sorted(Path(folder).glob("*")) if path.is_file()]
     key = (folder, revision, tuple(times))
     callables = held_by(model).callables
-    if key not in callables:  # another head, or one that was written again
+    if key not in callables:
+        # only the last head is kept
         callables.clear()
-        # whoever trusts this file trusts the method's beside it
+        # the caller has trusted the folder's generate.py, and so also the code of its method
         callables[key] = WithDrafter(folder, revision=revision, trust_code=True)
     callables[key].set_options(**options)
     return callables[key].generate(model, *args, **kwargs)
 
 
 def arguments_of_generate() -> dict[str, Any]:
-    """Return the variables of the nearest `model.generate` that called this, by name; none if nothing did.
+    """Return the local variables of the nearest caller that is `model.generate`, by name; an empty dict without one.
 
-    transformers hands a callable neither its streamer nor its assistant, and the file of a folder not the folder's
-    name: without a look at its frame a streamer would wait for ever.
+    transformers passes a callable neither the streamer nor the assistant model, and the code of a folder not the name
+    of the folder. They are found only in the frame of `generate`; without this, a streamer would wait for ever.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not GENERATE:
@@ -328,28 +345,44 @@ def arguments_of_generate() -> dict[str, Any]:
 
 
 class _StringStops(Stops):
-    """The stop tokens of a call, and its criteria for stop strings, which see the whole text of a beam."""
+    """The stop tokens of a beam search, and transformers' criteria for its stop strings.
+
+    Args:
+        tokens: The stop tokens.
+        criteria: transformers' `StopStringCriteria`, which are called with all tokens of a beam.
+        prefix: The padding and the prompt, which precede the tokens of an answer.
+        vocab_size: V.
+    """
 
     def __init__(
-        self, tokens: list[int], criteria: list[Any], start: list[int], vocab_size: int
+        self, tokens: list[int], criteria: list[Any], prefix: list[int], vocab_size: int
     ) -> None:
         super().__init__(tokens, None, vocab_size)
         self.criteria = criteria
-        self.start = start
+        self.prefix = prefix
 
     def first_end(self, before: list[int], new: list[int]) -> tuple[int | None, str | None]:
-        """Return how many of the new tokens belong to the answer; None if it goes on."""
+        """Return how many of the new tokens belong to the answer (None: it goes on), and None for the stop string.
+
+        Args:
+            before: The answer so far.
+            new: Tokens that follow it.
+        """
         for count in range(1, len(new) + 1):
-            text = torch.tensor([[*self.start, *before, *new[:count]]])
+            sequence = torch.tensor([[*self.prefix, *before, *new[:count]]])
             if new[count - 1] in self.tokens or any(
-                bool(stops(text, None).any()) for stops in self.criteria
+                bool(criterion(sequence, None).any()) for criterion in self.criteria
             ):
                 return count, None
         return None, None
 
 
 def _search_beams(target: Target, drafter: Drafter, request: Request, budget: Any) -> Any:
-    """Return what `model.generate` gives for beams: tokens [B * returned, T + new], or an output that holds them."""
+    """Answer a request by beam search, prompt by prompt, and return what `generate` returns for it.
+
+    Returns:
+        Tokens [B * returned, T + new], or an output with them.
+    """
     config = request.config
     wrong = [
         type(criterion).__name__
@@ -368,7 +401,7 @@ def _search_beams(target: Target, drafter: Drafter, request: Request, budget: An
     returned = config.num_return_sequences or 1
     prompts: list[Tensor] = []
     answers: list[list[int]] = []
-    # each prompt stands in as many rows as it has beams
+    # transformers has repeated each prompt for its beams: take the first of these rows
     for row in range(0, len(request.prompts), request.expansion):
         processors = request.processors_of(row)
         padding = request.paddings[row]
@@ -389,7 +422,7 @@ def _search_beams(target: Target, drafter: Drafter, request: Request, budget: An
         )
         prompts += [request.input_ids[row]] * returned
         answers += result.tokens
-    # answers end where they end: shorter ones are filled as transformers fills them
+    # shorter answers are filled to the length of the longest, with the token that transformers takes
     new = torch.full((len(answers), max(map(len, answers))), _filling(config))
     for i, answer in enumerate(answers):
         new[i, : len(answer)] = torch.tensor(answer, dtype=torch.long)
@@ -399,7 +432,11 @@ def _search_beams(target: Target, drafter: Drafter, request: Request, budget: An
 
 
 def _filling(config: Any) -> int:
-    """Return what transformers' own search fills shorter answers with: a padding token of 0 counts as none there."""
+    """Return the token with which transformers' beam search fills shorter answers.
+
+    It is the padding token, or the first stop token if there is no padding token; -1 if there are no stop tokens. As in
+    transformers, a padding token of 0 counts as none.
+    """
     ends = getattr(config, "_eos_token_tensor", None)
     if ends is None:
         return -1

@@ -130,7 +130,7 @@ class Scripted(DrafterNoise):
         self.scores = super().filter_logits(logits)
         return self.scores
 
-    def own(self, rows: int) -> Tensor:
+    def draft_noise(self, rows: int) -> Tensor:
         """Return [K, V] that ranks the sampled children above all other tokens, in their order."""
         orders = []
         for probs in (self.scores / self.temperature).double().softmax(-1):
@@ -204,7 +204,7 @@ def test_a_drafters_noise_is_its_own() -> None:
         return noise
 
     def sample_rows(noise: DrafterNoise) -> Tensor:
-        return torch.cat([noise.own(3), noise.own(2)])
+        return torch.cat([noise.draft_noise(3), noise.draft_noise(2)])
 
     first = sample_rows(offer(0))
     assert sample_rows(offer(0)).equal(first)

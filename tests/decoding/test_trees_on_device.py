@@ -173,7 +173,7 @@ def test_logits_that_are_nan_end_their_sequence_alone(
 ) -> None:
     """No token is chosen by them, on the device as on the host."""
     expected = decode(target, new_drafter("eagle3", target), budget=GROWN)
-    pick = verify.Choose.pick_where_it_lies
+    pick = verify.Choose.pick_on_device
     calls = 0
 
     def damage(choose: Any, output: Any, *rest: Any) -> Tensor:
@@ -185,7 +185,7 @@ def test_logits_that_are_nan_end_their_sequence_alone(
         return pick(choose, output, *rest)
 
     keep_on_device(monkeypatch)
-    monkeypatch.setattr(verify.Choose, "pick_where_it_lies", damage)
+    monkeypatch.setattr(verify.Choose, "pick_on_device", damage)
     check_one_error(target, "logits are nan", expected)
 
 
@@ -216,7 +216,7 @@ def test_the_walk_is_that_of_the_host() -> None:
         walks = walk_trees(tokens, shape, choices, 5)
         for row, tree in enumerate(trees):
             size = len(tree)
-            assert shape.seen[row, :size, :size].equal(tree.ancestors())
+            assert shape.tree_mask[row, :size, :size].equal(tree.ancestors())
             assert shape.depths[row, :size].tolist() == tree.depths()
             path = walk(tree, choices[row].tolist())
             length = len(path)
@@ -238,7 +238,7 @@ def test_a_walk_that_skips_ancestors_is_seen(
 
     def forget_ancestors(trees: Any, device: Any) -> Any:
         tokens, shape = original(trees, device)
-        shape.seen[:] = torch.eye(
+        shape.tree_mask[:] = torch.eye(
             tokens.shape[1],
             dtype=torch.bool,
         )
@@ -300,5 +300,5 @@ def test_ancestors_reach_to_the_root(levels: int) -> None:
     # 70 is more than a word of 64 bits
     shape = find_shape(torch.arange(-1, levels)[None], levels)
     expected = torch.ones(levels + 1, levels + 1, dtype=torch.bool).tril()
-    assert shape.seen[0].equal(expected)
+    assert shape.tree_mask[0].equal(expected)
     assert shape.depths[0].tolist() == list(range(levels + 1))

@@ -85,7 +85,7 @@ class ChildScorer:
         noise = request.noise
         assert noise is not None
         logits = noise.filter_logits(logits)
-        private = noise.own(len(logits))
+        private = noise.draft_noise(len(logits))
         probs = (logits / noise.temperature).softmax(-1)
         if self.drafts is not None:
             probs = torch.zeros_like(private).index_copy_(-1, self.drafts, probs)

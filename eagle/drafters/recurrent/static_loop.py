@@ -74,7 +74,7 @@ class PrecomputedNoise:
         """Return [P, V], at these levels."""
         return torch.stack([self.rows[position] for position in positions])
 
-    def own(self, rows: int) -> Tensor:
+    def draft_noise(self, rows: int) -> Tensor:
         """Refuse: noise that is new in every call cannot be replayed."""
         raise ValueError(
             "drafts that are 'sampled' need new noise in every cycle: draft them without a static loop"
