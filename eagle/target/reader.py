@@ -256,7 +256,7 @@ class TreeReader:
         # of one set for each way in which an image extends, and perhaps one that counts tokens before them
         if position_ids and position_ids[0].ndim == 3:
             last = int(position_ids[0][-3:].max())
-        cache.offsets[cache.slots[0]] = last + 1 - count
+        cache.offsets[cache.active_rows[0]] = last + 1 - count
         return hidden
 
     def __call__(
@@ -335,7 +335,7 @@ class TreeReader:
         Args:
             tokens: [N].
             start: the number of committed tokens.
-            cache: the cache, whose first slot is read.
+            cache: the cache, whose first cache row is read.
             depths: the depth of each token; () for a chain.
             tree_mask: [N, N], the tokens that each of them sees; None for a chain.
 

@@ -342,7 +342,7 @@ class Target(ChatMixin):
         # without a mark nobody can tell whether the weights have changed since
         if (
             is_current
-            and len(state.texts) == 1
+            and len(state.sequences) == 1
             and state.max_tokens is None
             and state.mark is not None
         ):
@@ -377,7 +377,7 @@ class Target(ChatMixin):
         state = TargetState(self, taps)
         state.begin([0], Choose(Sampling()))
         column = state.cache.column_bytes
-        tapped = state.cache.tapped.buffer
+        tapped = state.cache.tapped.tensor
         length = -(-tokens // texts)
         total = tokens * column + texts * self._state_bytes(state, length)
         if drafter is not None:

@@ -332,8 +332,8 @@ class TargetTexts:
         self.view = view
         self.state = state
 
-    def _slots(self, rows: Sequence[int]) -> list[int]:
-        """Return the cache's slots of rows."""
+    def _cache_rows(self, rows: Sequence[int]) -> list[int]:
+        """Return the cache's cache rows of rows."""
         return [self.state.rows.index(row) for row in rows]
 
     def length(self, row: int) -> int:
@@ -350,15 +350,15 @@ class TargetTexts:
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
         """Return [X, T, D] each, a layer's rotated keys and values of a row's committed tokens (read-only)."""
-        (slot,) = self._slots([row])
+        (cache_row,) = self._cache_rows([row])
         cache_layer = self.state.cache.layers[layer]
-        end = self.state.cache.lengths[slot]
-        return cache_layer.key_rows.buffer[slot, :, :end], cache_layer.value_rows.buffer[
-            slot, :, :end
+        end = self.state.cache.lengths[cache_row]
+        return cache_layer.key_buffer.tensor[cache_row, :, :end], cache_layer.value_buffer.tensor[
+            cache_row, :, :end
         ]
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return groups of rows that may share a forward, in the order of their slots."""
+        """Return groups of rows that may share a forward, in the order of their cache rows."""
         return self.state.groups(sorted(rows, key=self.state.rows.index))
 
     def copy_columns(
@@ -370,17 +370,17 @@ class TargetTexts:
 
         Args:
             cache: the drafter's cache.
-            moves: by row a slot of the drafter's cache, columns [M] here, and their columns there.
+            moves: by row a cache row of the drafter's cache, columns [M] here, and their columns there.
         """
         if not moves:
             return
         origin = []
         destination = []
         # one copy for all rows
-        for row, (slot, here, there) in moves.items():
-            (row_slot,) = self._slots([row])
-            origin.append(torch.stack([torch.full_like(here, row_slot), here]))
-            destination.append(torch.stack([torch.full_like(here, slot), there]))
+        for row, (cache_row, here, there) in moves.items():
+            (target_cache_row,) = self._cache_rows([row])
+            origin.append(torch.stack([torch.full_like(here, target_cache_row), here]))
+            destination.append(torch.stack([torch.full_like(here, cache_row), there]))
         cache.copy_columns(
             self.state.cache,
             torch.cat(origin, dim=1),
@@ -400,8 +400,8 @@ class TargetTexts:
         for layer in range(len(self.state.cache.layers)):
             keys, values = self.keys_values(row, layer)
             lent.append((keys[None, :, :start], values[None, :, :start]))
-        (slot,) = self._slots([row])
-        cache = BorrowedCache(lent, self.state.cache.offsets.get(slot, 0))
+        (cache_row,) = self._cache_rows([row])
+        cache = BorrowedCache(lent, self.state.cache.offsets.get(cache_row, 0))
         tokens = torch.tensor([text[start:]])
         positions = torch.arange(start, len(text))[None]
         reader = self.view.reader
@@ -430,11 +430,11 @@ class TargetTexts:
             [B, K, D], the output of the last layer.
         """
         cache = self.state.cache
-        slots = self._slots(rows)
-        starts = [cache.lengths[slot] for slot in slots]
+        cache_rows = self._cache_rows(rows)
+        starts = [cache.lengths[cache_row] for cache_row in cache_rows]
         read_before = len(depths) - tokens.shape[1]
         positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
-        cache.set_write_offset(slots, [start + read_before for start in starts])
+        cache.set_write_offset(cache_rows, [start + read_before for start in starts])
         return self.view.read(
             self.view.embed(tokens),
             positions,

@@ -327,25 +327,25 @@ class Probe:
     def _read_batch(self, prompts: list[Tensor], trees: Tensor) -> Tensor:
         """Return [B, 3 or 4, D], states of a root and two children [B, 3] after each prompt."""
         reader = self.reader
-        slots = list(range(len(prompts)))
+        cache_rows = list(range(len(prompts)))
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         cache = reader.new_cache()
         cache.lengths = [0] * len(prompts)
         cache.reserve(len(prompts), int(lengths.max()) + 3)
-        cache.set_write_offset(slots, sizes=lengths.tolist(), commits=True)
+        cache.set_write_offset(cache_rows, sizes=lengths.tolist(), commits=True)
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         # padding takes the position of the last token
         positions = torch.minimum(torch.arange(padded.shape[1])[None], lengths[:, None] - 1)
         reader(padded, positions, None, cache)
         cache.lengths = lengths.tolist()
-        cache.set_write_offset(slots)
+        cache.set_write_offset(cache_rows)
         tree_mask = torch.eye(3, dtype=torch.bool).repeat(len(prompts), 1, 1)
         tree_mask[:, :, 0] = True
         hidden = reader(trees, lengths[:, None] + torch.tensor([0, 1, 1]), tree_mask, cache)
         if not reader.mixers.mixers:
             return hidden
         # and a step by one token
-        cache.set_write_offset(slots)
+        cache.set_write_offset(cache_rows)
         step = reader(trees[:, :1], lengths[:, None], None, cache)
         return torch.cat([hidden, step], dim=1)
 
@@ -396,7 +396,7 @@ class Probe:
         layers: Any = cache.layers
         for layer in layers:
             # large: else a row more or less is lost in rounding
-            values = layer.value_rows.buffer[:, :, : self.count]
+            values = layer.value_buffer.tensor[:, :, : self.count]
             values.copy_(torch.arange(values.numel()).sin().view_as(values) * 100)
         tree_mask = torch.eye(1 + COPIES, dtype=torch.bool)
         tree_mask[:, 0] = True
