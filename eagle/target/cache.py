@@ -231,7 +231,9 @@ class TreeCache(SlotCache, Cache):
             # a layer's buffer of indexer keys is made at its first write
             if source_layer.indexer_buffer and not layer.indexer_buffer:
                 layer.indexer_buffer = self.add()
-            for target_buffer, source_buffer in zip(layer.buffers, source_layer.buffers, strict=True):
+            for target_buffer, source_buffer in zip(
+                layer.buffers, source_layer.buffers, strict=True
+            ):
                 # a layer that keeps neither keys nor values has nothing to copy
                 if not source_buffer.tensor.shape[2]:
                     continue

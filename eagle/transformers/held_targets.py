@@ -66,7 +66,7 @@ def count_from_zero(target: Target) -> None:
     target.refresh()
     with target.lock:
         target.reader.check()  # by the model's own forward
-        target.reader.origin = 0
+        target.reader.first_position = 0
 
 
 def last_traces(model: Any) -> list[Trace]:

@@ -356,7 +356,7 @@ class Mixers:
             self.most_bytes = most_bytes
             self.by_levels = False
 
-    def takes_levels(self, plan: Plan, *, grows: bool = False) -> bool:
+    def chooses_levels(self, plan: Plan, *, grows: bool = False) -> bool:
         """Return whether a forward reads its trees by levels, which is cheaper for many short paths.
 
         A forward that `grows` another by levels takes fewer steps than all paths.

@@ -145,12 +145,12 @@ def _try_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> str | None:
         # far limits are brought near first, where a short probe crosses them
         with near_limits(reader.original, reader.config, NEAR) as is_far:
             if is_far:
-                reader.take(mode)
+                reader.set_mode(mode)
                 reason = Probe(reader).find_misreading()
                 if reason:
                     return reason
         if is_far or mode != reader.mode:
-            reader.take(mode)
+            reader.set_mode(mode)
     except FAILURES as error:
         return f"cannot be read by {mode.describe()} ({describe_failure(error)})"
     return probe.find_misreading()
@@ -161,7 +161,7 @@ def _allow_levels_and_paths(reader: Any, probe: Probe) -> None:
     mode = reader.mode
     if not reader.mixers.mixers or mode.levels or mode.whole or ROWS in mode.extras:
         return
-    reader.take(replace(mode, cheaper=True))
+    reader.set_mode(replace(mode, cheaper=True))
     if any(probe.find_misreading() for _ in reader.mixers.each_way()):
         _take_back(reader, mode, probe)
 
@@ -172,16 +172,16 @@ def _allow_invariant(reader: Any, probe: Probe) -> None:
     if not reader.can_be_invariant or mode.whole:
         return
     attended: set[int] = set()
-    reader.take(replace(mode, invariant=True))
+    reader.set_mode(replace(mode, invariant=True))
     with observing(reader.settings, lambda layer, *_: attended.add(layer)):
         is_right = _reads_right(reader, probe)
     # the other layers call kernels by themselves
     if is_right and len(attended) < reader.count_attending():
-        reader.take(replace(mode, invariant=True, sums=True))
+        reader.set_mode(replace(mode, invariant=True, sums=True))
         is_right = _reads_right(reader, probe)
     # as attention that chooses keys by an index
     if not is_right:
-        reader.take(replace(mode, grouped=False, sums=True))
+        reader.set_mode(replace(mode, grouped=False, sums=True))
         is_right = _reads_right(reader, probe)
     if not is_right:
         _take_back(reader, mode, probe)
@@ -189,7 +189,7 @@ def _allow_invariant(reader: Any, probe: Probe) -> None:
 
 def _take_back(reader: Any, mode: TreeReadMode, probe: Probe) -> None:
     """Read by this mode again."""
-    reader.take(mode)
+    reader.set_mode(mode)
     probe.find_misreading()  # which measures the states
 
 

@@ -66,14 +66,16 @@ class TextStates:
         # all nodes are new: no forward before this one read any
         if width == new:
             plan = Plan(find_parents(tree_mask, sizes, [[]] * len(cache_rows)), width, new)
-            levels = mixers.by_levels if commits else mixers.takes_levels(plan)
+            levels = mixers.by_levels if commits else mixers.chooses_levels(plan)
             return Reading(plan, states, levels=levels, commits=commits)
         # a draft tree that grows level by level: the new nodes are children of an earlier forward's
         earlier = self._find_reading(cache_rows, states)
         parents = find_parents(tree_mask, sizes, earlier.plan.parents)
         plan = Plan(parents, earlier.plan.shape[1] + new, new)
         # only a forward by levels has the states after its nodes, from which further levels go on
-        return earlier.extend(plan, levels=earlier.levels and mixers.takes_levels(plan, grows=True))
+        return earlier.extend(
+            plan, levels=earlier.levels and mixers.chooses_levels(plan, grows=True)
+        )
 
     def _states_after(self, cache_row: int, length: int) -> States:
         """Return the mixers' states after the first `length` tokens of a cache row's sequence.

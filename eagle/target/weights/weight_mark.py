@@ -45,7 +45,7 @@ class WeightMark:
 
 # what every module has, the mode of training and parameters among it, and what this package holds of a model
 IGNORED = {*vars(nn.Module()), "_eagle_held"}
-SWITCH = "_attn_implementation_internal"  # of a config, which is asked for its attention at every forward
+ATTENTION_KEY = "_attn_implementation_internal"  # of a config, which is asked for its attention at every forward
 PLAIN = (int, float, str, bool, bytes, type(None))
 DEEPEST = 3  # of containers within an attribute, as an adapter's factors by name
 Entry = tuple[int, str]  # the index of a module in the model, or a config's below 0, and a name
@@ -92,7 +92,7 @@ class ModelMark:
                 mark[index, name] = _freeze(value, alive)
         for index, config in enumerate((self.model.config, self.config)):
             for name, value in vars(config).items():
-                if name != SWITCH:
+                if name != ATTENTION_KEY:
                     mark[-1 - index, name] = _freeze(value, alive)
         return mark
 
