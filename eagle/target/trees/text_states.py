@@ -125,7 +125,7 @@ class TextStates:
             self.entries[cache_row].reading = reading
             self.entries[cache_row].seq = seq
             if reading.commits:
-                states = {mixer: ends[seq] for mixer, ends in reading.ends.items()}
+                states = {mixer: ends[seq] for mixer, ends in reading.end_states.items()}
                 self._advance(cache_row, length, length + len(reading.plan.parents[seq]), states)
 
     def keep(self, paths: Mapping[int, Sequence[int]], lengths: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from eagle import Target
 from eagle.target.attention import Masks, attention_limits
 from eagle.target.cache import TreeCache
-from eagle.target.slots import Rows
+from eagle.target.slots import CacheBuffer
 from eagle.target.trees.attention_rows import AttentionRows
 from eagle.target.trees.read_modes import ROWS
 from tests.every_type import SPECIAL, build
@@ -179,7 +179,7 @@ def test_a_copied_sequence_brings_its_index_keys(indexed: Any) -> None:
     # the bytes of a column: keys and values of each head, and one index key a layer, in fp32
     index_keys = [layer.indexer_buffer for layer in cache.layers]
 
-    assert all(isinstance(rows, Rows) and rows in cache.buffers for rows in index_keys)
+    assert all(isinstance(rows, CacheBuffer) and rows in cache.buffers for rows in index_keys)
 
     numbers = 0
 
