@@ -29,7 +29,12 @@ from eagle.target.structure import base_of, decoder_layers
 from eagle.target.twin import share_weights
 from eagle.target.weights.dense import keep_layout, unpack_weights
 from eagle.target.weights.packed import unpack_model
-from eagle.target.weights.quantised import check_quantised, place, read_quantization, why_not_here
+from eagle.target.weights.quantised import (
+    check_quantised,
+    device_map_of,
+    read_quantization,
+    why_not_here,
+)
 from eagle.target.whole import check_weights, is_spare
 
 # without it transformers asks in the terminal whether to run code
@@ -69,7 +74,7 @@ def load_model(
     quantization = read_quantization(path, **source)
     if quantization is not None:
         check_quantised(path, quantization, device, dtype)
-        source["device_map"] = source.get("device_map") or place(device)
+        source["device_map"] = source.get("device_map") or device_map_of(device)
     with _explaining_errors(path):
         loader = choose_loader(path, images=images, **source)
         model, report = loader.from_pretrained(

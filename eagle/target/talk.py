@@ -73,13 +73,13 @@ class ChatMixin:
         kwargs = {"add_generation_prompt": True, **template_kwargs}
         image_parts = [part for turn in messages for part in images_of(turn)]
         if image_parts:
-            return self._show(messages, image_parts, kwargs)
+            return self._tokenize_with_images(messages, image_parts, kwargs)
         # templates of models that see need not print a plain text
         if self.processor is not None:
             messages = list_parts(messages)
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **kwargs})
 
-    def _show(
+    def _tokenize_with_images(
         self,
         messages: list[dict[str, Any]],
         image_parts: list[dict[str, Any]],

@@ -15,10 +15,10 @@ from eagle.target.structure import FAILURES
 
 CAUSAL_TOKENS = 12  # of the texts by which a target is found to be a causal model
 PLAIN = "[B, T, D]"
-FIRST = "[S, B, T, D]"
-THIRD = "[B, T, S, D]"
-JOINED = "[B, T, S * D]"
-TURNED = "[T, B, D]"
+STREAMS_FIRST = "[S, B, T, D]"
+STREAMS_THIRD = "[B, T, S, D]"
+STREAMS_JOINED = "[B, T, S * D]"
+TOKENS_FIRST = "[T, B, D]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Layout:
 
     def read(self, states: Tensor) -> Tensor:
         """Return [B, T, D], one state a token."""
-        if self.axes == FIRST:
+        if self.axes == STREAMS_FIRST:
             return states.mean(0)
-        if self.axes == THIRD:
+        if self.axes == STREAMS_THIRD:
             return states.mean(2)
-        if self.axes == JOINED:
+        if self.axes == STREAMS_JOINED:
             return states.unflatten(-1, (-1, self.width)).mean(2)
-        if self.axes == TURNED:
+        if self.axes == TOKENS_FIRST:
             return states.transpose(0, 1)
         return states
 
@@ -49,13 +49,13 @@ def find_layout(states: Tensor, length: int, width: int) -> Layout | None:
     *axes, last = states.shape
     if axes == [1, length]:
         is_joined = last > width and last % width == 0
-        return Layout(JOINED, width) if is_joined else Layout(PLAIN, last)
+        return Layout(STREAMS_JOINED, width) if is_joined else Layout(PLAIN, last)
     if axes == [length, 1]:
-        return Layout(TURNED, last)
+        return Layout(TOKENS_FIRST, last)
     if len(axes) == 3 and axes[1:] == [1, length]:
-        return Layout(FIRST, last)
+        return Layout(STREAMS_FIRST, last)
     if len(axes) == 3 and axes[:2] == [1, length]:
-        return Layout(THIRD, last)
+        return Layout(STREAMS_THIRD, last)
     return None
 
 
