@@ -300,7 +300,7 @@ class Masks:
         tree_mask: Tensor | None,
         columns: Tensor | None = None,
     ) -> Any:
-        """Make the mask of the last N of R uncommitted tokens of B sequences.
+        """Make the attention mask of a forward over the last N of R uncommitted tokens of B sequences.
 
         Args:
             starts: the committed columns of each sequence.

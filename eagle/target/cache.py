@@ -167,6 +167,7 @@ class TreeCache(SlotCache, Cache):
             self.states.copy(source, target)
 
     def reserve(self, cache_rows: int, columns: int, most: int | None = None) -> None:
+        """Reserve cache rows and columns as in `SlotCache`, and make the recurrent states fit."""
         super().reserve(cache_rows, columns, most)
         if self.states is not None:
             self.states.resize(len(self.lengths))
@@ -249,6 +250,7 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, owner: SlotCache) -> None:
+        """Make a layer without keys and values; `owner` is the cache that it belongs to."""
         super().__init__()
         self.owner = owner
         self.key_buffer = owner.add()
@@ -266,6 +268,7 @@ class _Layer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values [B, X, N, D]; return those of all columns [B, X, S, D], which are attended to."""
         return self.key_buffer.write(key_states), self.value_buffer.write(value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -378,6 +381,7 @@ class _EmptyLayer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values alone, and keep nothing."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:

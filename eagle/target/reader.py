@@ -73,6 +73,13 @@ class TreeReader:
     """Runs a model under any mask through a second set of modules over its weights; the model itself is unchanged."""
 
     def __init__(self, model: Any, config: Any, *, invariant: bool = True) -> None:
+        """Take a model; `check` then finds the mode by which it reads draft trees.
+
+        Args:
+            model: a causal language model of transformers.
+            config: its text config.
+            invariant: in half precision, let a token's bits not depend on what is read with it, where that is possible.
+        """
         if not hasattr(config, "num_hidden_layers"):
             raise ValueError(
                 f"{config.model_type} has no one stack of layers (its config names no num_hidden_layers): it cannot be "
@@ -220,7 +227,7 @@ class TreeReader:
 
     @contextmanager
     def attending_as_stock(self) -> Iterator[None]:
-        """A context in which the model attends by the function that it was loaded with."""
+        """A context in which the model attends by its own function, as no tree is read."""
         attention = self.settings.get(ATTENTION_KEY)
         self.settings[ATTENTION_KEY] = vars(self.config).get(ATTENTION_KEY)
         try:
@@ -447,7 +454,7 @@ class TreeReader:
 
         def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             states = args[0] if args else kwargs["hidden_states"]
-            # a model may hand on several streams, of which a tap gives the mean
+            # a model may have several streams of states, of which a tap gives the mean
             if tap in self.layouts:
                 states = self.layouts[tap].read(states)
             tapped[tap] = self.mixers.to_nodes(states, tapped.get(tap))

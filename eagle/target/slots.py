@@ -91,6 +91,7 @@ class SlotCache:
     """
 
     def __init__(self) -> None:
+        """Make a cache for one sequence; `add` gives it buffers, and `reserve` further cache rows."""
         self.lengths = [0]  # committed columns of every cache row
         self.buffers: list[CacheBuffer] = []
         # by cache row, what is added to a column for its position, for prompts with images alone:

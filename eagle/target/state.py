@@ -166,6 +166,7 @@ class TargetState:
         self.rows.append(new_row)
         self.cache.copy(self._cache_row(row), cache_row)
         self.sequences[cache_row] = list(self.text(row))
+        # after the rows being decoded, and before those whose prompts are still being read
         self._swap(cache_row, self.num_decoding)
         self.num_decoding += 1
 
@@ -252,10 +253,9 @@ class TargetState:
             start = max(start, self.length(row))
             is_alone = self.target.is_alone(len(prompt)) or bool(media_of(prompt))
             # padding is written to the cache too, up to column start + longest
-            fits = (len(batch) + 1) * longest <= most and start + longest <= max(
-                self.columns_by_row.values()
-            )
-            if batch and (is_alone or not fits):
+            fits_forward = (len(batch) + 1) * longest <= most
+            fits_cache = start + longest <= max(self.columns_by_row.values())
+            if batch and (is_alone or not (fits_forward and fits_cache)):
                 break
             # A long first prompt is read in chunks. A sequence beyond longrope's border is not, as one set of
             # frequencies must read all of it; nor is one with images; nor is any prompt by mixers that ignore
@@ -333,7 +333,10 @@ class TargetState:
 
     @torch.inference_mode()
     def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
-        """Make one forward over a tree for each row: a node sees its row's sequence, its ancestors and itself."""
+        """Verify a draft tree for each row: return by row the target's logits and tapped states at every node.
+
+        A node attends to its row's sequence, its ancestors and itself. All rows share a forward where they may.
+        """
         # released memory is freed only now, as a prompt admitted since may have shared a free row's prefix
         if self.needs_shrinking:
             self._reserve(len(self.rows))

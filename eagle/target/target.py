@@ -377,7 +377,7 @@ class Target(ChatMixin):
         drafter: Drafter | None = None,
         texts: int = 1,
     ) -> int:
-        """Return the bytes of a cache with this many tokens, and of what a drafter keeps of them.
+        """Return the bytes of a cache with this many tokens, and of a drafter's own state for them.
 
         Args:
             tokens: as `max_tokens_in_cache`.
@@ -426,7 +426,7 @@ class Target(ChatMixin):
         return length > self.border or self.reader.reads_rows is False
 
     def room(self, prompt: list[int]) -> int:
-        """Return how many tokens may follow a prompt before the last position or a switch of rotary frequencies."""
+        """Return how many tokens may follow a prompt before the model's last position or longrope's border."""
         end = self.max_positions or sys.maxsize
         # one more than the border, as the last token is not read
         if len(prompt) <= self.border < sys.maxsize:

@@ -374,9 +374,9 @@ class TargetTexts:
         (cache_row,) = self._cache_rows([row])
         cache_layer = self.state.cache.layers[layer]
         end = self.state.cache.lengths[cache_row]
-        return cache_layer.key_buffer.tensor[cache_row, :, :end], cache_layer.value_buffer.tensor[
-            cache_row, :, :end
-        ]
+        keys = cache_layer.key_buffer.tensor[cache_row, :, :end]
+        values = cache_layer.value_buffer.tensor[cache_row, :, :end]
+        return keys, values
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
         """Return groups of rows that may share a forward, in the order of their cache rows."""

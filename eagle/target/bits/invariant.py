@@ -159,11 +159,11 @@ class _AttentionCall(NamedTuple):
         return by_head.expand(*scores.shape[:4], 1).flatten(0, 1).flatten(1, 2)
 
     def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return [B * K, R, T] in fp64: products of rows [B * K, R, D] and keys [B * K, T, D], scaled and capped."""
+        """Return scores [B * K, R, T] in fp64: products of queries [B * K, R, D] and keys [B * K, T, D], with cap."""
         # with beta 0 the first argument is not read; the product is scaled while it is written
-        nothing = rows.new_empty(1, dtype=torch.float64)
+        unused = rows.new_empty(1, dtype=torch.float64)
         products = torch.baddbmm(
-            nothing,
+            unused,
             rows.double(),
             keys.double().transpose(1, 2),
             beta=0,
@@ -381,7 +381,7 @@ def fix_rows(model: nn.Module) -> None:
     """
     linears = []
     for module in model.modules():
-        # a layer whose forward was replaced, as by accelerate, is left as it is
+        # a layer whose forward was replaced, as by accelerate, is left unchanged
         if type(module) in FIXED and "forward" not in vars(module) and module.weight.dtype in HALF:
             linears.append(module)
     limits = [limit_rows(linear, type(linear).forward.__get__(linear)) for linear in linears]

@@ -392,7 +392,7 @@ class Probe:
         return order[indices % len(order)]
 
     def _read_paths(self) -> tuple[Tensor, float]:
-        """Return [7, D], states of nodes r, a, c and r, b, d, e by plain forwards, and the tolerated difference."""
+        """Return [7, D], states of nodes r, a, c and r, b, d, e by forwards over whole sequences, and the tolerance."""
         count = self.count
         prompt = self.tokens[:count].tolist()
         r, a, b, c, d, e = self.tokens[count:].tolist()

@@ -52,7 +52,7 @@ class Reading:
         self.node_states: dict[Mixer, dict[tuple[int, int], State]] = {}
 
     def read(self, mixer: Mixer, inputs: dict[str, Any]) -> Any:
-        """Return a mixer's output at the new nodes, given its inputs there."""
+        """Run a mixer in place of its own forward: return its output at the new nodes, given its arguments there."""
         # a mixer has the state {} before the first token
         committed = [states.get(mixer, {}) for states in self.states]
         if self.commits:

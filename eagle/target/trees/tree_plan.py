@@ -39,6 +39,7 @@ class Paths:
         """Return [P * D], the node at each step of each path, as an index into nodes flattened to [B * R, ..]."""
 
         def find() -> list[int]:
+            """List the nodes of all paths, each padded with its last node."""
             indices = []
             for seq, nodes in self.paths:
                 padding = nodes[-1:] * (self.longest - len(nodes))
@@ -54,6 +55,7 @@ class Paths:
         """
 
         def find() -> list[int]:
+            """List for each node the flat index of the last path and step that visits it."""
             seqs, width = self.shape
             indices = [0] * (seqs * width)
             for row, (seq, nodes) in enumerate(self.paths):
@@ -75,12 +77,13 @@ class Paths:
     def gather(self, value: Any) -> Any:
         """Turn a forward's argument by node into one by path: from tensors [B or 1, R, ..] to [P, D, ..].
 
-        Containers are gone through, and values without nodes stay as they are.
+        Containers are searched for such tensors; values without nodes stay unchanged.
         """
         if self.is_whole:
             return value
 
         def pick(tensor: Tensor, batch: int) -> Tensor:
+            """Gather the paths of a tensor whose axes `batch` and `batch` + 1 count sequences and nodes."""
             # the batch axis and the node axis after it are moved to the front, and back at the end
             nodes = tensor.movedim((batch, batch + 1), (0, 1))
             # a tensor may have one row that serves all sequences
@@ -204,7 +207,7 @@ class Plan:
         return levels, Paths(rows, shape)
 
     def path(self, seq: int, node: int) -> list[int]:
-        """Return the nodes from the committed sequence to this one."""
+        """Return the nodes on the path from the committed sequence to a node, which comes last."""
         path = []
         while node != -1:
             path.append(node)

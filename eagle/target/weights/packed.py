@@ -98,7 +98,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return [.., V], x @ weight.T + bias with a packed weight."""
+    """Return [.., V], x [.., D] @ weight.T + bias, for a packed weight [V, D]."""
     # In bf16 one row is read as two, which costs as much as one. Alone it would take another kernel and get other bits.
     is_paired = weight.dtype == torch.bfloat16 and _is_one_row(x)
     rows = x

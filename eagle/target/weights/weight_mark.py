@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-# what a module keeps that is no attribute of its own; parameters are marked by `WeightMark`
+# attributes in which a module keeps its hooks; its parameters are marked by `WeightMark`
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
