@@ -43,7 +43,7 @@ def read_chain(target: Target, state: Any, nodes: int) -> float:
     tokens = torch.arange(1, nodes + 2)[None] % target.vocab_size  # [1, 1 + N]
     tree_mask = torch.ones(1, nodes + 1, nodes + 1, dtype=torch.bool).tril()
     start = process_time()
-    state.ahead([0], tokens, list(range(nodes + 1)), tree_mask)
+    state.read_ahead([0], tokens, list(range(nodes + 1)), tree_mask)
     return process_time() - start
 
 

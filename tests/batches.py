@@ -189,7 +189,7 @@ def add(decoding: Decoding, request: Request, traces: list[Trace]) -> None:
 
 def allocated(decoding: Decoding) -> int:
     """Return rows times positions of the largest buffer of a decoding's cache."""
-    return max(rows.buffer.shape[0] * rows.buffer.shape[2] for rows in decoding.state.cache.buffers)
+    return max(rows.tensor.shape[0] * rows.tensor.shape[2] for rows in decoding.state.cache.buffers)
 
 
 class KnowsAnswers(Drafter):

@@ -154,7 +154,7 @@ def new_hybrid(device: torch.device, **means: bool) -> Target:
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)
     target = Target(model.to(device))
     read_small_trees(target)
-    target.reader.take(TreeReadMode(**means))
+    target.reader.set_mode(TreeReadMode(**means))
     return target
 
 

@@ -257,7 +257,7 @@ class _Search:
         self._add_drafts(nodes, trees)
         tokens = torch.tensor([trie.tokens[first:]])
         mask = trie.ancestors(first)[None]
-        logits = self.target_state.ahead([SHARED_ROW], tokens, trie.depths, mask)[0]  # [N, V]
+        logits = self.target_state.read_ahead([SHARED_ROW], tokens, trie.depths, mask)[0]  # [N, V]
         self.forwards += 1
         self._step(logits, nodes, first)
 

@@ -380,7 +380,7 @@ class ModelState:
             drafting = [rows[index] for index in indices]
             for row, row_tokens, row_parents in zip(drafting, tokens, parents, strict=True):
                 self.levels[row].append((row_tokens, row_parents))
-            return self.state.ahead(drafting, self.clip_to_vocab(tokens), depths, tree_mask)[
+            return self.state.read_ahead(drafting, self.clip_to_vocab(tokens), depths, tree_mask)[
                 ..., : self.size
             ]
 

@@ -32,10 +32,14 @@ def grouped_attention(
     dropout: float = 0.0,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attend without repeating keys and values: a group's queries become rows of one head."""
+    """Scaled dot-product attention for grouped queries that does not repeat keys and values for each query head.
+
+    transformers' sdpa repeats them. Here the G * N queries that share a key/value head are the rows of one product.
+    """
     sequences, heads, count, width = query.shape
     groups = heads // key.shape[1]
-    # a mask of one column is the sign for "all that came before", or "causal, and nothing came before"
+    # `Masks` passes a mask of one column where no mask is needed: one new token sees all columns, and several new
+    # tokens without earlier columns are causal
     unmasked = attention_mask.shape[-1] == 1
     if count > 1 and unmasked:
         output = F.scaled_dot_product_attention(
@@ -48,10 +52,11 @@ def grouped_attention(
         )
         return output.transpose(1, 2).contiguous(), None
     rows = query.reshape(sequences, heads // groups, groups * count, width)
-    # a layer with other heads than the config says
+    # the mask was made for the config's number of groups, and this layer has another
     if not unmasked and attention_mask.shape[-2] != groups * count:
         attention_mask = attention_mask[:, :, :count].repeat(1, 1, groups, 1)
     mask = None if unmasked else attention_mask
+    # on a CPU two plain products are faster than the fused kernel for one token in fp32
     if count == 1 and query.dtype == torch.float32 and query.device.type == "cpu":
         output = _attend_by_products(rows, key, value, mask, scaling or width**-0.5)
     else:
@@ -66,25 +71,34 @@ def _attend_by_products(
     mask: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Attend by two plain products.
+    """Return softmax(q k^T * scale + mask) v by two plain products.
 
     They take 0.6 to 0.9 ms a token less than the fused kernel at 3,000 tokens and 12 layers.
+
+    Args:
+        rows: [B, K, G * N, D], the queries of each key/value head.
+        key: [B, K, S, D].
+        value: [B, K, S, D].
+        mask: [B, 1, G * N, S], added to the scores; None for none.
+        scale: of the products.
     """
     scores = torch.bmm(rows.flatten(0, 1) * scale, key.flatten(0, 1).transpose(1, 2))
     if mask is not None:
-        by_sequence = scores.view(len(rows), -1, *scores.shape[1:])
+        by_sequence = scores.view(len(rows), -1, *scores.shape[1:])  # [B, K, G * N, S]
         scores = (by_sequence + mask).flatten(0, 1)
     return torch.bmm(scores.softmax(-1), value.flatten(0, 1))
 
 
 GROUPED = "eagle_grouped"
 AttentionInterface.register(GROUPED, grouped_attention)
-SWITCH = "_attn_implementation_internal"  # where a config holds the name of its attention
+ATTENTION_KEY = (
+    "_attn_implementation_internal"  # attribute of a config that holds the name of its attention
+)
 
 Observe = Callable[[int, Tensor, Tensor, float], None]
 """Gets a layer's index, its rotated queries [B, H, N, D] and keys [B, K, S, D], and the scale of their product."""
 OBSERVED = "eagle_observed"
-# with the name of the attention that it looks at
+# the observer, and the name of the attention function that runs after it
 OBSERVER: ContextVar[tuple[str, Observe]] = ContextVar("observer")
 
 
@@ -95,7 +109,7 @@ def observed_attention(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Call the observer with queries and keys, then another registered attention."""
+    """Attention function that shows queries and keys to the observer of `observing`, then calls the model's own."""
     name, observe = OBSERVER.get()
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     observe(vars(module)["layer_idx"], query, key, scale)
@@ -107,39 +121,47 @@ AttentionInterface.register(OBSERVED, observed_attention)
 
 def can_observe(model: Any, settings: dict[str, Any]) -> bool:
     """Return whether a model with these config settings uses the registered attention functions."""
-    return model._supports_attention_backend and settings.get(SWITCH) in AttentionInterface()
+    return model._supports_attention_backend and settings.get(ATTENTION_KEY) in AttentionInterface()
 
 
 @contextmanager
 def observing(settings: dict[str, Any], observe: Observe) -> Iterator[None]:
-    """A context in which `observe` receives the queries and keys of a model's attention, which runs as usual."""
-    name = settings[SWITCH]
+    """A context in which `observe` receives the queries and keys of a model's attention, which runs as usual.
+
+    `settings` are the attributes of the config that the model reads.
+    """
+    name = settings[ATTENTION_KEY]
     token = OBSERVER.set((name, observe))
-    # attention functions are looked up by name in every forward
-    settings[SWITCH] = OBSERVED
+    # transformers looks the function up by this name in every forward
+    settings[ATTENTION_KEY] = OBSERVED
     try:
         yield
     finally:
-        settings[SWITCH] = name
+        settings[ATTENTION_KEY] = name
         OBSERVER.reset(token)
 
 
 def can_group(model: Any, config: Any) -> bool:
-    """Return whether a model can run `grouped_attention`: it takes any registered attention and plain causal masks."""
+    """Return whether a model can run `grouped_attention` in place of its own.
+
+    It must take any registered attention function, run sdpa now, and have causal masks alone: no windows and no sparse
+    layers.
+    """
+    # vars rather than getattr, as the attribute has a property and a default on some config classes
     return (
         model._supports_attention_backend
-        and vars(config).get(SWITCH) == "sdpa"
+        and vars(config).get(ATTENTION_KEY) == "sdpa"
         and not any(layer_windows(config).values())
-        and not any(map(SPARSE.search, layer_kinds(config)))
+        and not any(map(SPARSE_KINDS.search, layer_kinds(config)))
     )
 
 
-# layers of these types attend to nothing
-STATEFUL = re.compile("linear|mamba|conv|recurrent|^(moe|mlp)$")
-WINDOWED = re.compile("sliding|compressed|^any$")
-# their attention looks at the mask, so it must be there
-SPARSE = re.compile("chunk|index|sparse|compressed")
-PLAIN = {"any", "full_attention", "sliding_attention"}
+# types of layers without attention
+STATEFUL_KINDS = re.compile("linear|mamba|conv|recurrent|^(moe|mlp)$")
+WINDOWED_KINDS = re.compile("sliding|compressed|^any$")
+# types of layers that read the mask to choose columns, so that it must not be left out
+SPARSE_KINDS = re.compile("chunk|index|sparse|compressed")
+PLAIN_KINDS = {"any", "full_attention", "sliding_attention"}
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -148,33 +170,36 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def window_of(config: Any) -> int | None:
-    """Return a config's sliding window, the commonest where layers differ in theirs; None for none."""
+    """Return a config's sliding window in tokens, the commonest where layers differ in theirs; None for none."""
     config = typical_config(config, ("sliding_window",))
     return getattr(config, "sliding_window", None)
 
 
 def layer_windows(config: Any) -> dict[str, int | None]:
-    """Return the sliding window of each layer type that attends, None for an unlimited one."""
+    """Return the sliding window in tokens of each layer type with attention, None for one without a limit."""
     windows: dict[str, int | None] = {}
     for kind in layer_kinds(config):
-        if not STATEFUL.search(kind):
-            windows[kind] = window_of(config) if WINDOWED.search(kind) else None
+        if not STATEFUL_KINDS.search(kind):
+            windows[kind] = window_of(config) if WINDOWED_KINDS.search(kind) else None
     return windows
 
 
-# config keys that may bound attention; max_window_layers is a number of layers
+# config keys that may limit how far attention reaches; max_window_layers is a number of layers, and no limit
 LIMIT_NAMES = re.compile(
     r"window(?!_layers)|chunk|block_size|local_attention|index\w*_(topk|budget)|compress_rates"
 )
-# tokens for each of the entries that "topk" counts
+# config keys of the number of tokens in a block, where a "topk" key counts blocks
 BLOCK_NAMES = re.compile("index_block_size|compress_rates")
 
 
 def attention_limits(config: Any) -> set[int]:
-    """Return numbers of tokens beyond which a model's attention may leave tokens out, by names in its config."""
+    """Return numbers of tokens beyond which a model's attention may leave tokens out, by names in its config.
+
+    A trial prompt must be longer than these to show whether a reader does the same.
+    """
     limits: list[int] = []
     blocks: list[int] = []
-    budgets: list[int] = []  # of blocks
+    budgets: list[int] = []  # numbers of blocks that a query attends to
     for name, value in vars(config).items():
         if not LIMIT_NAMES.search(name):
             continue
@@ -190,17 +215,21 @@ def attention_limits(config: Any) -> set[int]:
     return {*limits, *(budget * block for budget in budgets)}
 
 
-# numbers of tokens, read in each forward
+# config keys and module attributes of numbers of tokens that a model reads in each forward, so that they can be changed
 FAR_NAMES = re.compile("^(sliding_window|attention_chunk_size|floor_scale)$")
 
 
 @contextmanager
 def near_limits(model: Any, config: Any, near: int) -> Iterator[bool]:
-    """A context in which what a model does beyond so many tokens begins after `near` ones; yields if there is any."""
+    """A context in which a model's windows and chunks of more than `near` tokens have `near` tokens.
+
+    A short trial then shows how the model reads beyond them. It yields whether the model has any.
+    """
     far = {}
     for name, value in vars(config).items():
         if FAR_NAMES.search(name) and type(value) is int and value > near:
             far[name] = value
+    # modules copy such numbers from the config when they are made
     changed = []
     for owner in (vars(config), *map(vars, model.modules())):
         changed += [(owner, name) for name, value in far.items() if owner.get(name) == value]
@@ -214,14 +243,21 @@ def near_limits(model: Any, config: Any, near: int) -> Iterator[bool]:
 
 
 class MasksByKind(dict[str, Any]):
-    """Masks by layer type: attending types first, then those without a mask; one for any other type when asked for."""
+    """Masks by layer type. A type that the config does not list gets its mask when the model asks for it."""
 
     def __init__(self, masks: dict[str, Any], rest: list[str], make: Callable[[str], Any]) -> None:
+        """Take the known masks.
+
+        Args:
+            masks: by layer type with attention, which come first.
+            rest: layer types without a mask.
+            make: returns the mask of any other layer type.
+        """
         super().__init__(masks | dict.fromkeys(rest))
         self.make = make
 
     def __missing__(self, kind: str) -> Any:
-        mask = None if STATEFUL.search(kind) else self.make(kind)
+        mask = None if STATEFUL_KINDS.search(kind) else self.make(kind)
         self[kind] = mask
         return mask
 
@@ -234,20 +270,27 @@ def query_groups(config: Any) -> int:
 
 
 class Masks:
-    """Additive attention masks for eager and sdpa: one mask, or a dict by layer type."""
+    """Makes additive attention masks for eager and sdpa attention: one mask, or a dict by layer type."""
 
     def __init__(self, model: Any, config: Any, grouped: bool, *, as_rows: bool = True) -> None:
-        """Make masks for a model; with `as_rows` a group's queries are rows of one key/value head."""
+        """Find out what masks a model needs.
+
+        Args:
+            model: the model, which gives dtype and device.
+            config: its text config.
+            grouped: whether the model runs `grouped_attention`, which needs no mask for one token or a causal prompt.
+            as_rows: whether a grouped mask is repeated for the queries of a group, which are rows of one product.
+        """
         self.dtype = model.dtype
         self.device = device_of(model.get_input_embeddings())
         self.windows = layer_windows(config)
         self.window = window_of(config)
         self.chunk = getattr(config, "attention_chunk_size", None)
         self.maskless = [kind for kind in layer_kinds(config) if kind not in self.windows]
-        self.is_plain = not self.maskless and PLAIN.issuperset(self.windows)
+        self.is_plain = not self.maskless and PLAIN_KINDS.issuperset(self.windows)
         self.grouped = grouped
         self.groups = query_groups(config) if grouped and as_rows else 1
-        # one column: the sign for "all that came before"
+        # one column tells `grouped_attention` that no mask is needed
         self.unmasked = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
 
     def __call__(
@@ -257,7 +300,7 @@ class Masks:
         tree_mask: Tensor | None,
         columns: Tensor | None = None,
     ) -> Any:
-        """Make the mask of the last N of R uncommitted tokens of B sequences.
+        """Make the attention mask of a forward over the last N of R uncommitted tokens of B sequences.
 
         Args:
             starts: the committed columns of each sequence.
@@ -267,7 +310,7 @@ class Masks:
         """
         count = positions.shape[1]
         is_level = min(starts) == max(starts)
-        # what the kernel masks by itself: one token, or a causal prompt
+        # the kernel needs no mask for one new token in each row, or for causal prompts without earlier columns
         if self.grouped and is_level and (count == 1 or (tree_mask is None and starts[0] == 0)):
             return self.unmasked if self.is_plain else self._by_kind(lambda *reach: self.unmasked)
         if tree_mask is None:
@@ -275,16 +318,21 @@ class Masks:
         make = partial(self._additive, starts, positions, tree_mask, columns)
         if not self.is_plain:
             return self._by_kind(make)
-        # models of one type of layers take a mask, others one by type
+        # a model with one type of layers takes a mask, and others take a dict by type
         masks = {kind: make(window, None) for kind, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _by_kind(self, make: Callable[[int | None, int | None], Tensor]) -> MasksByKind | None:
-        """Make masks by layer type, one for all types of one window and chunk; None where no layer attends."""
+        """Return masks by layer type; None where no layer attends.
+
+        Args:
+            make: returns the mask for a window and a chunk, each a number of tokens or None.
+        """
+        # layer types with the same window and chunk share a mask
         make = cache(make)
 
         def mask_of(kind: str) -> Tensor:
-            window = self.windows.get(kind, self.window if WINDOWED.search(kind) else None)
+            window = self.windows.get(kind, self.window if WINDOWED_KINDS.search(kind) else None)
             return make(window, self.chunk if "chunk" in kind else None)
 
         masks = {kind: mask_of(kind) for kind in self.windows}
@@ -299,7 +347,16 @@ class Masks:
         window: int | None,
         chunk: int | None,
     ) -> Tensor:
-        """Return [B, 1, G * N, S]: 0 where a column is visible, the lowest number where it is not."""
+        """Return [B, 1, G * N, S]: 0 where a new token attends to a column, the lowest number where it does not.
+
+        Args:
+            starts: the committed columns of each sequence.
+            positions: [B, R], of the uncommitted tokens.
+            tree_mask: [1 or B, N, R], as in `__call__`.
+            committed: [B, ..], positions of the committed columns; None: in order.
+            window: the sliding window in positions; None for none.
+            chunk: the number of positions of a chunk, beyond which nothing is attended to; None for none.
+        """
         lowest = torch.finfo(self.dtype).min
         _, count, new = tree_mask.shape
         hidden = ~upload(tree_mask, self.device)
@@ -310,20 +367,21 @@ class Masks:
             dtype=self.dtype,
             device=self.device,
         )
+        # committed columns are visible to all new tokens
         if min(starts) == max(starts):
             mask[:, :, starts[0] :].masked_fill_(hidden, lowest)
         else:
-            # after its own columns a sequence has none, and longer ones have
+            # a shorter sequence's new columns begin earlier, and all columns after them are hidden
             for row, row_hidden, start in zip(
                 mask, hidden.expand(len(starts), -1, -1), starts, strict=True
             ):
                 row[:, start : start + new].masked_fill_(row_hidden, lowest)
                 row[:, start + new :] = lowest
         if window is not None or chunk is not None:
-            # distance counts positions: siblings share one
+            # windows and chunks count positions rather than columns, as siblings share a position
             positions = upload(positions, self.device)
-            columns = place_columns(starts, positions, committed)[:, None]
-            queries = positions[:, -count:, None]
+            columns = place_columns(starts, positions, committed)[:, None]  # [B, 1, S]
+            queries = positions[:, -count:, None]  # [B, N, 1]
             if window is not None:
                 mask.masked_fill_(queries - columns >= window, lowest)
             if chunk is not None:
@@ -338,15 +396,15 @@ def place_columns(
     positions: Tensor,
     committed: Tensor | None = None,
 ) -> Tensor:
-    """Return [B, S], the position of every column.
+    """Return [B, S], the position of every column, committed ones and new ones.
 
     Args:
-        starts: the committed columns of each sequence.
-        positions: [B, R], of the new columns, which come next.
-        committed: positions of the committed columns; None: in order.
+        starts: the number of committed columns of each sequence.
+        positions: [B, R], of the new columns, which come right after them.
+        committed: [B, ..], positions of the committed columns; None: in order.
     """
     new = positions.shape[1]
-    # columns after a sequence's last one keep their index: a mask hides them
+    # columns after a shorter sequence's end keep their index, whatever it is: the mask hides them
     columns = torch.arange(max(starts) + new, device=positions.device).repeat(len(starts), 1)
     if committed is not None:
         committed = upload(committed[:, : columns.shape[1]], positions.device)
@@ -357,7 +415,12 @@ def place_columns(
 
 
 def why_no_trees(config: Any, cache_name: str) -> str | None:
-    """Return why a model cannot even be tried on a tree, or None."""
+    """Return why a model cannot read draft trees, by its cache and attention alone, or None if a trial must tell.
+
+    Args:
+        config: the model's text config.
+        cache_name: the argument of its forward that takes a cache; "" for none.
+    """
     if not cache_name:
         return "keeps nothing between its forwards"
     if config._attn_implementation not in ("eager", "sdpa"):
@@ -366,9 +429,13 @@ def why_no_trees(config: Any, cache_name: str) -> str | None:
 
 
 def rope_border(config: Any) -> float:
-    """Return the length beyond which a longrope model reads a whole sequence with other frequencies; else infinity."""
+    """Return the length in tokens beyond which a longrope model reads a sequence with other rotary frequencies.
+
+    It then reads the whole sequence with them, so that keys cached before are wrong. Infinity for other models.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # one set, or one per layer type
+    # a config has one set of parameters, or a set for each layer type
+    for parameters in (rope, *rope.values()):
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
             return parameters["original_max_position_embeddings"]
     return math.inf

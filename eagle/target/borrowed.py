@@ -39,14 +39,17 @@ def borrow_head(
     first: Tensor | None,
     last: Tensor,
 ) -> TargetHead:
-    """Return the embedding and LM head with the config's scales, or by the model's own forward if it transforms states.
+    """Return the target's embedding and LM head, which draft heads borrow, checked against the model's own logits.
+
+    It is a `TargetHead` with the scales of the config. If the model transforms states before its last matrix, it is a
+    `StockHead`, which runs the model's own forward over them.
 
     Args:
         model: the target's model.
         layers: its embedding and LM head, with plain matrices.
         tokens: [1, T], some tokens.
         first: [T, D], the first layer's input at these; None if it is unknown.
-        last: [T, D'], the base's output at these.
+        last: [T, D'], the base model's output at these.
 
     Raises:
         ValueError: if neither gives the model's logits.
@@ -62,7 +65,7 @@ def borrow_head(
         width=config.hidden_size,
     )
     expected = model(input_ids=tokens, use_cache=False).logits[0]
-    # some models hand out fp32 of wider weights by themselves
+    # logits may be as coarse as the weights, or as fp32, which some models with wider weights return
     coarsest = max(torch.finfo(head.weight.dtype).eps, torch.finfo(torch.float32).eps)
     if torch.finfo(expected.dtype).eps > coarsest:
         raise ValueError(
@@ -92,9 +95,14 @@ def borrow_head(
 
 
 def _embed_scale(config: Any, embedded: Tensor, first: Tensor | None) -> float:
-    """Return the factor from embeddings to the first layer's input, both [T, D].
+    """Return the factor by which a model multiplies embeddings, from its first layer's input.
 
-    None matches where positions are learned: then the bare embedding is borrowed.
+    With learned positions no factor matches, and the embedding is borrowed without a scale.
+
+    Args:
+        config: the target's text config.
+        embedded: [T, D], the embeddings of some tokens.
+        first: [T, D], the first layer's input at these; None if it is unknown.
     """
     if first is not None:
         for scale in (1.0, getattr(config, "embedding_multiplier", 1.0), config.hidden_size**0.5):
@@ -104,7 +112,7 @@ def _embed_scale(config: Any, embedded: Tensor, first: Tensor | None) -> float:
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the factor on a head's product, by the names that configs have for it."""
+    """Return the factor by which a model multiplies its logits, under the names that configs have for it."""
     factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     divisor = getattr(config, "logits_scaling", None) or 1
     return factor or 1 / divisor
@@ -120,7 +128,7 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A target with only the text config, the embedding and the LM head loaded."""
+    """A target of which only the text config, the embedding and the LM head are loaded, for training on a store."""
 
     config: Any
     head: TargetHead
@@ -133,7 +141,11 @@ class Borrowed:
 
 
 def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str, str]:
-    """Write head and config, return checksums by file name; {} if plain matrices cannot express the head."""
+    """Write a target's embedding, LM head and config beside a feature store, so that training need not load the target.
+
+    Returns:
+        Checksums by file name; {} if nothing was written, as plain matrices do not give the head's logits.
+    """
     folder = Path(folder)
     if isinstance(head, StockHead):
         print(
@@ -143,7 +155,7 @@ def save_borrowed(folder: str | Path, head: TargetHead, config: Any) -> dict[str
     tensors, scales = _split_head(head)
     if config.model_type not in CONFIG_MAPPING or not _reproduce_head(tensors, scales, head):
         return {}
-    # one entry: several are written in another order each time
+    # the scales are one entry: safetensors writes several in any order, and the file's checksum would differ
     write_tensors(folder / HEAD, tensors, {"scales": json.dumps(scales)})
     write_whole(folder / CONFIG, [config.to_json_string().encode()])
     return {name: sha256(folder / name) for name in (HEAD, CONFIG)}
@@ -164,10 +176,11 @@ def target_config(
     *,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return the text config of a target, without its weights."""
+    """Return the text config of a target, without loading its weights."""
     config = AutoConfig.from_pretrained(
         model_folder(path, revision), revision=revision, trust_remote_code=trust_remote_code
     ).get_text_config()
+    # not the folder that the file was unpacked into
     if is_gguf(path):
         config.name_or_path = path
     return config
@@ -180,7 +193,7 @@ def is_local_model(path: str, revision: str | None = None) -> bool:
     # a GGUF file on the hub: the tensors that are needed come with the whole file, which counts as a download
     if is_gguf(path):
         return False
-    # with these arguments `cached_file` returns None, where it would raise an error
+    # with these arguments `cached_file` returns None instead of raising errors
     faults = ("missing_entries", "gated_repo", "connection_errors")
     quiet: dict[str, Any] = {f"_raise_exceptions_for_{fault}": False for fault in faults}
     names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
@@ -189,16 +202,17 @@ def is_local_model(path: str, revision: str | None = None) -> bool:
             cached_file(path, name, revision=revision, local_files_only=True, **quiet)
             for name in names
         )
-    except OSError:  # a folder's name, which no hub's id can be
+    # a path that cannot be a hub id
+    except OSError:
         return False
 
 
 def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | None]]:
-    """Return the head's matrices (one where they are tied) and its scales."""
+    """Return the matrices and the scales of a head, as `save_borrowed` writes them."""
     embedding = head.embedding.get_parameter("weight")
     bias = getattr(head.output, "bias", None)
     tensors = {"embedding": embedding.data}
-    # a tied head is written once
+    # a tied LM head is the embedding's matrix, which is written once
     if head.weight.data_ptr() != embedding.data_ptr():
         tensors["output"] = head.weight.data
     if bias is not None:
@@ -208,9 +222,10 @@ def _split_head(head: TargetHead) -> tuple[dict[str, Tensor], dict[str, float | 
 
 
 def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHead:
+    """Return a head made of the matrices and scales of `_split_head`."""
     embedding = nn.Embedding.from_pretrained(tensors["embedding"])
     weight = tensors.get("output", tensors["embedding"])
-    # made without memory, which its weight brings
+    # made on the meta device, without memory, as its parameters are replaced
     output = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in tensors, device="meta")
     output.weight = embedding.weight
     if "output" in tensors:
@@ -222,10 +237,14 @@ def _build_head(tensors: dict[str, Tensor], scales: dict[str, Any]) -> TargetHea
 
 @torch.no_grad()
 def _reproduce_head(tensors: dict[str, Tensor], scales: dict[str, Any], head: TargetHead) -> bool:
-    """Return whether plain matrices give the head's logits: not if it is quantised, offloaded or transformed."""
+    """Return whether plain matrices and scales give the head's embeddings and logits, by a trial on some tokens.
+
+    They do not if the head is quantised, offloaded, or transforms states.
+    """
     if any(tensor.is_meta or tensor.dtype not in PLAIN for tensor in tensors.values()):
         return False
     plain = _build_head(tensors, scales)
+    # without a width `embed` does not refuse embeddings of another width than the states
     head = replace(head, width=None)
     tokens = torch.arange(min(64, len(tensors["embedding"])))
     embedded = head.embed(tokens.to(tensors["embedding"].device))

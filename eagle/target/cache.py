@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from eagle.target.slots import Rows, SlotCache, copy_columns
+from eagle.target.slots import CacheBuffer, SlotCache, copy_columns
 from eagle.target.trees.mixers import Mixers
 from eagle.target.trees.text_states import TextStates, count_states
 
@@ -29,9 +29,8 @@ from eagle.target.trees.text_states import TextStates, count_states
 class TreeCache(SlotCache, Cache):
     """A target's keys, values and tapped states, and the states of its mixers if it has any."""
 
-    lists: tuple[
-        str, ...
-    ] = ()  # by layer, that a model's own kind of cache has beside keys and values
+    # names of lists with an entry for each layer that the model's own kind of cache has beside keys and values
+    lists: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -43,8 +42,8 @@ class TreeCache(SlotCache, Cache):
 
         Args:
             num_layers: the number of layers that write to it.
-            stateful: the number of states of each layer that keeps any.
-            mixers: the modules that keep these states.
+            stateful: by layer index the number of recurrent states that it keeps, for layers that keep any.
+            mixers: the modules that read and write these states.
         """
         SlotCache.__init__(self)
         self.mixers = mixers
@@ -58,35 +57,38 @@ class TreeCache(SlotCache, Cache):
         Cache.__init__(self, layers=layers)
         for name in self.lists:
             setattr(self, name, [None] * num_layers)
-        # written by the state that taps, as one more layer
+        # the tapped hidden states, written by `TargetState` with a tap in the place of a head
         self.tapped = self.add()
 
     def set_write_offset(
         self,
-        slots: Sequence[int],
+        cache_rows: Sequence[int],
         starts: Sequence[int] | None = None,
         sizes: Sequence[int] | None = None,
         *,
         commits: bool = False,
     ) -> None:
-        """Direct the next writes as before.
+        """Let the next forward write to these cache rows, as in `SlotCache`.
 
         Args:
-            slots: the slots that a forward writes to.
-            starts: the first column of each; None: after what is committed.
-            sizes: the sequences' new tokens without padding.
-            commits: whether the forward commits what it reads.
+            cache_rows: the cache rows that the forward writes to.
+            starts: the first column of each; None: after the committed ones.
+            sizes: the number of new tokens of each without padding; None: there is no padding. States need it, for
+                padding would enter them.
+            commits: whether the tokens are committed as they are read, as those of a prompt.
         """
-        super().set_write_offset(slots, starts)
+        super().set_write_offset(cache_rows, starts)
         self.new_sizes = sizes
         self.commits = commits
 
     @property
     def position_ids(self) -> Tensor:
-        """[3, B, S], positions of earlier columns, which some models keep here before transformers 5.21.
+        """[3, B, S], the positions of earlier columns, which some models read from their cache.
 
-        They ask by the name whether there are any. Writing them does nothing, or those of rejected drafts would stay.
+        Those models store positions here before transformers 5.21. Assignments are ignored, as the positions of
+        rejected drafts would stay.
         """
+        # models test with hasattr whether there are earlier columns
         if self.token_positions is None or self.token_positions.earlier is None:
             raise AttributeError("the forward that runs has no earlier columns")
         earlier: Tensor = self.token_positions.earlier
@@ -104,16 +106,24 @@ class TreeCache(SlotCache, Cache):
         new: int,
         width: int,
     ) -> Iterator[None]:
-        """A context in which a model's mixers read the last `new` of `width` uncommitted nodes of each slot."""
+        """A context in which a forward's mixers read nodes from the states of each sequence, and leave new states.
+
+        Args:
+            mixers: the model's modules that keep recurrent states.
+            tree_mask: [B, new, width], the nodes that each new node attends to; None for a chain.
+            new: the number of nodes that the forward reads.
+            width: the number of all uncommitted nodes; the first `width - new` were read by earlier forwards.
+        """
+        # a model of attention alone keeps no states
         if self.states is None:
             yield
             return
-        # the write offset is after the nodes that were read before
+        # the write offset lies after the uncommitted nodes of earlier forwards
         lengths = [start - (width - new) for start in self.starts]
         reading = self.states.open(
-            self.slots,
+            self.active_rows,
             lengths,
-            sizes=self.new_sizes or [width] * len(self.slots),
+            sizes=self.new_sizes or [width] * len(self.active_rows),
             tree_mask=tree_mask,
             new=new,
             mixers=mixers,
@@ -121,7 +131,7 @@ class TreeCache(SlotCache, Cache):
         )
         with mixers.reporting_to(reading):
             yield
-        self.states.close(self.slots, lengths, reading)
+        self.states.close(self.active_rows, lengths, reading)
 
     @torch.inference_mode()
     def keep(
@@ -129,16 +139,16 @@ class TreeCache(SlotCache, Cache):
         paths: Mapping[int, Sequence[int]],
         counts: Mapping[int, int] | None = None,
     ) -> None:
-        """Commit nodes as before, and the states after them; only the first nodes with `counts`."""
+        """Commit columns as in `SlotCache.keep`, and the recurrent states after them."""
         if self.states is not None:
             if counts is None:
-                counts = {slot: len(path) for slot, path in paths.items()}
-            committed = {slot: path[: counts[slot]] for slot, path in paths.items()}
+                counts = {cache_row: len(path) for cache_row, path in paths.items()}
+            committed = {cache_row: path[: counts[cache_row]] for cache_row, path in paths.items()}
             self.states.keep(committed, self.lengths)
-            # what moves up may be read on from, as a beam search does
-            for slot, path in paths.items():
-                count = counts[slot]
-                self.states.retain(slot, path[count:], self.lengths[slot] + count)
+            # later forwards may go on from nodes that move up without being committed, as in a beam search
+            for cache_row, path in paths.items():
+                count = counts[cache_row]
+                self.states.retain(cache_row, path[count:], self.lengths[cache_row] + count)
         super().keep(paths, counts)
 
     def swap(self, first: int, second: int) -> None:
@@ -146,72 +156,90 @@ class TreeCache(SlotCache, Cache):
         if self.states is not None:
             self.states.swap(first, second)
 
-    def clear(self, slot: int) -> None:
-        super().clear(slot)
+    def clear(self, cache_row: int) -> None:
+        super().clear(cache_row)
         if self.states is not None:
-            self.states.cut(slot, 0)
+            self.states.cut(cache_row, 0)
 
     def copy(self, source: int, target: int) -> None:
         super().copy(source, target)
         if self.states is not None:
             self.states.copy(source, target)
 
-    def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
-        super().reserve(slots, columns, most)
+    def reserve(self, cache_rows: int, columns: int, most: int | None = None) -> None:
+        """Reserve cache rows and columns as in `SlotCache`, and make the recurrent states fit."""
+        super().reserve(cache_rows, columns, most)
         if self.states is not None:
             self.states.resize(len(self.lengths))
-            # a sequence that was cut may have no state at its new end
+            # a sequence that was cut may have no state at its new end: cut it where it has one
             self.lengths = [
-                self.states.reusable(slot, length) for slot, length in enumerate(self.lengths)
+                self.states.reusable(cache_row, length)
+                for cache_row, length in enumerate(self.lengths)
             ]
 
-    def reusable(self, slot: int, length: int) -> int:
-        """Return how many of a slot's first tokens, at most `length`, reading can go on after."""
-        return length if self.states is None else self.states.reusable(slot, length)
+    def reusable(self, cache_row: int, length: int) -> int:
+        """Return how many of a cache row's first `length` tokens a new prompt that shares them need not read again.
+
+        Keys and values serve any prefix. Recurrent states are held after some tokens alone.
+        """
+        return length if self.states is None else self.states.reusable(cache_row, length)
 
     def measure(self) -> None:
-        """Note the bytes of the first slot's states and of a column, by which later caches know their room."""
+        """Store the bytes of the first sequence's states and of a column on the mixers, which later caches read."""
         if self.mixers is not None and self.states is not None:
             self.mixers.state_bytes = self.states.state_bytes(0)
             self.mixers.column_bytes = self.column_bytes
 
     def state_columns(self, columns: int) -> int:
-        """Return the columns that take as many bytes as the states of a sequence with so many columns."""
+        """Return how many columns take as much memory as the recurrent states of a sequence with `columns` columns.
+
+        The cache's limit is in columns, so states must be counted as columns.
+        """
         if self.mixers is None or not self.mixers.column_bytes:
             return 0
         state_bytes = count_states(columns) * self.mixers.state_bytes
+        # rounded up
         return -(-state_bytes // self.mixers.column_bytes)
 
-    def snapshot(self, slot: int, length: int) -> None:
-        """Let reading go on after these first tokens of a slot even when it holds more."""
+    def snapshot(self, cache_row: int, length: int) -> None:
+        """Keep the recurrent states after the first `length` tokens even when the sequence grows past them."""
         if self.states is not None:
-            self.states.snapshot(slot, length)
+            self.states.snapshot(cache_row, length)
 
-    def cut(self, slot: int, length: int) -> None:
-        """Cut a slot's sequence to this length."""
-        self.lengths[slot] = length
-        # the next sequence has other images
+    def cut(self, cache_row: int, length: int) -> None:
+        """Cut a cache row's sequence to its first `length` tokens."""
+        self.lengths[cache_row] = length
+        # an empty cache row has no images: the next sequence may have none, or others
         if not length:
-            self.offsets.pop(slot, None)
+            self.offsets.pop(cache_row, None)
         if self.states is not None:
-            self.states.cut(slot, length)
+            self.states.cut(cache_row, length)
 
     @torch.inference_mode()
     def copy_columns(self, source: TreeCache, origin: Tensor, destination: Tensor) -> None:
-        """Copy keys and values (slot, column) [2, M] of another cache of this model to columns of this one."""
-        slots, columns = (destination.max(1).values + 1).tolist()
+        """Copy the keys and values of M columns from another cache of this model.
+
+        Args:
+            source: the other cache.
+            origin: [2, M], cache row and column of each in `source`.
+            destination: [2, M], cache row and column of each in this cache.
+        """
+        # the numbers of cache rows and columns that this cache must have
+        cache_rows, columns = (destination.max(1).values + 1).tolist()
         pairs = []
         layers: Any = zip(self.layers, source.layers, strict=True)
         for layer, source_layer in layers:
-            # these are made at the first write
-            if source_layer.indexer_rows and not layer.indexer_rows:
-                layer.indexer_rows = self.add()
-            for target_rows, source_rows in zip(layer.rows, source_layer.rows, strict=True):
+            # a layer's buffer of indexer keys is made at its first write
+            if source_layer.indexer_buffer and not layer.indexer_buffer:
+                layer.indexer_buffer = self.add()
+            for target_buffer, source_buffer in zip(
+                layer.buffers, source_layer.buffers, strict=True
+            ):
                 # a layer that keeps neither keys nor values has nothing to copy
-                if not source_rows.buffer.shape[2]:
+                if not source_buffer.tensor.shape[2]:
                     continue
-                target_rows.make_room(source_rows.buffer, slots, columns)
-                pairs.append((source_rows.buffer, target_rows.buffer))
+                target_buffer.make_room(source_buffer.tensor, cache_rows, columns)
+                pairs.append((source_buffer.tensor, target_buffer.tensor))
         copy_columns(pairs, origin, destination)
 
 
@@ -222,11 +250,12 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, owner: SlotCache) -> None:
+        """Make a layer without keys and values; `owner` is the cache that it belongs to."""
         super().__init__()
         self.owner = owner
-        self.key_rows = owner.add()
-        self.value_rows = owner.add()
-        self.indexer_rows: Rows | None = None
+        self.key_buffer = owner.add()
+        self.value_buffer = owner.add()
+        self.indexer_buffer: CacheBuffer | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -239,30 +268,38 @@ class _Layer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        return self.key_rows.write(key_states), self.value_rows.write(value_states)
+        """Write new keys and values [B, X, N, D]; return those of all columns [B, X, S, D], which are attended to."""
+        return self.key_buffer.write(key_states), self.value_buffer.write(value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the keys [B, N, D] by which a sparse attention picks its columns; return all of them, [B, S, D]."""
-        if self.indexer_rows is None:
-            self.indexer_rows = self.owner.add()
-        return self.indexer_rows.write(indexer_key_states[:, None])[:, 0]
+        if self.indexer_buffer is None:
+            self.indexer_buffer = self.owner.add()
+        return self.indexer_buffer.write(indexer_key_states[:, None])[:, 0]
 
     @property
-    def rows(self) -> list[Rows]:
+    def buffers(self) -> list[CacheBuffer]:
         """The buffers of the layer."""
-        buffers = [self.key_rows, self.value_rows]
-        if self.indexer_rows is not None:
-            buffers.append(self.indexer_rows)
+        buffers = [self.key_buffer, self.value_buffer]
+        if self.indexer_buffer is not None:
+            buffers.append(self.indexer_buffer)
         return buffers
 
     def get_seq_length(self) -> Any:
-        """Return the number of columns, or what to add to `arange(N)` for the positions of N new tokens."""
+        """Return the number of columns that precede the new tokens.
+
+        A model that computes positions as this length + `arange(N)` gets instead the offsets that make them right for
+        the nodes of a tree.
+        """
         if self.owner.counts_positions:
             return self.owner.token_positions.query_offsets
         return max(self.owner.starts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """Return the number of columns, and 0 or what to add to `arange(S)` for their positions."""
+        """Return the number of columns with the new ones, and the offset of their positions.
+
+        The offset is 0, or for a model that computes positions from it, what to add to `arange(S)`.
+        """
         offsets = 0
         if self.owner.counts_positions:
             offsets = self.owner.token_positions.column_offsets
@@ -270,7 +307,7 @@ class _Layer(CacheLayerMixin):
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """[3, B, S], the positions of earlier columns, which some models keep here; writing them does nothing."""
+        """[3, B, S], the positions of earlier columns, which some models read here; assignments are ignored."""
         return None if self.owner.token_positions is None else self.owner.token_positions.earlier
 
     @indexer_position_ids.setter
@@ -282,18 +319,18 @@ class _Layer(CacheLayerMixin):
 
 
 class _MixedLayer(_Layer, LinearAttentionLayer):
-    """A layer with keys and values whose mixers keep states too; those lie in forks of it."""
+    """A layer with keys and values and with recurrent states; the states lie in copies of it, one for each run."""
 
     def __init__(self, owner: TreeCache, number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         _Layer.__init__(self, owner)
 
-    # else that of `_Layer`, which does nothing, would hide the states'
+    # the method of `_Layer` does nothing, and would hide that which initialises states
     lazy_initialization = LinearAttentionLayer.lazy_initialization  # type: ignore[assignment]
 
 
 def stateful_layers(config: Any) -> dict[int, int]:
-    """Return the number of states that a model's own cache keeps in each layer that has any."""
+    """Return by layer index the number of recurrent states that a model's own cache keeps, for layers that keep any."""
     counts = {}
     for layer_index, layer in enumerate(DynamicCache(config=config).layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -302,7 +339,11 @@ def stateful_layers(config: Any) -> dict[int, int]:
 
 
 def cache_kind(model_cache: Any) -> type[TreeCache]:
-    """Return a kind of `TreeCache` that can stand in for a model's own cache."""
+    """Return a class of `TreeCache` that a model accepts in the place of its own cache.
+
+    Args:
+        model_cache: the cache that a forward of the model returned.
+    """
     if not isinstance(model_cache, Cache):
         return TreeCache
     # caches of some recurrent models keep lists by layer, which the models look up by name
@@ -316,7 +357,10 @@ def cache_kind(model_cache: Any) -> type[TreeCache]:
 
 
 class NoCache(Cache):
-    """A cache that keeps nothing. Without a cache, transformers checks for packed sequences, and the host waits."""
+    """A cache that keeps nothing, for forwards over whole sequences.
+
+    Without a cache, transformers checks whether sequences are packed, and the host waits for the device.
+    """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_EmptyLayer() for _ in range(num_layers)])
@@ -337,6 +381,7 @@ class _EmptyLayer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values alone, and keep nothing."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -350,15 +395,21 @@ class _EmptyLayer(CacheLayerMixin):
 
 
 class BorrowedCache(Cache):
-    """Read-only keys and values [1, X, S, D] of committed tokens by layer; new tokens attend to them."""
+    """Read-only keys and values of committed tokens, which new tokens attend to without being written."""
 
     def __init__(self, borrowed: Sequence[tuple[Tensor, Tensor]], offset: int = 0) -> None:
+        """Take the keys and values to read.
+
+        Args:
+            borrowed: keys and values [1, X, S, D] of each layer.
+            offset: what to add to a column for its position, as after images.
+        """
         super().__init__(layers=[_BorrowedLayer(keys, values) for keys, values in borrowed])
         self.starts = [borrowed[0][0].shape[2]]
         self.offset = offset
 
     def from_columns(self, positions: Tensor) -> Tensor:
-        """Convert positions that count columns to those that the model counts."""
+        """Convert column indices to the positions that the model is given."""
         return positions + self.offset
 
 
@@ -376,7 +427,7 @@ class _BorrowedLayer(_EmptyLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return the borrowed keys and values with the new ones behind them, and keep nothing."""
+        """Return the borrowed keys and values followed by the new ones, and keep nothing."""
         keys, values = self.borrowed
         return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
 

@@ -28,11 +28,11 @@ from eagle.target.whole import check_weights
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
-# a file or `owner/name:file.gguf` of a hub
+# `owner/name:file.gguf`, the name of a file on a hub
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+:.+")
-# a model that llama.cpp's tools split, of which transformers reads no parts
+# a shard of a model that llama.cpp's tools have split, which transformers cannot read
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
-# written last into a folder: what it was made from
+# the file that is written last into a folder, which shows that it is complete, and names the GGUF file
 ORIGIN = "gguf.json"
 EXPECTED = "expected a GGUF file of a causal language model that transformers reads"
 
@@ -43,7 +43,10 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def model_folder(path: str | Path, revision: str | None = None) -> str | Path:
-    """Return what transformers loads a model from: for a GGUF file its unpacked folder, else the path itself."""
+    """Return the folder that a GGUF file is unpacked into, which transformers can load; any other path unchanged.
+
+    A file that has not been unpacked yet is unpacked now.
+    """
     if not is_gguf(path):
         return path
     file = find_gguf(str(path), revision)
@@ -52,7 +55,7 @@ def model_folder(path: str | Path, revision: str | None = None) -> str | Path:
 
 
 def gguf_checksum(folder: Path) -> str | None:
-    """Return the sha256 of the GGUF file that a folder was unpacked from; None for any other folder."""
+    """Return the sha256 of the GGUF file that a folder was unpacked from; None for a folder of another origin."""
     origin = folder / ORIGIN
     if not origin.is_file():
         return None
@@ -61,10 +64,10 @@ def gguf_checksum(folder: Path) -> str | None:
 
 
 def find_gguf(path: str, revision: str | None = None) -> Path:
-    """Return a GGUF file on disk; one of a hub, named `owner/name:file.gguf`, is downloaded.
+    """Return the path of a GGUF file on disk; a file on a hub, named `owner/name:file.gguf`, is downloaded.
 
     Raises:
-        ValueError: if there is none, or if it is something else by its first bytes.
+        ValueError: if there is no such file, or if its first bytes are not those of a GGUF file.
     """
     if SPLIT.search(path):
         raise ValueError(
@@ -88,14 +91,21 @@ def find_gguf(path: str, revision: str | None = None) -> Path:
     return file
 
 
+# cached by size and time of change too, so that the checksum of a large file is computed once
 @lru_cache(64)
 def _open_folder(file: Path, size: int, changed: int) -> Path:
-    """Return the folder that a GGUF file of this size and time of change is unpacked into, made if need be."""
+    """Return the folder of an unpacked GGUF file, and unpack the file first if no process has done so.
+
+    Args:
+        file: the GGUF file.
+        size: its size in bytes.
+        changed: the time of its last change in ns.
+    """
     checksum = sha256(file)
     folder = cached_assets_path("eagle", "gguf", checksum[:16])
     if (folder / ORIGIN).is_file():
         return folder
-    # other processes of one launch wait here, and find it complete
+    # one process of a launch unpacks; the others wait here, and find the folder complete
     with lock_folder(folder, wait=True):
         if not (folder / ORIGIN).is_file():
             unpack_gguf(file, folder)
@@ -112,7 +122,7 @@ def unpack_gguf(file: Path, folder: Path) -> None:
     if find_spec("gguf") is None:
         raise ValueError(f"{file} needs the package gguf to be read: `pip install gguf`")
     source: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
-    # newer releases of transformers leave the weights packed unless they are told otherwise
+    # newer releases of transformers dequantise only if they are asked to
     if hasattr(transformers, "GgufConfig"):
         source["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loader: Any = AutoModelForCausalLM
@@ -120,7 +130,7 @@ def unpack_gguf(file: Path, folder: Path) -> None:
         model, report = loader.from_pretrained(
             file.parent, dtype=torch.float32, output_loading_info=True, **source
         )
-    # a tensor that transformers has no name for would be left at random
+    # a weight that transformers does not find under its name would be random
     check_weights(file, model, report)
 
     needed = sum(weight.nbytes for weight in model.parameters())
@@ -141,7 +151,7 @@ def unpack_gguf(file: Path, folder: Path) -> None:
 def _explaining_errors(file: Path) -> Iterator[None]:
     """A context in which errors of transformers' and gguf's readers become ValueErrors that name the file.
 
-    On a file that is cut off, or of numbers that do not fit, they raise whatever the next line of theirs does.
+    For a truncated or corrupt file these readers may raise any exception.
     """
     try:
         yield
@@ -153,7 +163,7 @@ def _explaining_errors(file: Path) -> Iterator[None]:
 
 
 def hint_files(folder: Path) -> str:
-    """Return a hint for a folder without a config.json that holds GGUF files; "" if it holds none."""
+    """Return a hint for the error about a folder without config.json: it names a GGUF file of the folder, or is ""."""
     files = sorted(name for name in os.listdir(folder) if is_gguf(name))
     if not files:
         return ""

@@ -29,10 +29,15 @@ from eagle.target.structure import base_of, decoder_layers
 from eagle.target.twin import share_weights
 from eagle.target.weights.dense import keep_layout, unpack_weights
 from eagle.target.weights.packed import unpack_model
-from eagle.target.weights.quantised import check_quantised, place, read_quantization, why_not_here
+from eagle.target.weights.quantised import (
+    check_quantised,
+    device_map_of,
+    read_quantization,
+    why_not_here,
+)
 from eagle.target.whole import check_weights, is_spare
 
-# without it transformers asks in the terminal whether to run code
+# without this argument transformers may ask in the terminal whether to run a repository's code
 NO_CODE = {"trust_remote_code": False}
 
 
@@ -45,7 +50,7 @@ def load_model(
     images: bool = False,
     **source: Any,
 ) -> Any:
-    """Load a model; what a quantised one needs is checked beforehand.
+    """Load a causal language model in transformers, with clear errors for what cannot be loaded.
 
     Args:
         path: a save_pretrained folder, a hub id, or a GGUF file as in `model_folder`.
@@ -69,7 +74,7 @@ def load_model(
     quantization = read_quantization(path, **source)
     if quantization is not None:
         check_quantised(path, quantization, device, dtype)
-        source["device_map"] = source.get("device_map") or place(device)
+        source["device_map"] = source.get("device_map") or device_map_of(device)
     with _explaining_errors(path):
         loader = choose_loader(path, images=images, **source)
         model, report = loader.from_pretrained(
@@ -79,12 +84,12 @@ def load_model(
             **source,
         )
     check_weights(path, model, report)
-    # heads and exports name the file that the user named, not the folder that it was unpacked into
+    # heads and exports must record the GGUF file that the user named, not the folder that it was unpacked into
     if is_gguf(name):
         model.config.name_or_path = name
     if adapter is None:
         return model
-    # packed weights take no adapter
+    # an adapter cannot be merged into weights that are still packed
     if quantization is not None:
         unpack_weights(model)
     return open_adapter(model, adapter).merge_and_unload()
@@ -92,7 +97,7 @@ def load_model(
 
 @contextmanager
 def _explaining_errors(path: str | Path) -> Iterator[None]:
-    """A context in which errors of transformers' loader become ValueErrors that say what is wrong at the path."""
+    """A context in which errors of transformers' loader become ValueErrors that say what is wrong at `path`."""
     try:
         yield
     except OSError as error:
@@ -100,7 +105,7 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
             f"no model at {path}: expected a folder of save_pretrained, or a hub id: {_first_line(error)}"
         ) from error
     except SafetensorError as error:
-        # an interrupted download leaves such files
+        # an interrupted download leaves files that are shorter than their header says
         torn = ", ".join(
             sorted(file.name for file in Path(path).glob("*.safetensors") if not _is_whole(file))
         )
@@ -116,15 +121,16 @@ def _explaining_errors(path: str | Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the error's type if it has no message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def choose_loader(path: str | Path, *, images: bool = False, **source: Any) -> Any:
-    """Return the class that loads a model: the one for text where its type has one, else the one that sees.
+    """Return the auto class of transformers that loads a model: for text if its type has such a class, else for images.
 
     Args:
         path: as in `load_model`.
-        images: take the one that sees in any case.
+        images: take the class that reads images in any case.
         source: as in `load_model`.
     """
     options = {
@@ -152,7 +158,7 @@ def check_loadable(path: str | Path, device: str, revision: str | None = None) -
 
 
 def _is_whole(file: Path) -> bool:
-    """Return whether a safetensors file has a header, and all the bytes that it tells of."""
+    """Return whether a safetensors file is complete: it has a header, and all the bytes that the header names."""
     try:
         with safe_open(file, "pt"):
             return True
@@ -161,12 +167,15 @@ def _is_whole(file: Path) -> bool:
 
 
 def read_spare_tensor(model: Any, name: str) -> Tensor | None:
-    """Return a tensor of a multi-token prediction layer from the model's files; None if there is none."""
+    """Return a tensor of a multi-token prediction layer by its name; None if the model has no such tensor.
+
+    transformers does not load these layers, so the tensor is read from the model's files.
+    """
     if not is_spare(name, model):
         return None
     path = _find_file(model.config, SAFE_WEIGHTS_NAME)
     index = _find_file(model.config, SAFE_WEIGHTS_INDEX_NAME)
-    # of several files, the index tells which one holds the tensor
+    # where weights are in several files, the index names the file of the tensor
     if index is not None:
         shard = json.loads(Path(index).read_text())["weight_map"].get(name)
         path = None if shard is None else _find_file(model.config, shard)
@@ -185,6 +194,7 @@ def _find_file(config: Any, name: str) -> str | None:
         return None
     options: dict[str, Any] = {
         "revision": getattr(config, "_commit_hash", None),
+        # return None for a file that does not exist
         "_raise_exceptions_for_missing_entries": False,
     }
     folder = model_folder(config.name_or_path, options["revision"])
@@ -195,12 +205,16 @@ def _find_file(config: Any, name: str) -> str | None:
 def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
     """Return a second module tree over a model's weights that runs with an adapter; the model itself runs as before.
 
-    `config` is the model's text config. Packed weights are laid out plainly, as adapters may read them.
+    Args:
+        model: the model, whose packed weights are made plain, as adapters may read them.
+        config: its text config.
+        adapter: a folder or a hub id of an adapter.
     """
     unpack_model(model)
-    # peft changes the modules of the second tree alone
+    # peft replaces modules in the second tree alone
     twin, _ = share_weights(model, config, decoder_layers(base_of(model), config.num_hidden_layers))
     adapted = open_adapter(twin, adapter).get_base_model()
+    # draft heads borrow the embedding and the LM head as plain matrices, so the adapter must not wrap them
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         changed = getattr(adapted, getter)()
         if type(changed) is not type(getattr(model, getter)()):
@@ -213,7 +227,7 @@ def adapt_model(model: Any, config: Any, adapter: str | Path) -> Any:
 
 
 def open_adapter(model: Any, adapter: str | Path) -> Any:
-    """Return the peft model that runs a model, which is changed in place, with an adapter of its layers."""
+    """Return a peft model that runs a model with an adapter; the model's layers are wrapped in place."""
     try:
         from peft import PeftConfig, PeftModel
     except ImportError:
@@ -222,9 +236,9 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
         ) from None
     try:
         with warnings.catch_warnings(), keep_layout(model):
-            # peft would leave them at random
+            # peft only warns of weights that the adapter's files lack, and leaves them at random
             warnings.filterwarnings("error", "Found missing adapter keys")
-            # a config must not choose what code runs here
+            # a downloaded config must not choose what code runs here
             if getattr(PeftConfig.from_pretrained(str(adapter)), "megatron_config", None):
                 raise ValueError(
                     "its megatron_config makes peft import the module that megatron_core names"
@@ -240,7 +254,12 @@ def open_adapter(model: Any, adapter: str | Path) -> Any:
 
 
 def refuse_prompt_adapter(config: Any, name: str) -> None:
-    """Raise a ValueError for an adapter, by its config of peft, that does more than change layers at every token."""
+    """Raise a ValueError if an adapter does more than change layers at every token, such as prompt tuning.
+
+    Args:
+        config: the adapter's config of peft.
+        name: how the message names the adapter.
+    """
     if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
         raise ValueError(
             f"{name} adds to the prompt or waits for a token in it: got {config.peft_type.value}, "
@@ -249,27 +268,29 @@ def refuse_prompt_adapter(config: Any, name: str) -> None:
 
 
 def unwrap_adapters(model: Any) -> Any:
-    """Return the model of transformers that a peft model wraps, whose layers its adapters changed; else the model.
+    """Return the transformers model inside a peft model, whose layers run with the adapters; any other model unchanged.
 
     Raises:
-        ValueError: if the peft model does more than that model by itself.
+        ValueError: if an adapter acts outside of the layers, so that the inner model alone would ignore it.
     """
     while type(model).__module__.startswith("peft."):
+        # looked up on the class, as an instance passes unknown names on to the model inside
         if "active_peft_config" in dir(type(model)):
             refuse_prompt_adapter(
                 model.active_peft_config,
                 f"{type(model).__name__} has an adapter that",
             )
-        # attributes are looked up in the model within, too
+        # `_modules` rather than attributes, which peft looks up in the model inside too
         modules = model._modules
         model = modules["base_model" if "base_model" in modules else "model"]
     return model
 
 
 def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
-    """Add LoRA adapters, initially without effect, to all linear layers but the LM head; all else is frozen.
+    """Add LoRA adapters to all linear layers but the LM head for training; all other weights are frozen.
 
-    The model is changed in place; the returned peft model can switch adapters off and merge them.
+    The adapters have no effect at first. The model is changed in place; the returned peft model can switch adapters
+    off and merge them.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -283,7 +304,11 @@ def add_adapter(model: Any, rank: int, alpha: int, dropout: float) -> Any:
 
 
 def check_model(model: Any) -> Any:
-    """Return a causal language model of transformers, out of peft's wrapper; ValueError for anything else."""
+    """Return the model that a target is made of: a causal language model of transformers, taken out of peft's wrapper.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if isinstance(model, str | Path):
         raise ValueError(
             f"Target takes a model, got the path {str(model)!r}: use Target.load({str(model)!r})"
@@ -307,12 +332,13 @@ def check_model(model: Any) -> Any:
 
 
 def settle_weights(model: Any, device: torch.device) -> None:
-    """Let a model rewrite its weights that does so in its first forward in evaluation, as RWKV.
+    """Run a model once that rewrites its weights in its first forward, as RWKV rescales its own.
 
-    It remembers in an attribute that it has. A second set of modules over its weights would rewrite them once more.
+    The model remembers that in an attribute. A second module tree that copied the attribute before would rewrite the
+    shared weights again.
     """
     base = base_of(model)
-    # only a model that rewrites them has this attribute
+    # only models that rewrite their weights have this attribute
     if getattr(base, "layers_are_rescaled", None) is False:
         with torch.no_grad():
             base(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
@@ -328,7 +354,8 @@ def tokenizer_of(path: str | Path, **source: Any) -> Any:
 
 
 def processor_of(path: str | Path, model: Any, **source: Any) -> Any:
-    """Return what prepares images for a model that sees; None where there is none, or where pillow is not installed."""
+    """Return the processor that prepares images for a model; None without one, or if pillow is not installed."""
+    # a model that reads no images needs none
     if "pixel_values" not in inspect.signature(type(base_of(model)).forward).parameters:
         return None
     path = model_folder(path, source.get("revision"))
@@ -339,7 +366,7 @@ def processor_of(path: str | Path, model: Any, **source: Any) -> Any:
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """Return the floating-point type of that name."""
+    """Return the floating-point dtype of a name such as "bfloat16", or the dtype itself; refuse all others."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(

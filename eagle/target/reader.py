@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from eagle.core.arguments import is_setting
 from eagle.core.drafter import TargetHead
 from eagle.device import upload
-from eagle.target.attention import GROUPED, STATEFUL, SWITCH, Masks, can_group, why_no_trees
+from eagle.target.attention import (
+    ATTENTION_KEY,
+    GROUPED,
+    STATEFUL_KINDS,
+    Masks,
+    can_group,
+    why_no_trees,
+)
 from eagle.target.bits.blocks import reading_blocks
 from eagle.target.bits.invariant import (
     INVARIANT,
@@ -52,10 +59,13 @@ from eagle.target.trees.read_modes import (
 from eagle.target.twin import share_weights, with_own_hooks
 from eagle.target.weights.quantised import quantization_of, why_rows_mix
 
-LEAST_BYTES = 2**30  # of states that a tree's nodes may take by levels; else as many as the weights
-# beyond it layers run on pieces of a prompt, which taps would miss
+# bytes that the states of a tree's nodes may take when they are read by levels, or as many as the weights if those are
+# larger
+MIN_STATE_BYTES = 2**30
+# config key of a number of tokens: layers run on pieces of longer prompts, which taps would miss
 WHOLE_PROMPTS = "max_inference_chunksize"
-# of a prompt that take as long as one token by itself: 4 in fp32 and 12 in bf16 on a CPU
+# tokens of a prompt in one forward that take as long as one token in its own forward: measured were 4 in fp32 and 12 in
+# bf16 on a CPU
 STEP_TOKENS = 16
 
 
@@ -63,6 +73,13 @@ class TreeReader:
     """Runs a model under any mask through a second set of modules over its weights; the model itself is unchanged."""
 
     def __init__(self, model: Any, config: Any, *, invariant: bool = True) -> None:
+        """Take a model; `check` then finds the mode by which it reads draft trees.
+
+        Args:
+            model: a causal language model of transformers.
+            config: its text config.
+            invariant: in half precision, let a token's bits not depend on what is read with it, where that is possible.
+        """
         if not hasattr(config, "num_hidden_layers"):
             raise ValueError(
                 f"{config.model_type} has no one stack of layers (its config names no num_hidden_layers): it cannot be "
@@ -70,22 +87,25 @@ class TreeReader:
             )
         self.original = model
         self.config = config
-        self.checked = False
-        self.tolerance = 0.0
-        self.refusal: str | None = None  # why no mode was found: it is looked for once
-        # whether the truth is the model's own steps by one token, as in `generate`
+        self.checked = False  # whether `check` has found a mode that reads trees right
+        self.tolerance = 0.0  # relative difference of states that the check takes for rounding
+        self.refusal: str | None = None  # why no mode was found: modes are tried once
+        # whether the reference is the model's steps by one token, as in `generate`, not its forward over a sequence
         self.follows_steps = False
-        self.reads_rows: bool | None = None  # None: not tried yet
-        self.layouts: dict[int, Layout] = {}  # of the taps that a forward has shown
+        # whether several sequences may share a forward; None: not tried yet
+        self.reads_rows: bool | None = None
+        self.layouts: dict[int, Layout] = {}  # by tap, of the states that a forward has shown there
         self.arguments = inspect.signature(type(base_of(model)).forward).parameters
-        self.can_be_invariant = invariant and can_be_invariant(model, vars(config).get(SWITCH))
+        self.can_be_invariant = invariant and can_be_invariant(
+            model, vars(config).get(ATTENTION_KEY)
+        )
         self.cache_name = cache_name_of(base_of(model))
         self.stateful = stateful_layers(config)
         self.cache_kind = TreeCache
-        self.take(TreeReadMode(grouped=can_group(model, config)))
+        self.set_mode(TreeReadMode(grouped=can_group(model, config)))
 
-    def take(self, mode: TreeReadMode) -> None:
-        """Read in this mode from now on."""
+    def set_mode(self, mode: TreeReadMode) -> None:
+        """Read in this mode from now on, through a new set of modules that the mode's changes are made to."""
         self.mode = mode
         layers = decoder_layers(base_of(self.original), self.config.num_hidden_layers)
         self.hooked = with_own_hooks(self.original, layers)  # modules of the original
@@ -95,29 +115,29 @@ class TreeReader:
         self.masks = Masks(self.original, self.config, mode.grouped, as_rows=not mode.invariant)
         if UNLIMITED in mode.extras:
             self.masks.windows = dict.fromkeys(self.masks.windows)
-        # values are set past the properties, of which other configs would hear
+        # changed through vars, as the setters of some config properties change sub-configs too
         self.settings = vars(twin_config)
         if WHOLE_PROMPTS in self.settings:
             self.settings[WHOLE_PROMPTS] = sys.maxsize
         self.has_rows = ROWS in mode.extras
-        # none report while they are looked for
+        # `_make_mixers` runs forwards, in which no mixer may report yet
         self.mixers = Mixers()
         self.mixers = self._make_mixers(mode)
-        # of the forward that runs, for models that count by themselves
+        # of the forward that runs, for models that compute positions by themselves
         self.token_positions: TokenPositions | None = None
-        # of a sequence's first token
-        self.origin = first_position(self) if ORIGIN in mode.extras else 0
+        # the position of a sequence's first token, which is not 0 in some models
+        self.first_position = first_position(self) if ORIGIN in mode.extras else 0
         if TABLES in mode.extras:
             place_tables(self)
         if mode.keeps_bits:
             fix_rows(self.model)
         if mode.invariant:
-            self.settings[SWITCH] = INVARIANT
+            self.settings[ATTENTION_KEY] = INVARIANT
         elif mode.grouped:
-            self.settings[SWITCH] = GROUPED
+            self.settings[ATTENTION_KEY] = GROUPED
 
     def _make_mixers(self, mode: TreeReadMode) -> Mixers:
-        """Wrap the modules that read paths in this mode."""
+        """Wrap the modules that this mode runs over paths of a tree, as a mask cannot steer them."""
         if mode.whole:
             return Mixers(
                 [WholeModel(self.base, self.cache_name, singly=mode.singly)],
@@ -125,39 +145,47 @@ class TreeReader:
             )
         mixers = Mixers()
         if self.stateful:
-            # the model's own cache tells what its mixers look for in one
-            self.cache_kind = cache_kind(self._read_two(None))
-            found = find_mixers(self.base, self.new_cache(), self._read_two)
+            # a forward with the model's own cache shows which attributes its mixers look up in a cache
+            self.cache_kind = cache_kind(self._read_two_sequences(None))
+            found = find_mixers(self.base, self.new_cache(), self._read_two_sequences)
             most_bytes = None
+            # by levels every node has a state, so that large trees would need much memory
             if mode.cheaper:
                 weights = sum(weight.nbytes for weight in self.original.parameters())
-                most_bytes = max(weights, LEAST_BYTES)
+                most_bytes = max(weights, MIN_STATE_BYTES)
             mixers = Mixers(found, by_levels=mode.levels, most_bytes=most_bytes)
         if self.has_rows:
-            attention = find_attention(self.base, self.config, self._run_two)
+            attention = find_attention(self.base, self.config, self._run_two_sequences)
             mixers = Mixers([*mixers.mixers, *attention], by_levels=mode.levels)
         return mixers
 
     def count_attending(self) -> int:
-        """Return the number of layers that attend, as far as the config tells."""
+        """Return the number of layers with attention, by the config's layer types or the layers without a state."""
         kinds = getattr(self.config, "layer_types", None)
         if not kinds:
             return len(self.layers) - len(self.stateful)
-        return sum(STATEFUL.search(kind) is None for kind in kinds)
+        return sum(STATEFUL_KINDS.search(kind) is None for kind in kinds)
 
     def logits(self, head: TargetHead, hidden: Tensor) -> Tensor:
-        """Return [.., V], the LM head's logits at states [.., D], with bits as this reader's mode keeps them."""
+        """Return [.., V], the LM head's logits at states [.., D].
+
+        In a mode that keeps bits, a token's logits do not depend on the number of states that are read with it.
+        """
         if not self.mode.keeps_bits:
             return head.logits(hidden)
+        # a matrix product takes another kernel, and another order of sums, for other numbers of rows
         return in_fixed_rows(head.logits, hidden, limit_rows(head.output, head.logits))
 
     @property
     def reads_on_device(self) -> bool:
-        """Whether a tree can be read whose nodes the host does not know."""
+        """Whether a tree can be read that lies on the device alone, so that the host need not wait for its nodes.
+
+        Paths, offsets and tables of positions are computed on the host.
+        """
         return not self.mixers.mixers and not {OFFSETS, TABLES} & set(self.mode.extras)
 
     def describe(self) -> str:
-        """Return how trees are read, in words; known once a sequence was read."""
+        """Return how trees are read, in words; `check` must have found the mode."""
         has_mixers = bool(self.mixers.mixers) and not self.mode.whole
         return self.mode.describe(has_mixers=has_mixers and bool(self.stateful))
 
@@ -170,27 +198,28 @@ class TreeReader:
         )
 
     @torch.inference_mode()
-    def _read_two(self, cache: TreeCache | None) -> Any:
-        """Return the cache of a forward over two sequences of three tokens."""
+    def _read_two_sequences(self, cache: TreeCache | None) -> Any:
+        """Run the model over two sequences of three tokens, and return its cache.
+
+        With None the model makes its own kind of cache.
+        """
         if cache is not None:
             cache.lengths = [0, 0]
             cache.set_write_offset([0, 1])
-        return getattr(self._run_two(cache), self.cache_name, None)
+        return getattr(self._run_two_sequences(cache), self.cache_name, None)
 
     @torch.inference_mode()
-    def _run_two(self, cache: Any) -> Any:
+    def _run_two_sequences(self, cache: Any) -> Any:
+        """Return the model's output for two sequences of three arbitrary tokens, which are valid ids of the model."""
         tokens = torch.arange(3, 9, device=self.masks.device).view(2, 3) % self.config.vocab_size
         return self.base(input_ids=tokens, use_cache=True, **{self.cache_name: cache})
 
     def read_texts(self, tokens: Tensor, media: Mapping[str, Any] | None = None) -> Tensor:
-        """Return the LM head's input by the model's own plain forward.
+        """Return [B, T, D], the LM head's input at whole sequences, by one forward without a cache or a tree.
 
         Args:
             tokens: [B, T], right-padded.
-            media: the other inputs of one sequence with images.
-
-        Returns:
-            [B, T, D].
+            media: for one sequence with images, what its processor gave except the tokens.
         """
         inputs = {"input_ids": upload(tokens, self.masks.device), **self.to_inputs(media or {})}
         with self.attending_as_stock():
@@ -198,16 +227,20 @@ class TreeReader:
 
     @contextmanager
     def attending_as_stock(self) -> Iterator[None]:
-        """A context in which the model attends by the function that it was loaded with."""
-        attention = self.settings.get(SWITCH)
-        self.settings[SWITCH] = vars(self.config).get(SWITCH)
+        """A context in which the model attends by its own function, as no tree is read."""
+        attention = self.settings.get(ATTENTION_KEY)
+        self.settings[ATTENTION_KEY] = vars(self.config).get(ATTENTION_KEY)
         try:
             yield
         finally:
-            self.settings[SWITCH] = attention
+            self.settings[ATTENTION_KEY] = attention
 
     def to_inputs(self, media: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a processor gave for images, as this model's forward takes it."""
+        """Return what a processor gave for images as arguments of this model's forward, on its device and in its dtype.
+
+        Raises:
+            ValueError: if the forward has no argument of such a name.
+        """
         unknown = [name for name in media if name not in self.arguments]
         if unknown:
             raise ValueError(
@@ -218,7 +251,7 @@ class TreeReader:
         for name, value in media.items():
             if is_setting(name, value):
                 continue
-            # pixels come in fp32, and indices stay integers
+            # pixels come in fp32, and take the model's dtype; indices stay integers
             tensor = torch.as_tensor(value, device=self.masks.device)
             if tensor.is_floating_point():
                 tensor = tensor.to(self.masks.dtype)
@@ -226,9 +259,15 @@ class TreeReader:
         return inputs
 
     def read_images(self, tokens: Tensor, media: Mapping[str, Any], cache: Any) -> Tensor:
-        """Return [1, T, D], the LM head's input at a whole prompt [1, T] with images, by the model's own forward.
+        """Return [1, T, D], the LM head's input at a whole prompt with images, by the model's own forward.
 
-        Its keys and values lie where the cache aims, and the cache knows from now on how the model counts positions.
+        Its keys and values are written at the cache's write offset. The cache's `offsets` get what to add to the
+        columns of later tokens for their positions, for many tokens of an image share a position.
+
+        Args:
+            tokens: [1, T].
+            media: what the processor gave for the images.
+            cache: a `TreeCache`.
         """
         if self.mode.whole or self.has_rows:
             raise ValueError(
@@ -247,16 +286,16 @@ class TreeReader:
             **self.to_inputs(media),
             self.cache_name: cache,
         }
-        # the positions are made within the model, and its text layers get them
+        # the model computes positions, and passes them to its text layers, where a hook sees them
         backbone = holder_of(self.base, self.layers)
         with self.attending_as_stock(), backbone.register_forward_pre_hook(note, with_kwargs=True):
             with self.reading(cache, None, count, count):
                 hidden = self.base(**inputs, use_cache=True).last_hidden_state
         last = count - 1
-        # of one set for each way in which an image extends, and perhaps one that counts tokens before them
+        # [3 or 4, 1, T]: the last three are positions in time, height and width; a first one may count tokens
         if position_ids and position_ids[0].ndim == 3:
             last = int(position_ids[0][-3:].max())
-        cache.offsets[cache.slots[0]] = last + 1 - count
+        cache.offsets[cache.active_rows[0]] = last + 1 - count
         return hidden
 
     def __call__(
@@ -267,14 +306,14 @@ class TreeReader:
         cache: Any,
         columns: Tensor | None = None,
     ) -> Any:
-        """Read tokens, which the cache appends at the offset set before.
+        """Run the model over uncommitted tokens, a chain or a tree, and write their keys and values to the cache.
 
         Args:
-            tokens: [B, N], the last N of R uncommitted ones.
+            tokens: [B, N], the last N of R uncommitted ones; earlier forwards have read the others.
             positions: [B, R], of all uncommitted tokens.
-            tree_mask: as in `Masks`.
-            cache: the cache, whose write offset has been set.
-            columns: as in `Masks`.
+            tree_mask: [B, N, R], the uncommitted tokens that each new one attends to; None for a chain.
+            cache: the cache, whose `set_write_offset` was called for this forward.
+            columns: [B, S], the positions of the committed columns; None if they are in order.
 
         Returns:
             [B, N, D], the LM head's input.
@@ -282,7 +321,7 @@ class TreeReader:
         device = self.masks.device
         count = tokens.shape[1]
         width = positions.shape[1]
-        # the cache writes after the uncommitted tokens that were read before
+        # the committed columns of each row: the write offset lies after the uncommitted tokens of earlier forwards
         starts = [start - (width - count) for start in cache.starts]
         mask = None if self.has_rows else self.masks(starts, positions, tree_mask, columns)
         # in half precision on a CPU, attention reads earlier keys in blocks of fixed size, so that
@@ -298,10 +337,19 @@ class TreeReader:
         return output if isinstance(output, Tensor) else output.last_hidden_state
 
     def run(self, inputs: dict[str, Tensor], positions: Tensor, mask: Any, cache: Any) -> Any:
-        """Run the model on tokens or embeddings at positions [B, N], with those other arguments that it knows."""
+        """Run the model, with position ids, mask and cache passed only where its forward takes them.
+
+        Args:
+            inputs: `input_ids` or `inputs_embeds` of N tokens.
+            positions: [B, N], which count from 0 and by columns of the cache.
+            mask: as `Masks` makes it.
+            cache: the cache.
+        """
+        # after images a token's position is not its column
         positions = cache.from_columns(positions)
-        if self.origin:
-            positions = positions + self.origin
+        # some models number their positions from another number than 0
+        if self.first_position:
+            positions = positions + self.first_position
         options = {
             "position_ids": upload(positions, self.masks.device),
             "attention_mask": mask,
@@ -312,7 +360,7 @@ class TreeReader:
 
     @contextmanager
     def placing(self, positions: TokenPositions, cache: Any) -> Iterator[None]:
-        """A context in which the model, and its cache, tell positions from these."""
+        """A context in which a model that computes positions itself, or by its cache's length, gets these instead."""
         self.token_positions = positions
         cache.token_positions = positions
         cache.counts_positions = OFFSETS in self.mode.extras
@@ -330,12 +378,12 @@ class TreeReader:
         depths: Sequence[int] = (),
         tree_mask: Tensor | None = None,
     ) -> Any:
-        """Read tokens of one sequence: a chain, or a tree after `start` committed ones.
+        """Read tokens of one sequence: a chain, or a tree after `start` committed ones; for the trials of a mode.
 
         Args:
             tokens: [N].
-            start: the number of committed tokens.
-            cache: the cache, whose first slot is read.
+            start: the number of committed tokens; with 0 the tokens are a prompt and are committed.
+            cache: the cache, whose first row is used.
             depths: the depth of each token; () for a chain.
             tree_mask: [N, N], the tokens that each of them sees; None for a chain.
 
@@ -348,16 +396,16 @@ class TreeReader:
         if tree_mask is not None:
             tree_mask = tree_mask[None]
         hidden = self(tokens[None], positions, tree_mask, cache)
-        # a prompt: trees go on from its states, one after another
+        # after a prompt: several trees are read from its states, one after another
         if not start:
             cache.snapshot(0, len(tokens))
         return hidden
 
     def reads_on(self, prefix: int, count: int) -> bool:
-        """Return whether a prompt of `count` tokens is read on from its first `prefix` ones, rather than as a whole.
+        """Return whether a prompt of `count` tokens should reuse a cache of its first `prefix` ones.
 
-        Mixers that read by levels take the rest token by token, which must be worth it. Where the truth is a model's
-        own steps, they are not what its forward over a prompt gives.
+        Mixers that read by levels read the rest token by token, which pays only after a long prefix. Where a model's
+        steps by one token differ from its forward over a sequence, a prompt must be read as a whole.
         """
         if not self.mixers.by_levels:
             return True
@@ -370,7 +418,10 @@ class TreeReader:
         new: int,
         width: int,
     ) -> AbstractContextManager[None]:
-        """A context in which modules that keep a state read `new` of `width` uncommitted nodes where the cache aims."""
+        """A context in which modules that keep a state read the last `new` of `width` uncommitted nodes.
+
+        They go on from the states of the cache's active rows. Without such modules the context does nothing.
+        """
         return (
             cache.reading(self.mixers, tree_mask, new, width)
             if self.mixers.mixers
@@ -378,8 +429,11 @@ class TreeReader:
         )
 
     def find_layouts(self, tokens: Tensor) -> dict[int, Tensor]:
-        """Return the states [1, T, D] of a sequence [1, T] at all taps that can be read; note their layouts."""
-        # one layer's input may be laid out otherwise than another's
+        """Read a sequence [1, T]; return its states [1, T, D] at all taps that can be read, and store their layouts.
+
+        A layer whose input has an unknown layout cannot be tapped, and is left out.
+        """
+        # the inputs of two layers may have different layouts, so each is looked at
         with self.tapping(tuple(range(len(self.layers)))) as tapped:
             last = self.read_texts(tokens)
         for tap, states in tapped.items():
@@ -392,19 +446,22 @@ class TreeReader:
 
     @contextmanager
     def tapping(self, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """A dict that receives the inputs [B, T, D] of the tapped layers while the block runs."""
+        """A context with a dict that receives by tap the input [B, T, D] of each tapped layer while forwards run in it.
+
+        Tap -1, the LM head's input, is left to the caller.
+        """
         tapped: dict[int, Tensor] = {}
 
         def record(tap: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             states = args[0] if args else kwargs["hidden_states"]
-            # several streams become one
+            # a model may have several streams of states, of which a tap gives the mean
             if tap in self.layouts:
                 states = self.layouts[tap].read(states)
             tapped[tap] = self.mixers.to_nodes(states, tapped.get(tap))
 
         handles = []
         for tap in taps:
-            # the LM head's input is no layer's
+            # tap -1 is no layer's input
             if tap != -1:
                 handles.append(
                     self.layers[tap].register_forward_pre_hook(
@@ -418,11 +475,11 @@ class TreeReader:
                 handle.remove()
 
     @contextmanager
-    def _on_a_copy(self) -> Iterator[None]:
-        """A context in which a second set of modules stands for the untouched model.
+    def _trying_on_a_copy(self) -> Iterator[None]:
+        """A context in which modes are tried on a second set of modules over the model's weights.
 
-        What is tried lowers windows and makes rotary tables of other lengths. The model itself must not notice: it may
-        be writing an answer in another thread.
+        The trials lower windows and make rotary tables of other lengths. The model itself must stay unchanged, as it
+        may be generating in another thread.
         """
         model = self.original
         config = self.config
@@ -436,23 +493,29 @@ class TreeReader:
 
     @torch.inference_mode()
     def check(self, rows: int = 1) -> None:
-        """Find the mode by which this model reads trees, once, and refuse it if there is none.
+        """Find a mode in which this model reads draft trees right, by trials that run once per model.
 
         Args:
-            rows: with several, test once whether sequences can be read in a batch; otherwise each is read by itself.
+            rows: the number of rows; with several, also test once whether sequences may share a forward. If they may
+                not, each row is read alone.
+
+        Raises:
+            ValueError: if no mode reads trees right.
         """
         if not self.checked:
-            # a refusal stands: what is tried takes long
-            with self._on_a_copy():
+            # a refusal is kept for later calls, as the trials take long
+            with self._trying_on_a_copy():
                 self.refusal = (
                     self.refusal or why_no_trees(self.config, self.cache_name) or choose_mode(self)
                 )
             if self.refusal:
-                # rows that change each other look like a fault of the mask
+                # some quantisations let the rows of a forward change each other, which the trials report as a fault of
+                # the mask: name that cause instead
                 self.refusal = why_rows_mix(quantization_of(self.original.config)) or self.refusal
                 raise ValueError(
                     f"{self.config.model_type} cannot read a tree: it {self.refusal}. {tell_what_works(self)}"
                 )
             self.checked = True
         if rows > 1 and self.reads_rows is None:
+            # mixers that may read trees by paths and by levels must be right by both
             self.reads_rows = all(Probe(self).compare_rows() for _ in self.mixers.each_way())

@@ -1,6 +1,10 @@
-"""Buffers of several sequences, one slot each with its own length, updated in place."""
+"""Buffers of several sequences, updated in place.
 
-# B slots of a forward, N new columns, S columns up to the last new one, X heads or taps, D width, M moved columns
+Each sequence has a cache row, an index in the batch dimension of every buffer, and its own length in columns. A column
+holds one token.
+"""
+
+# B cache rows of a forward, N new columns, S columns up to the last new one, X heads or taps, D width, M moved columns
 
 from __future__ import annotations
 
@@ -12,88 +16,106 @@ from torch import Tensor
 
 from eagle.device import pick_rows, upload
 
-LEAST = 64  # columns of a first allocation
+MIN_COLUMNS = 64  # columns of a first allocation
 
 
 def with_room(columns: int) -> int:
-    """Return the columns allocated for so many: half as many again, for a sequence that grows."""
-    return max(columns + columns // 2, LEAST)
+    """Return the number of columns to allocate where `columns` are needed: half as many again, as sequences grow."""
+    return max(columns + columns // 2, MIN_COLUMNS)
 
 
-class Rows:
-    """One buffer [slots, X, columns, D] of a cache; X and D are those of the first write."""
+class CacheBuffer:
+    """One buffer [rows, X, columns, D] of a cache; X and D are those of the first write."""
 
     def __init__(self, cache: SlotCache) -> None:
         self.cache = cache
-        self.buffer = torch.empty(0, 0, 0, 0)
+        self.tensor = torch.empty(0, 0, 0, 0)
 
     def write(self, new: Tensor) -> Tensor:
-        """Write [B, X, N, D] at the write offset; return [B, X, S, D], these slots up to the last new column."""
+        """Write new columns at the cache's write offset, and return all columns that attention then reads.
+
+        Args:
+            new: [B, X, N, D], as keys or values of the new tokens.
+
+        Returns:
+            [B, X, S, D], the cache rows of this forward up to the last new column of the longest one.
+        """
         cache = self.cache
         count, _, columns, width = new.shape
         end = max(cache.starts) + columns
-        self.make_room(new, max(cache.slots) + 1, end)
-        buffer = self.buffer
-        slots = buffer
-        # neighbouring slots are a view of the buffer: nothing has to be gathered
-        if cache.is_dense and count < len(buffer):
-            slots = buffer.narrow(0, cache.slots[0], count)
-        if cache.is_level:
-            slots.narrow(2, cache.starts[0], columns).copy_(new)
+        self.make_room(new, max(cache.active_rows) + 1, end)
+        tensor = self.tensor
+        active = tensor
+        # consecutive cache rows are a view of the buffer: nothing has to be gathered
+        if cache.is_contiguous and count < len(tensor):
+            active = tensor.narrow(0, cache.active_rows[0], count)
+        # one slice takes the new columns only if they begin at the same column in all cache rows
+        if cache.is_aligned:
+            active.narrow(2, cache.starts[0], columns).copy_(new)
         else:
-            indices = cache.flat_rows(columns, buffer)
-            buffer.view(-1, width).index_copy_(0, indices, new.reshape(-1, width))
-        slots = slots.narrow(2, 0, end)
-        if cache.is_dense:
-            return slots
-        return pick_rows(slots, cache.slots)
+            indices = cache.flat_indices(columns, tensor)
+            tensor.view(-1, width).index_copy_(0, indices, new.reshape(-1, width))
+        active = active.narrow(2, 0, end)
+        if cache.is_contiguous:
+            return active
+        return pick_rows(active, cache.active_rows)
 
-    def make_room(self, like: Tensor, slots: int, columns: int) -> None:
-        """Allocate at least this many slots and columns, for tensors [.., X, .., D] like the given one."""
-        if self.buffer.shape[2] < columns or self.buffer.shape[0] < slots:
+    def make_room(self, like: Tensor, cache_rows: int, columns: int) -> None:
+        """Make the buffer hold at least this many cache rows and columns.
+
+        `like` is a tensor [.., X, .., D] that gives its heads, width, dtype and device.
+        """
+        if self.tensor.shape[2] < columns or self.tensor.shape[0] < cache_rows:
             self._allocate(like, *self.cache.room(columns))
 
-    def resize(self, slots: int, columns: int) -> None:
-        """Resize the buffer and keep what fits; does nothing before the first write."""
-        if self.buffer.shape[2]:
-            self._allocate(self.buffer, slots, columns)
+    def resize(self, cache_rows: int, columns: int) -> None:
+        """Resize the buffer and keep the contents that fit; before the first write there is no buffer to resize."""
+        if self.tensor.shape[2]:
+            self._allocate(self.tensor, cache_rows, columns)
 
-    def _allocate(self, like: Tensor, slots: int, columns: int) -> None:
-        old = self.buffer
+    def _allocate(self, like: Tensor, cache_rows: int, columns: int) -> None:
+        """Replace the buffer by one of this size, with the old contents where both overlap."""
+        old = self.tensor
         # zeros, because masked columns are multiplied too and must be finite
-        self.buffer = like.new_zeros(slots, like.shape[1], columns, like.shape[3])
+        self.tensor = like.new_zeros(cache_rows, like.shape[1], columns, like.shape[3])
         if old.shape[2]:
-            common = old[:slots, :, :columns]
-            self.buffer[: common.shape[0], :, : common.shape[2]] = common
+            common = old[:cache_rows, :, :columns]
+            self.tensor[: common.shape[0], :, : common.shape[2]] = common
 
 
 class SlotCache:
-    """Buffers with a slot for each sequence: its committed columns, then those of the last forward until `keep`."""
+    """Buffers with a cache row for each sequence.
+
+    A cache row holds the committed columns of its sequence, and after them the columns of the last forward, such as
+    those of a draft tree. `keep` commits the accepted ones of these.
+    """
 
     def __init__(self) -> None:
-        self.lengths = [0]  # committed columns of every slot
-        self.buffers: list[Rows] = []
-        self.offsets: dict[
-            int, int
-        ] = {}  # of slots whose prompt has images: what positions are ahead of columns
-        self.reserved = (1, 0)  # slots and columns that the current sequences may come to
-        self.token_positions: Any = None  # positions of the forward that runs
-        self.counts_positions = False  # whether the model takes lengths of its cache for positions
+        """Make a cache for one sequence; `add` gives it buffers, and `reserve` further cache rows."""
+        self.lengths = [0]  # committed columns of every cache row
+        self.buffers: list[CacheBuffer] = []
+        # by cache row, what is added to a column for its position, for prompts with images alone:
+        # many tokens of an image share a position
+        self.offsets: dict[int, int] = {}
+        self.reserved = (1, 0)  # cache rows and columns that the current sequences may grow to
+        self.token_positions: Any = None  # the `TokenPositions` of the forward that runs
+        # whether the model computes its positions from the length of its cache
+        self.counts_positions = False
         self.set_write_offset([0])
 
-    def add(self) -> Rows:
+    def add(self) -> CacheBuffer:
         """Add a buffer."""
-        self.buffers.append(Rows(self))
+        self.buffers.append(CacheBuffer(self))
         return self.buffers[-1]
 
     @property
-    def written(self) -> list[Rows]:
+    def written(self) -> list[CacheBuffer]:
         """The buffers that have been written to."""
-        return [rows for rows in self.buffers if rows.buffer.shape[2]]
+        return [buffer for buffer in self.buffers if buffer.tensor.shape[2]]
 
     @property
     def length(self) -> int:
-        """The committed columns of the first slot, for callers with a single sequence."""
+        """The committed columns of the first cache row, for callers with a single sequence."""
         return self.lengths[0]
 
     @length.setter
@@ -103,52 +125,69 @@ class SlotCache:
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of one column of one slot, over all buffers in use."""
-        buffers = [rows.buffer for rows in self.written]
+        """Bytes of one column of one cache row, over all buffers in use."""
+        buffers = [buffer.tensor for buffer in self.written]
         return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in buffers)
 
-    def set_write_offset(self, slots: Sequence[int], starts: Sequence[int] | None = None) -> None:
-        """Direct the next writes to these slots, after their committed columns or from `starts` on."""
-        self.slots = list(slots)
+    def set_write_offset(
+        self, cache_rows: Sequence[int], starts: Sequence[int] | None = None
+    ) -> None:
+        """Let the next forward write to these cache rows, after their committed columns or from columns `starts` on.
+
+        A model calls its cache with keys and values alone, so the cache must be told before where they belong.
+        """
+        self.active_rows = list(cache_rows)
         if starts is None:
-            starts = [self.lengths[slot] for slot in slots]
+            starts = [self.lengths[cache_row] for cache_row in cache_rows]
         self.starts = list(starts)
-        first = self.slots[0]
-        self.is_dense = self.slots == list(range(first, first + len(self.slots)))
-        self.is_level = self.is_dense and min(self.starts) == max(self.starts)
-        self.flat: dict[Any, Tensor] = {}
+        first = self.active_rows[0]
+        # consecutive cache rows in ascending order
+        self.is_contiguous = self.active_rows == list(range(first, first + len(self.active_rows)))
+        self.is_aligned = self.is_contiguous and min(self.starts) == max(self.starts)
+        self.flat: dict[Any, Tensor] = {}  # of `flat_indices`, shared by the layers of one forward
 
     def from_columns(self, positions: Tensor) -> Tensor:
-        """Convert positions [B, N] of the current slots, which count columns, to those that the model counts."""
-        if not any(map(self.offsets.get, self.slots)):
+        """Convert column indices [B, N] of the active cache rows to the positions that the model is given.
+
+        They differ after images, of which many tokens share a position.
+        """
+        if not any(map(self.offsets.get, self.active_rows)):
             return positions
-        offsets = [self.offsets.get(slot, 0) for slot in self.slots]
+        offsets = [self.offsets.get(cache_row, 0) for cache_row in self.active_rows]
         return positions + torch.tensor(offsets, device=positions.device)[:, None]
 
     def room(self, end: int) -> tuple[int, int]:
-        """Return slots and columns to allocate for sequences up to this column."""
-        slots, columns = self.reserved
+        """Return the numbers of cache rows and columns to allocate so that column `end` - 1 exists."""
+        cache_rows, columns = self.reserved
+        # a new buffer gets as many columns as the others have
         columns = max(columns, self.sizes[1])
         if columns < end:
             columns = with_room(end)
-        return max(slots, len(self.lengths)), columns
+        return max(cache_rows, len(self.lengths)), columns
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Allocated slots and columns."""
-        shapes = [rows.buffer.shape for rows in self.written]
+        """Allocated cache rows and columns."""
+        shapes = [buffer.tensor.shape for buffer in self.written]
         if not shapes:
             return 0, 0
         return shapes[0][0], max(shape[2] for shape in shapes)
 
-    def flat_rows(self, count: int, buffer: Tensor) -> Tensor:
-        """Return [B * X * N], the new columns' indices in [slots * X * columns, D], computed once per forward."""
+    def flat_indices(self, count: int, buffer: Tensor) -> Tensor:
+        """Return the index of each new column in a buffer viewed as [cache rows * X * columns, D], as [B * X * N].
+
+        Layers of one shape share it, so that it is computed and copied to the device once per forward.
+
+        Args:
+            count: N, the number of new columns.
+            buffer: [cache rows, X, columns, D].
+        """
         heads, columns = buffer.shape[1:3]
         key = (heads, columns, count, buffer.device)
         if key not in self.flat:
             # [B, X, 1] and [B, 1, N]
             head_rows = (
-                torch.tensor(self.slots)[:, None, None] * heads + torch.arange(heads)[:, None]
+                torch.tensor(self.active_rows)[:, None, None] * heads + torch.arange(heads)[:, None]
             )
             new_columns = torch.tensor(self.starts)[:, None, None] + torch.arange(count)
             indices = head_rows * columns + new_columns
@@ -161,70 +200,78 @@ class SlotCache:
         paths: Mapping[int, Sequence[int]],
         counts: Mapping[int, int] | None = None,
     ) -> None:
-        """Commit these of each slot's newest columns, in this order; earlier columns stay in place.
+        """Commit the accepted columns of the last forward, moved next to the committed ones; the others are dropped.
 
         Args:
-            paths: the columns of each slot, counted from its first one that is not committed.
-            counts: how many of them are committed; the rest move up after those. None: all.
+            paths: by cache row the columns to keep, in their new order, counted from its first uncommitted column.
+            counts: by cache row how many of them are committed; the rest move up after those. None: all.
         """
         moves = []
-        for slot, path in paths.items():
-            start = self.lengths[slot]
-            # what is in its place already stays
+        for cache_row, path in paths.items():
+            start = self.lengths[cache_row]
+            # a column that is in its place already need not be copied
             moves += [
-                (slot, start + node, start + index)
+                (cache_row, start + node, start + index)
                 for index, node in enumerate(path)
                 if index != node
             ]
         if moves:
             self._move(*torch.tensor(moves).T)
-        for slot, path in paths.items():
-            self.lengths[slot] += len(path) if counts is None else counts[slot]
+        for cache_row, path in paths.items():
+            self.lengths[cache_row] += len(path) if counts is None else counts[cache_row]
 
     @torch.inference_mode()
-    def move(self, slots: Sequence[int], nodes: Tensor) -> None:
-        """Move the newest columns [B, W] of each slot to the end of what is committed, in their order."""
+    def move(self, cache_rows: Sequence[int], nodes: Tensor) -> None:
+        """Move uncommitted columns right after the committed ones, in the given order, without committing them.
+
+        Args:
+            cache_rows: B cache rows.
+            nodes: [B, W], the columns to move, counted from the first uncommitted column of each cache row. They may
+                lie on a device, so that the host does not wait for them.
+        """
         count = nodes.shape[1]
-        starts = torch.tensor([self.lengths[slot] for slot in slots])
+        starts = torch.tensor([self.lengths[cache_row] for cache_row in cache_rows])
         destination = starts[:, None] + torch.arange(count)
-        slot_ids = torch.tensor(slots)[:, None].expand(-1, count)
+        cache_row_ids = torch.tensor(cache_rows)[:, None].expand(-1, count)
         # one copy to the device for both
-        slot_ids, destination = upload(torch.stack([slot_ids, destination]), nodes.device).flatten(
-            1
-        )
+        cache_row_ids, destination = upload(
+            torch.stack([cache_row_ids, destination]), nodes.device
+        ).flatten(1)
         first = destination.view_as(nodes)[:, :1]
-        self._move(slot_ids, (first + nodes).flatten(), destination)
+        self._move(cache_row_ids, (first + nodes).flatten(), destination)
 
     @torch.inference_mode()
     def drop(self, gaps: Mapping[int, tuple[int, int]]) -> None:
-        """Drop a range of committed columns of each slot; later columns move up."""
+        """Drop committed columns `start` to `stop` (exclusive) of each cache row; later columns move up."""
         moves = []
-        for slot, (start, stop) in gaps.items():
-            origin = torch.arange(stop, self.lengths[slot])
+        for cache_row, (start, stop) in gaps.items():
+            origin = torch.arange(stop, self.lengths[cache_row])
             moves.append(
-                torch.stack([torch.full_like(origin, slot), origin, origin - (stop - start)])
+                torch.stack([torch.full_like(origin, cache_row), origin, origin - (stop - start)])
             )
-            self.lengths[slot] -= stop - start
+            self.lengths[cache_row] -= stop - start
         if moves:
             self._move(*torch.cat(moves, dim=1))
 
-    def _move(self, slots: Tensor, origin: Tensor, destination: Tensor) -> None:
-        """Copy columns [M] to other columns of their slots in one operation."""
-        pairs = [(rows.buffer, rows.buffer) for rows in self.written]
-        copy_columns(pairs, torch.stack([slots, origin]), torch.stack([slots, destination]))
+    def _move(self, cache_rows: Tensor, origin: Tensor, destination: Tensor) -> None:
+        """Copy columns `origin` [M] to columns `destination` [M] of their cache rows [M], in all buffers."""
+        pairs = [(buffer.tensor, buffer.tensor) for buffer in self.written]
+        copy_columns(
+            pairs, torch.stack([cache_rows, origin]), torch.stack([cache_rows, destination])
+        )
 
     @torch.inference_mode()
     def swap(self, first: int, second: int) -> None:
-        """Exchange two slots."""
+        """Exchange the contents of two cache rows."""
         if first == second:
             return
         length = max(self.lengths[first], self.lengths[second])
-        for rows in self.written:
-            # a slot whose sequence has not been read yet may lie beyond the buffer
-            if len(rows.buffer) <= max(first, second):
-                rows.resize(*self.room(length))
-            first_columns = rows.buffer[first, :, :length]
-            second_columns = rows.buffer[second, :, :length]
+        for buffer in self.written:
+            # the buffer may not have the cache row yet of a sequence that has not been read
+            if len(buffer.tensor) <= max(first, second):
+                buffer.resize(*self.room(length))
+            first_columns = buffer.tensor[first, :, :length]
+            second_columns = buffer.tensor[second, :, :length]
             saved = first_columns.clone()
             first_columns.copy_(second_columns)
             second_columns.copy_(saved)
@@ -232,50 +279,58 @@ class SlotCache:
         self.lengths[first], self.lengths[second] = self.lengths[second], self.lengths[first]
 
     @torch.inference_mode()
-    def clear(self, slot: int) -> None:
-        """Empty a slot and fill it with zeros: a mask hides what a sequence left there, but not NaN."""
-        for rows in self.buffers:
-            if slot < len(rows.buffer):
-                rows.buffer[slot].zero_()
-        if slot < len(self.lengths):
-            self.lengths[slot] = 0
-        self.offsets.pop(slot, None)
+    def clear(self, cache_row: int) -> None:
+        """Empty a cache row and fill it with zeros.
+
+        A mask hides numbers that a sequence left there, but not NaN, for 0 * NaN is NaN.
+        """
+        for buffer in self.buffers:
+            if cache_row < len(buffer.tensor):
+                buffer.tensor[cache_row].zero_()
+        if cache_row < len(self.lengths):
+            self.lengths[cache_row] = 0
+        self.offsets.pop(cache_row, None)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
-        """Copy the committed columns of a slot into another slot."""
+        """Copy the committed columns of a cache row into another cache row."""
         length = self.lengths[source]
-        for rows in self.buffers:
-            if rows.buffer.shape[2] and len(rows.buffer) <= target:
-                rows.resize(*self.room(length))
-            # slices, which are empty before the first write
-            rows.buffer[target:, :, :length][:1] = rows.buffer[source:, :, :length][:1]
+        for buffer in self.buffers:
+            if buffer.tensor.shape[2] and len(buffer.tensor) <= target:
+                buffer.resize(*self.room(length))
+            # slices rather than indices, as a buffer is empty before the first write
+            buffer.tensor[target:, :, :length][:1] = buffer.tensor[source:, :, :length][:1]
         self.lengths[target] = length
         self._set_offsets({target: self.offsets.get(source)})
 
     def _set_offsets(self, offsets: Mapping[int, int | None]) -> None:
-        """Note these slots' offsets; None for a slot whose prompt has no images."""
+        """Set the `offsets` of these cache rows; None for a cache row whose prompt has no images."""
         merged = {**self.offsets, **offsets}
-        self.offsets = {slot: value for slot, value in merged.items() if value is not None}
+        self.offsets = {
+            cache_row: value for cache_row, value in merged.items() if value is not None
+        }
 
     @torch.inference_mode()
-    def reserve(self, slots: int, columns: int, most: int | None = None) -> None:
-        """Reserve so many slots and columns.
+    def reserve(self, cache_rows: int, columns: int, most: int | None = None) -> None:
+        """Reserve this many cache rows and columns, and release memory that is far beyond them.
 
-        What is allocated stays up to twice that, or with `most` up to so many slots times columns.
+        Args:
+            cache_rows: the number of cache rows.
+            columns: the number of columns of each.
+            most: how many cache rows times columns may stay allocated; None: twice those that are reserved.
         """
         allocated = self.sizes
-        sizes = (max(slots, allocated[0]), max(columns, allocated[1]))
-        limit = 2 * max(slots * columns, LEAST) if most is None else most
+        sizes = (max(cache_rows, allocated[0]), max(columns, allocated[1]))
+        limit = 2 * max(cache_rows * columns, MIN_COLUMNS) if most is None else most
         if sizes[0] * sizes[1] > limit:
-            sizes = (slots, columns)
+            sizes = (cache_rows, columns)
         self.reserved = sizes
-        # slots and columns beyond these are lost
+        # new cache rows are empty, and a sequence is cut at the last column
         lengths = self.lengths + [0] * sizes[0]
         self.lengths = [min(length, sizes[1]) for length in lengths[: sizes[0]]]
         if allocated[0] > sizes[0] or allocated[1] > sizes[1]:
-            for rows in self.buffers:
-                rows.resize(*sizes)
+            for buffer in self.buffers:
+                buffer.resize(*sizes)
 
 
 def copy_columns(
@@ -283,7 +338,13 @@ def copy_columns(
     origin: Tensor,
     destination: Tensor,
 ) -> None:
-    """Copy columns (slot, column) [2, M] from the first buffer of each pair to those of the second."""
+    """Copy M columns from the first buffer of each pair to the second, each with its own heads and width.
+
+    Args:
+        buffers: pairs of tensors [cache rows, X, columns, D], one for each layer's keys and values.
+        origin: [2, M], cache row and column of each in the first buffer.
+        destination: [2, M], cache row and column of each in the second buffer.
+    """
     indices: dict[Any, Tensor] = {}  # by shape, as most layers have one shape
     for source, target in buffers:
         heads, width = source.shape[1], source.shape[3]
@@ -299,7 +360,13 @@ def copy_columns(
 
 
 def _flatten(columns_at: Tensor, heads: int, columns: int) -> Tensor:
-    """Return [M * X], the indices of (slot, column) [2, M] in a buffer [slots * X * columns, D]."""
-    slot_ids, indices = columns_at
-    head_rows = slot_ids[:, None] * heads + torch.arange(heads, device=slot_ids.device)
+    """Return [M * X], the indices of M columns in a buffer viewed as [cache rows * X * columns, D].
+
+    Args:
+        columns_at: [2, M], cache row and column of each.
+        heads: X.
+        columns: the number of columns of the buffer.
+    """
+    cache_row_ids, indices = columns_at
+    head_rows = cache_row_ids[:, None] * heads + torch.arange(heads, device=cache_row_ids.device)
     return (head_rows * columns + indices[:, None]).flatten()

@@ -35,7 +35,7 @@ class PromptOutput:
     output: TargetOutput
 
     def commit(self, choose: Choose) -> Committed:
-        """Return the prompt as a `Committed`, with the token chosen after it."""
+        """Choose the token after the prompt, and return the prompt with it as a drafter takes committed tokens."""
         (root,) = choose(self.output, [0])
         check_choice(root, self.output, 1)
         return Committed(torch.tensor(self.tokens), self.features, root)
@@ -44,8 +44,9 @@ class PromptOutput:
 class TargetState:
     """Rows of tokens: `admit` a prompt, `read_prompts`, `read` a tree for each row, `keep` accepted paths, `release`.
 
-    Rows being decoded lie in the first slots, then rows whose prompts are still being read, then free slots, which keep
-    their last sequence. The caller chooses a row's number.
+    A row is a sequence that is decoded; the caller chooses its number. A cache row is its index in the cache's batch
+    dimension, which changes when other rows end. Rows being decoded lie in the first cache rows, followed by rows whose
+    prompts are still being read, and then by free cache rows, which keep their last sequence.
     """
 
     def __init__(
@@ -57,12 +58,10 @@ class TargetState:
     ) -> None:
         """Open a state without rows.
 
-        A row is a sequence that is decoded, a slot its place in the cache's batch.
-
         Args:
             target: the target.
-            taps: the layer inputs that are handed out.
-            max_tokens: the most that the cache may hold, in columns times rows.
+            taps: the layers whose inputs are returned with the logits.
+            max_tokens: the most that the cache may hold, in columns times rows; None: no limit.
             mark: the weights' `WeightMark`: a later state reuses this one's cache only while they have not changed.
         """
         target.check_taps(taps)
@@ -70,21 +69,22 @@ class TargetState:
         self.taps = taps
         self.max_tokens = max_tokens
         self.mark = mark
-        # to the end, even if the target makes another one because its model was changed
+        # this state keeps its reader, even if the target makes another one because its model was changed
         self.reader = target.reader
         self.cache = self.reader.new_cache()
-        self.texts: list[list[int]] = [[]]  # by slot, the tokens that are in the cache
-        # by slot, the numbers of the rows, which fill the first slots; the others are free
+        self.sequences: list[list[int]] = [[]]  # by cache row, the tokens that are in the cache
+        # by cache row, the numbers of the rows, which fill the first cache rows; the others are free
         self.rows: list[int] = []
         self.columns_by_row: dict[int, int] = {}  # the most KV columns that a row may need
         # of rows whose prompt is not fully read, in the order of their admission
         self.prompts: dict[int, list[int]] = {}
-        self.num_decoding = 0  # rows whose prompt is read: they fill the slots before this one
-        self.is_loose = False  # whether rows have left since the cache was made to fit
+        self.num_decoding = 0  # rows whose prompt is read: they fill the cache rows before this one
+        self.needs_shrinking = False  # whether rows were released since the cache was made to fit
         self.trees: dict[int, DraftTree] = {}  # by row, of the last `read`
 
     def check_room(self, columns: int) -> None:
-        """Refuse a row that would not fit even alone."""
+        """Refuse a row that would exceed the cache's limit even alone; `columns` are its tokens and its draft's."""
+        # recurrent states count as the columns that take as much memory
         columns += self.cache.state_columns(columns)
         if self.max_tokens is not None and columns > self.max_tokens:
             raise ValueError(
@@ -93,7 +93,10 @@ class TargetState:
             )
 
     def fits(self, columns: int) -> bool:
-        """Return whether another row with this many columns fits, with all rows padded to the longest."""
+        """Return whether the cache's limit leaves space for another row of `columns` columns.
+
+        All rows are counted with the columns of the longest, as they are padded to it.
+        """
         if self.max_tokens is None:
             return True
         widest = max(columns, *self.columns_by_row.values(), 0)  # 0: max needs two arguments
@@ -102,58 +105,69 @@ class TargetState:
         return (len(self.rows) + 1) * widest <= self.max_tokens
 
     def admit(self, row: int, prompt: list[int], room: int = 0) -> None:
-        """Admit a prompt with space for `room` more tokens; a prefix that a free slot still holds is not read again."""
+        """Add a row whose prompt `read_prompts` then reads.
+
+        A prefix that a free cache row still holds is not read again.
+
+        Args:
+            row: a number for the row.
+            prompt: its tokens.
+            room: how many more columns its answer and drafts may need.
+        """
         self.target.check_prompt(prompt)
-        slot = len(self.rows)
+        cache_row = len(self.rows)
         with self.target.lock:
-            self.reader.check(rows=slot + 1)
+            self.reader.check(rows=cache_row + 1)
         # the check may have found that the model needs another mode, and so another cache
         if self.cache.mixers is not self.reader.mixers:
             self.cache = self.reader.new_cache()
         self.columns_by_row[row] = len(prompt) + room
-        # the free slot that shares the longest prefix moves to the front
-        shared = [self._shared(free, prompt) for free in range(slot, len(self.texts))] or [0]
+        # of the free cache rows, that with the longest shared prefix is taken: it moves after the rows in use
+        free_rows = range(cache_row, len(self.sequences))
+        shared = [self._shared_prefix(free, prompt) for free in free_rows] or [0]
         prefix = max(shared)
-        self._swap(slot, slot + shared.index(prefix))
-        self._reserve(slot + 1)
-        self.texts[slot] = self.texts[slot][:prefix]
-        self.cache.cut(slot, prefix)
+        self._swap(cache_row, cache_row + shared.index(prefix))
+        self._reserve(cache_row + 1)
+        self.sequences[cache_row] = self.sequences[cache_row][:prefix]
+        self.cache.cut(cache_row, prefix)
         self.rows.append(row)
         self.prompts[row] = prompt
 
     def begin(self, prompt: list[int], choose: Choose, room: int = 0, row: int = 0) -> Committed:
-        """Replace all rows by one prompt and read it; return it with the token chosen after it."""
+        """Replace all rows by one row and read its prompt; return the prompt with the token chosen after it."""
         self.clear()
         self.admit(row, prompt, room)
         return self.finish_prompts()[row].commit(choose)
 
     def release(self, row: int, *, wipe: bool = False) -> None:
-        """Release a row: its slot becomes free and keeps its sequence until it is reused, or nothing after `wipe`."""
-        slot = self._slot(row)
-        # a later sequence's mask hides what a slot holds, but not a nan
+        """End a row: its cache row becomes free, and keeps its sequence for a later prompt unless `wipe` empties it."""
+        cache_row = self._cache_row(row)
+        # `wipe` is for a row that failed: a later sequence's mask hides old numbers, but not NaN
         if wipe:
-            self.cache.clear(slot)
-            self.texts[slot] = []
+            self.cache.clear(cache_row)
+            self.sequences[cache_row] = []
         del self.columns_by_row[row]
         self.prompts.pop(row, None)
-        # the last row that is decoded takes its slot, and the last whose prompt is being read that one's
-        if slot < self.num_decoding:
+        # The rows must stay without gaps and in their order: the last row being decoded takes the released cache row,
+        # and the last row whose prompt is being read takes the cache row of that one.
+        if cache_row < self.num_decoding:
             self.num_decoding -= 1
-            self._swap(slot, self.num_decoding)
-            slot = self.num_decoding
-        self._swap(slot, len(self.rows) - 1)
+            self._swap(cache_row, self.num_decoding)
+            cache_row = self.num_decoding
+        self._swap(cache_row, len(self.rows) - 1)
         self.rows.pop()
-        self.is_loose = True
+        self.needs_shrinking = True
 
     def fork(self, row: int, new_row: int) -> None:
-        """Copy a row's committed sequence to a new row."""
-        slot = len(self.rows)
+        """Copy a row's committed sequence to a new row, as beam search does, with the same space to grow."""
+        cache_row = len(self.rows)
         self.columns_by_row[new_row] = self.columns_by_row[row]
-        self._reserve(slot + 1)
+        self._reserve(cache_row + 1)
         self.rows.append(new_row)
-        self.cache.copy(self._slot(row), slot)
-        self.texts[slot] = list(self.text(row))
-        self._swap(slot, self.num_decoding)
+        self.cache.copy(self._cache_row(row), cache_row)
+        self.sequences[cache_row] = list(self.text(row))
+        # after the rows being decoded, and before those whose prompts are still being read
+        self._swap(cache_row, self.num_decoding)
         self.num_decoding += 1
 
     def clear(self) -> None:
@@ -163,63 +177,73 @@ class TargetState:
         self.prompts = {}
         self.num_decoding = 0
 
-    def _reserve(self, slots: int) -> None:
-        """Make the cache fit this number of slots, each wide enough for any admitted row, and `texts` fit the cache.
+    def _reserve(self, cache_rows: int) -> None:
+        """Let the cache have this number of rows, each wide enough for any admitted row.
 
-        The cache releases what is far beyond that.
+        The cache releases memory that is far beyond that.
         """
-        self.is_loose = False
+        self.needs_shrinking = False
         columns = max([*self.columns_by_row.values(), *self.cache.lengths[: len(self.rows)]])
-        self.cache.reserve(slots, columns, self.max_tokens)
-        # new slots get an empty sequence, released ones lose theirs, and one that the cache has cut is cut here
-        texts = self.texts + [[] for _ in self.cache.lengths]
-        self.texts = [
-            text[:length] for text, length in zip(texts, self.cache.lengths, strict=False)
+        self.cache.reserve(cache_rows, columns, self.max_tokens)
+        # `sequences` follows the cache: it gains or loses entries, and a sequence that the cache has cut is cut here
+        sequences = self.sequences + [[] for _ in self.cache.lengths]
+        self.sequences = [
+            tokens[:length] for tokens, length in zip(sequences, self.cache.lengths, strict=False)
         ]
 
     def _swap(self, first: int, second: int) -> None:
-        """Swap two slots together with their rows."""
+        """Exchange two cache rows, with the sequences and the row numbers that belong to them."""
         if first == second:
             return
         self.cache.swap(first, second)
-        self.texts[first], self.texts[second] = self.texts[second], self.texts[first]
+        self.sequences[first], self.sequences[second] = (
+            self.sequences[second],
+            self.sequences[first],
+        )
         if max(first, second) < len(self.rows):
             self.rows[first], self.rows[second] = self.rows[second], self.rows[first]
 
-    def _shared(self, slot: int, prompt: list[int]) -> int:
-        """Return how many of a prompt's tokens a slot already holds; the last token is always read again."""
+    def _shared_prefix(self, cache_row: int, prompt: list[int]) -> int:
+        """Return how many of a prompt's first tokens need not be read, as a free cache row still holds them.
+
+        The last token is always read again, because its logits are needed.
+        """
         border = self.target.border
-        text = self.texts[slot]
+        held = self.sequences[cache_row]
         # the same tokens may stand for other images
-        if media_of(prompt) or slot in self.cache.offsets:
+        if media_of(prompt) or cache_row in self.cache.offsets:
             return 0
-        # beyond the border other rotary frequencies read the whole sequence
-        if (len(text) > border) != (len(prompt) > border):
+        # a longrope model reads sequences longer than the border with other rotary frequencies throughout
+        if (len(held) > border) != (len(prompt) > border):
             return 0
-        limit = min(len(text), len(prompt) - 1)
-        same = next((i for i in range(limit) if text[i] != prompt[i]), limit)
-        reusable = self.cache.reusable(slot, same)
+        limit = min(len(held), len(prompt) - 1)
+        same = next((i for i in range(limit) if held[i] != prompt[i]), limit)
+        reusable = self.cache.reusable(cache_row, same)
         return reusable if self.reader.reads_on(reusable, len(prompt)) else 0
 
     @torch.inference_mode()
     def read_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
-        """Make one forward over tokens of admitted prompts.
+        """Make one prefill forward over tokens of admitted prompts.
 
         Args:
-            most: the most tokens of the forward, padding included.
+            most: the most tokens of the forward, padding included; None: PREFILL_CHUNK.
 
         Returns:
-            The outputs of the prompts that were read to their end.
+            By row, the outputs of the prompts that are now read to their end.
         """
         batch = self._batch_prompts(PREFILL_CHUNK if most is None else most)
         if not batch:
             return {}
         logits = self.extend(batch)
         ended = [row for row in batch if self.length(row) == len(self.prompts[row])]
-        return {row: self._end_prompt(row, logits[row]) for row in ended}
+        return {row: self._finish_prompt(row, logits[row]) for row in ended}
 
     def _batch_prompts(self, most: int) -> dict[int, list[int]]:
-        """Return what the next forward reads of the first prompts, within `most` tokens with padding."""
+        """Return by row the tokens of the next prefill forward: those of the first prompts that fit in a batch.
+
+        Args:
+            most: the most tokens of the batch, padding included.
+        """
         batch: dict[int, list[int]] = {}
         longest = 0
         start = 0
@@ -228,14 +252,14 @@ class TargetState:
             longest = max(longest, len(tokens))
             start = max(start, self.length(row))
             is_alone = self.target.is_alone(len(prompt)) or bool(media_of(prompt))
-            # padding is written too, up to column start + longest
-            fits = (len(batch) + 1) * longest <= most and start + longest <= max(
-                self.columns_by_row.values()
-            )
-            if batch and (is_alone or not fits):
+            # padding is written to the cache too, up to column start + longest
+            fits_forward = (len(batch) + 1) * longest <= most
+            fits_cache = start + longest <= max(self.columns_by_row.values())
+            if batch and (is_alone or not (fits_forward and fits_cache)):
                 break
             # A long first prompt is read in chunks. A sequence beyond longrope's border is not, as one set of
-            # frequencies reads it whole; nor one with images; nor by mixers that would ignore what they have read.
+            # frequencies must read all of it; nor is one with images; nor is any prompt by mixers that ignore
+            # their state when they get several tokens.
             is_whole = (
                 len(prompt) > self.target.border or media_of(prompt) or self.reader.mixers.by_levels
             )
@@ -247,20 +271,27 @@ class TargetState:
         return batch
 
     def finish_prompts(self, most: int | None = None) -> dict[int, PromptOutput]:
-        """Read all admitted prompts to their ends, by forwards of up to `most` tokens; return their outputs."""
+        """Read all admitted prompts to their ends, by forwards of up to `most` tokens; return their outputs by row."""
         outputs: dict[int, PromptOutput] = {}
         while self.prompts:
             outputs |= self.read_prompts(most)
         return outputs
 
-    def _end_prompt(self, row: int, logits: Tensor) -> PromptOutput:
-        """Move a row whose prompt is read to the rows being decoded, and return its prompt's output."""
+    def _finish_prompt(self, row: int, logits: Tensor) -> PromptOutput:
+        """Move a row whose prompt is read to the rows being decoded, and return its prompt's output.
+
+        Args:
+            row: the row.
+            logits: [V], after the prompt's last token.
+        """
         prompt = self.prompts.pop(row)
-        slot = self._slot(row)
+        cache_row = self._cache_row(row)
         features = self.features_at(row, range(len(prompt)))
-        self.cache.snapshot(slot, len(prompt))
-        self._swap(slot, self.num_decoding)
+        # a later prompt that begins with this one can go on from its states
+        self.cache.snapshot(cache_row, len(prompt))
+        self._swap(cache_row, self.num_decoding)
         self.num_decoding += 1
+        # the prompt's last token as a tree of one node, whose output chooses the first token of the answer
         tree = DraftTree.chain(prompt[-1:])
         output = TargetOutput(
             tree,
@@ -273,13 +304,13 @@ class TargetState:
 
     @torch.inference_mode()
     def extend(self, tokens: Mapping[int, list[int]]) -> dict[int, Tensor]:
-        """Read and commit tokens of some rows; return for each row the logits [V] after its last token."""
-        rows = sorted(tokens, key=self._slot)
-        slots = [self._slot(row) for row in rows]
+        """Read and commit the next tokens of some rows, as of prompts; return by row the logits [V] after the last."""
+        rows = sorted(tokens, key=self._cache_row)
+        cache_rows = [self._cache_row(row) for row in rows]
         sizes = [len(tokens[row]) for row in rows]
-        starts = [self.cache.lengths[slot] for slot in slots]
+        starts = [self.cache.lengths[cache_row] for cache_row in cache_rows]
         for row, start, size in zip(rows, starts, sizes, strict=True):
-            # what a prompt shares with another sequence was read with the frequencies it has
+            # a prompt is not checked: `_shared_prefix` reuses only tokens that its own rotary frequencies have read
             if row not in self.prompts:
                 self.target.check_growth(start, start + size)
         padded = pad_sequence(
@@ -287,33 +318,38 @@ class TargetState:
             batch_first=True,
         )
         width = padded.shape[1]
+        # right padding; positions are [B, width]
         # padding takes the position of the last token: the model may have no later one
         steps = torch.minimum(torch.arange(width), torch.tensor(sizes)[:, None] - 1)
         positions = torch.tensor(starts)[:, None] + steps
-        hidden, _ = self._forward(slots, padded, positions, None, sizes=sizes, commits=True)
-        for row, slot, size in zip(rows, slots, sizes, strict=True):
-            self.texts[slot] += tokens[row]
-            self.cache.lengths[slot] += size
+        hidden, _ = self._forward(cache_rows, padded, positions, None, sizes=sizes, commits=True)
+        for row, cache_row, size in zip(rows, cache_rows, sizes, strict=True):
+            self.sequences[cache_row] += tokens[row]
+            self.cache.lengths[cache_row] += size
+        # of each row's last token in the flattened [B * width] states
         last = [index * width + size - 1 for index, size in enumerate(sizes)]
         logits = self.reader.logits(self.target.head, pick_rows(hidden.flatten(0, 1), last))
         return dict(zip(rows, logits, strict=True))
 
     @torch.inference_mode()
     def read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
-        """Make one forward over a tree for each row: a node sees its row's sequence, its ancestors and itself."""
-        # only now, as a newcomer may have shared what a free slot holds
-        if self.is_loose:
+        """Verify a draft tree for each row: return by row the target's logits and tapped states at every node.
+
+        A node attends to its row's sequence, its ancestors and itself. All rows share a forward where they may.
+        """
+        # released memory is freed only now, as a prompt admitted since may have shared a free row's prefix
+        if self.needs_shrinking:
             self._reserve(len(self.rows))
         outputs: dict[int, TargetOutput] = {}
-        for rows in self.groups(sorted(trees, key=self._slot)):
+        for rows in self.groups(sorted(trees, key=self._cache_row)):
             outputs |= self._read({row: trees[row] for row in rows})
         self.trees = dict(trees)
         return outputs
 
     def _read(self, trees: Mapping[int, DraftTree]) -> dict[int, TargetOutput]:
-        """Return the outputs of rows that share a forward."""
-        slots = [self._slot(row) for row in trees]
-        starts = [self.cache.lengths[slot] for slot in slots]
+        """Read the trees of rows that share a forward; return by row its logits and tapped states by node."""
+        cache_rows = [self._cache_row(row) for row in trees]
+        starts = [self.cache.lengths[cache_row] for cache_row in cache_rows]
         sizes = [tree.columns for tree in trees.values()]
         tokens, depths, tree_mask = lay_out(
             [*trees.values()],
@@ -322,9 +358,10 @@ class TargetState:
         )
         for start, tree in zip(starts, trees.values(), strict=True):
             self._check_border(start, tree)
+        # siblings share a position: the sequence's length plus the node's depth
         positions = upload(torch.tensor(starts)[:, None], depths.device) + depths
-        hidden, states = self._forward(slots, tokens, positions, tree_mask, sizes=sizes)
-        # the LM head reads no padding
+        hidden, states = self._forward(cache_rows, tokens, positions, tree_mask, sizes=sizes)
+        # indices of the trees' nodes in the flattened states: the LM head reads no padding
         nodes: list[int] = []
         for index, size in enumerate(sizes):
             first = index * max(sizes)
@@ -337,7 +374,7 @@ class TargetState:
             features = None
             if states is not None:
                 features = states[index, :, : sizes[index]].transpose(0, 1)
-            text = self.texts[slots[index]]
+            text = self.sequences[cache_rows[index]]
             outputs[row] = TargetOutput(
                 tree,
                 logits[index],
@@ -348,7 +385,10 @@ class TargetState:
         return outputs
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> None:
-        """Commit a path of each row's tree and drop all other nodes from the cache, in place."""
+        """Commit an accepted path of each row's last tree, and drop all other nodes from the cache.
+
+        `paths` are the nodes of the path by row, the root included.
+        """
         tokens = {row: self.trees[row].tokens[[*path]].tolist() for row, path in paths.items()}
         self.keep_columns(paths, tokens)
 
@@ -357,81 +397,96 @@ class TargetState:
         columns: Mapping[int, Sequence[int]],
         tokens: Mapping[int, list[int]],
     ) -> None:
-        """Commit columns of each row that were read last, one for each of its tokens; further ones move up after."""
-        slots = {row: self._slot(row) for row in columns}
-        paths = {slots[row]: path for row, path in columns.items()}
-        counts = {slots[row]: len(committed) for row, committed in tokens.items()}
+        """Commit tokens and their columns of the last forward, and keep further columns uncommitted after them.
+
+        Args:
+            columns: by row the columns to keep, in order, counted from its first uncommitted column.
+            tokens: by row the tokens to commit, one for each of its first columns here.
+        """
+        cache_rows = {row: self._cache_row(row) for row in columns}
+        paths = {cache_rows[row]: path for row, path in columns.items()}
+        counts = {cache_rows[row]: len(committed) for row, committed in tokens.items()}
         # modules that keep a state run again
         with self.target.lock:
             self.cache.keep(paths, counts)
         for row, committed in tokens.items():
-            self.texts[slots[row]] += committed
+            self.sequences[cache_rows[row]] += committed
 
     def commit(self, row: int, tokens: list[int]) -> None:
-        """Commit tokens whose columns lie after a row's sequence already."""
-        slot = self._slot(row)
-        self.cache.lengths[slot] += len(tokens)
-        self.texts[slot] += tokens
+        """Commit tokens whose columns already lie in order right after a row's sequence, so that none has to move."""
+        cache_row = self._cache_row(row)
+        self.cache.lengths[cache_row] += len(tokens)
+        self.sequences[cache_row] += tokens
 
     @torch.inference_mode()
-    def ahead(
+    def read_ahead(
         self,
         rows: Sequence[int],
         tokens: Tensor,
         depths: list[int],
         tree_mask: Tensor,
     ) -> Tensor:
-        """Read the last K draft tokens of some rows; nothing is committed.
+        """Read uncommitted tokens after some rows under a tree mask, without committing anything.
+
+        A draft model grows its tree level by level this way, and beam search its beams.
 
         Args:
-            rows: the rows.
-            tokens: [B, K], the last draft tokens; earlier calls have read those before.
-            depths: how many positions after the sequence each token of a draft is.
-            tree_mask: [B, K, R], which of all R draft tokens each of the last K sees.
+            rows: B rows.
+            tokens: [B, K], the last K draft tokens; earlier calls have read those before.
+            depths: of each of all R draft tokens, in all rows alike, how many draft tokens precede it on its path.
+                Depth 0 is the first position after the committed sequence.
+            tree_mask: [B, K, R], which of all R draft tokens each of the last K attends to.
 
         Returns:
             [B, K, V], the logits after each.
         """
-        slots = [self._slot(row) for row in rows]
-        starts = torch.tensor([self.cache.lengths[slot] for slot in slots])
+        cache_rows = [self._cache_row(row) for row in rows]
+        starts = torch.tensor([self.cache.lengths[cache_row] for cache_row in cache_rows])
         positions = starts[:, None] + torch.tensor(depths)
-        hidden, _ = self._forward(slots, tokens, positions, tree_mask)
+        hidden, _ = self._forward(cache_rows, tokens, positions, tree_mask)
         return self.reader.logits(self.target.head, hidden)
 
     def features_at(self, row: int, columns: Sequence[int]) -> Tensor | None:
-        """Return [T, L, D], the tapped states of T of a row's columns, committed or not; None without taps."""
+        """Return [T, L, D], the tapped hidden states at T of a row's columns, committed or not; None without taps."""
         if not self.taps:
             return None
-        buffer = self.cache.tapped.buffer[self._slot(row)]
+        buffer = self.cache.tapped.tensor[self._cache_row(row)]
         return buffer.index_select(1, upload(torch.tensor(columns), buffer.device)).transpose(0, 1)
 
     def lend(self) -> TargetTexts:
-        """Return the rows, for a drafter that reads the target's cache."""
+        """Return access to the rows' keys and values, for a drafter that reads the target's cache."""
         return TargetTexts(self.target.view(), self)
 
     def _forward(
         self,
-        slots: list[int],
+        cache_rows: list[int],
         tokens: Tensor,
         positions: Tensor,
         tree_mask: Tensor | None,
         **offset: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the model over tokens [B, N], the last of R at positions [B, R].
+        """Run the model over tokens, and store its tapped states in the cache beside its keys and values.
 
-        `offset` are further arguments of the cache's `set_write_offset`.
+        Args:
+            cache_rows: B cache rows.
+            tokens: [B, N], the last N of R uncommitted tokens.
+            positions: [B, R], of all uncommitted tokens.
+            tree_mask: [B, N, R], the uncommitted tokens that each new one attends to; None for a chain.
+            offset: `sizes` and `commits` of the cache's `set_write_offset`.
 
         Returns:
             The LM head's input [B, N, D], and the tapped states [B, L, N, D] or None.
         """
         count = tokens.shape[1]
         read_before = positions.shape[1] - count
-        # images are read with the whole of their prompt
+        # a prompt with images is read whole and alone, so only an empty cache row can have any
         media: Mapping[str, Any] = {}
-        if not self.cache.lengths[slots[0]]:
-            media = media_of(self.prompts.get(self.rows[slots[0]], []))
+        if not self.cache.lengths[cache_rows[0]]:
+            media = media_of(self.prompts.get(self.rows[cache_rows[0]], []))
         self.cache.set_write_offset(
-            slots, [self.cache.lengths[slot] + read_before for slot in slots], **offset
+            cache_rows,
+            [self.cache.lengths[cache_row] + read_before for cache_row in cache_rows],
+            **offset,
         )
         tapping: Any = self.reader.tapping(self.taps) if self.taps else nullcontext({})
         with self.target.lock, tapping as tapped:
@@ -441,6 +496,7 @@ class TargetState:
                 hidden = self.reader(tokens, positions, tree_mask, self.cache)
         if not self.taps:
             return hidden, None
+        # tap -1 is the LM head's input
         tapped[-1] = hidden
         states = torch.stack(
             [tapped[tap][:, -count:].to(self.target.device) for tap in self.taps],
@@ -449,20 +505,20 @@ class TargetState:
         self.cache.tapped.write(states)
         return hidden, states
 
-    def _slot(self, row: int) -> int:
-        """Return the slot of a row."""
+    def _cache_row(self, row: int) -> int:
+        """Return the index of a row in the cache's batch dimension."""
         return self.rows.index(row)
 
     def length(self, row: int) -> int:
         """Return the number of a row's committed tokens."""
-        return self.cache.lengths[self._slot(row)]
+        return self.cache.lengths[self._cache_row(row)]
 
     def text(self, row: int) -> list[int]:
         """Return a row's committed tokens."""
-        return self.texts[self._slot(row)]
+        return self.sequences[self._cache_row(row)]
 
     def check_tree(self, row: int, tree: DraftTree) -> None:
-        """Refuse a tree that the row has no space for, or that crosses longrope's switch of frequencies."""
+        """Refuse a draft tree that exceeds the row's space in the cache, or that crosses longrope's border."""
         start = self.length(row)
         self._check_border(start, tree)
         if self.max_tokens is not None and start + tree.columns > self.columns_by_row[row]:
@@ -473,21 +529,28 @@ class TargetState:
             )
 
     def _check_border(self, start: int, tree: DraftTree) -> None:
-        """Refuse a tree after `start` tokens that crosses longrope's switch of frequencies."""
-        # its levels are counted only where there is a switch
+        """Refuse a tree after `start` tokens whose deepest path crosses longrope's border.
+
+        A longrope model reads longer sequences with other rotary frequencies throughout, so the cache would be wrong.
+        """
+        # most models have no border, and then the tree's levels need not be counted
         if start <= self.target.border < sys.maxsize:
             self.target.check_growth(start, start + tree.levels + 1)
 
     def levels(self, row: int, wanted: int) -> int:
-        """Return the number of wanted draft levels that fit; no draft may cross longrope's switch of frequencies."""
+        """Return how many of the wanted draft levels a row may draft without crossing longrope's border."""
         start = self.length(row)
         border = self.target.border
+        # the root takes a position too
         if start > border or start + 1 + wanted <= border:
             return wanted
         return int(border) - start - 1
 
     def groups(self, rows: list[int]) -> list[list[int]]:
-        """Return groups of rows that share a forward: all, unless the model's positions depend on the longest."""
+        """Return groups of rows that may share a forward: one group, except rows that must be read alone.
+
+        Such a row is beyond longrope's border, as the longest sequence of a batch decides the frequencies of all.
+        """
         alone = [row for row in rows if self.target.is_alone(self.length(row))]
         together = [row for row in rows if row not in alone]
         groups = [[row] for row in alone]

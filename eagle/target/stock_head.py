@@ -21,14 +21,14 @@ from eagle.target.twin import share_weights
 class StockHead(TargetHead):
     """The target's embedding and the part of its forward above its base; gradients go through that forward too."""
 
-    # the target's modules over its own weights, with a `PassThrough` for its base
+    # a second module tree over the target's weights, with a `PassThrough` in place of its base
     model: Any = None
     matrix: Tensor | None = None  # [V, D'], of the last linear layer
-    rows: Tensor | slice | None = None  # of the vocabulary; None for all
+    rows: Tensor | slice | None = None  # the vocabulary entries of a narrowed head; None for all
 
     @property
     def weight(self) -> Tensor:
-        """The last matrix [V, D']: its precision and vocabulary are the head's, its product with states is not."""
+        """The last matrix [V, D']: it has the head's precision and vocabulary, but states are transformed before it."""
         assert self.matrix is not None
         return self.matrix
 
@@ -38,7 +38,11 @@ class StockHead(TargetHead):
         return False
 
     def start_matrix(self) -> Tensor:
-        """Return the last matrix [V, D], from which a head's own may start; it takes transformed states."""
+        """Return the last matrix [V, D], from which a draft head may start its own LM head.
+
+        Raises:
+            ValueError: if the target's head changes the width of states, so that the matrix does not fit them.
+        """
         if self.weight.shape[1] != self.width:
             raise ValueError(
                 f"the target's LM head transforms states of width {self.width} to {self.weight.shape[1]} before its "
@@ -48,9 +52,12 @@ class StockHead(TargetHead):
         return self.weight
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the target's logits from its base's output, in the weights' dtype; `out` is memory for them."""
+        """Return [.., V], the target's logits for its base's output [.., D], in the weights' dtype.
+
+        `out` is a tensor to write them to; None: a new one.
+        """
         states = hidden.to(self.weight.dtype)
-        # one sequence, as the model's forward wants; it takes states in place of token ids
+        # [1, rows, D]: the model's forward wants a batch. `PassThrough` takes states in place of token ids
         logits: Tensor = self.model(input_ids=states.reshape(1, -1, hidden.shape[-1])).logits
         if self.rows is not None:
             logits = logits[..., self.rows]
@@ -58,13 +65,16 @@ class StockHead(TargetHead):
         return logits if out is None else out.copy_(logits)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return the states themselves, from which `pull_back` runs the forward again."""
+        """Return what `pull_back` needs: the states themselves, from which it runs the forward again."""
         return hidden
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
-        """Return [.., D], the gradient at the hidden states (`slope`) from that at the logits."""
+        """Return [.., D], the gradient by the hidden states, given the gradient by the logits [.., V].
+
+        `slope` is what `slope` returned: the hidden states.
+        """
         assert slope is not None
-        # through the model's forward, run again
+        # the forward runs again, now with a graph
         with torch.enable_grad():
             hidden = slope.detach().requires_grad_()
             logits = self.logits(hidden)
@@ -73,11 +83,11 @@ class StockHead(TargetHead):
         )
 
     def narrow(self, tokens: Tensor | slice) -> StockHead:
-        """Return a head for a subset of the vocabulary, which picks its logits."""
+        """Return a head for some tokens of the vocabulary: it computes all logits, and picks theirs."""
         return replace(self, rows=tokens, matrix=self.weight[tokens])
 
     def cast(self, dtype: torch.dtype) -> StockHead:
-        """Return this head in another precision: itself if it has it, else a copy."""
+        """Return this head in another precision: itself if it is in that precision, else a copy of its weights."""
         if self.weight.dtype == dtype:
             return self
         embedding = in_dtype(copy.deepcopy(self.embedding), dtype)
@@ -86,27 +96,35 @@ class StockHead(TargetHead):
 
 
 class PassThrough(nn.Module):
-    """Takes the place of a model's base, and hands on the states that it gets in place of token ids."""
+    """Takes the place of a model's base: it gets states as if they were token ids, and returns them as its output."""
 
     def __init__(self, output: type[Any], base: nn.Module) -> None:
+        """Take the class of the base's output, and the base that is replaced."""
         super().__init__()
         for name, value in vars(base).items():
-            # a factor that the model's forward asks its base for, as Falcon-H1's
+            # the model's forward may read numbers from its base, as Falcon-H1's reads a factor
             if isinstance(value, int | float | str) and not hasattr(self, name):
                 setattr(self, name, value)
         self.output = output
 
     def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the base's kind of output, with these states [B, T, D]."""
+        """Return the states [B, T, D] that come as `input_ids` as an output of the base's class."""
         return self.output(last_hidden_state=input_ids)
 
 
 def stock_head(model: Any, config: Any, head: TargetHead, output: Any) -> StockHead:
-    """Return a head by the model's own forward; `output` is what its base gave for some sequence."""
+    """Return a head that computes logits by the model's own forward above its base.
+
+    Args:
+        model: the target's model.
+        config: its text config.
+        head: the target's plain head, which gives embedding and output layer.
+        output: an output of the model's base, for its class.
+    """
     base = base_of(model)
     path = next(name for name, module in model.named_modules() if module is base)
     upper, _ = share_weights(model, config, nn.ModuleList())
-    # in the second tree alone, the states replace the base
+    # only the second module tree gets a `PassThrough`, and the model itself keeps its base
     parent, _, name = path.rpartition(".")
     upper.get_submodule(parent)._modules[name] = PassThrough(type(output), base)
     return StockHead(

@@ -1,4 +1,4 @@
-"""Where a causal language model keeps its base, its decoder layers and the layers of its cache: found by structure."""
+"""Find a causal language model's base, its decoder layers and the layers of its cache by structure, not by names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+# arguments of a forward that may take the cache, the most common first
 CACHE_NAMES = ("past_key_values", "cache_params", "state", "cache")
 
-# what a model raises that is read in a way that it does not take
+# exceptions that a model may raise when it is run in a way that it does not support
 FAILURES = (
     RuntimeError,
     TypeError,
@@ -24,14 +25,15 @@ FAILURES = (
 
 
 def describe_failure(error: Exception) -> str:
-    """Return the kind of an error and the beginning of its message."""
+    """Return the type of an error and the beginning of its message."""
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def base_of(model: Any) -> Any:
-    """Return what a causal language model has below its LM head: the outermost module inside it that reads token ids.
+    """Return a causal language model without its LM head: the outermost module inside it that takes token ids.
 
-    `base_model` goes by a name in the model's class, which is wrong for some types and leads others to a mere wrapper.
+    transformers' `base_model` looks up a name of the model's class. For some types the name is wrong, and for others it
+    leads to a mere wrapper.
     """
     embedding = model.get_input_embeddings()
     base = model
@@ -48,11 +50,12 @@ def base_of(model: Any) -> Any:
 
 
 def _contains(module: nn.Module, inner: nn.Module) -> bool:
+    """Return whether a module is another one, or contains it."""
     return any(submodule is inner for submodule in module.modules())
 
 
 def cache_name_of(module: Any) -> str:
-    """Return the name of the argument by which a model's forward takes a cache; "" for none."""
+    """Return the name of the argument by which a module's forward takes a cache; "" for none."""
     arguments = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in arguments), "")
 
@@ -63,11 +66,12 @@ def takes_tokens(module: nn.Module) -> bool:
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    """Return a base model's stack of decoder layers: its outermost module list of `count` layers, else the longest.
+    """Return a base model's decoder layers: its outermost module list of `count` modules, or without one the longest.
 
-    Of equally deep ones it is the last parent's (encoders come first), and the first of that parent.
+    Of several lists at the same depth, those of the last parent are taken, as encoders come before decoders. Of these,
+    the first is taken.
     """
-    # by name, in the order of their registration
+    # module lists by name, in the order of their registration
     lists = {
         name: module for name, module in base.named_modules() if isinstance(module, nn.ModuleList)
     }
@@ -77,7 +81,7 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
         )
     fitting = {name: module for name, module in lists.items() if len(module) == count}
     outermost = _outermost(fitting or lists)
-    # a config may count something else than these layers, as two caches in each of them
+    # a config's number may count other things than these layers, such as two caches in each of them
     if not fitting:
         longest = max(len(lists[name]) for name in outermost)
         outermost = [name for name in outermost if len(lists[name]) == longest]
@@ -86,28 +90,30 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the module names of the least depth."""
+    """Return the names of the modules that are nested least deep, by the dots in their names."""
     names = list(names)
     depth = min(name.count(".") for name in names)
     return [name for name in names if name.count(".") == depth]
 
 
 def holder_of(base: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """Return the module that runs these decoder layers: the base itself, or its text model."""
+    """Return the module that has this list of decoder layers as a child: the base itself, or its text model."""
     return next(
         module for module in base.modules() if any(child is layers for child in module.children())
     )
 
 
 def typical_config(config: Any, keys: Iterable[str]) -> Any:
-    """Return the config itself, or that of a layer with the commonest values of these keys where they differ by layer.
+    """Return a config that has a single value for each of these keys.
 
-    transformers names no one value for such layers, as Gemma 4's, whose global layers have wider heads.
+    It is the config itself, or where layers differ, the config of a layer with the commonest values. In Gemma 4, for
+    one, global layers have wider heads, and transformers raises an error for the width of all.
     """
     try:
         for key in keys:
             getattr(config, key, None)
-    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which older releases lack
+    # AmbiguousGlobalPerLayerAttributeError, which older releases of transformers do not have
+    except RuntimeError:
         layers = list(config.per_layer_config)
         values = []
         for layer in layers:
@@ -117,18 +123,15 @@ def typical_config(config: Any, keys: Iterable[str]) -> Any:
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Return the device on which a layer runs.
-
-    It is that of its weights, under whatever names they go, or the one to which accelerate brings offloaded weights.
-    """
+    """Return the device on which a layer runs: that of its weights, or that to which accelerate moves them."""
     hook = getattr(layer, "_hf_hook", None)
     for tensor in (*layer.parameters(), *layer.buffers()):
-        # offloaded ones are on no device until the layer runs
+        # offloaded weights are on the meta device until the layer runs
         if not (tensor.is_meta and hook):
             return tensor.device
     return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
 def count_cache_layers(config: Any, layers: Sized = ()) -> int:
-    """Return the number of layers of a model's cache: as many as transformers gives, at least one a decoder layer."""
+    """Return the number of layers of a model's cache: that of the config, or of the decoder layers if they are more."""
     return max(len(layers), config.get_text_config(decoder=True).num_hidden_layers)

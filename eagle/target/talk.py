@@ -19,13 +19,18 @@ from eagle.core.sampling import refuse_fields
 from eagle.core.verify import Sampling
 from eagle.disk import sha256
 
-TYPES = "token_type_ids"  # in the names of what a processor gives by token
-# types of a message's content parts, of transformers and of OpenAI
+TYPES = (
+    "token_type_ids"  # part of the names of a processor's outputs that have an entry for each token
+)
+# the "type" of an image among a message's content parts, in transformers and in OpenAI's API
 IMAGE_PARTS = ("image", "image_url")
 
 
 class ChatMixin:
-    """What a target makes of messages; `processor` is what prepares images for it, None where nothing does."""
+    """The part of `Target` that deals with messages, images and the generation config.
+
+    `processor` prepares images for the model; it is None for a model without one.
+    """
 
     model: Any
     config: Any
@@ -47,13 +52,13 @@ class ChatMixin:
         return tuple(dict.fromkeys(tokens))
 
     def chat(self, messages: str | list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
-        """Return the token ids of a conversation with the generation prompt.
+        """Return the prompt of a conversation: its token ids, which end with the generation prompt.
 
         Args:
-            messages: dicts with role and content, or the content of one user message. A content may be a list of parts,
-                of which {"type": "image", "image": path, data URL or PIL image} and OpenAI's `image_url` are shown to a
-                target that sees. The tokens of such a prompt hold its images.
-            template_kwargs: what the chat template takes.
+            messages: dicts with role and content, or the content of one user message. A content may be a list of parts;
+                its images, as {"type": "image", "image": path, data URL or PIL image} or OpenAI's `image_url`, are
+                passed to a vision model. The tokens of such a prompt hold its images.
+            template_kwargs: arguments of the chat template.
         """
         if not getattr(self.tokenizer, "chat_template", None) and not getattr(
             self.processor, "chat_template", None
@@ -61,6 +66,7 @@ class ChatMixin:
             raise ValueError(
                 "this target has no chat template: pass token ids, or load a tokenizer that has one"
             )
+        # a string's items are strings too, so the second test holds for it
         is_conversation = isinstance(messages, (str, list)) and all(
             isinstance(turn, (str, dict)) for turn in messages
         )
@@ -73,19 +79,25 @@ class ChatMixin:
         kwargs = {"add_generation_prompt": True, **template_kwargs}
         image_parts = [part for turn in messages for part in images_of(turn)]
         if image_parts:
-            return self._show(messages, image_parts, kwargs)
-        # templates of models that see need not print a plain text
+            return self._tokenize_with_images(messages, image_parts, kwargs)
+        # the templates of some vision models print only contents that are lists of parts, and drop a plain string
         if self.processor is not None:
             messages = list_parts(messages)
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **kwargs})
 
-    def _show(
+    def _tokenize_with_images(
         self,
         messages: list[dict[str, Any]],
         image_parts: list[dict[str, Any]],
         kwargs: dict[str, Any],
     ) -> list[int]:
-        """Return the tokens of a conversation with images, which they hold."""
+        """Return the token ids of a conversation with images, as a list that also holds what the model reads of them.
+
+        Args:
+            messages: the conversation.
+            image_parts: the content parts of its messages that are images, in order.
+            kwargs: arguments of the chat template.
+        """
         if self.processor is None:
             raise ValueError(
                 f"the messages have images, and nothing prepares them for this {self.config.model_type}: expected a "
@@ -100,7 +112,7 @@ class ChatMixin:
         return token_ids(process(self.processor, text, images))
 
     def check_prompt(self, prompt: list[int]) -> None:
-        """Refuse a prompt that the model cannot read."""
+        """Refuse a prompt that is empty or too long, or that has unknown tokens or image tokens without images."""
         if not prompt:
             raise ValueError("the prompt is empty: expected at least one token id")
         wrong = [token for token in prompt if not 0 <= token < self.vocab_size]
@@ -115,7 +127,10 @@ class ChatMixin:
         self.check_images(torch.tensor(prompt), media_of(prompt))
 
     def check_images(self, tokens: Tensor, media: Mapping[str, Any] | None) -> None:
-        """Refuse tokens that stand for an image without one: they would be read as text."""
+        """Refuse image tokens without an image, which the model would read as text.
+
+        `media` is what the processor gave for images, None or empty for none.
+        """
         if self.processor is None or media:
             return
         config = self.model.config
@@ -127,13 +142,13 @@ class ChatMixin:
             )
 
     def default_sampling(self, **fields: Any) -> Sampling:
-        """Return the sampling of the model's generation config with `fields` replaced.
+        """Return the sampling that the model's generation config asks for, with `fields` of `Sampling` replaced.
 
         Raises:
             ValueError: for unsupported settings.
         """
         refuse_fields(self.model.generation_config)
-        # with transformers' defaults, as a top-k of 50
+        # transformers fills in its own defaults, such as a top-k of 50
         config, _ = self.model._prepare_generation_config(None)
         processors = self.model._get_logits_processor(
             generation_config=config,
@@ -144,19 +159,28 @@ class ChatMixin:
 
 
 def process(processor: Any, text: str, images: Sequence[Any]) -> Mapping[str, Any]:
-    """Return the processor's output for a printed text and its images, which are PIL images, paths or data URLs.
+    """Return the processor's tokens and image inputs for a text with images.
 
-    A template prints its own special tokens, so none are added.
+    Args:
+        processor: the model's processor.
+        text: as the chat template has printed it, with its special tokens, so that none are added.
+        images: PIL images, paths or data URLs, in the order of their places in the text.
     """
-    # paths and data URLs become images
+    # paths and data URLs are opened
     opened = processor.image_processor.fetch_images(list(images))
     return processor(text=[text], images=[opened], return_tensors="pt", add_special_tokens=False)
 
 
 def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any]:
-    """Return what a text with images has except its tokens [T], as the model's forward takes it.
+    """Return the inputs of the model's forward for a training sequence with images, except its tokens.
 
-    The images must be those that the text was tokenised with. What comes after the tokens is left out.
+    Args:
+        processor: the target's processor.
+        shown: the sequence's text, and the paths and checksums of its images.
+        tokens: [T], as the store holds them; the text may go on after them.
+
+    Raises:
+        ValueError: if the images or the processor are not those that the text was tokenised with.
     """
     if processor is None:
         raise ValueError(
@@ -169,7 +193,7 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
                 f"the image {path} is not the one that was there when its text was tokenised: put that one back, or "
                 "remove the cache of tokens (data.cache) and the feature store, which are made anew"
             )
-    # a text of the store may have been cut
+    # the store may have cut the sequence after T tokens
     whole = token_ids(process(processor, shown.text, [path for path, _ in shown.images]))
     text = first_tokens(whole, len(tokens))
     if text != tokens.tolist():
@@ -181,12 +205,12 @@ def prepare_media(processor: Any, shown: Shown, tokens: Tensor) -> dict[str, Any
 
 
 def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any]:
-    """Return what the model's own forward takes for a prompt, with its images, and the beginning of an answer."""
+    """Return the arguments of the model's own forward for a prompt with its images and the beginning of an answer."""
     text = with_answer(prompt, answer)
     inputs: dict[str, Any] = {"input_ids": torch.tensor([text], device=model.device)}
     for name, value in media_of(text).items():
         if not is_setting(name, value):
-            # indices stay integers
+            # pixels take the model's dtype, and indices stay integers
             dtype = model.dtype if value.is_floating_point() else value.dtype
             value = value.to(model.device, dtype)
         inputs[name] = value
@@ -194,13 +218,13 @@ def inputs_of(model: Any, prompt: list[int], answer: list[int]) -> dict[str, Any
 
 
 def first_tokens(text: list[int], count: int) -> list[int]:
-    """Return the first tokens of a text, among them those of all its images, which they hold."""
+    """Return the first `count` tokens of a text, with its images, all of whose tokens must be among them."""
     return _with_media(text[:count], media_of(text), lambda types: types[:, :count])
 
 
 def with_answer(prompt: list[int], answer: list[int]) -> list[int]:
-    """Return the tokens of a prompt and the beginning of an answer, which hold the prompt's images."""
-    # the answer is text, whose type is 0
+    """Return the tokens of a prompt and the beginning of an answer, with the prompt's images."""
+    # token types are padded by 0, the type of text, for the answer
     return _with_media(
         [*prompt, *answer],
         media_of(prompt),
@@ -213,7 +237,13 @@ def _with_media(
     media: Mapping[str, Any],
     fit: Callable[[Tensor], Tensor],
 ) -> list[int]:
-    """Return tokens that hold these inputs, if any, of which `fit` changes those by token [1, T]."""
+    """Return tokens as a list that holds image inputs, or plainly if there are none.
+
+    Args:
+        tokens: the token ids.
+        media: a processor's inputs for images.
+        fit: cuts or pads an input [1, T] that has an entry for each token, to the number of these tokens.
+    """
     if not media:
         return tokens
     fitted = {name: fit(value) if TYPES in name else value for name, value in media.items()}
@@ -233,7 +263,10 @@ def is_image(part: Any) -> bool:
 
 
 def list_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are lists of parts, as templates of models that see print them."""
+    """Return messages whose contents are lists of parts, as the chat templates of vision models need them.
+
+    An image becomes a part without its data, for which the template prints the image token.
+    """
     listed = []
     for turn in messages:
         content = turn.get("content")
@@ -248,12 +281,12 @@ def list_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def image_in(part: dict[str, Any]) -> Any:
-    """Return the image of a part: a path that exists, a data URL, or an object that holds it."""
+    """Return the image of a message's content part: a file's path, a data URL, or an object such as a PIL image."""
     images = [
         part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None
     ]
     image = images[0] if images else None
-    # OpenAI's
+    # OpenAI's parts hold the address in a dict: {"image_url": {"url": ..}}
     if isinstance(image, dict):
         image = image.get("url")
     if image is None:

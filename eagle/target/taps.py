@@ -1,4 +1,4 @@
-"""How a model's layers lay out the states that they hand on, and the one state a token that a tap gives."""
+"""The shapes of the states between a model's layers, from which a tap takes one state for each token."""
 
 # B sequences, T tokens, S streams, D width
 
@@ -13,54 +13,72 @@ from torch import Tensor
 
 from eagle.target.structure import FAILURES
 
-CAUSAL_TOKENS = 12  # of the texts by which a target is found to be a causal model
+CAUSAL_TOKENS = 12  # tokens of the sequences by which a model is found to be causal
+# the layouts, by their axes
 PLAIN = "[B, T, D]"
-FIRST = "[S, B, T, D]"
-THIRD = "[B, T, S, D]"
-JOINED = "[B, T, S * D]"
-TURNED = "[T, B, D]"
+STREAMS_FIRST = "[S, B, T, D]"
+STREAMS_THIRD = "[B, T, S, D]"
+STREAMS_JOINED = "[B, T, S * D]"
+TOKENS_FIRST = "[T, B, D]"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The shape of a layer's input. Of several streams a tap gives their mean, as engines do (vLLM, DeepSeek-V4)."""
+    """The shape of a layer's input.
 
-    axes: str
-    width: int
+    A model may have several streams of states. A tap then gives their mean, as vLLM does for DeepSeek-V4.
+    """
+
+    axes: str  # one of the constants above
+    width: int  # of a state in one stream
 
     def read(self, states: Tensor) -> Tensor:
-        """Return [B, T, D], one state a token."""
-        if self.axes == FIRST:
+        """Return [B, T, D], one state for each token, from a layer's input."""
+        if self.axes == STREAMS_FIRST:
             return states.mean(0)
-        if self.axes == THIRD:
+        if self.axes == STREAMS_THIRD:
             return states.mean(2)
-        if self.axes == JOINED:
+        if self.axes == STREAMS_JOINED:
             return states.unflatten(-1, (-1, self.width)).mean(2)
-        if self.axes == TURNED:
+        if self.axes == TOKENS_FIRST:
             return states.transpose(0, 1)
         return states
 
 
 def find_layout(states: Tensor, length: int, width: int) -> Layout | None:
-    """Return the layout of a layer's input for one sequence of `length` tokens, more than one; None if unknown.
+    """Return the layout of a layer's input; None if it is unknown.
 
-    One sequence tells them apart whatever the number of streams: its batch axis is 1 and is next to that of its tokens.
+    The axes of a single sequence show it whatever the number of streams: the batch axis, of size 1, is next to the
+    tokens' axis.
+
+    Args:
+        states: a layer's input for one sequence.
+        length: its number of tokens, more than one.
+        width: the config's width of a state.
     """
     *axes, last = states.shape
     if axes == [1, length]:
+        # several streams may be joined in the last axis
         is_joined = last > width and last % width == 0
-        return Layout(JOINED, width) if is_joined else Layout(PLAIN, last)
+        return Layout(STREAMS_JOINED, width) if is_joined else Layout(PLAIN, last)
     if axes == [length, 1]:
-        return Layout(TURNED, last)
+        return Layout(TOKENS_FIRST, last)
     if len(axes) == 3 and axes[1:] == [1, length]:
-        return Layout(FIRST, last)
+        return Layout(STREAMS_FIRST, last)
     if len(axes) == 3 and axes[:2] == [1, length]:
-        return Layout(THIRD, last)
+        return Layout(STREAMS_THIRD, last)
     return None
 
 
 def refuse_taps(taps: Sequence[int], count: int, layouts: Mapping[int, Layout], kind: str) -> None:
-    """Raise a ValueError for taps that are not inputs of one width of a target's `count` layers."""
+    """Raise a ValueError for taps that a target does not have, or whose states differ in width.
+
+    Args:
+        taps: layer indices, or -1 for the LM head's input.
+        count: the number of the target's layers.
+        layouts: by tap, of the layer inputs that can be read.
+        kind: the model's type, for messages.
+    """
     wrong = [tap for tap in taps if not -1 <= tap < count]
     if wrong:
         raise ValueError(
@@ -84,14 +102,17 @@ def refuse_taps(taps: Sequence[int], count: int, layouts: Mapping[int, Layout], 
 
 @torch.inference_mode()
 def find_feature_fault(reader: Any) -> str | None:
-    """Return why a head cannot learn from a model's states of a text, in words; None if it can."""
+    """Return in words why a draft head cannot learn from a model's states; None if it can.
+
+    It cannot if the model is not causal. A trial changes the last token, and compares the states before it.
+    """
     tokens = torch.arange(3, 3 + CAUSAL_TOKENS) % reader.config.vocab_size
     changed = tokens.clone()
     changed[-1] = (changed[-1] + 1) % reader.config.vocab_size
-    # the states before the last token, which a causal model computes without it
+    # of both sequences, the states before the last token, which a causal model computes without it
     states = reader.read_texts(torch.stack([tokens, changed]))[:, :-1].float()
     change = float((states[0] - states[1]).norm() / states[0].norm())
-    # rounding, which in half precision grows from layer to layer
+    # the relative difference that rounding may make, which in half precision grows from layer to layer
     limit = 1e-3 if reader.original.dtype in (torch.float32, torch.float64) else 0.1
     if change <= limit:
         return None
@@ -103,10 +124,11 @@ def find_feature_fault(reader: Any) -> str | None:
 
 
 def tell_what_works(reader: Any) -> str:
-    """Return a sentence on what a model is good for that cannot read trees."""
+    """Return a sentence that says what can still be done with a model that cannot read draft trees."""
     try:
         fault = find_feature_fault(reader)
-    except (*FAILURES, ImportError):  # as of a kernel that is not installed
+    # ImportError comes from kernels that are not installed
+    except (*FAILURES, ImportError):
         return "Its forward over a text fails, too."
     if fault:
         return f"Nor are there features for a head: it {fault}."

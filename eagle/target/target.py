@@ -70,19 +70,18 @@ class Target(ChatMixin):
         self.processor = processor
         self.invariant = invariant
         self.config = self.model.config.get_text_config()
-        self.lock = RLock()  # of forwards: hooks and buffers are the layers' own
+        self.lock = RLock()  # held during forwards, which change hooks and buffers of the layers
         self.sharded = False
-        # that it reads with, over weights that it shares with another target
+        # the adapter of `with_adapter`, whose target shares its weights with another one
         self.adapter: str | None = None
-        self.draws = Counter[
-            tuple[int, int]
-        ]()  # uses of private random numbers, by seed and request
+        # how often private random numbers were used, by seed and request
+        self.draws = Counter[tuple[int, int]]()
         self._find_out()
 
     def _find_out(self) -> None:
-        """Make the modules that read for this target, and find out what they need to know of the model."""
+        """Make the reader and the head for the model as it is now, and mark the model to notice later changes."""
         model = self.model
-        # both with plain matrices, which heads borrow
+        # both have plain matrices, which draft heads borrow
         embedding, output = borrowed_layers(model)
         self.device = device_of(embedding)
         settle_weights(model, self.device)
@@ -90,9 +89,10 @@ class Target(ChatMixin):
         if wants_invariant is None:
             wants_invariant = self.device.type == "cpu"
         self.reader = TreeReader(model, self.config, invariant=wants_invariant)
-        # may be more than the tokenizer knows
+        # the LM head's rows, which may be more than the tokenizer's entries
         self.vocab_size = output.get_parameter("weight").shape[0]
-        # a first forward tells the layers' inputs, and what it sets in the model by itself
+        # a first forward shows the shapes of the layers' inputs, and which attributes the model sets by itself: those
+        # are no changes by the user
         tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
         reader_mark = ModelMark(self.reader.model, self.config, set())
         with torch.no_grad():
@@ -105,23 +105,28 @@ class Target(ChatMixin):
             first=states.get(0),
             last=states[-1],
         )
-        self.border = rope_border(self.config)  # no text may grow across it
-        self.viewed: TargetView | None = None
-        self.found_variance: str | None = None  # None: not looked for yet, "": none
-        self.spare: TargetState | None = None
-        # drafters that calls have named: the LM head they borrow, when their weights were written, and themselves
+        # a length in tokens that no sequence may grow across, see `rope_border`
+        self.border = rope_border(self.config)
+        self.viewed: TargetView | None = None  # made at the first call of `view`
+        self.found_variance: str | None = None  # of `variance`; None: not tried yet, "": none found
+        self.spare: TargetState | None = (
+            None  # the last closed state, whose cache the next one may reuse
+        )
+        # drafters that calls gave by name: the LM head they borrow, when their weights were written, and themselves
         self.named_drafters: dict[str, tuple[Any, int | None, Any]] = {}
         self.weight_mark = WeightMark(model)
         self.model_mark = ModelMark(model, self.config, self.reader.hooked, volatile)
 
     def refresh(self, *, force: bool = False) -> None:
-        """Read by the model as it is now, if it was changed: by an adapter, a hook, a module, its config.
+        """Make the reader again if the model was changed: by an adapter, a hook, a module or a value of its config.
 
-        Every call that opens or reads a text does so first. States that are open read on by the model as it was.
-        With `force` also if nothing tells a change, as in an object that an attribute holds.
+        Every call that opens or reads a sequence does so first. Open states keep the reader that they began with.
+
+        Args:
+            force: make it again even if no change is seen, as of a change within an object that an attribute holds.
         """
         with self.lock:
-            # shards hold no whole weights to look at
+            # a sharded model cannot be read again: no process holds its weights whole
             if (force or self.model_mark.differences()) and not self.sharded:
                 self._find_out()
 
@@ -133,9 +138,10 @@ class Target(ChatMixin):
         )
 
     def describe(self) -> str:
-        """Return how this target reads trees, as logs and result files name it; find that out if it is not known."""
+        """Return in words how this target reads draft trees, as logs and result files name it; try it if need be."""
         self.refresh()
         with self.lock:
+            # two rows, so that batches are tried too
             self.reader.check(rows=2)
         facts = [self.reader.describe()]
         if self.reader.reads_rows is False:
@@ -150,9 +156,10 @@ class Target(ChatMixin):
         return "; ".join(facts) + self._name_adapter()
 
     def variance(self) -> str | None:
-        """Return what changes the bits of a token's logits, so that a near-tie may flip; None if nothing is known.
+        """Return in words what changes the bits of a token's logits; None if nothing is known to change them.
 
-        In half precision it is tried once: the same tokens are read step by step, in chunks, in a tree and in a batch.
+        If they change, drafted output may differ from plain decoding where two tokens are nearly tied. In half
+        precision it is tried once: the same tokens are read step by step, in chunks, in a tree and in a batch.
         """
         self.refresh()
         # fp32 rounds too little to flip more than exact ties
@@ -161,9 +168,9 @@ class Target(ChatMixin):
         with self.lock:
             if self.found_variance is None:
                 self.reader.check(rows=2)
-                # a short trial may not meet kernels that choose the order of their sums
+                # in other modes kernels choose the order of their sums, which the short trial may not show
                 keeps_bits = self.reader.mode.keeps_bits
-                # the trial passes, and longer texts were seen to differ
+                # in fp16 on a CPU the trial passes, but longer sequences were seen to differ
                 if self.device.type == "cpu" and self.model.dtype == torch.float16:
                     keeps_bits = keeps_bits and sums_rows_alike(torch.float16)
                 if self.reader.count_attending() and not keeps_bits:
@@ -176,7 +183,7 @@ class Target(ChatMixin):
         return "" if self.adapter is None else f"; with the adapter {self.adapter}"
 
     def __reduce__(self) -> Any:
-        """Copy without locks and open texts, which cannot be copied."""
+        """Copy or pickle the model and its settings alone: locks and open states cannot be copied."""
         return (
             Target,
             (self.model, self.tokenizer, self.processor, self.invariant),
@@ -234,7 +241,7 @@ class Target(ChatMixin):
             device_map=device_map,
             **source,
         )
-        # quantised weights are where and what the loader made them
+        # quantised weights stay on the device and in the dtype that the loader gave them
         if device_map is None and not getattr(model, "is_quantized", False):
             # some models keep modules in fp32 on purpose
             if not (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict):
@@ -249,9 +256,10 @@ class Target(ChatMixin):
     from_pretrained = load
 
     def with_adapter(self, path: str | Path) -> Target:
-        """Return a target that reads with a LoRA or DoRA adapter over this target's weights, which stay as they are.
+        """Return a target that reads with a LoRA or DoRA adapter over this target's weights, without changing them.
 
-        Any number of them share the weights. Each keeps its own sequences, so they decode in any order, also this one.
+        Any number of such targets share the weights. Each keeps its own sequences, so that they and this target may
+        decode in turns.
         """
         if self.sharded:
             raise ValueError(
@@ -265,15 +273,18 @@ class Target(ChatMixin):
 
     def shard(self) -> Target:
         """Shard this target's layers over the devices of all processes, which must then run its forwards together."""
-        if not dist.is_initialized():  # one process
+        # with one process there is nothing to shard
+        if not dist.is_initialized():
             return self
-        # packed weights have no plain memory to split
+        # a packed weight cannot be split, as its memory is in another library's layout
         unpack_model(self.model)
         self.device = torch.device(best_device())
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        for layer in self.layers:  # one at a time moves to the device, where only its shard stays
+        # one layer at a time moves to the device, where only its shard stays
+        for layer in self.layers:
             fully_shard(layer, mesh=mesh)
-        for model in (self.reader.model, self.model):  # they share weights, but not buffers
+        # both module trees share weights, but not buffers
+        for model in (self.reader.model, self.model):
             model.to(self.device)
         self.sharded = True
         return self
@@ -281,7 +292,7 @@ class Target(ChatMixin):
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers as this target runs them, with the model's weights and their own hooks."""
-        self.refresh()  # else a hook on them would be lost with them
+        self.refresh()  # the layers of an outdated reader would be dropped, and hooks on them lost
         return self.reader.layers
 
     def view(self) -> TargetView:
@@ -300,6 +311,7 @@ class Target(ChatMixin):
         if tensor is None:
             tensor = read_spare_tensor(self.model, name)
         if tensor is None:
+            # three names, as an example of how they look
             known = ", ".join([parameter for parameter, _ in self.model.named_parameters()][:3])
             raise ValueError(
                 f"{self.config.model_type} has no tensor {name}: expected one as {known}"
@@ -322,11 +334,11 @@ class Target(ChatMixin):
         It may reuse the sequence that was `close`d last, so that a shared prefix is not read again.
 
         Args:
-            taps: the layer inputs that it hands out.
+            taps: the layers whose inputs it returns with the logits.
             max_tokens: the most that its cache may hold, in columns times rows; None: no limit.
         """
         self.refresh()
-        # taken under the lock, for another thread may open one too
+        # the spare state is taken under the lock, as another thread may open one too
         with self.lock:
             spare = self.spare
             self.spare = None
@@ -336,13 +348,16 @@ class Target(ChatMixin):
         return TargetState(self, taps, max_tokens, mark)
 
     def close(self, state: TargetState) -> None:
-        """Close a state; the sequence of one with a single row is kept for the next one, while the weights stay."""
+        """Release a state's rows. The next `open` may return the same state, and then reuse its last sequence.
+
+        That is so for a state of a single row without a limit, as long as the weights do not change.
+        """
         state.clear()
         is_current = state.reader is self.reader
-        # without a mark nobody can tell whether the weights have changed since
+        # without a mark it cannot be seen whether the weights have changed since
         if (
             is_current
-            and len(state.texts) == 1
+            and len(state.sequences) == 1
             and state.max_tokens is None
             and state.mark is not None
         ):
@@ -351,7 +366,7 @@ class Target(ChatMixin):
     def forget(self) -> None:
         """Drop the sequence kept from the last closed state.
 
-        Changed weights drop it by themselves, except changes through `weight.data`, which leave no trace.
+        It is dropped by itself when weights change, except by writes through `weight.data`, which leave no trace.
         """
         self.spare = None
 
@@ -362,7 +377,7 @@ class Target(ChatMixin):
         drafter: Drafter | None = None,
         texts: int = 1,
     ) -> int:
-        """Return the bytes of a cache with this many tokens, and of what a drafter keeps of them.
+        """Return the bytes of a cache with this many tokens, and of a drafter's own state for them.
 
         Args:
             tokens: as `max_tokens_in_cache`.
@@ -373,27 +388,29 @@ class Target(ChatMixin):
         texts = positive_int("texts", texts)
         if drafter is not None:
             taps = taps or drafter.taps
-        # one token allocates the buffers, whose columns are counted
+        # reading one token allocates the buffers, which show the bytes of a column
         state = TargetState(self, taps)
         state.begin([0], Choose(Sampling()))
         column = state.cache.column_bytes
-        tapped = state.cache.tapped.buffer
+        tapped = state.cache.tapped.tensor
+        # rounded up
         length = -(-tokens // texts)
         total = tokens * column + texts * self._state_bytes(state, length)
         if drafter is not None:
+            # of one tap at one token; the rest of a column is keys and values
             tap_bytes = tapped.shape[3] * tapped.element_size()
             keys_values = column - tapped.shape[1] * tap_bytes
             total += texts * drafter.kept_bytes(length, ColumnBytes(keys_values, tap_bytes))
         return total
 
     def _state_bytes(self, state: TargetState, tokens: int) -> int:
-        """Return the bytes of the states that are held of a sequence.
+        """Return the bytes of the recurrent states that are held for a sequence of this many tokens.
 
-        A model that reads as a whole keeps its own cache as a state, which grows.
+        A model that is run as a whole has its own cache as its state, which grows with the sequence.
         """
         if state.cache.states is None:
             return 0
-        # a state that grows by the token shows in two lengths
+        # two lengths show by how much a state grows with each token
         sizes = []
         for length in (1, 5):
             state.begin([0] * length, Choose(Sampling()))
@@ -402,20 +419,25 @@ class Target(ChatMixin):
         return count_states(tokens) * (sizes[0] + by_token * (tokens - 1))
 
     def is_alone(self, length: int) -> bool:
-        """Return whether a sequence of this length must be read alone, or its positions or masks would be wrong."""
+        """Return whether a sequence of this length must be read alone, as a batch would make its states wrong.
+
+        Beyond longrope's border the longest sequence decides the rotary frequencies of all.
+        """
         return length > self.border or self.reader.reads_rows is False
 
     def room(self, prompt: list[int]) -> int:
-        """Return how many tokens may follow a prompt before the last position or a switch of rotary frequencies."""
+        """Return how many tokens may follow a prompt before the model's last position or longrope's border."""
         end = self.max_positions or sys.maxsize
-        # the last token is not read
+        # one more than the border, as the last token is not read
         if len(prompt) <= self.border < sys.maxsize:
             end = min(end, int(self.border) + 1)
         return max(end - len(prompt), 0)
 
     def check_growth(self, start: int, end: int) -> None:
-        """Refuse a sequence that grows from `start` tokens to `end` across a switch of rotary frequencies."""
-        # one set of frequencies must read the whole sequence
+        """Refuse a sequence that grows from `start` tokens to `end` across longrope's border.
+
+        Beyond it a model reads the whole sequence with other rotary frequencies, so that cached keys would be wrong.
+        """
         if 0 < start <= self.border < end:
             raise ValueError(
                 f"{self.config.model_type} reads texts of more than {self.border} tokens with other rotary frequencies "
@@ -431,13 +453,13 @@ class Target(ChatMixin):
         dtype: torch.dtype | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Read sequences by one plain forward without a cache.
+        """Return the hidden states from which a head learns, by one forward over whole sequences without a cache.
 
         Args:
             tokens: [B, T], right-padded.
-            taps: L layer inputs.
+            taps: L layers whose inputs are returned; -1 is the LM head's input.
             dtype: of the states; None: the model's.
-            media: what a processor gave except the tokens of a single sequence with images.
+            media: for a single sequence with images, what a processor gave except the tokens.
 
         Returns:
             [B, T, L, D], the tapped states.
@@ -450,7 +472,7 @@ class Target(ChatMixin):
         return torch.stack([tapped[tap].to(self.device, dtype) for tap in taps], dim=2)
 
     def width_of(self, taps: tuple[int, ...]) -> int:
-        """Return the width of the states at these taps."""
+        """Return the width of the states at these taps, which all have the same."""
         self.check_taps(taps)
         return self.reader.layouts[taps[0]].width
 
@@ -460,12 +482,17 @@ class Target(ChatMixin):
 
 
 def _pack_weights(model: Any, packed: bool | None) -> None:
-    """Pack a model's weights if `packed` is True, or if it is None and they are faster so.
+    """Store a model's weights in oneDNN's layout, in which a CPU multiplies faster.
+
+    Args:
+        model: the model, which is changed in place.
+        packed: True: pack. False: do not. None: pack a model in bf16 on a CPU that multiplies in bf16.
 
     Raises:
-        ValueError: if it is True, and none can be packed.
+        ValueError: if `packed` is True, and no weight can be packed.
     """
     packs = packed
+    # fp32 forwards of one token are slower over packed weights, so only bf16 is packed by default
     if packs is None:
         packs = model.dtype == fastest_dtype("cpu") == torch.bfloat16
     if packs and not pack_model(model) and packed:

@@ -12,25 +12,32 @@ from torch import nn
 
 from eagle.target.structure import holder_of
 
-# numbers of a buffer that each tree has for itself; larger ones are constants, as causal masks
+# numbers in the largest buffer that is cloned for the second tree; larger buffers are constants, such as causal masks
 MAX_CLONED = 2**16
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+# dicts of a module that each tree has for itself: modules and buffers in all modules, and hooks in some
 SEPARATE = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", *HOOKS)
 
 
 def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, Any]:
-    """Return a second module tree over the model's parameters, and the copy of `config` that it reads.
+    """Return a second module tree over a model's parameters, and the copy of its text config that this tree reads.
 
-    Buffers can be replaced in one tree alone, as some rotary embeddings do while they run; so can the hooks of these
-    layers, and those of models beside them, as towers that see, which record their own states. Everything else is
-    shared, other modules' hooks included. Attributes are those of this moment: `ModelMark` tells when they change.
+    Modules, config values and attributes of the second tree can be changed without changing the model. So can its
+    buffers, which some rotary embeddings replace in a forward, and the hooks of the given layers and of vision towers.
+    Parameters and all other hooks are shared. Attributes are copied once: `ModelMark` shows when the model's change.
+
+    Args:
+        model: the model.
+        config: its text config.
+        layers: its decoder layers, whose hooks are not shared.
     """
     modules = list(model.modules())
+    # by id of a module or config, its counterpart in the second tree; a module's attributes follow below
     twins: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
     twin_config = copy.copy(config)
     twins[id(config)] = twin_config
     outer = getattr(model, "config", config)
-    # a config of several models, from which some modules read this one
+    # the config of a model with several parts: some modules read the text config from it
     if outer is not config:
         twins[id(outer)] = copy.copy(outer)
         vars(twins[id(outer)]).update(_swap_all(vars(outer), twins))
@@ -41,7 +48,7 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
             state[name] = type(state[name])(_swap_all(vars(module)[name], twins))
         for name in module._non_persistent_buffers_set:
             buffer = state["_buffers"].get(name)
-            # longrope writes its frequencies in place, in the middle of a forward
+            # longrope writes to its frequencies in place during a forward
             if buffer is not None and buffer.numel() <= MAX_CLONED:
                 state["_buffers"][name] = buffer.clone()
         vars(twins[id(module)]).update(state)
@@ -49,7 +56,10 @@ def share_weights(model: Any, config: Any, layers: nn.ModuleList) -> tuple[Any, 
 
 
 def with_own_hooks(model: Any, layers: nn.ModuleList) -> set[int]:
-    """Return the ids of the modules whose hooks are not shared with a second module tree."""
+    """Return the ids of the modules whose hooks a second module tree copies rather than shares.
+
+    These are the decoder layers and the modules of vision towers, whose own hooks record states.
+    """
     separate = {id(layer) for layer in layers}
     for tower in _towers(model, layers):
         separate.update(map(id, tower.modules()))
@@ -57,31 +67,35 @@ def with_own_hooks(model: Any, layers: nn.ModuleList) -> set[int]:
 
 
 def _towers(model: Any, layers: nn.ModuleList) -> list[Any]:
-    """Return the models inside this one that neither run these layers nor lie in what does, such as vision towers."""
+    """Return the models inside a model that have no part in running its decoder layers, such as vision towers."""
     if not layers:
         return []
     text_modules = {id(module) for module in holder_of(model, layers).modules()}
     towers = []
     for module in model.modules():
-        # transformers' models have a base_model_prefix, and other modules do not
+        # only the models of transformers have a base_model_prefix, and other modules do not
         is_model = id(module) not in text_modules and hasattr(module, "base_model_prefix")
-        # a model that contains the layers is no tower: it runs them
+        # a model that contains the layers runs them, and so is no tower
         if is_model and all(inner is not layers for inner in module.modules()):
             towers.append(module)
     return towers
 
 
 def _swap_all(values: Mapping[str, Any], twins: dict[int, Any]) -> dict[str, Any]:
+    """Return a dict with each value replaced by its counterpart in the second tree."""
     return {name: _swap(value, twins) for name, value in values.items()}
 
 
 def _swap(value: Any, twins: dict[int, Any]) -> Any:
-    """Return the value's counterpart: a module's twin, a method or partial bound to it, else the value."""
+    """Return a value's counterpart in the second tree.
+
+    It is the twin of a module or config, a method or partial bound to such a twin, or else the value itself.
+    """
     if id(value) in twins:
         return twins[id(value)]
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _swap(value.__self__, twins))
-    # accelerate replaces `forward` by one where weights are offloaded
+    # where weights are offloaded, accelerate replaces a module's forward by a partial
     if isinstance(value, partial):
         return partial(
             value.func,

@@ -26,13 +26,17 @@ class TargetView:
     """Embedding, layers and head over the target's weights; the target's own sequences and cache stay untouched."""
 
     def __init__(self, target: Any) -> None:
-        """Take the layers for a drafter that runs some of them; refuse layers that cannot be run one by one."""
+        """Take a target's layers for a drafter that runs some of them.
+
+        Raises:
+            ValueError: if the target's layers cannot be run one by one.
+        """
         self.head = target.head
         self.device = target.device
-        self.lock = target.lock  # held while hooks switch layers off
-        # modules of its own: the target's may run in another thread
+        self.lock = target.lock  # held while layers are switched off
+        # a second set of modules, as the target's may run in another thread
         self.reader = TreeReader(target.model, target.config)
-        # layers that keep a state are read by a mode that must be found first; attention's is known without
+        # trials must first find how layers that keep a state read trees; attention needs none of them
         if target.reader.stateful:
             target.reader.check()
         if target.reader.mode.whole:
@@ -40,10 +44,9 @@ class TargetView:
                 f"{target.config.model_type} reads trees as a whole ({target.reader.mode.describe()}), and its layers "
                 "cannot be run one by one: use a drafter with layers of its own"
             )
-        self.reader.take(target.reader.mode)
+        self.reader.set_mode(target.reader.mode)
         self.decoder_layers = list(self.reader.layers)
-        # whether layers do, as those of some models: `_check` finds out
-        self.returns_tuples = False
+        self.returns_tuples = False  # whether a layer's output is a tuple: `_check` sees it
         self._check(target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetView:
@@ -61,7 +64,7 @@ class TargetView:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether some layers keep a state, which holds all tokens of a sequence and cannot do without some of them."""
+        """Whether some layers keep a recurrent state, in which single tokens cannot be masked or left out."""
         return bool(self.reader.mixers.mixers)
 
     @property
@@ -70,7 +73,10 @@ class TargetView:
         return can_observe(self.reader.original, self.reader.settings)
 
     def new_cache(self) -> TreeCache:
-        """Return an empty cache; forwards write after its `length`, which the owner advances or commits by `keep`."""
+        """Return an empty cache for these layers.
+
+        Forwards write after its `length`; the caller then raises `length`, or calls `keep` with the accepted columns.
+        """
         return self.reader.new_cache()
 
     @torch.inference_mode()
@@ -88,12 +94,12 @@ class TargetView:
         start: int = 0,
         end: int | None = None,
     ) -> Tensor:
-        """Run some layers. Keys and values are written at the cache's write offset.
+        """Run layers `start` to `end` (exclusive); keys and values are written at the cache's write offset.
 
         Args:
-            hidden: [B, N, D], the input of the last N of R uncommitted tokens, which see all committed columns.
-            positions: [B, R], on the host.
-            tree_mask: [B, N, R], which of the R each of the last N sees; None: earlier ones.
+            hidden: [B, N, D], the input at the last N of R uncommitted tokens, which attend to all committed columns.
+            positions: [B, R], of all uncommitted tokens, on the host.
+            tree_mask: [B, N, R], which of the R each of the last N attends to; None: the earlier ones and itself.
             cache: the cache of these layers.
             start: the first layer.
             end: the layer after the last; None: all.
@@ -104,6 +110,7 @@ class TargetView:
         count = hidden.shape[1]
         width = positions.shape[1]
         mask = None
+        # attention that is run over paths makes its masks by itself
         if not self.reader.has_rows:
             starts = [first - (width - count) for first in cache.starts]
             mask = self.reader.masks(starts, positions, tree_mask)
@@ -129,8 +136,8 @@ class TargetView:
             start: the first layer.
             end: the layer after the last.
             cache: the cache of these layers.
-            mask: [N, S + N], the cached and new columns that each new row sees; None: all cached ones, and new ones up
-                to itself.
+            mask: [N, S + N], the cached and new columns that each new token attends to; None: all cached ones, and new
+                ones up to itself.
 
         Returns:
             [N, D], the output of the last layer.
@@ -162,7 +169,7 @@ class TargetView:
         columns: Tensor | None = None,
         scored: int | None = None,
     ) -> Tensor:
-        """Run the whole model.
+        """Run the whole model, and return the target's logits after uncommitted tokens.
 
         Args:
             tokens: [B, N], the last N of R uncommitted tokens.
@@ -170,10 +177,10 @@ class TargetView:
             tree_mask: as in `read`.
             cache: as in `read`.
             columns: [B, S], the positions that the cache's columns hold; None: in order.
-            scored: the number of last tokens whose logits are wanted; None: all.
+            scored: the number of last tokens whose logits are returned; None: all N.
 
         Returns:
-            [B, N, V], the target's logits after the tokens.
+            [B, N or `scored`, V].
         """
         with self.lock:
             hidden = self.reader(tokens, positions, tree_mask, cache, columns)
@@ -181,10 +188,10 @@ class TargetView:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [.., V], logits of a layer's output [.., D] by the target's final norm and LM head."""
+        """Return [.., V], the logits of a layer's output [.., D], by the target's final norm and LM head."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         positions = torch.zeros(1, rows.shape[1], dtype=torch.long)
-        # no layer runs: the model's forward is its final norm
+        # with all layers switched off, only the final norm is left of the model's forward
         with self.lock, self._only(rows, range(len(self), len(self))):
             mask = self.reader.masks([0], positions, None)
             normed = self._forward(rows, positions, mask, self.new_cache())
@@ -199,7 +206,7 @@ class TargetView:
         *,
         layers: range,
     ) -> Tensor:
-        """Return [B, N, D], the output of the last of these layers."""
+        """Return [B, N, D], the output of the last of these layers for `hidden`; the other arguments as in `read`."""
         if not 0 <= layers.start <= layers.stop <= len(self):
             raise ValueError(
                 f"layers {layers.start}..{layers.stop} are none of this target: expected "
@@ -210,7 +217,14 @@ class TargetView:
         return output[0]
 
     def _forward(self, hidden: Tensor, positions: Tensor, mask: Any, cache: TreeCache) -> Tensor:
-        """Return [B, N, D], the LM head's input, computed by the layers that are switched on; positions [B, R]."""
+        """Run the model's forward within `_only`, and return [B, N, D], the LM head's input.
+
+        Args:
+            hidden: [B, N, D], passed in place of embeddings.
+            positions: [B, R], of all uncommitted tokens.
+            mask: as `Masks` makes it.
+            cache: the cache.
+        """
         count = hidden.shape[1]
         starts = [first - (positions.shape[1] - count) for first in cache.starts]
         with self.reader.placing(
@@ -221,10 +235,13 @@ class TargetView:
 
     @contextmanager
     def _only(self, hidden: Tensor, layers: range) -> Iterator[list[Tensor]]:
-        """A context in which only these layers run, from `hidden` on; the list gets the last output."""
+        """A context in which the model's forward runs only these layers, the first of them on `hidden`.
+
+        It yields a list that gets the output of the last layer.
+        """
         stack = self.reader.layers
         output: list[Tensor] = []
-        # without any layer, the last one hands on the given states
+        # the layer that gets `hidden`: with no layer to run, the last one passes it on to the final norm
         first = min(layers.start, len(self) - 1)
         try:
             for index, layer in enumerate(self.decoder_layers):
@@ -241,7 +258,7 @@ class TargetView:
                 stack[index] = layer
 
     def _check(self, target: Any) -> None:
-        """Refuse a model whose forward is not simply its layers in sequence."""
+        """Refuse a model whose forward is not simply its layers one after another, by a trial on four tokens."""
         tokens = torch.arange(1, 5) % target.vocab_size
         expected = target.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
 
@@ -255,17 +272,18 @@ class TargetView:
                 cache=self.new_cache(),
             )
 
-        def note(layer: nn.Module, args: Any, output: Any) -> None:
+        def see_output(layer: nn.Module, args: Any, output: Any) -> None:
             self.returns_tuples = isinstance(output, tuple)
 
         fault = ""
         try:
-            # layers that are left out must return what the others do
-            with self.decoder_layers[0].register_forward_hook(note):
+            # a layer that is switched off must return a tuple if the others do
+            with self.decoder_layers[0].register_forward_hook(see_output):
                 run_first(len(self))
             if not is_close(self.logits(run_first(len(self))), expected):
                 fault = "give other logits than the model"
-            self.logits(run_first(1))  # the others are left out
+            # with layers left out a forward must not fail; its logits are no longer the model's
+            self.logits(run_first(1))
         except FAILURES as error:
             fault = f"fail ({describe_failure(error)})"
         if fault:
@@ -290,10 +308,10 @@ class _Layer(nn.Module):
 
         Args:
             layer: the layer.
-            hidden: the states that it gets; None: those that the model hands it.
+            hidden: the states that it gets; None: those that the model passes to it.
             output: a list that gets its output.
-            runs: whether it runs, rather than hand on its input.
-            wraps: whether it then returns a tuple.
+            runs: whether it runs; else it returns its input.
+            wraps: whether a layer that does not run returns a tuple, as the model's own layers do.
         """
         super().__init__()
         self.layer = layer
@@ -303,14 +321,15 @@ class _Layer(nn.Module):
         self.wraps = wraps
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the layer that the model looks up, such as its kind."""
+        """Return an attribute of the wrapped layer, for models that look up such as its attention type."""
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # `layer` is a submodule, which nn.Module finds by its own __getattr__
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return [B, N, D], or a tuple that begins with it."""
+        """Run the layer, or pass the states on; return [B, N, D], or a tuple that begins with it."""
         hidden = hidden_states if self.hidden is None else self.hidden
         result: Any = hidden
         if self.runs:
@@ -318,6 +337,7 @@ class _Layer(nn.Module):
         elif self.wraps:
             result = (hidden,)
         output = result if isinstance(result, Tensor) else result[0]
+        # each layer overwrites it, so that the last one's output is left
         self.output[:] = [output]
         return result
 
@@ -332,8 +352,8 @@ class TargetTexts:
         self.view = view
         self.state = state
 
-    def _slots(self, rows: Sequence[int]) -> list[int]:
-        """Return the cache's slots of rows."""
+    def _cache_rows(self, rows: Sequence[int]) -> list[int]:
+        """Return the index of each row in the cache's batch dimension."""
         return [self.state.rows.index(row) for row in rows]
 
     def length(self, row: int) -> int:
@@ -342,6 +362,7 @@ class TargetTexts:
 
     def room(self, row: int) -> float:
         """Return the number of columns that a draft may use after a row's sequence without growing the cache."""
+        # without a limit the cache may grow
         return (
             math.inf
             if self.state.max_tokens is None
@@ -350,15 +371,15 @@ class TargetTexts:
 
     def keys_values(self, row: int, layer: int) -> tuple[Tensor, Tensor]:
         """Return [X, T, D] each, a layer's rotated keys and values of a row's committed tokens (read-only)."""
-        (slot,) = self._slots([row])
+        (cache_row,) = self._cache_rows([row])
         cache_layer = self.state.cache.layers[layer]
-        end = self.state.cache.lengths[slot]
-        return cache_layer.key_rows.buffer[slot, :, :end], cache_layer.value_rows.buffer[
-            slot, :, :end
-        ]
+        end = self.state.cache.lengths[cache_row]
+        keys = cache_layer.key_buffer.tensor[cache_row, :, :end]
+        values = cache_layer.value_buffer.tensor[cache_row, :, :end]
+        return keys, values
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return groups of rows that may share a forward, in the order of their slots."""
+        """Return groups of rows that may share a forward, in the order of their cache rows."""
         return self.state.groups(sorted(rows, key=self.state.rows.index))
 
     def copy_columns(
@@ -366,21 +387,22 @@ class TargetTexts:
         cache: TreeCache,
         moves: Mapping[int, tuple[int, Tensor, Tensor]],
     ) -> None:
-        """Copy committed keys and values to a drafter's cache.
+        """Copy committed keys and values of some rows to a drafter's cache.
 
         Args:
             cache: the drafter's cache.
-            moves: by row a slot of the drafter's cache, columns [M] here, and their columns there.
+            moves: by row, the row's index in the drafter's cache, the columns [M] of the target's cache to copy, and
+                their columns [M] in the drafter's cache.
         """
         if not moves:
             return
         origin = []
         destination = []
-        # one copy for all rows
-        for row, (slot, here, there) in moves.items():
-            (row_slot,) = self._slots([row])
-            origin.append(torch.stack([torch.full_like(here, row_slot), here]))
-            destination.append(torch.stack([torch.full_like(here, slot), there]))
+        # gathered first, so that all rows are copied in one operation
+        for row, (drafter_row, columns, new_columns) in moves.items():
+            (target_row,) = self._cache_rows([row])
+            origin.append(torch.stack([torch.full_like(columns, target_row), columns]))
+            destination.append(torch.stack([torch.full_like(columns, drafter_row), new_columns]))
         cache.copy_columns(
             self.state.cache,
             torch.cat(origin, dim=1),
@@ -389,19 +411,22 @@ class TargetTexts:
 
     @torch.inference_mode()
     def observe_attention(self, row: int, count: int, observe: Observe) -> None:
-        """Read a row's last `count` tokens again to observe their queries and all keys; nothing is written.
+        """Read a row's last `count` tokens again to show their attention to a drafter; the cache stays unchanged.
 
-        `observe` gets a layer's index, queries [1, H, N, D], keys [1, X, T, D] and the scale of their product.
+        Args:
+            row: the row.
+            count: N, the number of tokens that are read.
+            observe: gets a layer's index, queries [1, H, N, D], keys [1, X, T, D] and the scale of their product.
         """
         text = self.state.text(row)
         start = len(text) - count
-        # only the keys before these tokens, which are computed again
+        # keys and values of the tokens before: those of the last `count` are computed again
         lent = []
         for layer in range(len(self.state.cache.layers)):
             keys, values = self.keys_values(row, layer)
             lent.append((keys[None, :, :start], values[None, :, :start]))
-        (slot,) = self._slots([row])
-        cache = BorrowedCache(lent, self.state.cache.offsets.get(slot, 0))
+        (cache_row,) = self._cache_rows([row])
+        cache = BorrowedCache(lent, self.state.cache.offsets.get(cache_row, 0))
         tokens = torch.tensor([text[start:]])
         positions = torch.arange(start, len(text))[None]
         reader = self.view.reader
@@ -422,19 +447,20 @@ class TargetTexts:
         Args:
             rows: the rows.
             tokens: [B, K]; earlier calls have read those before.
-            depths: how many positions after the sequence each of all R draft tokens is.
-            tree_mask: [B, K, R], the draft tokens that each sees; None: a chain of new tokens.
-            layers: the number of layers; None: all.
+            depths: of each of all R draft tokens, in all rows alike, how many draft tokens precede it on its path.
+                Depth 0 is the first position after the committed sequence.
+            tree_mask: [B, K, R], the draft tokens that each of the K attends to; None: a chain of new tokens.
+            layers: the number of layers, from the first one; None: all.
 
         Returns:
             [B, K, D], the output of the last layer.
         """
         cache = self.state.cache
-        slots = self._slots(rows)
-        starts = [cache.lengths[slot] for slot in slots]
+        cache_rows = self._cache_rows(rows)
+        starts = [cache.lengths[cache_row] for cache_row in cache_rows]
         read_before = len(depths) - tokens.shape[1]
         positions = torch.tensor(starts)[:, None] + torch.tensor(depths)
-        cache.set_write_offset(slots, [start + read_before for start in starts])
+        cache.set_write_offset(cache_rows, [start + read_before for start in starts])
         return self.view.read(
             self.view.embed(tokens),
             positions,

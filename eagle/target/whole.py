@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-# buffers that older releases saved and newer ones compute; multi-token prediction layers, which are not run
+# names of tensors that a checkpoint may have beside a model's weights: buffers that older releases saved and newer ones
+# compute, and multi-token prediction layers, which transformers does not run
 COMPUTED = re.compile(
     r"(rotary_emb|rotary_pos_emb)\.inv_freq$|\.(attn|attention|self_attn)\.(masked_)?bias$|^(model\.)?mtp(_layers)?\."
 )
@@ -14,10 +15,13 @@ MAX_NAMED = 4  # tensors that an error lists
 
 
 def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
-    """Refuse a model whose files lack weights or hold unknown weights."""
+    """Refuse a model whose files lack weights, which would be random, or hold weights that it does not have.
+
+    `report` is the loading info of transformers' `from_pretrained`.
+    """
     missing = sorted(report["missing_keys"])
     unexpected = [name for name in sorted(report["unexpected_keys"]) if not is_spare(name, model)]
-    # the text model of a larger one, whose files hold the rest, too
+    # a config with sub-configs: the model may be the text part of a larger one, whose files hold the other parts too
     if vars(model.config).get("sub_configs", {}) or type(model.config).sub_configs:
         unexpected = []
     faults = []
@@ -34,16 +38,17 @@ def check_weights(path: str | Path, model: Any, report: dict[str, Any]) -> None:
 
 
 def is_spare(name: str, model: Any) -> bool:
-    """Return whether an unknown tensor is a buffer that the model computes, or of a multi-token prediction layer."""
+    """Return whether a tensor that a model does not load is a computed buffer, or of a multi-token prediction layer."""
     if COMPUTED.search(name):
         return True
-    # DeepSeek-V3 and others number these layers on from the last decoder layer
+    # DeepSeek-V3 and others number multi-token prediction layers on from the last decoder layer
     layer = re.search(r"\.layers\.(\d+)\.", name)
     extra = getattr(model.config, "num_nextn_predict_layers", None) or 0
     return layer is not None and 0 <= int(layer[1]) - model.config.num_hidden_layers < extra
 
 
 def _list_some(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
     listed = ", ".join(names[:MAX_NAMED])
     more = len(names) - MAX_NAMED
     return f"{listed} and {more} more" if more > 0 else listed

@@ -74,9 +74,9 @@ def count_from_zero(target: Target) -> None:
     """
     target.refresh()
     with target.lock:
-        # the check compares with the model's own forward, and so must run before the origin is changed
+        # the check compares with the model's own forward, and so must run before the positions are changed
         target.reader.check()
-        target.reader.origin = 0
+        target.reader.first_position = 0
 
 
 def last_traces(model: Any) -> list[Trace]:

@@ -192,7 +192,7 @@ def test_answers_and_scores_are_transformers_own(count: int, seed: int) -> None:
 def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beams that attend to one another make some of a few searches differ."""
     # beams share a prefix in the cache, and are told apart by the mask alone
-    read_ahead = TargetState.ahead
+    read_ahead = TargetState.read_ahead
 
     def unmask(
         state: TargetState,
@@ -203,7 +203,7 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         return read_ahead(state, rows, tokens, depths, torch.ones_like(mask))
 
-    monkeypatch.setattr(TargetState, "ahead", unmask)
+    monkeypatch.setattr(TargetState, "read_ahead", unmask)
     cases = random_cases(14, seed=4, drafters=("draft_model",))
     assert not all(case.agrees(case.search()) for case in cases)
 

@@ -154,9 +154,9 @@ def test_a_wrong_answer_is_seen(
         row: int,
         prompt: list[int],
     ) -> int:
-        return min(len(state.texts[row]), len(prompt) - 1)
+        return min(len(state.sequences[row]), len(prompt) - 1)
 
-    monkeypatch.setattr(TargetState, "_shared", share_all)
+    monkeypatch.setattr(TargetState, "_shared_prefix", share_all)
     out, _ = talk(SESSION, "--temperature", "1", "--seed", "3")
     assert out != expected
 

@@ -365,7 +365,7 @@ def test_long_rows_are_read_apart_from_short_ones(
 
 def count_columns(state: HeadState) -> int:
     """Return the columns of all rows of the cache."""
-    buffer: Tensor = state.cache.buffers[0].buffer
+    buffer: Tensor = state.cache.buffers[0].tensor
     return buffer.shape[0] * buffer.shape[2]
 
 
@@ -405,7 +405,7 @@ def test_nan_of_a_row_ends_with_it(made: Callable[[str], Any]) -> None:
         if state is spoiled:
             with torch.inference_mode():
                 for rows in state.cache.buffers:
-                    rows.buffer[state.rows.index(0)] = torch.nan
+                    rows.tensor[state.rows.index(0)] = torch.nan
         state.release(0)
         state.admit(5)
         trees.append(state.propose(updates, dict.fromkeys(updates, budget)))

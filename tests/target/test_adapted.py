@@ -135,7 +135,7 @@ def test_a_state_of_another_adapter_is_not_read_on(
     def answer_from_the_others_state() -> list[int]:
         decode(dora, NONE, prompt, COUNT)
         assert dora.spare is not None
-        assert dora.spare.texts[0][: len(prompt)] == prompt
+        assert dora.spare.sequences[0][: len(prompt)] == prompt
 
         # the state of one adapter, as if it had been left by the other
         lora.spare = dora.spare

@@ -161,7 +161,7 @@ def test_the_same_tokens_are_read_again_for_another_image(monkeypatch: pytest.Mo
         assert decode(target, RandomTrees(answer), asked, COUNT) == answer
 
     # a sequence that is continued by its tokens alone
-    monkeypatch.setattr(TargetState, "_shared", lambda *_: 20)
+    monkeypatch.setattr(TargetState, "_shared_prefix", lambda *_: 20)
     answers = [decode(target, RandomTrees(answer), asked, COUNT) for asked, answer in pairs[:2]]
 
     assert answers[1] != pairs[1][1]

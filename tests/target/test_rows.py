@@ -19,7 +19,7 @@ from eagle.core.tree import DraftTree
 from eagle.decoding.loop import Decoding
 from eagle.drafters.lookup.ngram import NgramDrafter
 from eagle.drafters.none import NoDrafter
-from eagle.target.slots import LEAST
+from eagle.target.slots import MIN_COLUMNS
 from eagle.target.state import TargetState
 from tests.batches import Bench, KnowsAnswers, Request, add, allocated
 from tests.families import FAMILIES, VOCAB_SIZE, build, own_answer, random_tokens
@@ -204,7 +204,7 @@ def test_a_cache_gives_back_what_long_sequences_held() -> None:
     # a prompt, an answer, room for drafts, and the root
     need = 7 + 30 + 10 + 1
     assert max(sizes) >= 4 * 200
-    assert sizes[-2] <= 2 * max(3 * need, LEAST)
+    assert sizes[-2] <= 2 * max(3 * need, MIN_COLUMNS)
 
     for trace, request in zip(traces, requests, strict=True):
         assert trace.tokens == request.answer

@@ -80,7 +80,7 @@ def read_tree(state: TargetState, tree: DraftTree) -> TargetOutput:
 
 def list_buffers(state: TargetState) -> list[Tensor]:
     """Return the cache's tensors."""
-    return [rows.buffer for rows in state.cache.buffers]
+    return [rows.tensor for rows in state.cache.buffers]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_drafts_after_the_targets_sequences_are_the_untouched_models(
     while state.prompts:
         state.read_prompts()
 
-    before = [rows.buffer.clone() for rows in state.cache.buffers]
+    before = [rows.tensor.clone() for rows in state.cache.buffers]
     texts = state.lend()
     states = read_levels(texts, layers)
 
@@ -170,4 +170,4 @@ def test_drafts_after_the_targets_sequences_are_the_untouched_models(
     lengths = [len(SEQUENCES[row]) for row in state.rows]
     for rows, buffer in zip(state.cache.buffers, before, strict=True):
         for slot, length in enumerate(lengths):
-            assert torch.equal(rows.buffer[slot, :, :length], buffer[slot, :, :length])
+            assert torch.equal(rows.tensor[slot, :, :length], buffer[slot, :, :length])

@@ -132,7 +132,7 @@ class HeadState(TextState):
             first = self.head.logits(hidden, self.head.frozen[0])
             return grow_columns(static_seeds, first, levels, self.drafts)[0].columns
 
-        addresses = tuple(buffer.buffer.data_ptr() for buffer in self.cache.buffers)
+        addresses = tuple(buffer.tensor.data_ptr() for buffer in self.cache.buffers)
         key = budget, len(requests), room, addresses, tuple(noises)
         inputs = [hidden, *self._draft_inputs(cache_rows, room, budget.depth), *level_noises]
         # a copy, as the next replay writes where the columns lie

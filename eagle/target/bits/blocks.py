@@ -19,26 +19,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # keys; fewer give more sums to combine, more leave more keys to fp64
+BLOCK = 256  # keys of a block; fewer give more sums to combine, more leave more keys to fp64
 FIRST = 512  # position of the first query that reads blocks; before it fp64 costs little more
-LAG = 64  # positions from a block's end to a query: trees of up to this depth have the blocks of steps
-ROWS = 4  # rows of a call are a multiple: one to three rows are summed by other kernels than more
-MAX_ROWS = 160  # of one call, for from 192 on they are cut into other tiles
+# least distance in positions from a block's end to a query: the nodes of a tree up to this depth then read the same
+# blocks as steps by one token
+LAG = 64
+ROWS = 4  # the kernel gets a multiple of this number of rows: one to three rows are summed by other kernels
+MAX_ROWS = 160  # the most rows of one call: from 192 on the kernel cuts rows into other tiles
+# numbers of rows by which `keeps_bits` tries the kernel
 TRIED_ROWS = (1, 2, 3, 5, 9, 21, 33, 34, 35, 36, 63, 64, 78, 97, 130)
 
 
 class QueryChunk(NamedTuple):
-    """Queries that are read together, and the keys that they read in blocks."""
+    """Queries that are read together, and the keys that they read in blocks.
+
+    Keys before `start` are read in blocks by all of these queries, keys from `stop` on by none, and keys between by
+    some.
+    """
 
     sequences: slice
     queries: slice
-    start: int  # all of them read the keys before in blocks
-    stop: int  # some of them read the keys before in blocks
-    in_blocks: Tensor | None  # [B, N, stop - start], of the keys between; None if there are none
-    is_unread: Tensor | None  # [B, N, J], of the blocks before `stop`; None if all queries read all
+    start: int
+    stop: int
+    # [B, N, stop - start], whether a query reads a key in blocks; None if start == stop
+    in_blocks: Tensor | None
+    # [B, N, J], whether a query reads a block before `stop` not at all; None if all queries read all blocks
+    is_unread: Tensor | None
 
-    def hide(self, scores: Tensor, logs: Tensor) -> None:
-        """Leave each key to its block or to its score: scores [B, K, G, N, T], logs of blocks [B, K, G, N, J]."""
+    def hide_duplicates(self, scores: Tensor, logs: Tensor) -> None:
+        """Let each query read each key only once, in a block or by its own score, by hiding the other in place.
+
+        Args:
+            scores: [B, K, G, N, T], of the T keys from `start` on.
+            logs: [B, K, G, N, J], the logarithm of each block's sum of exp(score).
+        """
         if self.in_blocks is not None and self.is_unread is not None:
             scores[..., : self.stop - self.start].masked_fill_(
                 self.in_blocks[:, None, None],
@@ -48,39 +62,54 @@ class QueryChunk(NamedTuple):
 
 
 class Blocks:
-    """The keys that the queries of a forward read in blocks: those before `ends` [B, N]."""
+    """The keys that the queries of a forward read in blocks; all layers of the forward share it."""
 
     def __init__(self, ends: Tensor, length: int) -> None:
+        """Take a forward's blocks.
+
+        Args:
+            ends: [B, N], a multiple of BLOCK for each query, which reads the keys before it in blocks.
+            length: S, the number of cached and new keys.
+        """
         self.ends, self.length = ends, length
         self.chunks: dict[int, list[QueryChunk]] = {}  # by number of groups
 
     def fit(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether queries [B, H, N, D], keys and values are the forward's, and the kernel keeps bits."""
+        """Return whether a layer can read blocks: its shapes are the forward's, and the kernel keeps bits for them.
+
+        Args:
+            query: [B, H, N, D].
+            key: [B, K, S, D].
+            value: [B, K, S, D'].
+        """
         is_forward = (len(query), query.shape[2]) == self.ends.shape and key.shape[2] == self.length
         return is_forward and key.shape == value.shape and keeps_bits(query.dtype, query.shape[-1])
 
     def cut(self, groups: int, mask: Tensor) -> list[QueryChunk]:
-        """Cut the queries into chunks; those from whom the mask hides a key before their end read no blocks.
+        """Cut the queries into chunks of as many as the kernel may read at once.
+
+        A query reads no blocks if the mask hides one of the keys in them from it.
 
         Args:
-            groups: the queries' heads of each key/value head.
+            groups: G, the number of query heads of each key/value head.
             mask: bool or additive, [B, 1, N or more, S], or [1, 1, 1, 1] if it hides none of these keys.
         """
+        # the queries of a group are rows of the same call
         at_once = max(1, MAX_ROWS // groups)
         if mask.shape[-1] > 1:
             visible = mask[:, 0, : self.ends.shape[1], : int(self.ends.max())]
             if mask.dtype != torch.bool:
                 visible = visible == 0
-            # windows and chunks hide the first keys, the indexer of a sparse layer any
+            # a window or a chunk hides the first keys, and the indexer of a sparse layer may hide any key
             is_later = torch.arange(visible.shape[-1]) >= self.ends[..., None]
             sees_all = (visible | is_later).all(-1)
             if not bool(sees_all.all()):
-                return [*Blocks(self.ends * sees_all, self.length)._cut(at_once)]
+                return [*Blocks(self.ends * sees_all, self.length)._make_chunks(at_once)]
         if groups not in self.chunks:
-            self.chunks[groups] = [*self._cut(at_once)]
+            self.chunks[groups] = [*self._make_chunks(at_once)]
         return self.chunks[groups]
 
-    def _cut(self, at_once: int) -> Iterator[QueryChunk]:
+    def _make_chunks(self, at_once: int) -> Iterator[QueryChunk]:
         """Yield chunks of at most `at_once` queries.
 
         A query reads the keys before its entry in `ends` in blocks, and those after it in fp64. A chunk reads in fp64
@@ -88,8 +117,8 @@ class Blocks:
         """
         sequences, count = self.ends.shape
         batches = [slice(0, sequences)]
-        # sequences with other ends than the first are read one by one: together, all would read in fp64 from the lowest
-        # end on, for nothing
+        # sequences with different ends are read one by one: in one chunk all would read in fp64 from the lowest end
+        # on, and so compute scores that are then hidden
         if not torch.equal(self.ends, self.ends[:1].expand_as(self.ends)):
             batches = [slice(b, b + 1) for b in range(sequences)]
         for b in batches:
@@ -100,7 +129,7 @@ class Blocks:
                 stop = int(ends.max())
                 in_blocks = None
                 is_unread = None
-                # by key: whether a query reads it in blocks; by block: whether a query does without it
+                # the queries' ends differ, so each query reads some keys between in blocks and the others in fp64
                 if start < stop:
                     in_blocks = torch.arange(start, stop) < ends
                     is_unread = torch.arange(0, stop, BLOCK) >= ends
@@ -118,20 +147,21 @@ def reading_blocks(
     *,
     is_chain: bool,
 ) -> Iterator[None]:
-    """A context in which a forward may read blocks.
+    """A context in which the attention of a forward may read earlier keys in blocks.
 
     Args:
-        starts: the committed columns of each sequence.
-        positions: [B, R], of the tokens after them.
-        count: the number of last ones that are read.
-        is_chain: whether they are a chain, and no tree.
+        starts: the number of committed columns of each sequence.
+        positions: [B, R], of the uncommitted tokens after them.
+        count: N, the last of them, which the forward reads.
+        is_chain: whether the uncommitted tokens are a chain, and not a tree.
     """
     new = positions.shape[1]
     queries = positions[:, -count:]
-    # columns before these hold the tokens of these positions; a tree's own columns do not
+    # column c holds the token of position c only before these columns; the uncommitted columns of a tree do not
     in_order = torch.tensor(starts)[:, None]
     if is_chain:
         in_order = in_order + torch.arange(new - count, new)
+    # rounded down to whole blocks
     ends = torch.minimum(queries - LAG, in_order).clamp_min(0) // BLOCK * BLOCK
     ends = ends.masked_fill(queries < FIRST, 0)
     blocks = Blocks(ends, max(starts) + new) if bool(ends.any()) else None
@@ -149,23 +179,23 @@ def read_blocks(
     end: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to each block of the keys before `end` by itself.
+    """Attend to each block of keys alone; `_attend` in `invariant.py` combines the blocks.
 
     Args:
-        rows: [B * K, R, D], queries.
+        rows: [B * K, R, D], R queries of each key/value head.
         key: [B, K, S, D].
         value: [B, K, S, D].
-        end: a multiple of the blocks' size.
+        end: the keys before it are read; a multiple of BLOCK.
         scale: of the products.
 
     Returns:
         Outputs [B * K, R, J, D], and the logarithms [B * K, R, J] of the sums of exp(score), in fp32.
     """
     count = rows.shape[1]
-    # the blocks of a key/value head stand for heads
+    # [B * K, J, BLOCK, D]: the kernel takes the J blocks of a key/value head for heads
     keys = key[:, :, :end].flatten(0, 1).unflatten(1, (-1, BLOCK))
     values = value[:, :, :end].flatten(0, 1).unflatten(1, (-1, BLOCK))
-    # [B * K, J, R, D]
+    # [B * K, J, R, D], padded to a multiple of ROWS rows
     rows = F.pad(rows, (0, 0, 0, -count % ROWS))[:, None].expand(-1, keys.shape[1], -1, -1)
     outputs, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         rows,
@@ -179,7 +209,10 @@ def read_blocks(
 @cache
 @torch.inference_mode()
 def keeps_bits(dtype: torch.dtype, width: int) -> bool:
-    """Return whether the kernel gives a row the same bits whatever the number of rows; tried once on random numbers."""
+    """Return whether the kernel gives a row the same bits whatever the number of rows; tried once on random numbers.
+
+    `width` is that of a head.
+    """
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return False
     generator = torch.Generator().manual_seed(0)

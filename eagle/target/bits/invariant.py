@@ -37,9 +37,9 @@ from eagle.target.weights.packed import PackedLinear
 
 HALF = (torch.bfloat16, torch.float16)
 INVARIANT = "eagle_invariant"
-MAX_SCORES = 2**22  # fp64 scores that are held at once: 32 MB
-TILE = 64  # rows of every product on devices that are no CPU, where as many cost what one costs
-# arguments that choose keys by their own indices, which no mask tells of
+MAX_SCORES = 2**22  # fp64 scores in memory at once: 32 MB
+TILE = 64  # rows of every product on devices other than a CPU, where they cost as much as one row
+# arguments of attention functions that choose keys by indices, which the mask does not contain
 CHOOSING = ("indices", "block_indices", "cache")
 
 
@@ -56,7 +56,10 @@ def invariant_attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Scaled dot-product attention, softmax(q k^T * scaling + mask) v, in sums whose order does not matter."""
+    """Scaled dot-product attention, softmax(q k^T * scaling + mask) v, whose bits do not depend on the order of sums.
+
+    Sums are in fp64, or on a CPU for earlier keys in blocks of fixed size, which cost less.
+    """
     chosen = [name for name in CHOOSING if options.get(name) is not None]
     if chosen:
         raise ValueError(
@@ -65,13 +68,15 @@ def invariant_attention(
     sequences, heads, count, width = query.shape
     _, key_heads, length, _ = key.shape
     groups = heads // key_heads
+    # `Masks` passes a mask of one column for one new token or a causal prompt
     is_causal = attention_mask is not None and attention_mask.shape[-1] == 1 and length > 1
+    # added to the scores: mask and bias
     terms = []
     if attention_mask is not None and not is_causal:
-        terms.append(_by_groups(attention_mask, count, groups))
+        terms.append(_expand_mask(attention_mask, count, groups))
     if position_bias is not None:
         terms.append(position_bias.view(-1, key_heads, groups, count, length))
-    call = _Call(
+    call = _AttentionCall(
         query=query,
         key=key,
         value=value,
@@ -82,12 +87,13 @@ def invariant_attention(
         sinks=s_aux,
     )
     chunks = None
-    # the kernel of blocks knows neither caps nor biases
+    # the kernel that reads blocks takes neither a cap nor a bias
     if softcap is None and position_bias is None and attention_mask is not None:
-        chunks = _chunks_of(query, key, value, attention_mask)
+        chunks = _block_chunks(query, key, value, attention_mask)
+    # without blocks all scores are in fp64, and chunks limit their memory
     if chunks is None:
         at_once = max(1, MAX_SCORES // (sequences * heads * length))
-        chunks = _cut(sequences, count, at_once)
+        chunks = _chunk_queries(sequences, count, at_once)
     output = query.new_empty(sequences, count, heads, value.shape[-1])
     for chunk in chunks:
         output[chunk.sequences, chunk.queries] = call.read(chunk)
@@ -97,8 +103,8 @@ def invariant_attention(
 AttentionInterface.register(INVARIANT, invariant_attention)
 
 
-class _Call(NamedTuple):
-    """What one layer's attention was called with, which is read chunk by chunk."""
+class _AttentionCall(NamedTuple):
+    """The arguments of one layer's attention, which is computed chunk by chunk of its queries."""
 
     query: Tensor  # [B, H, N, D]
     key: Tensor  # [B, K, S, D]
@@ -115,24 +121,25 @@ class _Call(NamedTuple):
         n = chunk.queries
         size = n.stop - n.start
         key_heads, end = self.key.shape[1:3]
-        # of a causal prompt later keys are hidden from these queries
+        # keys after the last query of the chunk are hidden from all of its queries
         if self.is_causal:
             end += n.stop - self.query.shape[2]
         keys = slice(chunk.start, end)
         # the queries of a group are rows of one product: [B * K, G * N, D]
         rows = self.query[b, :, n].unflatten(1, (key_heads, -1)).flatten(2, 3).flatten(0, 1)
         scores = self._score(rows, self.key[b, :, keys].flatten(0, 1))
-        # the same numbers as [B, K, G, N, T], to which terms are added in place
+        # a view [B, K, G, N, T] of the scores, to which terms are added in place
         by_group = scores.view(-1, key_heads, rows.shape[1] // size, size, scores.shape[-1])
         for term in self.terms:
+            # a term of one sequence serves all
             sequences = b if len(term) > 1 else slice(None)
             by_group += term[sequences, ..., n, keys]
         if self.is_causal and size > 1:
-            by_group.masked_fill_(_later(by_group), float("-inf"))
+            by_group.masked_fill_(_future_mask(by_group), float("-inf"))
         blocks = None
         if chunk.stop:
             blocks = read_blocks(rows, self.key[b], self.value[b], chunk.stop, scale=self.scale)
-            chunk.hide(by_group, blocks[1].view(*by_group.shape[:-1], -1))
+            chunk.hide_duplicates(by_group, blocks[1].view(*by_group.shape[:-1], -1))
         attended = _attend(
             scores,
             self.value[b, :, keys].flatten(0, 1),
@@ -142,18 +149,21 @@ class _Call(NamedTuple):
         return attended.view(*by_group.shape[:-1], -1).flatten(1, 2).transpose(1, 2)
 
     def _sinks(self, scores: Tensor) -> Tensor | None:
-        """Return [B * K, G * N, 1], the sink of each row of scores [B, K, G, N, T]; None for a layer without sinks."""
+        """Return [B * K, G * N, 1], the attention sink of each row of scores [B, K, G, N, T]; None without sinks.
+
+        A sink is a learned score of each head that takes a share of the softmax and has no value.
+        """
         if self.sinks is None:
             return None
         by_head = self.sinks.view(1, *scores.shape[1:3], 1, 1)
         return by_head.expand(*scores.shape[:4], 1).flatten(0, 1).flatten(1, 2)
 
     def _score(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return [B * K, R, T] in fp64: products of rows [B * K, R, D] and keys [B * K, T, D], scaled and capped."""
+        """Return scores [B * K, R, T] in fp64: products of queries [B * K, R, D] and keys [B * K, T, D], with cap."""
         # with beta 0 the first argument is not read; the product is scaled while it is written
-        nothing = rows.new_empty(1, dtype=torch.float64)
+        unused = rows.new_empty(1, dtype=torch.float64)
         products = torch.baddbmm(
-            nothing,
+            unused,
             rows.double(),
             keys.double().transpose(1, 2),
             beta=0,
@@ -164,16 +174,25 @@ class _Call(NamedTuple):
         return self.softcap * torch.tanh(products / self.softcap)
 
 
-def _chunks_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> list[QueryChunk] | None:
-    """Return the queries in chunks that read blocks of keys; None where none does."""
+def _block_chunks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> list[QueryChunk] | None:
+    """Return a layer's queries in chunks that read blocks of keys; None if the layer cannot read any.
+
+    Args:
+        query: [B, H, N, D].
+        key: [B, K, S, D].
+        value: [B, K, S, D'].
+        mask: as in `invariant_attention`.
+    """
     blocks = BLOCKS.get()
     if blocks is None or mask.shape[1] > 1 or not blocks.fit(query, key, value):
         return None
     return blocks.cut(query.shape[1] // key.shape[1], mask)
 
 
-def _cut(sequences: int, count: int, at_once: int) -> list[QueryChunk]:
-    """Return so many queries in chunks that read no blocks."""
+def _chunk_queries(sequences: int, count: int, at_once: int) -> list[QueryChunk]:
+    """Return chunks of at most `at_once` of `count` queries, in all sequences, that read no blocks."""
     chunks = []
     for start in range(0, count, at_once):
         queries = slice(start, min(start + at_once, count))
@@ -185,17 +204,28 @@ def _cut(sequences: int, count: int, at_once: int) -> list[QueryChunk]:
     return chunks
 
 
-def _by_groups(mask: Tensor, count: int, groups: int) -> Tensor:
-    """Return [B, 1 or K, 1 or G, N, S], an additive mask over scores [B, K, G, N, S]."""
+def _expand_mask(mask: Tensor, count: int, groups: int) -> Tensor:
+    """Return a mask as an additive one that fits scores [B, K, G, N, S].
+
+    Args:
+        mask: bool or additive, [B, 1 or H, N, S], or [B, 1, G * N, S] where the queries of a group are rows.
+        count: N.
+        groups: G.
+
+    Returns:
+        [B, 1 or K, 1 or G, N, S].
+    """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
-    if mask.shape[1] > 1:  # a mask for each head
+    # a mask for each head
+    if mask.shape[1] > 1:
         return mask.unflatten(1, (-1, groups))
-    return mask[:, :, None, :count]  # where groups are rows, all of them have the same mask
+    # where the queries of a group are rows, the mask repeats for each of its heads
+    return mask[:, :, None, :count]
 
 
-def _later(scores: Tensor) -> Tensor:
-    """Return [N, T], whether a key comes after a query; scores [.., N, T] end with the last query's own key."""
+def _future_mask(scores: Tensor) -> Tensor:
+    """Return [N, T], whether a key comes after a query, for scores [.., N, T] whose last key is the last query's."""
     count, keys = scores.shape[-2:]
     return torch.ones(count, keys, dtype=torch.bool, device=scores.device).triu_(keys - count + 1)
 
@@ -206,18 +236,19 @@ def _attend(
     blocks: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return [X, R, D'], means of values by the softmax of scores in fp64.
+    """Return [X, R, D'] in fp64, softmax(scores) @ values over the last keys together with blocks and sinks.
 
     Args:
-        scores: [X, R, T], of the last keys.
-        values: [X, T, D'], of the last keys.
-        blocks: as `read_blocks` returns them, of the keys before; None for none.
+        scores: [X, R, T], of the keys that are read in fp64; X is B * K, and R are its queries.
+        values: [X, T, D'], of the same keys.
+        blocks: outputs and logarithms of the blocks of earlier keys, as `read_blocks` returns them; None for none.
         sinks: [X, R, 1], scores of keys without a value; None for none.
     """
     if blocks is None and sinks is None:
         return scores.softmax(-1) @ values.double()
     # Each group of keys, the last ones and every block, has an output and the logarithm of its sum of exp(score).
-    # The softmax of these logarithms is the share of each group in the output.
+    # The softmax of these logarithms is the share of each group in the output. The highest score is subtracted first,
+    # so that exp does not overflow.
     highest = scores.amax(-1, keepdim=True)
     weights = (scores - highest).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -234,6 +265,7 @@ def _attend(
     return output
 
 
+# functions of torch that sum products
 SUMS = {
     F.scaled_dot_product_attention,
     *(torch.matmul, torch.bmm, torch.baddbmm, torch.einsum, torch.softmax, F.softmax),
@@ -245,11 +277,12 @@ class SumsInFp64(TorchFunctionMode):
     """A context in which products of several matrices, attention and softmax are computed in fp64, then rounded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch with its tensors in fp64, if it is one of `SUMS`."""
+        """Call a function of torch, with its tensors in fp64 and its output rounded back if it is one of `SUMS`."""
         options = dict(kwargs or {})
         if func not in SUMS or options.get("out") is not None:
             return func(*args, **options)
         narrow = [value for value in tree_leaves((args, options)) if _is_narrow(value)]
+        # the output's dtype: the one that was asked for, or that of the tensors
         dtype = options.pop("dtype", None)
         if dtype is None and narrow:
             dtype = narrow[0].dtype
@@ -268,9 +301,10 @@ def _widen(tensor: Tensor) -> Tensor:
 
 @cache
 def sums_rows_alike(dtype: torch.dtype) -> bool:
-    """Return whether a CPU's kernels for one row and for several sum in the same order in this dtype.
+    """Return whether a CPU's matrix products of one row and of several rows sum in the same order in this dtype.
 
-    Torch's own loops of x86 do, and there a second row costs as much as the first. oneDNN's kernels do not.
+    Torch's own loops on x86 do, so one row need not be read as two there. oneDNN's kernels do not, and are used where
+    the processor multiplies in this dtype.
     """
     if platform.machine() not in ("x86_64", "AMD64") or dtype not in HALF:
         return False
@@ -280,10 +314,16 @@ def sums_rows_alike(dtype: torch.dtype) -> bool:
 
 
 def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor, most: int | None = None) -> Tensor:
-    """Return [.., V], what `read` gives for x [.., D], called with numbers of rows for which it takes the same kernel.
+    """Return [.., V], `read` of x [.., D], with the same bits for a row whatever the number of rows.
 
-    On a CPU these are all but one row, if one row has a kernel of its own, up to `most`. Elsewhere kernels choose tiles
-    by the number of rows, so it is always the same.
+    A kernel may sum in another order for another number of rows, so `read` is called only with numbers of rows that
+    give the same order. On a CPU one row is read as two, and more than `most` in pieces. On other devices TILE rows are
+    read at a time.
+
+    Args:
+        read: multiplies rows [rows, D] with a matrix.
+        x: [.., D].
+        most: the most rows of one call on a CPU, as `limit_rows` returns it; None: any number.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
@@ -297,6 +337,7 @@ def in_fixed_rows(read: Callable[[Tensor], Tensor], x: Tensor, most: int | None 
     else:
         padded = F.pad(rows, (0, 0, 0, -count % TILE))
         output = torch.cat([read(tile) for tile in padded.split(TILE)])
+    # without the rows that were added
     return output[:count].view(*x.shape[:-1], -1)
 
 
@@ -321,10 +362,11 @@ class FixedRowsPackedLinear(PackedLinear):
 
 
 def can_be_invariant(model: Any, attention: str | None) -> bool:
-    """Return whether a model reads in half precision, and by an attention function that may be replaced.
+    """Return whether it may be tried to make a model's bits independent of what is read together.
 
-    Whether it then still reads right is tried by the reader.
+    It must be in half precision, on a device with fp64, and attend by a function that may be replaced.
     """
+    # Apple's GPUs have no fp64
     has_fp64 = model.get_input_embeddings().weight.device.type != "mps"
     return model.dtype in HALF and has_fp64 and attention in ("sdpa", "eager", None)
 
@@ -333,13 +375,17 @@ FIXED: dict[Any, Any] = {nn.Linear: FixedRowsLinear, PackedLinear: FixedRowsPack
 
 
 def fix_rows(model: nn.Module) -> None:
-    """Let the linear layers of a module tree read fixed numbers of rows, in place; their weights stay shared."""
+    """Change the class of a module tree's linear layers in place, so that they read fixed numbers of rows.
+
+    Their weights stay shared with other module trees.
+    """
     linears = []
     for module in model.modules():
+        # a layer whose forward was replaced, as by accelerate, is left unchanged
         if type(module) in FIXED and "forward" not in vars(module) and module.weight.dtype in HALF:
             linears.append(module)
     limits = [limit_rows(linear, type(linear).forward.__get__(linear)) for linear in linears]
-    # a trial may miss that few sums are split, so the lowest limit is that of all
+    # a layer's trial may miss that a few sums are split, so all layers get the lowest limit
     most = min((limit for limit in limits if limit is not None), default=None)
     for linear in linears:
         linear.__class__ = FIXED[type(linear)]
@@ -347,15 +393,16 @@ def fix_rows(model: nn.Module) -> None:
 
 
 def limit_rows(linear: Any, read: Callable[[Tensor], Tensor]) -> int | None:
-    """Return how many rows a linear layer or an LM head may read at once, None for any number.
+    """Return how many rows a linear layer or an LM head may read at once without other bits; None for any number.
 
     Args:
-        linear: Has the weight [V, D].
-        read: Multiplies with it.
+        linear: the layer, with a weight [V, D].
+        read: multiplies rows [rows, D] with the weight.
     """
     weight = linear.weight
-    # on other devices the number is fixed, and torch's own loops sum all numbers of rows alike
+    # on other devices the number of rows is fixed, and torch's own loops sum all numbers of rows alike
     if weight.device.type != "cpu" or weight.dtype not in HALF or sums_rows_alike(weight.dtype):
         return None
+    # layers with the same kernel need one trial
     key = (type(linear), weight.is_mkldnn, tuple(weight.shape), weight.dtype)
     return find_row_limit(key, read, weight.shape[-1], weight.dtype)

@@ -14,11 +14,13 @@ from eagle.core.verify import Choose, Sampling
 from eagle.target.talk import with_answer
 from eagle.target.target import Target
 
-MAX_TIE = 64.0  # units in the last place: 2% of a logit in bf16, more than rounding through many layers makes
+# units of the last place; a gap up to it is a near-tie: 2% of a logit in bf16, more than rounding through many layers
+# makes
+MAX_TIE = 64.0
 
 
 def first_difference(answer: Sequence[int], other: Sequence[int]) -> int:
-    """Return the index of the first token at which two answers part."""
+    """Return the index of the first token at which two answers differ; the shorter's length if it begins the other."""
     shorter = min(len(answer), len(other))
     return next((i for i in range(shorter) if answer[i] != other[i]), shorter)
 
@@ -31,17 +33,20 @@ def measure_tie(
     other: Sequence[int],
     sampling: Sampling | None = None,
 ) -> float | None:
-    """Return how far apart the target's scores of two tokens are where two answers part.
+    """Return how far apart the target's scores of two tokens are at which two answers to a prompt first differ.
 
-    The unit is that of the last place of the larger logit, in the target's dtype. With a temperature a token's score is
-    its logit and the noise of its position. None if one answer is the beginning of the other, or if a filter of the
-    sampling lets one of the tokens through and not the other.
+    A small gap shows that rounding may have decided between them, and not a fault. With a temperature, a token's score
+    is its logit plus the noise of its position.
+
+    Returns:
+        The gap in units of the last place of the larger logit, in the target's dtype. None if one answer is the
+        beginning of the other, or if the sampling's filters let only one of the tokens through.
     """
     at = first_difference(answer, other)
     if at == min(len(answer), len(other)):
         return None
     state = target.open()
-    # the answers agree up to there, so one prompt serves both
+    # the prompt and the answers' common beginning, after which both tokens are scored
     state.admit(0, with_answer(prompt, list(answer[:at])))
     logits = state.finish_prompts()[0].output.logits[-1].float()
     scores = add_noise(logits, Choose(sampling or Sampling()), len(prompt) + at)
@@ -49,7 +54,10 @@ def measure_tie(
 
 
 def add_noise(logits: Tensor, choose: Choose, position: int) -> Tensor:
-    """Return scores [V] of the token at a position, of which the highest is chosen: logits, and noise if sampled."""
+    """Return the scores [V] by which the token at a position is chosen: logits, plus noise if it is sampled.
+
+    The token with the highest score is chosen: with Gumbel noise that is a sample.
+    """
     noise = choose.offer(len(logits), logits.device)
     if noise is None:
         return logits
@@ -62,7 +70,7 @@ def in_last_places(
     tokens: tuple[int, int],
     dtype: torch.dtype,
 ) -> float | None:
-    """Return the gap between two tokens' scores in units of the last place of the larger logit; None if unbounded."""
+    """Return the gap between two tokens' scores in units of the last place of the larger logit; None if infinite."""
     gap = float((scores[tokens[0]] - scores[tokens[1]]).abs())
     largest = float(logits[list(tokens)].abs().max())
     if not math.isfinite(gap):
@@ -71,6 +79,7 @@ def in_last_places(
 
 
 def last_place(number: float, dtype: torch.dtype) -> float:
-    """Return the unit of a number's last place: the distance to the next number of its dtype."""
+    """Return the unit in the last place of a number: its distance to the next larger number of the dtype."""
+    # not below the smallest normal number, as log2 of 0 is not finite
     exponent = math.floor(math.log2(max(abs(number), torch.finfo(dtype).tiny)))
     return torch.finfo(dtype).eps * 2.0**exponent

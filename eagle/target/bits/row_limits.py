@@ -13,12 +13,12 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-# tiles of kernels are no smaller
+# numbers of rows that are tried as limits; the tiles of kernels are no smaller than the last
 LIMITS = (32, 16, 8)
-# numbers of rows, of which kernels choose others at multiples of their tiles and one after them
+# numbers of rows to try below and above the limits: kernels change at multiples of their tiles, and at one row more
 FEW = (3, 17, 31)
 MANY = (33, 64, 65, 128, 400)
-# by what decides the choice of a kernel
+# the limits that were found, by the sizes, dtype, layout and number of threads that decide the kernel
 FOUND: dict[Hashable, int | None] = {}
 
 
@@ -28,10 +28,10 @@ def find_row_limit(
     """Return the most rows for which `read` gives a row the same bits as in a pair of rows; None for any number.
 
     Args:
-        key: What decides the kernel beside the number of threads: sizes, dtype, layout.
-        read: Multiplies rows [N, D] with a matrix on a CPU, and returns [N, V].
+        key: sizes, dtype and layout, which decide the kernel together with the number of threads.
+        read: multiplies rows [N, D] with a matrix on a CPU, and returns [N, V].
         width: D.
-        dtype: Of the rows.
+        dtype: of the rows.
     """
     key = (key, torch.get_num_threads())
     if key not in FOUND:
@@ -41,20 +41,23 @@ def find_row_limit(
 
 @torch.inference_mode()
 def _try_rows(read: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> int | None:
+    """Find the limit of `find_row_limit` by products of random rows, read in pieces of different sizes."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(MANY[-1], width, generator=generator).to(dtype)
 
     def read_by(size: int, count: int) -> Tensor:
+        """Return the products of the first `count` rows, read `size` rows at a time."""
         return torch.cat([read(tile) for tile in rows[:count].split(size)])
 
-    # all rows are compared: another order of sums changes one number in a thousand
+    # all rows are compared, as another order of sums changes only one number in a thousand
     pairs = read_by(2, LIMITS[0])
-    most = 2
+    most = 2  # if no limit has the bits of pairs
     for limit in LIMITS:
         sizes = [limit, *(size for size in FEW if size < limit)]
         if all(torch.equal(read(rows[:size]), pairs[:size]) for size in sizes):
             most = limit
             break
+    # kernels of more rows may sum in the same order, too: then there is no limit
     expected = read_by(most, len(rows))
     if most == LIMITS[0] and all(torch.equal(read(rows[:size]), expected[:size]) for size in MANY):
         return None

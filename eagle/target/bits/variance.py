@@ -20,11 +20,12 @@ PATH = [0, 1, 4, 8, 14]  # of nodes, from its root to a leaf
 
 @torch.inference_mode()
 def find_variance(target: Any, length: int = PROMPT) -> str | None:
-    """Return what changes the bits of a token after `length` tokens, or None if nothing that was tried does.
+    """Return in words what changes the bits of a token after a prompt of `length` tokens; None if nothing does.
 
-    A prompt is read whole, then steps by one token follow. The same states and logits must come from the prompt in
-    chunks, from a tree, and from a batch.
+    The reference is a prompt that is read whole, followed by steps by one token. The same states and logits must come
+    from the prompt in chunks, from a tree, and from a batch.
     """
+    # a model with few positions gets a shorter prompt
     max_tokens = target.max_positions or length + len(PARENTS)
     count = min(length, max_tokens - len(PARENTS))
     size = target.model.get_input_embeddings().weight.shape[0]
@@ -35,7 +36,7 @@ def find_variance(target: Any, length: int = PROMPT) -> str | None:
     trials = {
         "a prompt is read in chunks": lambda: _read_steps(target, prompt, tree, chunk=count // 3),
         "a tree is read": lambda: _read_tree(target, [prompt], tree),
-        # the first prompt is shorter, so that padding is read; results are those of the last one
+        # the first prompt is shorter, so that its row is padded; the states compared are those of the last one
         "a batch is read": lambda: _read_tree(target, [prompt[: count // 4], prompt], tree),
     }
     expected = _read_steps(target, prompt, tree, chunk=count)
@@ -57,7 +58,10 @@ def _read_steps(
     tree: DraftTree,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return states [5, D] and logits [5, V] of a tree's path, by steps of one token after a prompt in such chunks."""
+    """Return states [5, D] and logits [5, V] of PATH of a tree, read in steps by one token.
+
+    The prompt is read before in chunks of `chunk` tokens.
+    """
     state = TargetState(target, (-1,))
     state.admit(0, prompt, room=len(tree))
     state.finish_prompts(chunk)
@@ -73,7 +77,10 @@ def _read_steps(
 
 
 def _read_tree(target: Any, prompts: list[list[int]], tree: DraftTree) -> tuple[Tensor, Tensor]:
-    """Return states [5, D] and logits [5, V] of a tree's path after the last of these prompts, each of which has it."""
+    """Return states [5, D] and logits [5, V] of PATH of a tree, read in one forward after the last prompt.
+
+    The other prompts are rows of the same batch, with the same tree.
+    """
     state = TargetState(target, (-1,))
     for row, prompt in enumerate(prompts):
         state.admit(row, prompt, room=len(tree))

@@ -1,4 +1,7 @@
-"""Attention that orders, pools or compresses its columns by itself, run over paths with a copy of its own cache."""
+"""Attention that orders, pools or compresses its columns by itself, so that no mask can steer it.
+
+It reads a tree as recurrent layers do: path by path, each with a copy of its layer of the model's own cache.
+"""
 
 # P paths, D nodes of the longest path, S columns
 
@@ -16,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from eagle.target.trees.mixers import Mixer, Projections, State, watch_writes
 from eagle.target.trees.tree_plan import Paths
 
-# methods of a cache by which attention writes to it, and the position of the layer's index among their arguments
+# methods of a cache by which attention writes to it, and which of their arguments is the layer's index
 WRITERS = {"update": 2, "update_indexer": 1}
 
 
@@ -30,38 +33,46 @@ class AttentionRows(Mixer):
         layer: int,
         new_layer: Callable[[], Any],
     ) -> None:
+        """Wrap an attention module.
+
+        Args:
+            name: its name in the model.
+            module: the module.
+            layer: the index of its layer in the cache.
+            new_layer: makes an empty layer of the model's own kind of cache.
+        """
         super().__init__(name, module, layer, set(), [])
         self.new_layer = new_layer
 
     def kind_of(self, state: State) -> Any:
-        """Return the length of a sequence, whose columns are as many."""
+        """Return the number of columns of the state's layer, -1 for none: only equal lengths can be joined."""
         return state["layer", 0].get_seq_length() if state else -1
 
     def run(
         self, inputs: Mapping[str, Any], state: State, paths: Paths, projections: Projections | None
     ) -> tuple[Any, State]:
-        """Return the output for rows of these inputs, and the layer after each row; the state's may be written to."""
+        """Run the module over paths as in `Mixer.run`; return its output and the cache layers after the paths."""
         layer = state.get(("layer", 0)) or self.new_layer()
         arguments: dict[str, Any] = {}
         for name, value in inputs.items():
             if isinstance(value, Cache):
-                # the same cache with this layer in the place of its own
-                forked = copy.copy(value)
-                forked.layers = list(value.layers)
-                forked.layers[self.layer] = layer  # type: ignore[index]
-                arguments[name] = forked
+                # the module must write to the paths' layer, and not to that of the forward's cache
+                copied = copy.copy(value)
+                copied.layers = list(value.layers)
+                copied.layers[self.layer] = layer  # type: ignore[index]
+                arguments[name] = copied
             elif "mask" in name and isinstance(value, Tensor) and value.dim() == 4:
-                # the model's mask is that of a chain over other columns
+                # the model's mask is over the columns of its own cache, and not over those of this layer
                 arguments[name] = mask_paths(layer, len(paths.paths), paths.longest, value)
             else:
                 arguments[name] = paths.gather(value)
         with self._projecting(projections, paths):
-            output = self.stock(**arguments)
+            output = self.original_forward(**arguments)
         return keep_rows(output, paths), {("layer", 0): layer}
 
 
 def keep_rows(output: Any, paths: Paths) -> Any:
-    """Return a module's output, with None for all but its tensors [P, D, width]: attention's weights are not read."""
+    """Return a module's output with only its tensors [P, D, width]; others, as attention weights, become None."""
     if isinstance(output, tuple):
         return tuple(keep_rows(item, paths) for item in output)
     shape = (len(paths.paths), paths.longest)
@@ -71,8 +82,15 @@ def keep_rows(output: Any, paths: Paths) -> Any:
 
 
 def mask_paths(layer: Any, paths: int, count: int, like: Tensor) -> Tensor:
-    """Return [P, 1, D, S], the mask of D new tokens of each path over a layer's columns, typed like the model's own."""
-    # a layer with a window holds its last columns alone, so that columns are counted by the layer
+    """Return the causal mask [P, 1, D, S] of new tokens over the columns of a cache layer.
+
+    Args:
+        layer: the layer, whose window is applied if it has one.
+        paths: P.
+        count: D, the new tokens of each path.
+        like: a mask of the model, whose dtype and device the mask gets; bool, or additive.
+    """
+    # the layer knows its number of columns: one with a window holds only the last ones
     columns = torch.arange(layer.get_mask_sizes(count)[0], device=like.device)
     distance = columns[-count:, None] - columns
     window = getattr(layer, "sliding_window", None) or len(columns)
@@ -85,7 +103,13 @@ def mask_paths(layer: Any, paths: int, count: int, like: Tensor) -> Tensor:
 
 
 def find_attention(base: nn.Module, config: Any, read: Callable[[Any], Any]) -> list[Mixer]:
-    """Return the outermost modules that write keys and values while `read(cache)` runs the model with its own cache."""
+    """Return the model's attention modules, wrapped: the outermost ones that write keys and values to its own cache.
+
+    Args:
+        base: the base model.
+        config: its config, from which its own cache is made.
+        read: runs the model with a cache.
+    """
     names = {module: name for name, module in base.named_modules()}
     cache = DynamicCache(config=config)
     with watch_writes(names, cache, WRITERS) as writes:

@@ -1,4 +1,8 @@
-"""Modules of a model that keep a state from token to token, run over paths of a tree from copies of that state."""
+"""Modules of a model that keep a state from token to token, run over paths of a tree from copies of that state.
+
+A recurrent state, as Mamba's or a linear attention's, cannot be masked. So a tree is read path by path: every path from
+the root to a leaf is a row of a batch, and begins with a copy of the sequence's state.
+"""
 
 # P paths, D nodes of the longest path
 
@@ -18,32 +22,39 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from eagle.target.trees.tree_plan import Paths, Plan
 
-# States as large as the weights that are read in the time of one step of a path. On a CPU, 11.5 suits chains and trees
-# of Qwen3.5-like and Bamba-like layers in fp32 and bf16; other devices have kernels that keep a state while they scan,
-# so that the traffic of weights decides alone there.
+# The time of one step of a path, in times that it takes to read as many bytes of weights as a state has. On a CPU, 11.5
+# suits chains and trees of Qwen3.5-like and Bamba-like layers in fp32 and bf16. Other devices have kernels that keep a
+# state while they scan, so that only the reading of weights takes time there.
 STEP_STATES = {"cpu": 11.5}
-# methods of a cache that write a state, and the position of the layer's index among their arguments
+# methods of a cache that write a state, and which of their arguments is the layer's index
 WRITERS = {"update_conv_state": 1, "update_recurrent_state": 1, "set_linear_cache": 0}
 
 State = dict[tuple[str, Any], Any]
-"""A state [P, ..] by kind and key: tensors, or a model's own cache; {} before the first token."""
+"""The states of P rows by kind and key: tensors [P, ..], or a model's own cache; {} before the first token.
+
+Kinds are "conv" and "recurrent" with the state's number in the cache's layer, "list" with the name of a cache's list,
+"attribute" with an index of `Mixer.attributes`, and "cache" or "layer" for a whole cache or a layer of one.
+"""
 
 
 def split_state(state: State, count: int) -> list[State]:
-    """Return each row as a state of its own."""
+    """Split the states of `count` rows into a state for each row."""
     return [row_of(state, row) for row in range(count)]
 
 
-def join(values: Sequence[Any]) -> Any:
-    """Return rows of one value each as one copy: of tensors, and of states, caches and containers that hold them."""
-    # a tensor without rows, as a counter, is the same for all
+def join_rows(values: Sequence[Any]) -> Any:
+    """Join values of one row each into one value with all rows; the reverse of `row_of`.
+
+    A value is a tensor, a cache, or a container of such, as a `State` is. Their tensors are concatenated.
+    """
+    # a tensor of one dimension or none, such as a counter, has no rows: it is the same for all values
     if isinstance(values[0], Tensor):
         return torch.cat(list(values)) if values[0].dim() > 1 else values[0]
-    return _rebuild(values[0], lambda *items: join(items), values)
+    return _rebuild(values[0], lambda *items: join_rows(items), values)
 
 
 def row_of(value: Any, row: int) -> Any:
-    """Return one row of a value, and of all tensors that it holds."""
+    """Return a copy of a value with only one row of each tensor that it holds; the value as in `join_rows`."""
     if isinstance(value, Tensor):
         return value[row : row + 1] if value.dim() > 1 else value
     return _rebuild(value, lambda item: row_of(item, row), [value])
@@ -66,9 +77,12 @@ def is_cache(value: Any) -> bool:
 
 
 def _rebuild(value: Any, change: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """Return a copy of containers, caches and their layers.
+    """Return a copy of a container or a cache, with each item made by `change`.
 
-    Each item is `change` of the corresponding items of `values`.
+    Args:
+        value: a dict, list, tuple, cache or cache layer; anything else is returned unchanged.
+        change: gets the items at one place of all `values`, and returns the item of the copy.
+        values: containers or caches of the same structure as `value`.
     """
     if isinstance(value, dict):
         items = {}
@@ -85,22 +99,26 @@ def _rebuild(value: Any, change: Callable[..., Any], values: Sequence[Any]) -> A
 
 
 class Projections:
-    """The outputs of a mixer's projections at every node of a tree, in the order of their calls."""
+    """The outputs of a mixer's linear layers at every node of a tree, in the order of their calls.
+
+    A node lies on several paths, but is projected only once. The run that commits a path then uses the outputs again.
+    """
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
-        self.calls = 0  # of the run at hand
-        self.is_complete = False
+        self.calls = 0  # calls of linear layers in the current run of the mixer
+        self.is_complete = False  # whether a first run has filled `outputs`
 
     def compute(self, linear: Callable[[Tensor], Tensor], rows: Tensor, paths: Paths) -> Tensor:
-        """Return the projection of rows [P, D, ..], computed once per node, or as it was computed before."""
+        """Return [P, D, ..], a linear layer's output at rows [P, D, ..], computed at most once per node."""
         device = rows.device
         if not self.is_complete:
-            nodes = rows.flatten(0, 1)
-            # a node lies on several paths, and is projected once
+            nodes = rows.flatten(0, 1)  # [P * D, ..]
+            # pick each node from one of the paths that it lies on
             if not paths.is_whole:
                 nodes = nodes.index_select(0, paths.steps(device))
             self.outputs.append(linear(nodes))
+        # a mixer calls its linear layers in the same order in every run
         output = self.outputs[self.calls]
         self.calls += 1
         if not paths.is_whole:
@@ -109,9 +127,9 @@ class Projections:
 
 
 class Mixer:
-    """A module that reads and writes a state, wrapped so that it runs from any state given to it.
+    """A module that reads and writes a recurrent state, wrapped so that it can run from any given state.
 
-    Mixers of two readers of one model are equal, so that what one has read the other may go on from.
+    Mixers with the same name are equal: a state that one reader of a model has computed also serves its other readers.
     """
 
     def __init__(
@@ -128,16 +146,16 @@ class Mixer:
             name: its name in the model.
             module: the module.
             layer: the index of the cache's layer that it writes to; None for none.
-            state_ids: its states in that layer.
-            attributes: the attributes, of it or of modules in it, that hold a state.
+            state_ids: the numbers of its states in that layer.
+            attributes: the modules and names of attributes that hold a state, on it or on modules in it.
         """
         self.name = name
         self.module = module
         self.layer = layer
         self.state_ids = state_ids
         self.attributes = attributes
-        self.stock = module.forward
-        self.names = list(inspect.signature(self.stock).parameters)
+        self.original_forward = module.forward
+        self.argument_names = list(inspect.signature(self.original_forward).parameters)
         self.running: tuple[Projections, Paths] | None = None
         linears = [submodule for submodule in module.modules() if isinstance(submodule, nn.Linear)]
         for linear in linears:
@@ -145,7 +163,7 @@ class Mixer:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights lie."""
+        """The device of its weights."""
         return next(self.module.parameters()).device
 
     def __eq__(self, other: object) -> bool:
@@ -157,41 +175,42 @@ class Mixer:
     def run(
         self, inputs: Mapping[str, Any], state: State, paths: Paths, projections: Projections | None
     ) -> tuple[Any, State]:
-        """Run the module over rows.
+        """Run the module over paths of trees, each from a given state, without changing the model's cache.
 
         Args:
-            inputs: its arguments at all nodes.
-            state: the state that each row goes on from, which may be overwritten.
-            paths: the rows.
-            projections: receives or gives the outputs of its linears; None: they are computed per row.
+            inputs: the arguments of its forward at all nodes [B, R, ..], from which the paths are gathered.
+            state: the state that each path goes on from, which may be overwritten.
+            paths: the P paths, which are the rows of the run.
+            projections: where linear layers find or leave their outputs by node; None: they compute every row.
 
         Returns:
             The output of the rows, and the state after each.
         """
-        cache = self._fork(inputs, state)
+        cache = self._copy_cache(inputs, state)
         arguments: dict[str, Any] = {}
         for name, value in inputs.items():
             if isinstance(value, Cache):
                 arguments[name] = cache
             elif "mask" in name:
-                # a path is causal by nature, and its padding comes last
+                # a path needs no mask: it is read in order, and its padding comes last
                 arguments[name] = None
             else:
                 arguments[name] = paths.gather(value)
+        # states that the module keeps in attributes are swapped in for the run
         saved = [getattr(owner, name) for owner, name in self.attributes]
         with self._projecting(projections, paths):
             try:
                 self._set_attributes(
-                    [state.get(("own", index)) for index in range(len(self.attributes))]
+                    [state.get(("attribute", index)) for index in range(len(self.attributes))]
                 )
-                output = self.stock(**arguments)
+                output = self.original_forward(**arguments)
                 return output, self._read_state(cache)
             finally:
                 self._set_attributes(saved)
 
     @contextmanager
     def _projecting(self, projections: Projections | None, paths: Paths) -> Iterator[None]:
-        """A context in which the linears compute once per node, if there are projections."""
+        """A context in which linear layers compute once per node, unless `projections` is None."""
         if projections is not None:
             projections.calls = 0
             self.running = (projections, paths)
@@ -201,38 +220,42 @@ class Mixer:
             self.running = None
 
     def kind_of(self, state: State) -> Any:
-        """Return a value that is equal for states that can be rows of one."""
+        """Return a value that is equal for states that can be joined as rows of one; here whether there is a state."""
         return bool(state)
 
     def _set_attributes(self, values: Sequence[Any]) -> None:
+        """Set the attributes that hold a state."""
         for (owner, name), value in zip(self.attributes, values, strict=True):
             setattr(owner, name, value)
 
-    def _fork(self, inputs: Mapping[str, Any], state: State) -> Any:
-        """Return the cache among the inputs with this state in it; layers of attention are shared."""
+    def _copy_cache(self, inputs: Mapping[str, Any], state: State) -> Any:
+        """Return a copy of the cache among the inputs in which this mixer's layer holds the given state.
+
+        The other layers are shared with the cache. None if the inputs hold no cache.
+        """
         caches = [value for value in inputs.values() if isinstance(value, Cache)]
         cache: Any = caches[0] if caches else None
         if cache is None or self.layer is None:
             return cache
-        # a layer of its own, so that rows of other states do not mix with the cache's
+        # a new layer, as the rows of the run are paths and not the cache's sequences
         layer = LinearAttentionLayer(number_of_states=max(self.state_ids, default=0) + 1)
-        forked = copy.copy(cache)
-        forked.layers = list(cache.layers)
-        forked.layers[self.layer] = layer
-        for name in forked.lists:
-            setattr(forked, name, [None] * len(cache.layers))
+        copied = copy.copy(cache)
+        copied.layers = list(cache.layers)
+        copied.layers[self.layer] = layer
+        for name in copied.lists:
+            setattr(copied, name, [None] * len(cache.layers))
         for (kind, key), tensor in state.items():
             if kind == "list":
-                getattr(forked, key)[self.layer] = tensor
-            elif kind != "own":
+                getattr(copied, key)[self.layer] = tensor
+            elif kind != "attribute":
                 _set_layer_state(layer, kind, key, tensor)
-        return forked
+        return copied
 
     def _read_state(self, cache: Any) -> State:
-        """Return the state that a run left in its fork and in the module's attributes."""
+        """Return the state that a run left in its copy of the cache and in the module's attributes."""
         state: State = {}
         for index, (owner, name) in enumerate(self.attributes):
-            state["own", index] = getattr(owner, name)
+            state["attribute", index] = getattr(owner, name)
         if cache is not None and self.layer is not None:
             layer = cache.layers[self.layer]
             for state_id in self.state_ids:
@@ -240,14 +263,15 @@ class Mixer:
                 state["recurrent", state_id] = layer.recurrent_states[state_id]
             for name in cache.lists:
                 state["list", name] = getattr(cache, name)[self.layer]
-        # a layer has no state of kinds that it does not use
+        # entries of kinds that the layer does not use are None
         return {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}
 
     def _project(self, linear: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """Stand in for the forward of a linear layer, and compute it once per node where that is possible."""
         if self.running is None or rows.dim() != 3:
             return linear(rows)
         projections, paths = self.running
-        # some linears read something else than the rows, as a gate over heads
+        # some linear layers read something else than the rows of nodes, as a gate over heads does
         if rows.shape[:2] != (len(paths.paths), paths.longest):
             return linear(rows)
         return projections.compute(linear, rows, paths)
@@ -268,16 +292,22 @@ class WholeModel(Mixer):
     """A whole model with its own kind of cache, as one mixer: for any model that can go on from a copy of its cache."""
 
     def __init__(self, base: nn.Module, cache_name: str, *, singly: bool) -> None:
-        """Wrap a base model; with `singly` it reads rows of one token one after another."""
+        """Wrap a base model.
+
+        Args:
+            base: the model below the LM head.
+            cache_name: the argument of its forward that takes a cache.
+            singly: read rows of one token one after another, for models that read such batches wrong.
+        """
         super().__init__("", base, None, set(), [])
         self.cache_name = cache_name
         self.singly = singly
-        self.rows: Paths | None = None  # that it is reading
+        self.rows: Paths | None = None  # the paths of the run that is going on
 
     def run(
         self, inputs: Mapping[str, Any], state: State, paths: Paths, projections: Projections | None
     ) -> tuple[Any, State]:
-        """Return the hidden states at rows of tokens, and the model's own cache after each row."""
+        """Return the hidden states [P, D, ..] along the paths, and as state the model's own cache after each path."""
         arguments = {
             name: paths.gather(value) for name, value in inputs.items() if "mask" not in name
         }
@@ -286,25 +316,25 @@ class WholeModel(Mixer):
         try:
             if self.singly and paths.longest == 1:
                 return self._step(arguments, paths)
-            output = self.stock(**arguments)
+            output = self.original_forward(**arguments)
         finally:
             self.rows = None
         return output.last_hidden_state, {("cache", 0): getattr(output, self.cache_name)}
 
     def _step(self, arguments: dict[str, Any], paths: Paths) -> tuple[Tensor, State]:
-        """Read one token of each row, row after row."""
+        """Read one token of each row, in a forward for each row."""
         outputs = []
         for row, path in enumerate(paths.paths):
-            # `to_nodes` puts the states that taps see at this path's node
+            # `Mixers.to_nodes` then knows the node that the tapped states belong to
             self.rows = Paths([path], paths.shape)
-            outputs.append(self.stock(**row_of(arguments, row)))
+            outputs.append(self.original_forward(**row_of(arguments, row)))
         hidden = torch.cat([output.last_hidden_state for output in outputs])
         caches = [getattr(output, self.cache_name) for output in outputs]
-        return hidden, {("cache", 0): join(caches)}
+        return hidden, {("cache", 0): join_rows(caches)}
 
 
 class Mixers:
-    """The mixers of one model, which report to the forward that is being read; without one they run as they are."""
+    """The mixers of one model. While a `Reading` is set, their forwards go to it; else they run unchanged."""
 
     def __init__(
         self,
@@ -313,24 +343,24 @@ class Mixers:
         by_levels: bool = False,
         most_bytes: int | None = None,
     ) -> None:
-        """Put `_report` in the place of each mixer's forward, so that it can read a tree.
+        """Replace the forward of each mixer by `_report`, so that it can read a tree.
 
-        They read a tree by paths, each from the root to a leaf as a row of its own, or by levels, in one call for each
-        depth.
+        A tree is read by paths, in one call with every path from the root to a leaf as a row, or by levels, in one call
+        for the nodes of each depth.
 
         Args:
             mixers: the modules that a mask cannot steer, most of which keep a state; none for plain attention.
-            by_levels: whether forwards read by levels, as they must where mixers ignore their state when they are given
+            by_levels: whether trees are read by levels, as is needed where mixers ignore their state when they get
                 several tokens.
-            most_bytes: None if only the way that `by_levels` names is right. Else both are, and a forward may read by
-                levels while the states of its nodes take no more than these bytes.
+            most_bytes: None if trees must be read as `by_levels` says. Else both ways are right, and a tree may be read
+                by levels if the states of its nodes take no more than these bytes.
         """
         self.mixers = list(mixers)
         self.by_levels = by_levels
         self.most_bytes = most_bytes
         # the `Reading` of the forward that runs; None outside of one
         self.reading: Any = None
-        # of one sequence's states, and of one token's keys and values in all layers; 0 until measured
+        # bytes of one sequence's states, and of one token's keys and values in all layers; 0 until measured
         self.state_bytes = 0
         self.column_bytes = 0
         for mixer in self.mixers:
@@ -338,12 +368,16 @@ class Mixers:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the projections, which every call reads."""
+        """Bytes of the linear layers' weights in the mixers, which every call reads from memory."""
+        # a set, as one mixer's modules may lie in another
         modules = set[nn.Module]().union(*(mixer.module.modules() for mixer in self.mixers))
         return sum(module.weight.nbytes for module in modules if isinstance(module, nn.Linear))
 
     def each_way(self) -> Iterator[None]:
-        """Yield once for each way that a forward may take, in which forwards then take it; restore all at the end."""
+        """Yield once with trees read by levels and once by paths, or just once if only one way is right.
+
+        A check loops over it so that forwards in the loop's body take each way; the settings are restored at the end.
+        """
         most_bytes = self.most_bytes
         if most_bytes is None:
             yield
@@ -356,10 +390,13 @@ class Mixers:
             self.most_bytes = most_bytes
             self.by_levels = False
 
-    def takes_levels(self, plan: Plan, *, grows: bool = False) -> bool:
-        """Return whether a forward reads its trees by levels, which is cheaper for many short paths.
+    def chooses_levels(self, plan: Plan, *, grows: bool = False) -> bool:
+        """Return whether a forward should read its trees by levels, which is cheaper for many short paths.
 
-        A forward that `grows` another by levels takes fewer steps than all paths.
+        Args:
+            plan: the trees.
+            grows: whether the forward adds a level to trees of an earlier forward by levels. It then reads only the new
+                nodes, while paths would be read from the root again.
         """
         if self.most_bytes is None:
             return self.by_levels
@@ -368,23 +405,27 @@ class Mixers:
             return False
         if grows:
             return True
-        # By levels, each level is a call, which reads the projections' weights, and every node takes a step.
-        # By paths, there is one call, and all paths, and then the one that is kept, take as many steps as the longest.
+        # By levels, each level is a call, which reads the weights of the linear layers, and every node takes a step.
+        # By paths, there is one call. All paths take the steps of the longest, and so does the run that commits one.
         rows = plan.to_leaves
         more_steps = (len(rows.paths) + 1) * rows.longest - nodes
+        # both costs in bytes of weights that could be read in that time
         step_bytes = STEP_STATES.get(self.mixers[0].device.type, 0) * self.state_bytes
         return (len(plan.levels) - 1) * self.weight_bytes <= more_steps * step_bytes
 
     def _report(self, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a mixer's forward: pass the call to the current `Reading`, or without one run the module."""
         if self.reading is None:
-            return mixer.stock(*args, **kwargs)
-        inputs = dict(zip(mixer.names, args, strict=False)) | kwargs
+            return mixer.original_forward(*args, **kwargs)
+        inputs = dict(zip(mixer.argument_names, args, strict=False)) | kwargs
         return self.reading.read(mixer, inputs)
 
     def to_nodes(self, rows: Tensor, nodes: Tensor | None) -> Tensor:
-        """Return [B, R, D], a layer's input at nodes.
+        """Return a layer's input by node, for a tap.
 
-        It is `rows` as they are, or those [P, D, ..] of a whole model, put into the `nodes` that were seen before.
+        Args:
+            rows: [B, N, ..] by node already, or [P, D, ..] by path where the whole model runs over paths.
+            nodes: [B, R, ..], the inputs by node that earlier calls of the same forward have returned; None at first.
         """
         paths = None
         if self.mixers and isinstance(self.mixers[0], WholeModel):
@@ -398,7 +439,7 @@ class Mixers:
 
     @contextmanager
     def reporting_to(self, reading: Any) -> Iterator[None]:
-        """A context in which the mixers report to a forward."""
+        """A context in which the mixers' forwards go to a `Reading`."""
         self.reading = reading
         try:
             yield
@@ -407,7 +448,7 @@ class Mixers:
 
 
 class Writes:
-    """What one module writes in a forward: states in a layer of the cache, and attributes that hold a state."""
+    """The states that one module writes in a forward: to a layer of the cache, and to attributes."""
 
     def __init__(self, layer: int | None = None) -> None:
         self.layer = layer
@@ -416,14 +457,20 @@ class Writes:
 
 
 def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> list[Mixer]:
-    """Return the outermost modules that write a state while `read(cache)` runs the model on two sequences."""
+    """Return the model's mixers: the outermost modules that write a state while it runs on two sequences.
+
+    Args:
+        model: the model.
+        cache: an empty cache.
+        read: runs the model with the cache on two sequences.
+    """
     names = {module: name for name, module in model.named_modules()}
     before = {module: dict(vars(module)) for module in names}
     with watch_writes(names, cache, WRITERS) as writes:
         read(cache)
     for module in names:
         for name, value in vars(module).items():
-            # a state has a row for each of the two sequences; other tensors that a forward leaves behind have not
+            # a state has a row for each of the two sequences; other tensors that a forward sets have not
             if (
                 isinstance(value, Tensor)
                 and value is not before[module].get(name)
@@ -431,7 +478,7 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
             ):
                 writes.setdefault(module, Writes()).attributes.append((module, name))
                 setattr(module, name, before[module].get(name))
-    # the innermost first: the states of a module inside another count as that one's, which is run as a whole
+    # the innermost come first: a module inside another one is run by it, so its states count as the outer one's
     for module in sorted(writes, key=lambda module: len(names[module]), reverse=True):
         for outer in writes:
             if outer is not module and names[module].startswith(names[outer] + "."):
@@ -449,14 +496,14 @@ def find_mixers(model: nn.Module, cache: Any, read: Callable[[Any], Any]) -> lis
 def watch_writes(
     names: Mapping[nn.Module, str], cache: Any, writers: Mapping[str, int]
 ) -> Iterator[dict[nn.Module, Writes]]:
-    """A context that records which module was running when one of these methods wrote to the cache, and its layer.
+    """A context that yields a dict of what each module writes to a cache by the given methods.
 
     Args:
         names: the modules that are watched.
         cache: the cache, which a forward in the context gets.
-        writers: the methods' names, and the position of the layer's index among the arguments of each.
+        writers: the names of the cache's methods, and which of their arguments is the layer's index.
     """
-    # the modules that have begun and not ended, the innermost last
+    # the modules whose forward is running, the innermost last: it is the one that writes
     running: list[nn.Module] = []
     writes: dict[nn.Module, Writes] = {}
 

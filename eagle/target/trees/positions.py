@@ -1,4 +1,4 @@
-"""Positions for models that count their tokens by themselves, where siblings of a tree share one."""
+"""Positions for models that compute them from columns of the cache; in a tree siblings share a position."""
 
 # B sequences, N new tokens, R not committed, S columns, H heads
 
@@ -19,11 +19,14 @@ from eagle.target.attention import Masks, place_columns
 from eagle.target.structure import FAILURES
 
 TABLE_NAMES = re.compile("build.*alibi")
-COUNTERS = ("get_seq_length", "get_mask_sizes")  # by which a model counts columns of its cache
+COUNTERS = (
+    "get_seq_length",
+    "get_mask_sizes",
+)  # methods by which a model asks its cache for numbers of columns
 
 
 class TokenPositions:
-    """The positions of one forward's tokens and of the columns that they may see."""
+    """The positions of one forward's tokens, and of the cache columns that they may attend to."""
 
     def __init__(
         self,
@@ -33,7 +36,15 @@ class TokenPositions:
         committed: Tensor | None,
         masks: Masks,
     ) -> None:
-        """Take `starts`, `positions` [B, R] and `committed` as in `Masks`; the last `count` of R tokens are read."""
+        """Take a forward's positions.
+
+        Args:
+            starts: the number of committed columns of each sequence.
+            positions: [B, R], of the uncommitted tokens.
+            count: N, the last of them, which the forward reads.
+            committed: [B, ..], positions of the committed columns; None: in order.
+            masks: the reader's masks, which give the device.
+        """
         self.starts = starts
         self.positions = positions
         self.count = count
@@ -47,7 +58,10 @@ class TokenPositions:
 
     @cached_property
     def earlier(self) -> Tensor | None:
-        """[3, B, S - N], positions of the columns before the last N, along three axes; None where there are none."""
+        """[3, B, S - N], the positions of the columns before the new ones; None if there are no such columns.
+
+        Models with images have positions in time, height and width, which are equal for text.
+        """
         earlier = self.columns[:, : -self.count]
         if not earlier.numel():
             return None
@@ -55,22 +69,23 @@ class TokenPositions:
 
     @cached_property
     def length(self) -> int:
-        """The tokens of the longest sequence, with the longest path of a tree."""
+        """The tokens of the longest sequence together with the deepest path of its tree."""
         return int(self.positions.max()) + 1
 
     @cached_property
     def query_offsets(self) -> Any:
-        """Each new token's position less its index in `arange(N)`: a number, or a tensor [N]."""
+        """What a model must add to `arange(N)` for the new tokens' positions: a number, or a tensor [N]."""
         return self._offsets(self.positions[:, -self.count :])
 
     @cached_property
     def column_offsets(self) -> Any:
-        """Each column's position less its index in `arange(S)`: 0, or a tensor [S]."""
+        """What a model must add to `arange(S)` for the columns' positions: 0, or a tensor [S]."""
         return self._offsets(self.columns)
 
     def _offsets(self, positions: Tensor) -> Any:
+        """Return positions [B, n] less `arange(n)`, which must be equal in all sequences: a number, or a tensor [n]."""
         offsets = positions - torch.arange(positions.shape[1])
-        # the model adds one length for all sequences, so that they must have the same offsets
+        # the model adds the same offsets in all sequences
         if (offsets != offsets[:1]).any():
             raise ValueError(
                 "texts of other lengths have their tokens at other places: they are read one by one"
@@ -82,9 +97,9 @@ class TokenPositions:
 
 
 def counts_columns(reader: Any) -> bool:
-    """Return whether a model asks its cache for lengths although it is given masks and positions.
+    """Return whether a model asks its cache for its length although it is given masks and positions.
 
-    It may then place tokens by these lengths, which in a tree are not those of any path.
+    It may compute positions from the length, which counts all nodes of a tree and not those of a path.
     """
     cache = reader.new_cache()
     calls = []
@@ -93,7 +108,7 @@ def counts_columns(reader: Any) -> bool:
         calls.append(count)
         return count(*args, **kwargs)
 
-    # it may ask for a length and not use it: trying a mode shows that
+    # a model may ask for the length and not use it: the trial of a mode shows that
     for name in COUNTERS:
         setattr(cache, name, partial(ask, getattr(cache, name)))
     try:
@@ -105,19 +120,20 @@ def counts_columns(reader: Any) -> bool:
 
 @torch.inference_mode()
 def first_position(reader: Any) -> int:
-    """Return by how much the model's own position of a first token exceeds the position 0 that trees are read with.
+    """Return the position that a model gives to the first token of a sequence; 0 for most, 2 for some.
 
-    Some models count from 2, say. Positions are seen as indices into the model's embeddings: once as it makes them by
-    itself, and once from positions that begin with 0.
+    It shows in the indices that the model's position embedding gets. These are recorded in a forward without
+    positions, and in one with positions from 0 on, as trees are read with.
     """
     embeddings = [module for module in reader.base.modules() if isinstance(module, nn.Embedding)]
     if "position_ids" not in reader.arguments or len(embeddings) == 1:
         return 0
-    # some models count from their padding token's id on, and leave padding out
+    # some models number positions from their padding token's id on, and skip padding: the tokens must not be padding
     tokens = [token for token in range(3, 7) if token != reader.config.pad_token_id][:3]
     input_ids = upload(torch.tensor([tokens]), reader.masks.device)
 
     def read_indices(**inputs: Tensor) -> list[int]:
+        """Return the first index that each embedding gets in a forward."""
         indices: list[int] = []
 
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -149,13 +165,18 @@ def table_builders(base: Any) -> list[str]:
 
 
 def place_tables(reader: Any) -> None:
-    """Let a reader's model index its tables of biases by each column's position instead of its index."""
+    """Let a reader's model make its ALiBi tables by each column's position instead of its index.
+
+    Siblings of a tree share a position, so that their columns must have the same bias.
+    """
     base = reader.base
     for name in table_builders(base):
+        # the builder is a method of the model
         if hasattr(base, name):
             setattr(base, name, partial(_build_table, reader, getattr(base, name)))
             continue
-        # a function of its module, which other models share: only this model's forward is made to call another
+        # the builder is a function of a Python module, which other models share: only this model gets a copy of its
+        # forward that calls another function by that name
         stock: Any = inspect.unwrap(type(base).forward)
         build = partial(_build_table, reader, stock.__globals__[name])
         forward = FunctionType(
@@ -170,25 +191,29 @@ def place_tables(reader: Any) -> None:
 
 
 def _build_table(reader: Any, build: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call the stock function for one sequence of the longest length, and pick the entry of each column's position.
+    """Return a table of biases with an entry for each column's position, in place of the model's own function.
+
+    That function is called for one sequence of the longest length, and the entry of each column's position is picked.
 
     Args:
-        reader: Whose model runs.
-        build: The stock function, which gives each column the entry of its index.
-        args: Of the model's call.
-        kwargs: Of the model's call.
+        reader: the reader whose model runs.
+        build: the model's own function, which gives each column the entry of its index.
+        args: of the model's call.
+        kwargs: of the model's call.
 
     Returns:
         [B * H or H, 1, S].
     """
     positions: TokenPositions | None = reader.token_positions
+    # a forward that reads no tree
     if positions is None:
         return build(*args, **kwargs)
     length = positions.length
-    # a mask tells the stock function the length, and the number of sequences
+    # a tensor among the arguments is a mask [B, S], by which the function knows length and number of sequences
     masks = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
     def shorten(value: Any) -> Any:
+        """Replace a mask by one of a single sequence of `length` tokens."""
         if not isinstance(value, Tensor):
             return value
         return torch.ones(1, length, dtype=torch.long, device=value.device)
@@ -200,13 +225,14 @@ def _build_table(reader: Any, build: Callable[..., Tensor], *args: Any, **kwargs
             f"texts of {length} tokens are longer than the {table.shape[-1]} that this model counts"
         )
     columns = positions.columns
+    # without a mask the function makes one table for all sequences
     if not masks:
         if (columns != columns[:1]).any():
             raise ValueError(
                 "one table serves all texts, whose columns stand at other places: they are read one by one"
             )
         columns = columns[:1]
-    # a table may end with the last position
+    # a table may be longer than asked for: then its last `length` entries are those of the positions
     columns = columns.clamp(max=length - 1) + (table.shape[-1] - length)
     picked = table[..., upload(columns, table.device)]  # [H, 1, B or 1, S]
     return picked.permute(2, 0, 1, 3).reshape(len(columns) * len(table), 1, -1)

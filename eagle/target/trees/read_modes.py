@@ -29,37 +29,38 @@ from eagle.target.cache import TreeCache
 from eagle.target.structure import FAILURES, base_of, describe_failure
 from eagle.target.trees.positions import counts_columns, first_position, table_builders
 
-# what a mask may need, too
+# what some models need in addition to a mask
 TABLES = "tables by position"
 ORIGIN = "the model's own first position"
 OFFSETS = "offsets"
 UNLIMITED = "windows unused"
 ROWS = "attention as rows"
 
-NEAR = 5  # tokens after which windows and chunks of thousands begin in a first probe
-LONGEST_PROBE = 4096  # tokens of a prompt that crosses a window
-COPIES = 32  # of one node of the tree: a model that counts rows would give the last another position than the first
-# of a state's norm: a step that differs by more has not seen all that the forward has
+NEAR = 5  # tokens that windows and chunks of thousands of tokens are lowered to in a first probe
+LONGEST_PROBE = 4096  # the most tokens of a prompt that is to cross a window
+# copies of one node in a tree: a model that counts cache columns would give the last another position than the first
+COPIES = 32
+# share of a state's norm: a step by one token that differs by more has not seen all tokens that the forward has seen
 FORGOTTEN = 0.2
-# times rounding: beyond it a model's step by one token is not its forward over a sequence
+# multiple of rounding beyond which a model's step by one token is taken to differ from its forward over a sequence
 DIFFERENCE = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class TreeReadMode:
-    """One way in which a model reads trees."""
+    """One way in which a model can be made to read draft trees."""
 
     grouped: bool = False  # attention by `grouped_attention`, else the model's own
-    # modules that keep a state read one depth at a time, else all paths at once
+    # modules that keep a state read one depth of a tree at a time, else all paths at once
     levels: bool = False
-    cheaper: bool = False  # both are right, and each forward takes the cheaper one
-    whole: bool = False  # the whole model reads paths as rows, with its own cache
-    singly: bool = False  # and rows of one token by themselves
-    # half precision whose bits do not depend on rows, padding and columns
-    invariant: bool = False  # attention by `invariant_attention`
-    # all sums of products in fp64, where attention cannot be replaced, or not everywhere
+    cheaper: bool = False  # levels and paths are both right, and each forward takes the cheaper one
+    whole: bool = False  # the whole model reads paths as rows of a batch, with its own cache
+    singly: bool = False  # with `whole`: each row of one token is read in its own forward
+    # attention by `invariant_attention`: in half precision, bits do not depend on rows, padding and columns
+    invariant: bool = False
+    # sums of products in fp64 throughout, where not all attention can be replaced by `invariant_attention`
     sums: bool = False
-    extras: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()  # some of the constants above
 
     @property
     def keeps_bits(self) -> bool:
@@ -67,7 +68,10 @@ class TreeReadMode:
         return self.invariant or self.sums
 
     def describe(self, *, has_mixers: bool = False) -> str:
-        """Return it in words, as logs and result files name it."""
+        """Return the mode in words, as logs and result files name it.
+
+        `has_mixers`: whether the model has modules that keep a state.
+        """
         way = "levels" if self.levels else "paths"
         if self.cheaper:
             way = "paths or levels by cost"
@@ -79,19 +83,21 @@ class TreeReadMode:
 
 
 def read_modes(reader: Any) -> Iterator[TreeReadMode]:
-    """Yield the modes that may serve a model, from the cheapest on."""
+    """Yield the modes that may be right for a model, the cheapest first."""
     grouped_or_not = [True, False] if can_group(reader.original, reader.config) else [False]
     levels_or_not = [False, True] if reader.stateful else [False]
     extras = (TABLES,) if table_builders(reader.base) else ()
     for levels in levels_or_not:
         for grouped in grouped_or_not:
             yield TreeReadMode(grouped=grouped, levels=levels, extras=extras)
+    # models that number positions from 2, say
     if first_position(reader):
         for grouped in grouped_or_not:
             yield TreeReadMode(grouped=grouped, extras=(*extras, ORIGIN))
     # a config may name a window that the model does not apply
     if any(reader.masks.windows.values()):
         yield TreeReadMode(extras=(*extras, UNLIMITED))
+    # models that compute positions from the length of their cache
     if counts_columns(reader):
         for levels in levels_or_not:
             yield TreeReadMode(levels=levels, extras=(*extras, OFFSETS))
@@ -103,16 +109,17 @@ def read_modes(reader: Any) -> Iterator[TreeReadMode]:
 
 
 def choose_mode(reader: Any) -> str | None:
-    """Let a reader take the cheapest mode that reads trees right.
+    """Set a reader's mode to the cheapest one that reads a small trial tree right.
 
-    Right is what the untouched model's forwards over whole sequences give. Where its own steps by one token give
-    something else, right is what these give, as in `generate`; the modes that read by levels take such steps.
+    The reference is the untouched model's forward over each path of the tree. Where the model's own steps by one token
+    differ from that, the reference is those steps, as `generate` takes them; modes by levels take such steps too.
 
     Returns:
-        None if a mode was found, else why the first one misreads.
+        None if a mode was found, else why the first one misreads the tree.
     """
     probe = Probe(reader)
     reasons: list[str] = []
+    # without a known difference the forward is tried as the reference first, and the steps after it
     for follows_steps in [True] if _follows_steps(reader, probe) else [False, True]:
         reader.follows_steps = follows_steps
         for mode in read_modes(reader):
@@ -124,14 +131,15 @@ def choose_mode(reader: Any) -> str | None:
                 _allow_invariant(reader, probe)
                 return None
             reasons.append(reason)
+    # the cheapest mode's reason tells most about the model
     return reasons[0]
 
 
 def _follows_steps(reader: Any, probe: Probe) -> bool:
     """Return whether a model's own steps by one token, as in `generate`, differ from its forward over a sequence.
 
-    Then the steps are what trees are compared with. A layer's state may be updated otherwise by a step. A cache may
-    leave out what lies before a window that the forward over a sequence does not apply, as Moshi's does.
+    Trees are then compared with the steps. A step may update a layer's state differently from a forward. A cache may
+    drop tokens before a window that the forward over a sequence does not apply, as Moshi's does.
     """
     if reader.stateful:
         return probe.steps_differ()
@@ -140,61 +148,68 @@ def _follows_steps(reader: Any, probe: Probe) -> bool:
 
 
 def _try_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> str | None:
-    """Return how a reader misreads trees in this mode; None if it does not."""
+    """Set this mode, and return how the reader then misreads a small tree; None if it reads it right."""
     try:
-        # far limits are brought near first, where a short probe crosses them
+        # windows and chunks of thousands of tokens are lowered first, so that a short probe crosses them
         with near_limits(reader.original, reader.config, NEAR) as is_far:
             if is_far:
-                reader.take(mode)
+                reader.set_mode(mode)
                 reason = Probe(reader).find_misreading()
                 if reason:
                     return reason
+        # the modules are made again, as those above have read lowered limits
         if is_far or mode != reader.mode:
-            reader.take(mode)
+            reader.set_mode(mode)
     except FAILURES as error:
         return f"cannot be read by {mode.describe()} ({describe_failure(error)})"
     return probe.find_misreading()
 
 
 def _allow_levels_and_paths(reader: Any, probe: Probe) -> None:
-    """Let a reader choose between paths and levels by their costs, if it reads trees right by both."""
+    """Let a reader choose in each forward between paths and levels by their costs, if trees are read right by both."""
     mode = reader.mode
     if not reader.mixers.mixers or mode.levels or mode.whole or ROWS in mode.extras:
         return
-    reader.take(replace(mode, cheaper=True))
+    reader.set_mode(replace(mode, cheaper=True))
+    # each_way sets the mixers to read by levels, then by paths
     if any(probe.find_misreading() for _ in reader.mixers.each_way()):
-        _take_back(reader, mode, probe)
+        _restore_mode(reader, mode, probe)
 
 
 def _allow_invariant(reader: Any, probe: Probe) -> None:
-    """Let a reader in half precision read so that bits do not depend on what is read together, if that is right."""
+    """Let a reader in half precision keep a token's bits the same whatever is read with it, if trees stay right.
+
+    Three ways are tried: attention replaced by `invariant_attention`; the same with all other sums in fp64; and all
+    sums in fp64 with the model's own attention.
+    """
     mode = reader.mode
     if not reader.can_be_invariant or mode.whole:
         return
-    attended: set[int] = set()
-    reader.take(replace(mode, invariant=True))
+    attended: set[int] = set()  # layers whose attention was replaced
+    reader.set_mode(replace(mode, invariant=True))
     with observing(reader.settings, lambda layer, *_: attended.add(layer)):
         is_right = _reads_right(reader, probe)
-    # the other layers call kernels by themselves
+    # layers that were not seen call kernels directly, so their sums must be in fp64
     if is_right and len(attended) < reader.count_attending():
-        reader.take(replace(mode, invariant=True, sums=True))
+        reader.set_mode(replace(mode, invariant=True, sums=True))
         is_right = _reads_right(reader, probe)
-    # as attention that chooses keys by an index
+    # attention that chooses keys by an index cannot be replaced
     if not is_right:
-        reader.take(replace(mode, grouped=False, sums=True))
+        reader.set_mode(replace(mode, grouped=False, sums=True))
         is_right = _reads_right(reader, probe)
     if not is_right:
-        _take_back(reader, mode, probe)
+        _restore_mode(reader, mode, probe)
 
 
-def _take_back(reader: Any, mode: TreeReadMode, probe: Probe) -> None:
-    """Read by this mode again."""
-    reader.take(mode)
-    probe.find_misreading()  # which measures the states
+def _restore_mode(reader: Any, mode: TreeReadMode, probe: Probe) -> None:
+    """Set a mode again that was right, after another one was tried."""
+    reader.set_mode(mode)
+    # not for its result: it measures the bytes of the new modules' states and sets the tolerance
+    probe.find_misreading()
 
 
 def _reads_right(reader: Any, probe: Probe) -> bool:
-    """Return whether a reader reads the small tree right in its mode, by each way that it may take."""
+    """Return whether a reader reads the small tree right in its mode, by levels and by paths if both may be used."""
     try:
         faults = [probe.find_misreading() for _ in reader.mixers.each_way()]
     except FAILURES:
@@ -203,23 +218,28 @@ def _reads_right(reader: Any, probe: Probe) -> bool:
 
 
 class Probe:
-    """Reads a small tree with a reader, and its paths with the untouched model.
+    """A trial: a reader reads a small tree, and the untouched model reads its paths.
 
-    The tree is a root r with children a and b, of which c is a child of a, and d of b. Token e comes after d.
+    The tree is a root r with children a and b. Node c is a child of a, and node d of b. Token e comes after d once path
+    r, b, d is committed.
     """
 
     def __init__(self, reader: Any) -> None:
+        """Choose the prompt and the nodes' tokens for a reader's model."""
         self.reader = reader
         self.config = reader.config
         self.base = base_of(reader.original)
-        dtype = reader.original.dtype  # of its layers, which may hand on states in fp32
+        dtype = reader.original.dtype  # of the layers; the states that they return may be in fp32
         self.is_exact = dtype in (torch.float32, torch.float64)
         self.eps = torch.finfo(dtype).eps
         self.count = self._prompt_length()
         self.tokens = self._make_tokens(self.count)
 
     def find_misreading(self) -> str | None:
-        """Return how hidden states of a small tree differ from the model's own over its paths; None if they agree."""
+        """Return in words how the reader misreads the small tree, compared with the model's own states; None if right.
+
+        It also measures the bytes of the model's states, and sets the reader's tolerance.
+        """
         reader = self.reader
         cache = reader.new_cache()
         try:
@@ -227,9 +247,9 @@ class Probe:
             reader.tolerance = limit
             nodes = self.read_tree(cache)
             cache.measure()
-            # and a batch of steps by one token
+            # mixers must also be right in a step by one token of several rows
             if reader.mixers.mixers:
-                nodes = torch.cat([nodes, self._read_roots(cache)])
+                nodes = torch.cat([nodes, self._read_root_twice(cache)])
                 expected = torch.cat([expected, expected[[0, 0]]])
             copies = self._read_copies(cache)
         except torch.OutOfMemoryError:
@@ -241,7 +261,7 @@ class Probe:
         # not `>`, so that nan is a fault
         if not (nodes - expected).norm() <= limit * expected.norm():
             return "reads a small tree unlike the texts along its paths, for it masks or places tokens by itself"
-        # copies of one token may differ by rounding, even where `limit` is smaller
+        # copies of one token at one position must have equal states, but for rounding, which may exceed `limit`
         limit = max(limit, self.eps)
         worst = (copies - copies[0]).norm(dim=-1).max() / copies[0].norm()
         if not worst <= limit or (worst > self._copies_limit() and counts_columns(reader)):
@@ -249,35 +269,37 @@ class Probe:
         return None
 
     def _copies_limit(self) -> float:
-        """Return how far copies may be apart in a model that may count columns.
+        """Return how far copies of a token may differ, relative to their norm, in a model that may count columns.
 
-        In half precision a comparison with paths shows only large differences.
+        In half precision the comparison with paths shows only large differences, so copies must agree more closely. In
+        fp32, or with right offsets, the comparison is enough.
         """
         if OFFSETS in self.reader.mode.extras or self.is_exact:
             return float("inf")
         return 4 * self.eps
 
     def read_expected(self) -> tuple[Tensor, float]:
-        """Return the true states [7, D] of nodes r, a, c and r, b, d, e, and the tolerated difference."""
+        """Return the reference states [7, D] of nodes r, a, c and r, b, d, e, and the tolerated relative difference."""
         expected, limit = self._read_paths()
         if self.reader.follows_steps:
             expected = self._read_steps()
         return expected, limit
 
     def steps_differ(self, limit: float | None = None) -> bool:
-        """Return whether the model's own step by one token gives something else than its forward over the sequence.
+        """Return whether the model's own step by one token differs from its forward over the sequence.
 
-        The first step after the prompt is compared, for rounding adds up from there on.
+        Only the first step after the prompt is compared, as rounding adds up over later ones.
 
         Args:
-            limit: a difference that is tolerated, as a share of the state's norm; None: rounding.
+            limit: the difference to tolerate, as a share of the state's norm; None: some multiple of rounding.
         """
         try:
             expected = self._read_paths()[0][0]
             stepped = self._read_steps()[0]
             if limit is None:
+                # two tokens at once after the prompt differ from the forward by rounding alone
                 two_tokens = self.tokens[self.count :][[0, 1]][None]
-                at_once = self._go_on(self._read_prompt(), two_tokens)[0][0, 0]
+                at_once = self._continue_from(self._read_prompt(), two_tokens)[0][0, 0]
                 rounding = max(float((at_once - expected).norm() / expected.norm()), 16 * self.eps)
                 limit = DIFFERENCE * rounding
         except FAILURES:
@@ -291,16 +313,19 @@ class Probe:
             cache = self._read_prompt()
             for node in path:
                 token = self.tokens[self.count + node].view(1, 1)
-                states, cache = self._go_on(cache, token)
+                states, cache = self._continue_from(cache, token)
                 hidden.append(states[0])
         return torch.cat(hidden)
 
     def _read_prompt(self) -> Any:
         """Return the untouched model's own cache after the prompt."""
-        return self._go_on(None, self.tokens[None, : self.count])[1]
+        return self._continue_from(None, self.tokens[None, : self.count])[1]
 
-    def _go_on(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-        """Return the untouched model's states [1, T, D] at tokens [1, T] after its own cache, and that cache."""
+    def _continue_from(self, cache: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+        """Run the untouched model over tokens [1, T] with its own cache; return their states [1, T, D] and the cache.
+
+        With None the model makes a new cache.
+        """
         name = self.reader.cache_name
         output = self.base(
             input_ids=tokens.to(self.reader.masks.device),
@@ -310,7 +335,8 @@ class Probe:
         return output.last_hidden_state, getattr(output, name)
 
     def compare_rows(self) -> bool:
-        """Return whether trees after two prompts of different lengths give the same states in a batch as alone."""
+        """Return whether two sequences of different lengths have the same states in a batch as when read alone."""
+        # prompts of 7 and 3 tokens, and a tree of three nodes for each
         tokens = self._make_tokens(12)
         prompts = [tokens[:7], tokens[7:10]]
         trees = tokens[10:16].view(2, 3)
@@ -325,62 +351,76 @@ class Probe:
         return bool(difference.norm() <= self.reader.tolerance * expected.norm())
 
     def _read_batch(self, prompts: list[Tensor], trees: Tensor) -> Tensor:
-        """Return [B, 3 or 4, D], states of a root and two children [B, 3] after each prompt."""
+        """Read prompts in a batch and a tree after each; return the states of the trees' nodes.
+
+        Args:
+            prompts: B prompts of any lengths.
+            trees: [B, 3], the tokens of a root and its two children.
+
+        Returns:
+            [B, 3, D], or [B, 4, D] for a model with mixers: the root is then also read as a step by one token.
+        """
         reader = self.reader
-        slots = list(range(len(prompts)))
+        cache_rows = list(range(len(prompts)))
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         cache = reader.new_cache()
         cache.lengths = [0] * len(prompts)
         cache.reserve(len(prompts), int(lengths.max()) + 3)
-        cache.set_write_offset(slots, sizes=lengths.tolist(), commits=True)
+        cache.set_write_offset(cache_rows, sizes=lengths.tolist(), commits=True)
         padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         # padding takes the position of the last token
         positions = torch.minimum(torch.arange(padded.shape[1])[None], lengths[:, None] - 1)
         reader(padded, positions, None, cache)
         cache.lengths = lengths.tolist()
-        cache.set_write_offset(slots)
+        cache.set_write_offset(cache_rows)
         tree_mask = torch.eye(3, dtype=torch.bool).repeat(len(prompts), 1, 1)
         tree_mask[:, :, 0] = True
         hidden = reader(trees, lengths[:, None] + torch.tensor([0, 1, 1]), tree_mask, cache)
         if not reader.mixers.mixers:
             return hidden
-        # and a step by one token
-        cache.set_write_offset(slots)
+        # mixers must be right in a step by one token too
+        cache.set_write_offset(cache_rows)
         step = reader(trees[:, :1], lengths[:, None], None, cache)
         return torch.cat([hidden, step], dim=1)
 
     def _make_tokens(self, count: int) -> Tensor:
-        """Return [count + 6] tokens: a prompt and six new ones."""
+        """Return [count + 6] arbitrary tokens: a prompt of `count`, and six for the nodes."""
         size = self.reader.original.get_input_embeddings().weight.shape[0]
         order = torch.randperm(min(size, 4096), generator=torch.Generator().manual_seed(0))
-        # a long prompt repeats itself, so that attention to only the best few of its tokens meets ties
+        # a prompt repeats five tokens: attention that keeps only the best few columns must then choose among ties
         indices = torch.cat([torch.arange(count) % 5, torch.arange(5, 11)])
         return order[indices % len(order)]
 
     def _read_paths(self) -> tuple[Tensor, float]:
-        """Return [7, D], states of nodes r, a, c and r, b, d, e by plain forwards, and the tolerated difference."""
+        """Return [7, D], states of nodes r, a, c and r, b, d, e by forwards over whole sequences, and the tolerance."""
         count = self.count
         prompt = self.tokens[:count].tolist()
         r, a, b, c, d, e = self.tokens[count:].tolist()
-        # the last token of the first path only makes it as long as the others; the third has d after a, which is no
-        # ancestor of it
+        # The last token of the first path only makes it as long as the others. The third path has node a before b and
+        # d, which is wrong: it shows how much a misread tree changes a state.
         paths = torch.tensor([[*prompt, r, a, c, e], [*prompt, r, b, d, e], [*prompt, r, a, b, d]])
         hidden = self.base(
             input_ids=paths.to(self.reader.masks.device), use_cache=False
         ).last_hidden_state
         first, second, mixed = hidden[:, count:]  # [4, D] each
-        # the difference that seeing its parent's sibling would make to a node
+        # the relative difference to node d if it attended to its parent's sibling
         misread = float((mixed[3] - second[2]).norm() / second[2].norm())
+        # the tolerance lies above rounding, and well below that difference
         limit = max(misread / 3, 8 * self.eps)
         if self.is_exact:
             limit = max(1e-5, min(misread / 10, 1e-3))
         return torch.cat([first[:3], second]), limit
 
     def read_tree(self, cache: TreeCache) -> Tensor:
-        """Return [7, D], states of nodes r, a, c and r, b, d of one tree, and of token e after keeping r, b, d."""
+        """Read the small tree with the reader after the prompt, commit path r, b, d, and read token e after it.
+
+        Returns:
+            [7, D], the states of nodes r, a, c and r, b, d, and of token e, in the order of `read_expected`.
+        """
         reader = self.reader
         count = self.count
         reader.read_text(self.tokens[:count], 0, cache)
+        # nodes r, a, b, c, d: all see r, c sees a, and d sees b
         tree_mask = torch.eye(5, dtype=torch.bool)
         tree_mask[:, 0] = tree_mask[3, 1] = tree_mask[4, 2] = True
         nodes = self.tokens[count : count + 5]
@@ -392,11 +432,14 @@ class Probe:
         return torch.cat([hidden[[0, 1, 3, 0, 2, 4]], last])
 
     def _read_copies(self, cache: TreeCache) -> Tensor:
-        """Return [COPIES, D], states of copies of one token at one position, after large artificial values."""
+        """Return [COPIES, D], the states of copies of one token that share a parent and a position.
+
+        They are equal unless the model attends by the order of columns. The prompt's cached values are replaced by
+        large numbers, as one column more or less would else be lost in rounding.
+        """
         layers: Any = cache.layers
         for layer in layers:
-            # large: else a row more or less is lost in rounding
-            values = layer.value_rows.buffer[:, :, : self.count]
+            values = layer.value_buffer.tensor[:, :, : self.count]
             values.copy_(torch.arange(values.numel()).sin().view_as(values) * 100)
         tree_mask = torch.eye(1 + COPIES, dtype=torch.bool)
         tree_mask[:, 0] = True
@@ -405,7 +448,7 @@ class Probe:
         depths = [0, *[1] * COPIES]
         return self.reader.read_text(nodes, self.count, cache, depths, tree_mask)[0, 1:]
 
-    def _read_roots(self, cache: TreeCache) -> Tensor:
+    def _read_root_twice(self, cache: TreeCache) -> Tensor:
         """Return [2, D], states of token r after the prompt, read twice in a batch."""
         roots = self.tokens[self.count : self.count + 1].expand(2)
         return self.reader.read_text(
@@ -413,7 +456,7 @@ class Probe:
         )[0]
 
     def _prompt_length(self) -> int:
-        """Return a prompt's length that crosses every window in the config that the masks do not handle."""
+        """Return the prompt's length in tokens: beyond every limit in the config that the masks do not apply."""
         windows = attention_limits(self.config) - {*layer_windows(self.config).values()}
         max_positions = getattr(self.config, "max_position_embeddings", None) or LONGEST_PROBE
         longest = min(LONGEST_PROBE, max_positions - COPIES - 8)

@@ -1,4 +1,4 @@
-"""One forward of a model that keeps states: over trees, with all that is needed to commit a path of them."""
+"""One forward over draft trees of a model that keeps recurrent states, with what is needed to commit a path later."""
 
 # B sequences, R nodes that are not committed, N of them new, P paths, D nodes of the longest path
 
@@ -12,18 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.device import upload
-from eagle.target.trees.mixers import Mixer, Projections, State, join, split_state
+from eagle.target.trees.mixers import Mixer, Projections, State, join_rows, split_state
 from eagle.target.trees.tree_plan import Path, Paths, Plan, batch_dimension
 
 States = dict[Mixer, State]
-"""The states of one sequence."""
+"""The states of one sequence, one for each mixer."""
 
 
 class Reading:
-    """A forward in which mixers read trees from the states of committed sequences.
+    """One forward in which mixers read trees, each from the states of its committed sequence.
 
-    `keep` gives the states after a path. Mixers read all paths in one call, or by `levels`, one call for each depth.
-    A forward that `commits` reads tokens of sequences that are all kept, and no trees.
+    Mixers are the modules that keep a state. `keep` returns the states after a path, which is then committed.
     """
 
     def __init__(
@@ -34,19 +33,27 @@ class Reading:
         levels: bool,
         commits: bool = False,
     ) -> None:
+        """Prepare a forward.
+
+        Args:
+            plan: the trees of its sequences.
+            states: the states after the committed tokens of each sequence.
+            levels: whether each mixer is called once for each depth of the trees, rather than once for all paths.
+            commits: whether it reads tokens that are all committed, as those of prompts, and no trees.
+        """
         self.plan = plan
         self.states = list(states)
         self.levels = levels
         self.commits = commits
-        self.inputs: dict[Mixer, Any] = {}  # at all nodes
+        self.inputs: dict[Mixer, Any] = {}  # each mixer's arguments at all nodes
         self.projections: dict[Mixer, Projections | None] = {}
-        self.ends: dict[Mixer, list[State]] = {}  # after each sequence's last node
-        # after nodes (sequence, node), if read by levels
+        self.end_states: dict[Mixer, list[State]] = {}  # after each sequence's last node
+        # by (sequence, node), the state after it, if nodes are read by levels
         self.node_states: dict[Mixer, dict[tuple[int, int], State]] = {}
 
     def read(self, mixer: Mixer, inputs: dict[str, Any]) -> Any:
-        """Return a mixer's output at the new nodes, given its inputs there."""
-        # {} before the first token
+        """Run a mixer in place of its own forward: return its output at the new nodes, given its arguments there."""
+        # a mixer has the state {} before the first token
         committed = [states.get(mixer, {}) for states in self.states]
         if self.commits:
             return self._read_texts(mixer, inputs, committed)
@@ -55,19 +62,22 @@ class Reading:
         return self._read_paths(mixer, inputs, committed)
 
     def _join_inputs(self, mixer: Mixer, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a mixer's inputs at all R nodes, given those at the N new ones: a path runs from its first node on."""
+        """Return a mixer's inputs at all R nodes, given those at the N new ones.
+
+        Paths are run from their first node on, so inputs of nodes that earlier forwards read are needed again.
+        """
         if mixer not in self.inputs:
             return inputs
         seqs = self.plan.shape[0]
         return _join_nodes(
             self.inputs[mixer],
             inputs,
-            (seqs, self.plan.first),
+            (seqs, self.plan.first_new),
             (seqs, self.plan.new),
         )
 
     def _read_paths(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
-        """Read all paths to leaves in one call, each from the state of its sequence."""
+        """Run a mixer over all paths to leaves in one call, each from the state of its sequence."""
         plan = self.plan
         paths = plan.to_leaves
         # the run that commits a path reuses what the linears compute here
@@ -78,8 +88,9 @@ class Reading:
         projections.is_complete = True
         self.inputs[mixer] = inputs
         self.projections[mixer] = projections if projections.outputs else None
+        # each sequence is one path through all of its nodes: its state need not be computed again to commit them
         if paths.is_whole:
-            self.ends[mixer] = ends
+            self.end_states[mixer] = ends
         return _map_rows(lambda rows: paths.scatter(rows, plan.new), output, paths)
 
     def _run(
@@ -92,24 +103,25 @@ class Reading:
         *,
         splits: bool = True,
     ) -> tuple[Any, list[State]]:
-        """Run a mixer over rows; those whose states do not join run apart.
+        """Run a mixer over paths, in one call for all paths whose states can be joined as rows of a batch.
 
         Args:
             mixer: the mixer.
             inputs: its inputs at all nodes.
-            states: the state that each row goes on from.
-            paths: the rows.
+            states: the state that each path goes on from.
+            paths: the paths.
             projections: as in `Mixer.run`.
-            splits: whether the states are wanted.
+            splits: whether to return the states too.
 
         Returns:
-            The output of all rows, and the state after each, or [].
+            The output of all paths, and the state after each; [] without `splits`.
         """
+        # rows by the kind of their state: a sequence without tokens has none
         groups: dict[Any, list[int]] = {}
         for row, state in enumerate(states):
             groups.setdefault(mixer.kind_of(state), []).append(row)
         if len(groups) == 1:
-            output, state = mixer.run(inputs, join(states), paths, projections)
+            output, state = mixer.run(inputs, join_rows(states), paths, projections)
             return output, split_state(state, len(states)) if splits else []
         outputs = []
         order: list[int] = []
@@ -118,7 +130,7 @@ class Reading:
             group_paths = self.plan.paths([paths.paths[row] for row in rows])
             output, state = mixer.run(
                 inputs,
-                join([states[row] for row in rows]),
+                join_rows([states[row] for row in rows]),
                 group_paths,
                 None,
             )
@@ -127,7 +139,7 @@ class Reading:
             ends += split_state(state, len(rows))
         # back to the order of the rows
         index = torch.tensor(order).argsort()
-        joined = _join_rows(outputs, paths.longest)
+        joined = _join_outputs(outputs, paths.longest)
         joined = _map_rows(
             lambda rows: rows.index_select(0, upload(index, rows.device)),
             joined,
@@ -136,7 +148,7 @@ class Reading:
         return joined, [ends[i] for i in index.tolist()]
 
     def _read_levels(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
-        """Make one call for each depth, every node from its parent's state."""
+        """Run a mixer over the new nodes in one call for each depth, every node from its parent's state."""
         plan = self.plan
         # filled from the root on, so that each level finds its parents' states
         node_states = self.node_states.setdefault(mixer, {})
@@ -152,34 +164,34 @@ class Reading:
             outputs.append(output)
         # a later forward over more nodes may read by paths, and needs the inputs at these
         self.inputs[mixer] = self._join_inputs(mixer, inputs)
-        return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_rows(outputs), nodes)
+        return _map_rows(lambda rows: nodes.scatter(rows, plan.new), _join_outputs(outputs), nodes)
 
     def _read_texts(self, mixer: Mixer, inputs: dict[str, Any], committed: list[State]) -> Any:
-        """Read each sequence without padding, which would enter its state.
+        """Run a mixer over tokens that are all committed, as those of prompts, without padding.
 
-        All are read in one call if they have one length and their states one kind, else each in a call of its own.
+        Padding would enter a state. So sequences share a call only if they have the same length and kind of state.
         """
         plan = self.plan
         # a sequence is one path through all of its tokens
         paths = [(seq, list(range(len(parents)))) for seq, parents in enumerate(plan.parents)]
         rows = plan.paths(paths)
         kinds = {mixer.kind_of(state) for state in committed}
-        # whole rows have no padding
+        # `is_whole`: all sequences have the length of the longest
         is_batch = rows.is_whole and len(kinds) == 1
         calls = [paths] if is_batch else [[path] for path in paths]
         outputs = []
-        self.ends[mixer] = []
+        self.end_states[mixer] = []
         for call in calls:
             states = [committed[seq] for seq, _ in call]
             output, ends = self._read_text(mixer, inputs, states, call)
             outputs.append(output)
-            self.ends[mixer] += ends
+            self.end_states[mixer] += ends
         if is_batch:
             return outputs[0]
-        # back to the forward's own padded layout
+        # pad the outputs as the forward's tokens are padded
         return _map_rows(
             lambda tensor: rows.scatter(tensor, plan.new),
-            _join_rows(outputs, rows.longest),
+            _join_outputs(outputs, rows.longest),
             rows,
         )
 
@@ -190,23 +202,26 @@ class Reading:
         states: list[State],
         paths: list[Path],
     ) -> Any:
-        """Return the output for sequences of one length, and the state at the end of each."""
+        """Run a mixer over sequences of the same length; return its output and the state at the end of each."""
         steps = [paths]
-        # such mixers ignore their state when they get several tokens at once, so that they get one at a time
+        # mixers that must read by levels ignore their state when they get several tokens, so they get one at a time
         if self.levels and states[0]:
             steps = [[(seq, [node]) for seq, _ in paths] for node in paths[0][1]]
         outputs = []
         for step in steps:
-            output, state = mixer.run(inputs, join(states), self.plan.paths(step), None)
+            output, state = mixer.run(inputs, join_rows(states), self.plan.paths(step), None)
             outputs.append(output)
             states = split_state(state, len(paths))
-        return _join_steps(outputs), states
+        return _chain_outputs(outputs), states
 
     def keep(self, paths: Mapping[int, Sequence[int]]) -> dict[int, States]:
-        """Return by sequence the mixers' states after a path of its nodes, which is to be committed."""
+        """Return by sequence the mixers' states after a path of its nodes, which the caller commits.
+
+        `paths` are by index of the sequence in this forward.
+        """
         kept: dict[int, States] = {seq: {} for seq in paths}
         mixers = self.node_states if self.levels else self.inputs
-        # padding would enter the states, so that paths of one length run together
+        # padding would enter the states, so only paths of the same length run together
         for length in {len(path) for path in paths.values()}:
             group = [(seq, list(path)) for seq, path in paths.items() if len(path) == length]
             rows = self.plan.paths(group)
@@ -216,27 +231,27 @@ class Reading:
         return kept
 
     def _states_after(self, mixer: Mixer, rows: Paths) -> list[State]:
-        """Return the mixer's states after paths of one length."""
+        """Return a mixer's states after paths of the same length."""
         if self.levels:
             return [self.node_states[mixer][seq, path[-1]] for seq, path in rows.paths]
-        # paths through all nodes have left their states
-        if mixer in self.ends and rows.longest == self.plan.shape[1]:
-            return [self.ends[mixer][seq] for seq in rows.seqs]
-        # else the mixer runs again, over these paths alone and without its projections
+        # paths through all nodes: their states are known from the forward
+        if mixer in self.end_states and rows.longest == self.plan.shape[1]:
+            return [self.end_states[mixer][seq] for seq in rows.seqs]
+        # else the mixer runs again over these paths alone, with the outputs of its linear layers from the forward
         states = [self.states[seq].get(mixer, {}) for seq in rows.seqs]
         _, ends = self._run(mixer, self.inputs[mixer], states, rows, self.projections[mixer])
         return ends
 
     def narrow(self, kept: Sequence[Path], states: Sequence[States]) -> Reading:
-        """Return this forward as if it had read only some of its sequences' nodes, which others may then follow.
+        """Return this forward as if it had read only some of its sequences and nodes; later forwards may extend it.
 
         Args:
-            kept: The sequences, with their remaining nodes in order.
-            states: The states of each after its committed tokens.
+            kept: the indices of the sequences, with their remaining nodes in order.
+            states: the states of each after its committed tokens.
         """
         parents = []
         for seq, nodes in kept:
-            # a parent that is left out has been committed since: its child follows the sequence itself
+            # a parent that is left out has been committed since, so its child now follows the committed sequence (-1)
             new_index = {node: index for index, node in enumerate(nodes)}
             parents.append([new_index.get(self.plan.parents[seq][node], -1) for node in nodes])
         rows = self.plan.paths(kept)
@@ -250,7 +265,12 @@ class Reading:
         return narrowed
 
     def extend(self, plan: Plan, *, levels: bool) -> Reading:
-        """Return a forward over more nodes of the same sequences."""
+        """Return a new forward that adds nodes to the trees of this one, with the inputs and states that it has left.
+
+        Args:
+            plan: the trees with the new nodes.
+            levels: whether the new forward reads by levels; this one must have done so too.
+        """
         extended = Reading(plan, self.states, levels=levels)
         extended.inputs = dict(self.inputs)
         if levels:
@@ -261,7 +281,7 @@ class Reading:
 
 
 def _map_rows(change: Callable[[Tensor], Tensor], output: Any, paths: Paths) -> Any:
-    """Return a mixer's output with its tensors [P, D, ..] changed."""
+    """Apply `change` to the tensors [P, D, ..] of a mixer's output, a tensor or a tuple; leave the rest unchanged."""
     if isinstance(output, tuple):
         return tuple(_map_rows(change, item, paths) for item in output)
     if isinstance(output, Tensor) and output.shape[:2] == (len(paths.paths), paths.longest):
@@ -269,15 +289,21 @@ def _map_rows(change: Callable[[Tensor], Tensor], output: Any, paths: Paths) -> 
     return output
 
 
-def _join_rows(outputs: Sequence[Any], longest: int = 0) -> Any:
-    """Return outputs of several calls as rows of one, padded to the longest."""
+def _join_outputs(outputs: Sequence[Any], longest: int = 0) -> Any:
+    """Join the outputs of several calls along the batch, as if one call had read all rows, padded to the longest.
+
+    Args:
+        outputs: tensors [rows, steps, ..], or tuples of such.
+        longest: the least number of steps to pad to.
+    """
     first = outputs[0]
     if isinstance(first, tuple):
-        return tuple(map(_join_rows, zip(*outputs, strict=True)))
+        return tuple(map(_join_outputs, zip(*outputs, strict=True)))
     if not isinstance(first, Tensor):
         return first
     longest = max(longest, *(rows.shape[1] for rows in outputs))
-    unpadded = (0, 0) * (first.dim() - 2)  # the axes after that of the steps
+    # F.pad takes pairs from the last axis on: none is added to the axes after that of the steps
+    unpadded = (0, 0) * (first.dim() - 2)
     padded = []
     for rows in outputs:
         missing = longest - rows.shape[1]
@@ -285,24 +311,32 @@ def _join_rows(outputs: Sequence[Any], longest: int = 0) -> Any:
     return torch.cat(padded)
 
 
-def _join_steps(outputs: Sequence[Any]) -> Any:
-    """Return outputs of several calls, one after the other in each row."""
+def _chain_outputs(outputs: Sequence[Any]) -> Any:
+    """Join the outputs of several calls along their steps, as if one call had read all tokens of each row."""
     if len(outputs) == 1:
         return outputs[0]
     if isinstance(outputs[0], Tensor):
         return torch.cat(list(outputs), dim=1)
     if isinstance(outputs[0], tuple):
-        return tuple(map(_join_steps, zip(*outputs, strict=True)))
+        return tuple(map(_chain_outputs, zip(*outputs, strict=True)))
     return outputs[0]
 
 
 def _join_nodes(old: Any, new: Any, old_shape: tuple[int, int], new_shape: tuple[int, int]) -> Any:
-    """Return a mixer's inputs at nodes that were read before, followed by those at new ones."""
+    """Join a mixer's inputs at the nodes of earlier forwards with those at new nodes.
+
+    Args:
+        old: an argument at the earlier nodes: a tensor, or a container of arguments.
+        new: the same argument at the new nodes.
+        old_shape: [B, earlier nodes].
+        new_shape: [B, N].
+    """
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         batch = batch_dimension(new, new_shape)
+        # a tensor without an axis of nodes is the same for all of them
         if batch is None or batch_dimension(old, old_shape) != batch:
             return new
-        # one of them may have one row for all sequences
+        # a tensor may have one row that serves all sequences, as positions do
         sizes = [-1] * new.dim()
         sizes[batch] = max(old.shape[batch], new.shape[batch])
         return torch.cat([old.expand(sizes), new.expand(sizes)], dim=batch + 1)
@@ -312,7 +346,8 @@ def _join_nodes(old: Any, new: Any, old_shape: tuple[int, int], new_shape: tuple
             _join_nodes(old_item, item, old_shape, new_shape) for old_item, item in pairs
         )
     if isinstance(new, dict):
-        joined = dict(new)  # masks are made again for paths
+        # masks are not joined: each run makes its own for paths
+        joined = dict(new)
         for name, value in new.items():
             if "mask" not in name:
                 joined[name] = _join_nodes(old[name], value, old_shape, new_shape)

@@ -1,4 +1,7 @@
-"""The mixers' states of the sequences in a cache's slots: at the end of each, and after earlier tokens of it."""
+"""The recurrent states of a cache's sequences: at the end of each, and after some of its earlier tokens.
+
+Mixers are a model's modules that keep a state from token to token, such as Mamba's.
+"""
 
 # B sequences, R nodes that are not committed, N of them new
 
@@ -13,28 +16,29 @@ from eagle.target.trees.mixers import Mixers, count_bytes
 from eagle.target.trees.reading import Reading, States
 from eagle.target.trees.tree_plan import Plan, find_parents
 
-SNAPSHOT_TOKENS = 8192  # of a sequence from one snapshot of its states to the next
+SNAPSHOT_TOKENS = 8192  # tokens of a sequence between two snapshots of its states
 
 
 @dataclass(slots=True)
-class Slot:
-    """One sequence's states by its length, and the forward that read its uncommitted nodes."""
+class RowStates:
+    """The states of one cache row, and the forward that read its uncommitted nodes."""
 
-    by_length: dict[int, States] = field(default_factory=dict)
-    snapshots: set[int] = field(default_factory=set)  # lengths that stay when the sequence grows
+    by_length: dict[int, States] = field(default_factory=dict)  # after that many tokens
+    # the lengths whose states are kept when the sequence grows past them
+    snapshots: set[int] = field(default_factory=set)
     reading: Reading | None = None
-    seq: int = 0  # the index of the sequence in that forward
+    seq: int = 0  # the index of the cache row's sequence in that forward
 
 
 class TextStates:
-    """The states of every slot. They are never written to, so that copies and snapshots share them."""
+    """The states of every cache row. Their tensors are never written to, so that copies and snapshots share them."""
 
     def __init__(self) -> None:
-        self.slots = [Slot()]
+        self.entries = [RowStates()]
 
     def open(
         self,
-        slots: Sequence[int],
+        cache_rows: Sequence[int],
         lengths: Sequence[int],
         sizes: Sequence[int],
         tree_mask: Tensor | None,
@@ -43,108 +47,139 @@ class TextStates:
         mixers: Mixers,
         commits: bool,
     ) -> Reading:
-        """Return a forward over uncommitted nodes of each slot.
+        """Return a `Reading`, by which the mixers read uncommitted nodes from the states of their sequences.
 
         Args:
-            slots: the slots.
-            lengths: the committed tokens of each.
-            sizes: the uncommitted nodes of each.
+            cache_rows: the cache rows, one for each sequence of the forward.
+            lengths: the number of committed tokens of each.
+            sizes: the number of uncommitted nodes of each.
             tree_mask: as in `find_parents`.
-            new: the number of nodes that are read now; the others have been read before.
+            new: the number of nodes that are read now; earlier forwards have read the others.
             mixers: the modules that read.
-            commits: whether the nodes are tokens of the sequences, which are committed when they are read.
+            commits: whether the nodes are tokens that are committed as they are read, as those of a prompt.
         """
         states = [
-            self._states_after(slot, length) for slot, length in zip(slots, lengths, strict=True)
+            self._states_after(cache_row, length)
+            for cache_row, length in zip(cache_rows, lengths, strict=True)
         ]
         width = max(sizes)
         # all nodes are new: no forward before this one read any
         if width == new:
-            plan = Plan(find_parents(tree_mask, sizes, [[]] * len(slots)), width, new)
-            levels = mixers.by_levels if commits else mixers.takes_levels(plan)
+            plan = Plan(find_parents(tree_mask, sizes, [[]] * len(cache_rows)), width, new)
+            levels = mixers.by_levels if commits else mixers.chooses_levels(plan)
             return Reading(plan, states, levels=levels, commits=commits)
-        # a draft that grows: the new nodes go on from those of an earlier forward
-        earlier = self._find_reading(slots, states)
+        # a draft tree that grows level by level: the new nodes are children of an earlier forward's
+        earlier = self._find_reading(cache_rows, states)
         parents = find_parents(tree_mask, sizes, earlier.plan.parents)
         plan = Plan(parents, earlier.plan.shape[1] + new, new)
-        return earlier.extend(plan, levels=earlier.levels and mixers.takes_levels(plan, grows=True))
+        # only a forward by levels has the states after its nodes, from which further levels go on
+        return earlier.extend(
+            plan, levels=earlier.levels and mixers.chooses_levels(plan, grows=True)
+        )
 
-    def _states_after(self, slot: int, length: int) -> States:
-        """Return the states after so many tokens of a slot's sequence."""
+    def _states_after(self, cache_row: int, length: int) -> States:
+        """Return the mixers' states after the first `length` tokens of a cache row's sequence.
+
+        Raises:
+            RuntimeError: if they are not held, for a state cannot be cut back to fewer tokens.
+        """
+        # before the first token a mixer has no state
         if not length:
             return {}
-        by_length = self.slots[slot].by_length
+        by_length = self.entries[cache_row].by_length
         if length not in by_length:
             raise RuntimeError(
-                f"slot {slot} holds states behind {sorted(by_length)} tokens, not behind {length}: go back by `cut` to "
-                "`reusable` tokens, and read on from there"
+                f"slot {cache_row} holds states behind {sorted(by_length)} tokens, not behind {length}: go back by "
+                "`cut` to `reusable` tokens, and read on from there"
             )
         return by_length[length]
 
-    def _find_reading(self, slots: Sequence[int], states: Sequence[States]) -> Reading:
-        """Return the forward that has read the uncommitted nodes of these slots, without its other sequences."""
-        readings = {id(self.slots[slot].reading): self.slots[slot].reading for slot in slots}
+    def _find_reading(self, cache_rows: Sequence[int], states: Sequence[States]) -> Reading:
+        """Return the forward that has read the uncommitted nodes of these cache rows, narrowed to their sequences.
+
+        Args:
+            cache_rows: the cache rows, all of which the same forward has read.
+            states: the states after the committed tokens of each.
+        """
+        entries = [self.entries[cache_row] for cache_row in cache_rows]
+        readings = {id(entry.reading): entry.reading for entry in entries}
         (reading,) = readings.values()
         if reading is None:
             raise RuntimeError(
-                f"slots {list(slots)} hold no uncommitted nodes: read their trees from the root"
+                f"slots {list(cache_rows)} hold no uncommitted nodes: read their trees from the root"
             )
-        seqs = [self.slots[slot].seq for slot in slots]
+        seqs = [entry.seq for entry in entries]
         parents = reading.plan.parents
         if seqs == list(range(len(parents))):
             return reading
-        # some of its sequences have ended since
+        # some of the forward's sequences have ended since, or their order is another
         kept = [(seq, list(range(len(parents[seq])))) for seq in seqs]
         return reading.narrow(kept, states)
 
-    def close(self, slots: Sequence[int], lengths: Sequence[int], reading: Reading) -> None:
-        """Note a forward that ended, so that a path of its nodes can be kept; tokens that it commits are committed."""
-        for seq, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-            self.slots[slot].reading = reading
-            self.slots[slot].seq = seq
+    def close(self, cache_rows: Sequence[int], lengths: Sequence[int], reading: Reading) -> None:
+        """Store a forward that has ended, so that `keep` can commit a path of its nodes.
+
+        If the forward commits its tokens, the states after them are those of the sequences from now on.
+        """
+        for seq, (cache_row, length) in enumerate(zip(cache_rows, lengths, strict=True)):
+            self.entries[cache_row].reading = reading
+            self.entries[cache_row].seq = seq
             if reading.commits:
-                states = {mixer: ends[seq] for mixer, ends in reading.ends.items()}
-                self._advance(slot, length, length + len(reading.plan.parents[seq]), states)
+                states = {mixer: ends[seq] for mixer, ends in reading.end_states.items()}
+                self._advance(cache_row, length, length + len(reading.plan.parents[seq]), states)
 
     def keep(self, paths: Mapping[int, Sequence[int]], lengths: Sequence[int]) -> None:
-        """Commit a path of nodes after each slot's sequence; `lengths` are those of all slots."""
-        # slots by the forward that read them: each computes the states of all its paths at once
-        groups: dict[int, list[int]] = {}
-        for slot, path in paths.items():
-            reading = self.slots[slot].reading
-            if path and reading is not None:
-                groups.setdefault(id(reading), []).append(slot)
-        for slots in groups.values():
-            reading = self.slots[slots[0]].reading
-            assert reading is not None
-            states = reading.keep({self.slots[slot].seq: paths[slot] for slot in slots})
-            for slot in slots:
-                end = lengths[slot] + len(paths[slot])
-                self._advance(slot, lengths[slot], end, states[self.slots[slot].seq])
+        """Make the states after an accepted path those at the end of its sequence.
 
-    def retain(self, slot: int, nodes: Sequence[int], length: int) -> None:
-        """Keep only these of a slot's uncommitted nodes, in this order."""
-        entry = self.slots[slot]
+        Args:
+            paths: by cache row the nodes of the path.
+            lengths: the number of tokens committed before, of all cache rows.
+        """
+        # cache rows by the forward that read them, which computes the states of all its paths in one call
+        groups: dict[int, list[int]] = {}
+        for cache_row, path in paths.items():
+            reading = self.entries[cache_row].reading
+            if path and reading is not None:
+                groups.setdefault(id(reading), []).append(cache_row)
+        for cache_rows in groups.values():
+            reading = self.entries[cache_rows[0]].reading
+            assert reading is not None
+            states = reading.keep(
+                {self.entries[cache_row].seq: paths[cache_row] for cache_row in cache_rows}
+            )
+            for cache_row in cache_rows:
+                end = lengths[cache_row] + len(paths[cache_row])
+                self._advance(
+                    cache_row, lengths[cache_row], end, states[self.entries[cache_row].seq]
+                )
+
+    def retain(self, cache_row: int, nodes: Sequence[int], length: int) -> None:
+        """Keep only these of a cache row's uncommitted nodes, in this order, for later forwards to go on from.
+
+        `length` is the number of committed tokens.
+        """
+        entry = self.entries[cache_row]
         reading = entry.reading if nodes else None
         if reading is not None:
             reading = reading.narrow([(entry.seq, list(nodes))], [entry.by_length[length]])
         entry.reading = reading
         entry.seq = 0
 
-    def _advance(self, slot: int, start: int, end: int, states: States) -> None:
-        """Hold the states after a sequence that has grown, in place of those after shorter ones that are no snapshot.
+    def _advance(self, cache_row: int, start: int, end: int, states: States) -> None:
+        """Store the states at a sequence's new end, and drop those after fewer tokens except the snapshots.
 
         Args:
-            slot: The sequence's slot.
-            start: Its length before.
-            end: Its length now.
-            states: The mixers' states after it.
+            cache_row: the sequence's cache row.
+            start: its length before.
+            end: its length now.
+            states: the mixers' states after `end` tokens.
         """
-        entry = self.slots[slot]
-        # a snapshot where the sequence crosses a multiple of SNAPSHOT_TOKENS
+        entry = self.entries[cache_row]
+        # a snapshot where the sequence crosses a multiple of SNAPSHOT_TOKENS: a later prompt that shares the
+        # tokens up to there can go on from it
         if start and start // SNAPSHOT_TOKENS != end // SNAPSHOT_TOKENS:
             entry.snapshots.add(start)
-        # a mixer that did not run keeps its state
+        # a mixer that did not run in this forward keeps its state
         states = {**entry.by_length.get(start, {}), **states}
         entry.by_length = {
             length: old
@@ -153,46 +188,46 @@ class TextStates:
         }
         entry.by_length[end] = states
 
-    def snapshot(self, slot: int, length: int) -> None:
-        """Keep the states after a sequence when it grows."""
-        self.slots[slot].snapshots.add(length)
+    def snapshot(self, cache_row: int, length: int) -> None:
+        """Keep the states after the first `length` tokens even when the sequence grows past them."""
+        self.entries[cache_row].snapshots.add(length)
 
-    def cut(self, slot: int, length: int) -> None:
-        """Drop the states after more than so many tokens."""
-        entry = self.slots[slot]
+    def cut(self, cache_row: int, length: int) -> None:
+        """Cut a sequence to its first `length` tokens: drop the states after more tokens, and the uncommitted nodes."""
+        entry = self.entries[cache_row]
         entry.by_length = {end: states for end, states in entry.by_length.items() if end <= length}
         entry.snapshots = {end for end in entry.snapshots if end <= length}
         entry.reading = None
 
-    def reusable(self, slot: int, length: int) -> int:
-        """Return the most of a slot's first `length` tokens after which its states are held."""
-        return max((end for end in self.slots[slot].by_length if end <= length), default=0)
+    def reusable(self, cache_row: int, length: int) -> int:
+        """Return the largest number of a cache row's first `length` tokens after which its states are held, or 0."""
+        return max((end for end in self.entries[cache_row].by_length if end <= length), default=0)
 
     def swap(self, first: int, second: int) -> None:
-        """Exchange two slots."""
-        self.slots[first], self.slots[second] = self.slots[second], self.slots[first]
+        """Exchange two cache rows."""
+        self.entries[first], self.entries[second] = self.entries[second], self.entries[first]
 
     def copy(self, source: int, target: int) -> None:
-        """Let another slot hold what a slot holds of its committed sequence."""
-        entry = self.slots[source]
-        self.slots[target] = Slot(dict(entry.by_length), set(entry.snapshots))
+        """Copy the states of a cache row's committed sequence to another cache row, without its uncommitted nodes."""
+        entry = self.entries[source]
+        self.entries[target] = RowStates(dict(entry.by_length), set(entry.snapshots))
 
     def resize(self, count: int) -> None:
-        """Have so many slots."""
-        added = [Slot() for _ in range(count - len(self.slots))]
-        self.slots = self.slots[:count] + added
+        """Change the number of cache rows; new ones are empty."""
+        added = [RowStates() for _ in range(count - len(self.entries))]
+        self.entries = self.entries[:count] + added
 
-    def state_bytes(self, slot: int) -> int:
-        """Return the bytes of the states at the end of a slot's sequence."""
-        by_length = self.slots[slot].by_length
+    def state_bytes(self, cache_row: int) -> int:
+        """Return the bytes of the states at the end of a cache row's sequence."""
+        by_length = self.entries[cache_row].by_length
         if not by_length:
             return 0
         return sum(map(count_bytes, by_length[max(by_length)].values()))
 
 
 def count_states(tokens: int) -> int:
-    """Return how often the states of a sequence of so many tokens are held at most.
+    """Return how many copies of the states are held at most for a sequence of this many tokens.
 
-    They are held at its end, after its prompt, and at snapshots.
+    There is one at its end, one after its prompt, and one at every SNAPSHOT_TOKENS tokens.
     """
     return 2 + tokens // SNAPSHOT_TOKENS

@@ -1,4 +1,4 @@
-"""A forward's draft trees as root-to-leaf paths, which a module that a mask cannot steer reads as rows."""
+"""A forward's draft trees as root-to-leaf paths, which a module that a mask cannot steer reads as rows of a batch."""
 
 # B sequences, R nodes of each that are not committed, N of them new, P paths, D nodes of the longest path
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from eagle.device import upload
 
 Path = tuple[int, list[int]]
-"""The index of a sequence, and nodes of its tree, each the child of the one before."""
+"""The index of a sequence, and nodes of its tree from an ancestor to a descendant, each a child of the node before."""
 
 
 class Paths:
-    """Paths of nodes as rows of one length, padded on the right with their last node."""
+    """Paths of nodes as rows of a batch [P, D], padded on the right with their last node."""
 
     def __init__(self, paths: Sequence[Path], shape: tuple[int, int]) -> None:
-        """Take the paths and the shape [B, R] of the nodes that they lie in."""
+        """Take P paths, and the shape [B, R] of the forward's nodes."""
         self.paths = list(paths)
         self.shape = shape
         self.longest = max(len(nodes) for _, nodes in paths)
@@ -30,15 +30,16 @@ class Paths:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether row b is all nodes of sequence b in their order, so that nothing has to be gathered."""
+        """Whether row b holds all nodes of sequence b in their order, so that nothing has to be gathered."""
         seqs, width = self.shape
         whole = list(range(width))
         return self.seqs == list(range(seqs)) and all(nodes == whole for _, nodes in self.paths)
 
     def nodes(self, device: torch.device) -> Tensor:
-        """Return [P * D], the node of each step of each path, as an index into [B * R, ..]."""
+        """Return [P * D], the node at each step of each path, as an index into nodes flattened to [B * R, ..]."""
 
         def find() -> list[int]:
+            """List the nodes of all paths, each padded with its last node."""
             indices = []
             for seq, nodes in self.paths:
                 padding = nodes[-1:] * (self.longest - len(nodes))
@@ -48,9 +49,13 @@ class Paths:
         return self._upload("nodes", find, device)
 
     def steps(self, device: torch.device) -> Tensor:
-        """Return [B * R], for each node the index of a step of some path [P * D] at it; 0 for nodes on no path."""
+        """Return [B * R], for each node an index into steps flattened to [P * D, ..] at which a path visits it.
+
+        It is 0 for nodes on no path, whose entries are not used.
+        """
 
         def find() -> list[int]:
+            """List for each node the flat index of the last path and step that visits it."""
             seqs, width = self.shape
             indices = [0] * (seqs * width)
             for row, (seq, nodes) in enumerate(self.paths):
@@ -61,20 +66,27 @@ class Paths:
         return self._upload("steps", find, device)
 
     def _upload(self, name: str, find: Callable[[], list[int]], device: torch.device) -> Tensor:
-        """Return an index on a device, computed and copied there once."""
+        """Return the indices that `find` computes on a device; they are computed and copied there once.
+
+        `name` tells indices of different kinds apart.
+        """
         if (name, device) not in self.uploaded:
             self.uploaded[name, device] = upload(torch.tensor(find()), device)
         return self.uploaded[name, device]
 
     def gather(self, value: Any) -> Any:
-        """Pick these rows from a forward's argument: from tensors [B or 1, R, ..], also within containers."""
+        """Turn a forward's argument by node into one by path: from tensors [B or 1, R, ..] to [P, D, ..].
+
+        Containers are searched for such tensors; values without nodes stay unchanged.
+        """
         if self.is_whole:
             return value
 
         def pick(tensor: Tensor, batch: int) -> Tensor:
-            # the batch and node axes go to the front, and back afterwards
+            """Gather the paths of a tensor whose axes `batch` and `batch` + 1 count sequences and nodes."""
+            # the batch axis and the node axis after it are moved to the front, and back at the end
             nodes = tensor.movedim((batch, batch + 1), (0, 1))
-            # one row may stand for all sequences
+            # a tensor may have one row that serves all sequences
             by_sequence = nodes.expand(self.shape[0], *nodes.shape[1:])
             rows = by_sequence.flatten(0, 1).index_select(0, self.nodes(tensor.device))
             return rows.unflatten(0, (-1, self.longest)).movedim((0, 1), (batch, batch + 1))
@@ -82,7 +94,7 @@ class Paths:
         return map_nodes(pick, value, self.shape)
 
     def scatter(self, rows: Tensor, new: int) -> Tensor:
-        """Return [B, N, ..], rows [P, D, ..] put back to the last N nodes of each sequence."""
+        """Turn an output by path [P, D, ..] into one by node [B, N, ..], at the last N = `new` nodes of each tree."""
         if self.is_whole:
             return rows[:, -new:]
         nodes = rows.flatten(0, 1).index_select(0, self.steps(rows.device))
@@ -90,7 +102,13 @@ class Paths:
 
 
 def map_nodes(change: Callable[[Tensor, int], Tensor], value: Any, shape: tuple[int, int]) -> Any:
-    """Apply `change(tensor, batch dimension)` to a value's tensors that have an entry for each of [B, R] nodes."""
+    """Apply `change(tensor, batch dimension)` to the tensors of a value that have an entry for each node.
+
+    Args:
+        change: returns the tensor to put in the place of each.
+        value: a tensor, or a container of values; everything else is returned unchanged.
+        shape: [B, R] of the nodes.
+    """
     if isinstance(value, Tensor):
         batch = batch_dimension(value, shape)
         return value if batch is None else change(value, batch)
@@ -102,10 +120,17 @@ def map_nodes(change: Callable[[Tensor, int], Tensor], value: Any, shape: tuple[
 
 
 def batch_dimension(tensor: Tensor, shape: tuple[int, int]) -> int | None:
-    """Return where a tensor has [B or 1, R]: in front, or after the axis of positions in several dimensions."""
+    """Return the dimension of a tensor that counts sequences, followed by that of nodes; None if it has none.
+
+    It is 0, or 1 for positions [3, B, R] that have several numbers for each token.
+
+    Args:
+        tensor: the tensor.
+        shape: [B, R] of the nodes.
+    """
     sizes = tensor.shape
     seqs, width = shape
-    # one row may stand for all sequences, as positions do
+    # a tensor may have one row that serves all sequences, as positions do
     if len(sizes) >= 2 and sizes[1] == width and sizes[0] in (1, seqs):
         return 0
     if len(sizes) == 3 and sizes[2] == width and sizes[1] in (1, seqs):
@@ -114,42 +139,50 @@ def batch_dimension(tensor: Tensor, shape: tuple[int, int]) -> int | None:
 
 
 class Plan:
-    """The trees of one forward: each sequence's nodes by their parents, of which the last N are new."""
+    """The trees of one forward, given by the parent of each node; the last N nodes are new."""
 
     def __init__(self, parents: list[list[int]], width: int, new: int) -> None:
-        """Take the parents of all R = `width` nodes, -1 for the committed sequence, of which the last are `new`."""
+        """Take the trees.
+
+        Args:
+            parents: by sequence the parent of each uncommitted node, -1 where the committed sequence precedes it.
+            width: R, the number of nodes of the largest tree.
+            new: N, how many of them this forward reads; earlier forwards have read the others.
+        """
         self.parents = parents
         self.new = new
         self.shape = (len(parents), width)
 
     def paths(self, paths: Sequence[Path]) -> Paths:
-        """Return some of its paths as rows."""
+        """Return paths of these trees as rows of a batch."""
         return Paths(paths, self.shape)
 
     @property
-    def first(self) -> int:
-        """The number of nodes that were read before."""
+    def first_new(self) -> int:
+        """The first new node: the number of nodes that earlier forwards have read."""
         return self.shape[1] - self.new
 
     @cached_property
     def to_leaves(self) -> Paths:
-        """The paths from the committed sequence to each leaf that is new."""
+        """The paths to each new leaf, each from the first uncommitted node on."""
         rows = []
         for seq, parents in enumerate(self.parents):
-            # a node is inner if it is a parent
+            # a node that is a parent is no leaf
             inner = set(parents)
-            leaves = [node for node in range(self.first, len(parents)) if node not in inner]
+            leaves = [node for node in range(self.first_new, len(parents)) if node not in inner]
             rows += [(seq, self.path(seq, node)) for node in leaves]
         return self.paths(rows)
 
     @cached_property
     def levels(self) -> list[list[tuple[int, int]]]:
-        """The new nodes (sequence, node) by depth below the nodes that were read before."""
+        """The new nodes (sequence, node) by depth; children of nodes that earlier forwards have read have depth 0."""
         # parents come before their children, so that one pass finds all depths
         levels: list[list[tuple[int, int]]] = []
         for seq, parents in enumerate(self.parents):
-            depths = [-1] * self.first
-            for node in range(self.first, len(parents)):
+            depths = [
+                -1
+            ] * self.first_new  # of nodes read before, so that their children have depth 0
+            for node in range(self.first_new, len(parents)):
                 parent = parents[node]
                 depth = 0 if parent == -1 else depths[parent] + 1
                 depths.append(depth)
@@ -160,18 +193,21 @@ class Plan:
 
     @cached_property
     def level_rows(self) -> tuple[list[Paths], Paths]:
-        """The new nodes of each level, and those of all levels, as rows of one node; node 0 is the first new one."""
+        """The new nodes as rows of one node each: by level, and all levels together in the order of the levels.
+
+        Nodes are counted from the first new one, as a mixer that reads by levels gets inputs at the new nodes alone.
+        """
         shape = (self.shape[0], self.new)
         levels = []
         rows: list[Path] = []
         for level in self.levels:
-            paths = [(seq, [node - self.first]) for seq, node in level]
+            paths = [(seq, [node - self.first_new]) for seq, node in level]
             levels.append(Paths(paths, shape))
             rows += paths
         return levels, Paths(rows, shape)
 
     def path(self, seq: int, node: int) -> list[int]:
-        """Return the nodes from the committed sequence to this one."""
+        """Return the nodes on the path from the committed sequence to a node, which comes last."""
         path = []
         while node != -1:
             path.append(node)
@@ -184,12 +220,12 @@ def find_parents(
     sizes: Sequence[int],
     earlier: Sequence[Sequence[int]],
 ) -> list[list[int]]:
-    """Return the parent of each node of each sequence.
+    """Return by sequence the parent of each uncommitted node, -1 for the committed sequence, from a tree mask.
 
     Args:
-        tree_mask: [B, N, R], the nodes that the new ones see; None: a chain.
+        tree_mask: [1 or B, N, R], the nodes that each new node attends to; None: each sequence is a chain of new nodes.
         sizes: the number of nodes of each sequence.
-        earlier: the parents of the nodes that were read before.
+        earlier: by sequence the parents of the nodes that earlier forwards have read.
 
     Raises:
         ValueError: if a node does not see just itself, its parent and all that its parent sees.
@@ -200,7 +236,7 @@ def find_parents(
     itself = torch.eye(width, dtype=torch.bool)[width - new :]
     # [B, N, R], the ancestors of each new node
     above = (tree_mask & ~itself).expand(len(sizes), -1, -1)
-    # a parent comes after all other ancestors; -1 where there are none
+    # the parent is the last ancestor, as nodes come after their parents; -1 for a node without ancestors
     last = (above * torch.arange(1, width + 1)).amax(-1) - 1
     parents = []
     for old, new_parents, size in zip(earlier, last.tolist(), sizes, strict=True):
@@ -211,7 +247,13 @@ def find_parents(
 
 
 def _check_parents(above: list[list[bool]], parents: list[int], first: int) -> None:
-    """Refuse a mask [N][R] of the nodes from `first` on that is not that of a tree with these parents."""
+    """Refuse a mask that is not that of a tree: a node must see exactly its parent and all that its parent sees.
+
+    Args:
+        above: [N][R], the nodes that each new node attends to, itself left out.
+        parents: the parent of each node of the sequence.
+        first: the first new node.
+    """
     ancestors: list[set[int]] = [set() for _ in parents]  # of each node, itself included
     for node, parent in enumerate(parents):
         inherited = ancestors[parent] if parent >= 0 else set()

@@ -1,8 +1,7 @@
-"""Plain copies of layers that drafters read and that hold no plain matrix, found by what they do: no format is named.
+"""Plain copies of an embedding or LM head whose weight is no plain matrix, for draft heads that borrow it.
 
-Such are quantised, parametrised, pruned and offloaded ones.
-
-A linear's matrix is what it makes of unit vectors, and an embedding's is its rows.
+Such layers are quantised, parametrised, pruned or offloaded. Their matrix is computed by running them, so that no
+format need be known: a linear layer gives it for unit vectors, and an embedding for all of its tokens.
 """
 
 # V vocabulary, D width
@@ -23,40 +22,41 @@ from eagle.target.structure import device_of
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROWS = 1024  # unit vectors that are multiplied at a time
-TOLERANCE = 5e-2  # of products; layers that round their input too, to 8 bits, are a few percent off
+TOLERANCE = 5e-2  # relative error of products; layers that also round their input to 8 bits are a few percent off
 
 
 class QuantisedHead(nn.Linear):
-    """The model's LM head that holds no plain matrix, as a quantised one, with a plain copy of its matrix.
+    """A plain copy of an LM head whose weight is no plain matrix, such as a quantised one.
 
-    Its forward is the model's own, so that what is decoded is what the model says. Others borrow the copy; gradients go
-    through it, and so does everything once it was moved, cast or copied.
+    Its forward calls the model's own head, so that decoding gives exactly the model's logits. The copy is used where
+    gradients are needed, and after this module was moved, cast or copied.
     """
 
-    stock: tuple[nn.Module, ...]  # a tuple, so that it is no submodule
+    # the model's own head, or () after a move; in a tuple, so that it is no submodule of this one
+    model_head: tuple[nn.Module, ...]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., V], logits."""
-        if not self.stock or (torch.is_grad_enabled() and x.requires_grad):
+        if not self.model_head or (torch.is_grad_enabled() and x.requires_grad):
             return F.linear(x, self.weight, self.bias)
-        logits: Tensor = self.stock[0](x)
+        logits: Tensor = self.model_head[0](x)
         return logits
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast the plain copy."""
-        self.stock = ()
+        """Move or cast the plain copy, which is used alone from then on."""
+        self.model_head = ()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a plain copy."""
-        return {**vars(self), "stock": ()}
+        """Return the state for a copy or a pickle, without the model's own head."""
+        return {**vars(self), "model_head": ()}
 
 
 @torch.no_grad()
 def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
-    """Return the embedding and LM head of a model.
+    """Return the embedding and LM head of a model, each with a plain matrix, which draft heads borrow.
 
-    One without a plain matrix gets a copy in the model's precision, once.
+    A layer without a plain matrix is replaced by a copy that has one, in the model's precision.
     """
     embedding = model.get_input_embeddings()
     output = model.get_output_embeddings()
@@ -70,7 +70,7 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
         kind = "holds no plain matrix"
         has_embedding = _has_matrix(embedding)
         has_output = _has_matrix(output)
-    # quantised weights may have shapes of their own, so that the config tells the sizes
+    # a packed weight's shape is not that of its matrix, so the config tells the sizes of a quantised model
     if not has_embedding:
         rows = (
             model.config.get_text_config().vocab_size if is_quantised else embedding.weight.shape[0]
@@ -79,7 +79,7 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
         _print_copied(f"embedding {kind}", embedding, matrix)
         embedding = nn.Embedding.from_pretrained(matrix)
     if not has_output:
-        # the matrix of a head may be of another width than the states are
+        # without quantisation the weight's shape tells the width, as a head may transform states to another one
         width = (
             model.config.get_text_config().hidden_size if is_quantised else output.weight.shape[1]
         )
@@ -90,17 +90,18 @@ def borrowed_layers(model: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def _has_matrix(layer: nn.Module) -> bool:
-    """Return whether a layer holds its weight, rather than makes it of others or reads it from elsewhere."""
+    """Return whether a layer's weight is a parameter in memory, not computed from others and not offloaded."""
     weight = layer._parameters.get("weight")
     return weight is not None and not (weight.is_meta and hasattr(layer, "_hf_hook"))
 
 
 def unpack_weights(model: Any) -> None:
-    """Let a model unpack its weights, which one in compressed-tensors does before its first forward as a whole.
+    """Let a quantised model unpack its weights, as those in compressed-tensors format do before their first forward.
 
-    It then moves them for each layer's forward, by ways that a second tree of modules over them cannot share: the
-    weights are put back into their places.
+    Such a model then moves weights to the device for each layer's forward, by hooks that a second module tree over the
+    weights cannot share. So the hooks are removed, and the weights loaded for good.
     """
+    # any token will do: a forward makes the model unpack
     tokens = torch.ones(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
     model(input_ids=tokens, use_cache=False)
     if getattr(model, "quantization_method", None) == "compressed-tensors":
@@ -108,7 +109,10 @@ def unpack_weights(model: Any) -> None:
 
 
 def find_tensor(model: Any, name: str) -> Tensor | None:
-    """Return a model's tensor by its name, the weight of a quantised linear as a plain matrix; None without one."""
+    """Return a model's tensor by its name; None if there is no such tensor.
+
+    The weight of a quantised linear layer is returned as a plain matrix.
+    """
     owner, _, kind = name.rpartition(".")
     module = dict(model.named_modules()).get(owner)
     if kind == "weight" and getattr(model, "is_quantized", False):
@@ -118,7 +122,7 @@ def find_tensor(model: Any, name: str) -> Tensor | None:
     with keep_layout(model):
         tensor: Tensor | None = model.state_dict(keep_vars=True).get(name)
     if tensor is None:
-        # made of other tensors, by a parametrisation or by pruning
+        # a parametrisation or pruning computes the tensor from others, which alone are in the state_dict
         attribute = getattr(module, kind, None)
         tensor = attribute if isinstance(attribute, Tensor) else None
     return tensor
@@ -126,10 +130,10 @@ def find_tensor(model: Any, name: str) -> Tensor | None:
 
 @contextmanager
 def keep_layout(model: Any) -> Iterator[None]:
-    """Leave weights that carry a quantisation state as they lie, whatever happens within.
+    """A context at whose end weights with a quantisation state have the memory layout that they had before.
 
-    On a CPU with AVX512-BF16, bitsandbytes lays 4-bit weights out for its products at their first forward, and back for
-    a state_dict, yet not their scales: all later products would be wrong.
+    On a CPU with AVX512-BF16, bitsandbytes changes the layout of 4-bit weights at their first forward, and changes it
+    back for a state_dict. It does not change their scales back, so all later products would be wrong.
     """
     saved = []
     for weight in model.parameters():
@@ -148,14 +152,19 @@ def keep_layout(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the matrix [V, D] and bias [V] of a linear of any kind.
+    """Return the matrix [V, D] and bias [V] of a linear layer of any format, from its products with unit vectors.
+
+    Args:
+        linear: the layer.
+        width: D.
+        dtype: of the matrix.
 
     Raises:
-        ValueError: if they do not give what it gives.
+        ValueError: if the layer's products are not those of this matrix.
     """
     device = device_of(linear)
     bias: Tensor | None = getattr(linear, "bias", None)
-    # an offloaded bias is elsewhere, as the matrix
+    # an offloaded bias is not in memory, but is the layer's output for zeros
     if bias is not None and bias.is_meta:
         bias = linear(torch.zeros(width, dtype=dtype, device=device))
     columns = []
@@ -166,7 +175,7 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
     matrix = torch.cat(columns).T.contiguous()
     if bias is not None:
         bias = bias.detach().to(dtype)
-    if not _gives(linear, matrix, bias):
+    if not _computes_product(linear, matrix, bias):
         raise ValueError(
             f"{type(linear).__name__} is quantised, and its products are no matrix's: a head that borrows it learns "
             "nothing true. Take a checkpoint whose LM head is plain, as most are"
@@ -175,13 +184,16 @@ def dense_matrix(linear: nn.Module, width: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _is_dense(layer: nn.Module, width: int | None = None) -> bool:
-    """Return whether a layer's weight is a plain matrix and all that its forward uses, if it has `width` inputs."""
+    """Return whether a layer's weight is a plain matrix, and its forward multiplies by it alone.
+
+    `width` is the number of inputs of a linear layer; None for an embedding, whose forward is not tried.
+    """
     weight: Any = getattr(layer, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in PLAIN:
         return False
     if width is None or weight.is_meta or weight.is_mkldnn:
         return True
-    return weight.shape[1:] == (width,) and _gives(
+    return weight.shape[1:] == (width,) and _computes_product(
         layer,
         weight,
         getattr(layer, "bias", None),
@@ -190,13 +202,22 @@ def _is_dense(layer: nn.Module, width: int | None = None) -> bool:
 
 
 @torch.no_grad()
-def _gives(
+def _computes_product(
     linear: nn.Module,
     matrix: Tensor,
     bias: Tensor | None,
     tolerance: float = TOLERANCE,
 ) -> bool:
-    """Return whether a linear's products of a few states are those of this matrix."""
+    """Return whether a linear layer multiplies as this matrix and bias do, by a trial on four random states.
+
+    It confirms a matrix that was unpacked, and that a weight which looks plain is all that the forward uses.
+
+    Args:
+        linear: the layer.
+        matrix: [V, D].
+        bias: [V], or None for none.
+        tolerance: the relative difference that is allowed.
+    """
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(4, matrix.shape[1], generator=generator).to(matrix.device, matrix.dtype)
     expected = F.linear(states, matrix, bias)
@@ -207,16 +228,18 @@ def _gives(
 
 
 def _with_copy(output: nn.Module, matrix: Tensor, bias: Tensor | None) -> QuantisedHead:
+    """Return a `QuantisedHead` for the model's LM head `output` with this plain copy of its matrix and bias."""
+    # made on the meta device, without memory, as its parameters are replaced
     head = QuantisedHead(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
     head.weight = nn.Parameter(matrix, requires_grad=False)
     if bias is not None:
         head.bias = nn.Parameter(bias, requires_grad=False)
-    head.stock = (output,)
+    head.model_head = (output,)
     return head.eval()
 
 
 def _print_copied(fact: str, layer: nn.Module, matrix: Tensor) -> None:
-    """Tell that a copy is held."""
+    """Print to stderr that a copy of a layer's matrix takes memory; `fact` names the layer and the reason."""
     dtype = str(matrix.dtype).removeprefix("torch.")
     size = matrix.nbytes / 1e9
     print(

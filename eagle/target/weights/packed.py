@@ -1,4 +1,4 @@
-"""Linears on a CPU whose weights lie in oneDNN's own layout, in which products of few rows are faster."""
+"""Linear layers on a CPU with packed weights: in oneDNN's own layout, in which products of few rows are faster."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from eagle.target.borrowed import is_close
 from eagle.target.structure import FAILURES, base_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-SMALLEST = 2**15  # weights; the products of smaller matrices take less time than the call of oneDNN
+SMALLEST = (
+    2**15
+)  # weights of the smallest matrix to pack: products of smaller ones take less time than calling oneDNN
 
 
 class PackedLinear(nn.Linear):
-    """A linear whose weight lies in oneDNN's layout alone, or plainly once it was replaced, moved, cast or copied.
+    """A linear layer whose only weight is packed. Once it is replaced, moved, cast or copied, the weight is plain.
 
-    A packed weight has a shape and a dtype. `to_dense()` copies it, and torch refuses what else would read or write it.
+    A packed weight has a shape and a dtype. `to_dense()` copies it; torch refuses all other reads and writes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias; the weight is unpacked where oneDNN does not take x."""
         weight = self.weight
         if not weight.is_mkldnn:
             return F.linear(x, weight, self.bias)
@@ -32,56 +34,60 @@ class PackedLinear(nn.Linear):
         return multiply(x, weight, self.bias)
 
     def unpack(self) -> None:
-        """Lay the weight out plainly, also in module trees that share it."""
+        """Replace the packed weight by a plain one, also in other module trees that share this layer's parameters."""
         if self.weight.is_mkldnn:
             self.weight = nn.Parameter(self.weight.to_dense(), requires_grad=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move or cast a plain weight."""
+        """Unpack the weight, then move or cast it."""
         self.unpack()
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save a plain copy, or with `keep_vars` the weight itself."""
+        """Save a plain copy of the weight, or with `keep_vars` the weight itself, packed or not."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             destination[f"{prefix}weight"] = to_plain(destination[f"{prefix}weight"])
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Load into a plain weight."""
+        """Unpack the weight, then load into it."""
         self.unpack()
         super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a plain copy."""
+        """Return the state for a copy or a pickle, with a plain weight."""
         weight = nn.Parameter(to_plain(self.weight), requires_grad=False)
         return {**vars(self), "_parameters": {**self._parameters, "weight": weight}}
 
 
 class PackedHead(nn.Linear):
-    """An LM head that has its plain weight, which others borrow or are tied to, and a packed copy of it.
+    """An LM head with a plain weight, which draft heads borrow or an embedding is tied to, and a packed copy of it.
 
-    The copy is made again where the weight was written to or replaced.
+    The copy is made again when the weight was written to or replaced.
     """
 
-    packed: dict[str, Any] | None  # shared by module trees that share weights; None: not packed
+    # the copy under "weight" and the plain weight's mark under "mark"; {}: not packed yet, None: packing is off;
+    # module trees that share weights share it
+    packed: dict[str, Any] | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [.., out_features], x @ weight.T + bias."""
+        """Return [.., out_features], x @ weight.T + bias, by the packed copy of the weight where that is faster."""
         weight = self.weight
+        # packing is off
         if self.packed is None:
             return F.linear(x, weight, self.bias)
         # one row in fp32 is faster over plain weights
         is_slower = weight.dtype == torch.float32 and _is_one_row(x)
-        if is_slower or not can_pack(self, 0) or not can_multiply(x, weight):
+        if is_slower or not can_pack(self, smallest=0) or not can_multiply(x, weight):
             return F.linear(x, weight, self.bias)
+        # pack again if the weight was replaced or written to in place
         mark = (weight.data_ptr(), weight._version)
         if self.packed.get("mark") != mark:
             self.packed.update(mark=mark, weight=pack(weight))
         return multiply(x, self.packed["weight"], self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a plain copy."""
+        """Return the state for a copy or a pickle, with packing off."""
         return {**vars(self), "packed": None}
 
 
@@ -92,8 +98,8 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return [.., V], x @ weight.T + bias with a packed weight."""
-    # In bf16 one row is read as two, at the cost of one: by itself it would take another kernel and get other bits.
+    """Return [.., V], x [.., D] @ weight.T + bias, for a packed weight [V, D]."""
+    # In bf16 one row is read as two, which costs as much as one. Alone it would take another kernel and get other bits.
     is_paired = weight.dtype == torch.bfloat16 and _is_one_row(x)
     rows = x
     if is_paired:
@@ -107,7 +113,7 @@ def _is_one_row(x: Tensor) -> bool:
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `multiply` takes this input: without gradients, and in the weight's dtype."""
+    """Return whether `multiply` takes this input: without gradients or autocast, and in the weight's dtype."""
     is_learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return x.dtype == weight.dtype and not is_learning and not torch.is_autocast_enabled("cpu")
 
@@ -118,12 +124,15 @@ def to_plain(weight: Tensor) -> Tensor:
 
 
 def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
-    """Return whether a module is a stock or packed linear with a plain weight of enough numbers on the CPU."""
-    # accelerate puts its own forward there
+    """Return whether a module is a linear layer whose weight can be packed: a plain one on the CPU, of a known dtype.
+
+    `smallest` is the least number of weights.
+    """
+    # a forward in the instance was put there by accelerate or a user, and would be lost
     if type(module) not in (nn.Linear, PackedHead) or "forward" in vars(module):
         return False
     weight: Any = module.weight
-    # as of quantised ones, whose dtype is that of their products
+    # quantised weights are of other classes, but claim the dtype of their products
     if type(weight) is not nn.Parameter:
         return False
     is_plain = (
@@ -133,11 +142,11 @@ def can_pack(module: nn.Module, smallest: int = SMALLEST) -> bool:
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
-    """Return whether this torch packs weights of this dtype on this processor."""
+    """Return whether this torch can multiply by packed weights of this dtype on this processor, by trying it."""
     if not torch.backends.mkldnn.is_available() or dtype not in DTYPES:
         return False
     try:
-        # whose products are exact in any order of sums
+        # products of ones are exact in any order of sums, so that both ways must be equal
         matrix = torch.ones(16, 16, dtype=dtype)
         return torch.equal(multiply(matrix, pack(matrix), None), matrix @ matrix)
     except (AttributeError, *FAILURES):
@@ -146,22 +155,24 @@ def has_kernels(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def pack_model(model: Any, smallest: int = SMALLEST) -> int:
-    """Pack a model's linears in place, and a copy of its LM head.
+    """Pack the weights of a model's linear layers in place, and give its LM head a packed copy.
+
+    A forward before and after must give the same logits; else all weights are made plain again.
 
     Returns:
-        The number of packed ones; 0 if a forward then fails or gives other logits, where all stays plain.
+        The number of packed layers; 0 if all weights are plain.
     """
     head = model.get_output_embeddings()
     is_on_cpu = model.get_input_embeddings().weight.device.type == "cpu"
     if head is None or not is_on_cpu or not has_kernels(model.dtype):
         return 0
-    # what the model says before and after
+    # arbitrary tokens, read before and after packing
     tokens = torch.arange(1, 5)[None] % head.weight.shape[0]
     expected = model(input_ids=tokens, use_cache=False).logits
     uses = Counter[int]()
     for module in model.modules():
         uses.update(map(id, module._parameters.values()))
-    # a tied weight stays plain, as other modules read it
+    # a weight that several modules use stays plain, as others than linear layers may read it
     for linear in list(base_of(model).modules()):
         if can_pack(linear, smallest) and uses[id(linear.weight)] == 1:
             linear.__class__ = PackedLinear
@@ -170,14 +181,15 @@ def pack_model(model: Any, smallest: int = SMALLEST) -> int:
     try:
         if is_close(model(input_ids=tokens, use_cache=False).logits, expected):
             return count_packed(model)
-    except FAILURES:  # it reads a weight by itself
+    # a model that reads a weight otherwise than through the layer's forward fails
+    except FAILURES:
         pass
     unpack_model(model)
     return 0
 
 
 def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
-    """Give an LM head a packed copy of its plain matrix, if it is one that can be packed."""
+    """Turn an LM head into a `PackedHead` in place, if its weight can be packed; return it in any case."""
     if can_pack(head, smallest) and has_kernels(head.weight.dtype):
         head.__class__ = PackedHead
         head.packed = {}
@@ -185,7 +197,7 @@ def pack_head(head: Any, smallest: int = SMALLEST) -> Any:
 
 
 def unpack_model(model: nn.Module) -> None:
-    """Lay out all weights of a model plainly, also in module trees that share them."""
+    """Make all packed weights of a model plain again, also in module trees that share them."""
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.unpack()
@@ -194,7 +206,7 @@ def unpack_model(model: nn.Module) -> None:
 
 
 def count_packed(model: nn.Module) -> int:
-    """Return the number of linears that are read through packed weights."""
+    """Return the number of linear layers that multiply by packed weights, the LM head included."""
     count = 0
     for module in model.modules():
         is_packed = isinstance(module, PackedLinear) and module.weight.is_mkldnn

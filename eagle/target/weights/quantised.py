@@ -1,4 +1,4 @@
-"""Quantised checkpoints: the package, the device and the memory that one needs, told from its config alone."""
+"""Quantised checkpoints: the packages, the device and the memory that they need, known from their config alone."""
 
 from __future__ import annotations
 
@@ -19,15 +19,26 @@ from eagle.target.gguf import is_gguf
 
 GUIDE = "docs/quantised.md"
 INSTEAD = f"take the plain weights, or a format of {GUIDE} that loads here"
-UNFIT = (ImportError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError)
-# of llm_int8_threshold: above it the rows of one forward decide together what is rounded
-MIXING = 0.0
+# what transformers raises for a checkpoint that it cannot load here
+LOAD_ERRORS = (
+    ImportError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    NameError,
+)
+# the largest llm_int8_threshold with which rows are rounded independently; above it, all rows of a forward decide
+# together which columns are not rounded
+MAX_THRESHOLD = 0.0
+# the keys of configs that hold the bits of a weight, as "bits": 4 or "_type": "Int4WeightOnly"
 BITS = re.compile(r'"(?:bits|num_bits|nbits|w_bits)": (\d+)|"_type": "[A-Za-z]+?(\d)')
 
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a method needs except torch and transformers, and what its weights are in memory."""
+    """What a quantisation method needs beside torch and transformers, and how its weights lie in memory."""
 
     packages: tuple[str, ...] = ()  # by the names that pip knows
     devices: tuple[str, ...] = ()  # types of devices that have its kernels; () for all
@@ -66,12 +77,13 @@ METHODS = {
 
 def read_quantization(path: Any, **source: Any) -> dict[str, Any] | None:
     """Return the quantization_config of a folder's or a hub id's config.json; None without one, or without a config."""
-    # whose weights are unpacked, and which would be read whole as a config
+    # a GGUF file's weights are dequantised; and here the whole file would be read as a config
     if is_gguf(path):
         return None
     try:
         config, _ = PreTrainedConfig.get_config_dict(path, revision=source.get("revision"))
-    except (OSError, ValueError):  # the loader tells what is wrong
+    # the model's loader then says what is wrong
+    except (OSError, ValueError):
         return None
     return config.get("quantization_config") or (config.get("text_config") or {}).get(
         "quantization_config"
@@ -87,8 +99,11 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def method_of(quantization: dict[str, Any]) -> str:
-    """Return the name of a method as transformers lists it; bitsandbytes has one for 8 bits and one for 4."""
-    # checkpoints of bitsandbytes did not always name it
+    """Return the name of a quantization_config's method as transformers lists it.
+
+    Configs call bitsandbytes by one name; transformers lists its 8-bit and its 4-bit method apart.
+    """
+    # older checkpoints of bitsandbytes do not name their method
     method = str(quantization.get("quant_method") or "bitsandbytes")
     if (
         method == "bitsandbytes"
@@ -105,7 +120,14 @@ def check_quantised(
     device: str,
     dtype: torch.dtype,
 ) -> None:
-    """Refuse a checkpoint that cannot be loaded here, and say on stderr what else its user should know."""
+    """Refuse a checkpoint that cannot be loaded here, and print warnings about it to stderr.
+
+    Args:
+        path: the checkpoint's, for messages.
+        quantization: its quantization_config.
+        device: where it is to be loaded.
+        dtype: of weights that are unpacked.
+    """
     reason = why_not_here(quantization, device)
     if reason:
         raise ValueError(f"{path} {reason}")
@@ -114,7 +136,10 @@ def check_quantised(
 
 
 def why_not_here(quantization: dict[str, Any], device: str) -> str:
-    """Return why a checkpoint with this quantization_config cannot be loaded on a device and what to do, or ""."""
+    """Return why a checkpoint with this quantization_config cannot be loaded on a device and what to do, or "".
+
+    The reason goes on after the checkpoint's path.
+    """
     method = method_of(quantization)
     if method not in AUTO_QUANTIZER_MAPPING:
         return (
@@ -127,18 +152,18 @@ def why_not_here(quantization: dict[str, Any], device: str) -> str:
             f"is quantised by {method}, whose kernels run on {' and '.join(needs.devices)} alone: got the device "
             f"{device}. Load it on one of these, or {INSTEAD}"
         )
-    # transformers quantises by it, yet has no way to write what it made
+    # transformers quantises with quanto, but can neither write nor read its checkpoints
     if method == "quanto":
         return f"is quantised by quanto, of which transformers reads no checkpoints: got one, {INSTEAD}"
-    # what transformers says of a missing package is less plain than its name
+    # a missing package is named here, as the errors of transformers are less clear about it
     missing = [name for name in needs.packages if not _is_installed(name)]
     fault = ""
     unpacks = False
     try:
         unpacks = _dequantizes(quantization, device)
-    except UNFIT as error:
+    except LOAD_ERRORS as error:
         fault = _describe_error(method, error)
-    # transformers takes some packages for installed that are not; unpacking needs none
+    # checked even without a fault: transformers takes some missing packages for installed. Unpacking needs none of them
     if missing and not unpacks:
         return (
             f"is quantised by {method}, which needs {' and '.join(needs.packages)}: got a Python without "
@@ -148,7 +173,7 @@ def why_not_here(quantization: dict[str, Any], device: str) -> str:
 
 
 def warnings_of(quantization: dict[str, Any], device: str, dtype: torch.dtype) -> list[str]:
-    """Return sentences, that go on after a path, on a checkpoint that can be loaded on this device."""
+    """Return what the user of a checkpoint should know that can be loaded, as sentences that go on after its path."""
     method = method_of(quantization)
     lines = []
     name = str(dtype).removeprefix("torch.")
@@ -164,11 +189,11 @@ def warnings_of(quantization: dict[str, Any], device: str, dtype: torch.dtype) -
 
 
 def why_rows_mix(quantization: dict[str, Any] | None) -> str:
-    """Return why the states of a sequence depend on the others of its batch, and what to do; "" if they do not."""
+    """Return why a quantisation makes a sequence's states depend on the others of its batch, or ""."""
     if quantization is None or method_of(quantization) != "bitsandbytes_8bit":
         return ""
     threshold = quantization.get("llm_int8_threshold", 6.0)
-    if threshold <= MIXING:
+    if threshold <= MAX_THRESHOLD:
         return ""
     return (
         f"is quantised by bitsandbytes with llm_int8_threshold {threshold}: a column is left out of the rounding where "
@@ -178,43 +203,47 @@ def why_rows_mix(quantization: dict[str, Any] | None) -> str:
 
 
 def weight_bits(quantization: dict[str, Any] | None) -> int | None:
-    """Return the bits of a layer's weight in memory, with the method's kernels; None if they are plain or not known."""
+    """Return the bits of a weight in memory where the method's kernels run; None if it is plain or unknown."""
     if quantization is None:
         return None
     needs = METHODS.get(method_of(quantization), Requirements())
-    # else the config names them, in one of several keys
+    # where the method alone does not decide the bits, the config names them under one of several keys
     if needs.bits or needs.unpacks:
         return needs.bits
     match = BITS.search(json.dumps(quantization, default=str))
     return None if match is None else int(match[1] or match[2])
 
 
-def place(device: str) -> dict[str, str] | None:
-    """Return the device_map that brings a quantised model to a device; None leaves it on a machine's CPU.
+def device_map_of(device: str) -> dict[str, str] | None:
+    """Return the device_map by which transformers loads a quantised model onto a device; None without any GPU.
 
-    Quantised weights are packed for the device that they are loaded to, and not all of them can be moved.
+    Quantised weights are packed for the device that they are loaded to, and some cannot be moved later.
     """
     return {"": device} if device != "cpu" or torch.accelerator.is_available() else None
 
 
 def _dequantizes(quantization: dict[str, Any], device: str) -> bool:
-    """Return whether transformers unpacks the weights while it loads them here; raise what its quantizer raises."""
+    """Return whether transformers unpacks the weights while it loads them, as it does without kernels for the device.
+
+    Raises:
+        Exception: what its quantizer raises where the checkpoint cannot be loaded.
+    """
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(quantization), pre_quantized=True)
-    quantizer.validate_environment(device_map=place(device), weights_only=True)
+    quantizer.validate_environment(device_map=device_map_of(device), weights_only=True)
     return bool(getattr(quantizer.quantization_config, "dequantize", False))
 
 
 def _describe_error(method: str, error: Exception) -> str:
-    """Return what transformers says against a checkpoint."""
+    """Return an error of transformers about a checkpoint as a reason that goes on after the checkpoint's path."""
     message = " ".join(str(error).split()) or type(error).__name__
-    # whose message is the missing key alone
+    # the message of a KeyError is only the missing key
     if isinstance(error, KeyError):
         message = f"no {message}"
     return f"is quantised by {method} and cannot be loaded here: {message.rstrip('.')}. Mend that, or {INSTEAD}"
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether pip knows a package, or a module has its name."""
+    """Return whether a package is installed by pip, or can be imported by its name."""
     try:
         version(package)
     except PackageNotFoundError:

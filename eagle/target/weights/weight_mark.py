@@ -1,4 +1,4 @@
-"""Marks of a model that tell whether it has changed: of its weights, without reading them, and of all the rest."""
+"""Marks of a model that differ once it was changed: one of its weights, which are not read, and one of all the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-# what a module keeps that is no attribute of its own; parameters are marked by `WeightMark`
+# attributes in which a module keeps its hooks; its parameters are marked by `WeightMark`
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -17,19 +17,23 @@ HOOKS = (
 
 
 class WeightMark:
-    """The address and the version of every weight: writing to one in place, or putting another there, changes the mark.
+    """A mark that differs once a weight of a model was written to in place, or replaced by another.
 
-    So does a hook that is added or removed, as it may change what a text is read as.
-    Writing through `weight.data` leaves no trace. Weights made in inference mode have no versions, and no mark.
+    It also differs once a hook was added or removed, as a hook may change a sequence's states. A cache of states can be
+    reused while the mark is the same. Writes through `weight.data` leave no trace.
     """
 
     def __init__(self, model: Any) -> None:
+        """Find the places of a model's weights and hooks, which `read` then looks at."""
         self.owners = [module._parameters for module in model.modules() if module._parameters]
         self.hooks = [vars(module)[kind] for module in model.modules() for kind in HOOKS[:2]]
 
     def read(self) -> list[Any] | None:
-        """Return the mark; None if there is none."""
-        # by the numbers of their handles
+        """Return the mark, to be compared with later ones: the address and version of each weight, and the hooks.
+
+        None if a weight has no version, as those made in inference mode.
+        """
+        # hooks are told apart by the numbers of their handles
         mark: list[Any] = [tuple(hooks) for hooks in self.hooks if hooks]
         try:
             for owner in self.owners:
@@ -38,25 +42,30 @@ class WeightMark:
                         # a packed weight has no address
                         address = id(weight) if weight.is_mkldnn else weight.data_ptr()
                         mark.append((address, weight._version))
-        except RuntimeError:  # made in inference mode, or without memory of its own
+        # a weight made in inference mode has no version, and one without memory has no address
+        except RuntimeError:
             return None
         return mark
 
 
-# what every module has, the mode of training and parameters among it, and what this package holds of a model
+# attributes that every module has, such as `training` and parameters, and the one by which this package stores targets
 IGNORED = {*vars(nn.Module()), "_eagle_held"}
-SWITCH = "_attn_implementation_internal"  # of a config, which is asked for its attention at every forward
+# config attribute with the name of its attention function; left out, as it is looked up in every forward
+ATTENTION_KEY = "_attn_implementation_internal"
 PLAIN = (int, float, str, bool, bytes, type(None))
-DEEPEST = 3  # of containers within an attribute, as an adapter's factors by name
-Entry = tuple[int, str]  # the index of a module in the model, or a config's below 0, and a name
+DEEPEST = (
+    3  # levels of containers in an attribute that are compared, as an adapter's factors by name
+)
+Entry = tuple[
+    int, str
+]  # the index of a module in the model, or a negative one of a config, and an attribute's name
 
 
 class ModelMark:
     """A mark of a model's modules, their buffers, attributes and hooks, and of its config's values.
 
-    An adapter that is added, switched or scaled changes it; so does a module, a hook or a `forward` that replaces
-    another. `volatile` are the entries that a forward of the model sets by itself, which are left out. Hooks
-    are compared of the modules `hooked`, in a second set of which they are copies; others are shared.
+    It differs once an adapter was added, switched or scaled, or once a module, a hook or a `forward` was replaced. A
+    reader must then copy the modules again.
     """
 
     def __init__(
@@ -66,24 +75,31 @@ class ModelMark:
         hooked: set[int],
         volatile: frozenset[Entry] = frozenset(),
     ) -> None:
+        """Mark a model as it is now.
+
+        Args:
+            model: the model.
+            config: its text config.
+            hooked: ids of the modules whose hooks are compared: a reader copies these hooks, and shares all others.
+            volatile: entries to leave out, as a forward of the model sets them by itself.
+        """
         self.model = model
         self.config = config
         self.hooked = hooked
         self.volatile = volatile
-        self.alive: list[
-            Any
-        ] = []  # what is known by its id stays alive, so that nothing else gets that id
+        # objects that are compared by their id are kept alive, as the id of a freed object may be used again
+        self.alive: list[Any] = []
         self.marked = self._read(self.alive)
 
     def differences(self) -> frozenset[Entry]:
-        """Return the entries that are others than when the model was marked."""
+        """Return the entries whose values have changed since the model was marked; empty if it is unchanged."""
         now = self._read([])
         keys = self.marked.keys() | now.keys()
         changed = (key for key in keys if self.marked.get(key) != now.get(key))
         return frozenset(changed) - self.volatile
 
     def _read(self, alive: list[Any]) -> dict[Entry, Any]:
-        """Return what is compared, by the index of a module in the model and a name; `alive` gets what has an id."""
+        """Return the values to compare, by entry; `alive` gets the objects that are compared by their id."""
         mark: dict[Entry, Any] = {}
         for index, module in enumerate(self.model.modules()):
             alive.append(module)
@@ -92,13 +108,16 @@ class ModelMark:
                 mark[index, name] = _freeze(value, alive)
         for index, config in enumerate((self.model.config, self.config)):
             for name, value in vars(config).items():
-                if name != SWITCH:
+                if name != ATTENTION_KEY:
                     mark[-1 - index, name] = _freeze(value, alive)
         return mark
 
 
 def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
-    """Return plain values and containers of them as they are now, and other objects' ids."""
+    """Return a copy of a value to compare with later: containers up to DEEPEST levels, and the ids of other objects.
+
+    `alive` gets the objects whose id is returned.
+    """
     if isinstance(value, PLAIN):
         return value
     if depth < DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
@@ -114,13 +133,13 @@ def _freeze(value: Any, alive: list[Any], depth: int = 0) -> Any:
 
 
 def _entries(module: Any, with_hooks: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a module that are compared."""
+    """Yield the names and values of a module to compare: attributes, modules, buffers, and hooks if asked for."""
     for name, value in vars(module).items():
         if name not in IGNORED:
             yield name, value
     for kind in ("_modules", "_buffers", *HOOKS) if with_hooks else ("_modules", "_buffers"):
         yield kind, list(vars(module)[kind].items())
     for name, buffer in module._buffers.items():
-        # one made in inference mode counts no versions
+        # a buffer made in inference mode has no version
         if buffer is not None and not buffer.is_inference():
             yield f"{name}'s version", buffer._version

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from eagle import Target
 from eagle.target.attention import Masks, attention_limits
 from eagle.target.cache import TreeCache
-from eagle.target.slots import Rows
+from eagle.target.slots import CacheBuffer
 from eagle.target.trees.attention_rows import AttentionRows
 from eagle.target.trees.read_modes import ROWS
 from tests.every_type import SPECIAL, build
@@ -130,7 +130,7 @@ def test_an_index_key_left_behind_is_seen(indexed: Any, monkeypatch: pytest.Monk
 
     def skip_index(self: TreeCache, *moves: Any) -> None:
         buffers = self.buffers
-        index_keys = [layer.indexer_rows for layer in self.layers]
+        index_keys = [layer.indexer_buffer for layer in self.layers]
         self.buffers = [rows for rows in buffers if rows not in index_keys]
         move(self, *moves)
         self.buffers = buffers
@@ -177,15 +177,15 @@ def test_a_copied_sequence_brings_its_index_keys(indexed: Any) -> None:
     assert is_close(third, first)
 
     # the bytes of a column: keys and values of each head, and one index key a layer, in fp32
-    index_keys = [layer.indexer_rows for layer in cache.layers]
+    index_keys = [layer.indexer_buffer for layer in cache.layers]
 
-    assert all(isinstance(rows, Rows) and rows in cache.buffers for rows in index_keys)
+    assert all(isinstance(rows, CacheBuffer) and rows in cache.buffers for rows in index_keys)
 
     numbers = 0
 
     for rows in cache.buffers:
-        heads = 1 if rows in index_keys else rows.buffer.shape[1]
-        numbers += heads * rows.buffer.shape[3]
+        heads = 1 if rows in index_keys else rows.tensor.shape[1]
+        numbers += heads * rows.tensor.shape[3]
 
     assert cache.column_bytes == 4 * numbers
 

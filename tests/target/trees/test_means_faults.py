@@ -13,7 +13,7 @@ from eagle.core.verify import Choose, Sampling
 from eagle.target.state import TargetState
 from eagle.target.trees import text_states
 from eagle.target.trees.reading import Reading, States
-from eagle.target.trees.text_states import Slot, TextStates
+from eagle.target.trees.text_states import RowStates, TextStates
 from eagle.target.trees.tree_plan import Plan
 from tests.batches import Request
 from tests.families import random_tokens
@@ -83,7 +83,7 @@ def snapshot_late(patch: pytest.MonkeyPatch) -> None:
         late = {}
 
         for slot, path in paths.items():
-            held = self.slots[slot]
+            held = self.entries[slot]
             if path and held.reading is not None and lengths[slot] in held.snapshots:
                 late[slot] = held.reading.keep({held.seq: path[:1]})[held.seq]
 
@@ -91,7 +91,7 @@ def snapshot_late(patch: pytest.MonkeyPatch) -> None:
 
         for slot, states in late.items():
             # under the old length, so that nothing else notices
-            self.slots[slot].by_length[lengths[slot]] = states
+            self.entries[slot].by_length[lengths[slot]] = states
 
     patch.setattr(TextStates, "keep", keep_late)
 
@@ -100,9 +100,9 @@ def not_forked(patch: pytest.MonkeyPatch) -> None:
     """Let a copied sequence keep the states after its prompt."""
 
     def copy_old(self: TextStates, slot: int, other: int) -> None:
-        held = self.slots[slot]
+        held = self.entries[slot]
         first = held.by_length[min(held.by_length)]
-        self.slots[other] = Slot(dict.fromkeys(held.by_length, first), set(held.snapshots))
+        self.entries[other] = RowStates(dict.fromkeys(held.by_length, first), set(held.snapshots))
 
     patch.setattr(TextStates, "copy", copy_old)
 

@@ -103,7 +103,7 @@ def test_a_sequence_begins_at_the_models_own_first_position(model_type: str) -> 
     reader = make_checked(model)
 
     assert ORIGIN in reader.mode.extras
-    assert reader.origin == 1
+    assert reader.first_position == 1
     assert not reader.follows_steps
     assert worst_difference(model, reader, (21, 15, 30)) < EXACT
 

@@ -110,7 +110,7 @@ def test_states_of_a_longer_sequence_are_seen(
     """Planted fault: states of a longer sequence are taken for those of a shorter one."""
 
     def cut_late(self: text_states.TextStates, slot: int, length: int) -> None:
-        held = self.slots[slot]
+        held = self.entries[slot]
         states = [*held.by_length.values()]
         # the newest state, under another length
         held.by_length = {length: states[-1]} if length and states else {}
@@ -174,7 +174,7 @@ def test_a_slot_that_was_never_written_can_be_swapped() -> None:
     cache.swap(0, 2)
 
     assert cache.lengths == [0, 0, 4]
-    assert torch.equal(layer.key_rows.buffer[2:, :, :4], values)
+    assert torch.equal(layer.key_buffer.tensor[2:, :, :4], values)
 
 
 def test_states_of_a_module_within_another_are_its_own() -> None:

@@ -32,7 +32,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[bool, bool]]:
     dice = random.Random(0)
     counts: Counter[tuple[bool, bool]] = Counter()
 
-    def takes_levels(self: Mixers, plan: Plan, *, grows: bool = False) -> bool:
+    def chooses_levels(self: Mixers, plan: Plan, *, grows: bool = False) -> bool:
         # some models are read by one way alone
         if self.most_bytes is None:
             return self.by_levels
@@ -41,7 +41,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[bool, bool]]:
         counts[by_levels, grows] += 1
         return by_levels
 
-    monkeypatch.setattr(Mixers, "takes_levels", takes_levels)
+    monkeypatch.setattr(Mixers, "chooses_levels", chooses_levels)
     return counts
 
 
@@ -121,19 +121,19 @@ def test_the_cheaper_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     bush = [-1, *[0] * 9, *range(1, 10), *range(10, 19)]
     flat = [-1, -1, -1]
 
-    def takes_levels(*trees: list[int]) -> bool:
+    def chooses_levels(*trees: list[int]) -> bool:
         width = max(map(len, trees))
-        return found.takes_levels(Plan([*trees], width, width))
+        return found.chooses_levels(Plan([*trees], width, width))
 
-    assert [takes_levels(tree) for tree in (chain, bush, flat)] == [False, True, True]
+    assert [chooses_levels(tree) for tree in (chain, bush, flat)] == [False, True, True]
     # one forward reads both, by one way
-    assert takes_levels(bush, chain)
-    assert not takes_levels(*[bush] * 4)
+    assert chooses_levels(bush, chain)
+    assert not chooses_levels(*[bush] * 4)
 
     # as for mixers whose states are small
     monkeypatch.setattr(mixers, "STEP_STATES", {})
 
-    assert [takes_levels(tree) for tree in (chain, bush, flat)] == [False, False, True]
+    assert [chooses_levels(tree) for tree in (chain, bush, flat)] == [False, False, True]
 
 
 def test_levels_are_offered_only_where_they_are_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from eagle.target.weights.dense import keep_layout
 from eagle.target.weights.quantised import (
     GUIDE,
     METHODS,
-    place,
+    device_map_of,
     warnings_of,
     weight_bits,
     why_not_here,
@@ -131,8 +131,8 @@ def test_bits_of_weights_in_memory(quantization: dict[str, Any] | None, bits: in
 
 def test_a_quantised_model_goes_to_its_device() -> None:
     """By a device_map, as not all quantised weights can be moved; a CPU without an accelerator needs none."""
-    assert place("cuda:1") == {"": "cuda:1"}
-    assert (place("cpu") is None) != torch.accelerator.is_available()
+    assert device_map_of("cuda:1") == {"": "cuda:1"}
+    assert (device_map_of("cpu") is None) != torch.accelerator.is_available()
 
 
 class Int8Linear(nn.Module):
