@@ -274,14 +274,17 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         for block, (key, value) in zip(self.layers, context, strict=True):
             inputs = block.inputs(state)
             query, residual = self._run(query_and_residual, block, inputs, tables)
-            own_key, own_value = self._run(key_value, block, inputs, tables)
+            block_key, block_value = self._run(key_value, block, inputs, tables)
             # [heads, A * B, w] -> [heads, A, B, w]
             attended = attend_block(
                 query.unflatten(1, (-1, size)),
                 key,
                 value,
                 spans,
-                own=(own_key.unflatten(1, (-1, size)), own_value.unflatten(1, (-1, size))),
+                block_pair=(
+                    block_key.unflatten(1, (-1, size)),
+                    block_value.unflatten(1, (-1, size)),
+                ),
                 causal=self.settings.causal,
             )
             state = self._run(add_rows, block, attended.flatten(1, 2), residual)

@@ -24,7 +24,7 @@ from eagle.drafters.blocks.block_spans import (
     ATTEND,
     add_blocks,
     attend_block,
-    read_texts,
+    attend_sequences,
 )
 from eagle.drafters.blocks.injected_state import grow_slots
 from eagle.drafters.parts.divisors import Divisor, level_shares, sum_divisors
@@ -354,7 +354,7 @@ class MaskRows:
         seen_before: Pair | None = None  # what all masks see of their sequences
         if kernel or query.device.type not in ATTEND:
             # one kernel call for all masks, as each size of a group would compile another
-            output, log_sum = read_texts(query, *context, self.spans, kernel)
+            output, log_sum = attend_sequences(query, *context, self.spans, kernel)
             seen_before = output, log_sum[..., None]
         attended = []
         done = 0

@@ -33,7 +33,7 @@ from eagle.drafters.parts.decoder_block import (
 from eagle.drafters.parts.divisors import reached_levels
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.objectives import ROWS, distillation_loss, feature_regression
-from eagle.drafters.parts.spans import Own, Spans, attend
+from eagle.drafters.parts.spans import Spans, StepPairs, attend
 from eagle.drafters.parts.text_blocks import (
     Pair,
     add_rows,
@@ -188,7 +188,7 @@ class Falcon(TrainableDrafter):
         tables: Pair,
         context: Pair,
         blocks: SlotBlocks,
-        block_pairs: Own,
+        block_pairs: StepPairs,
     ) -> Tensor:
         """Return [k, A, H], the states of blocks [k * A, H], which see their sequences and what was drafted since."""
         query, residual = query_and_residual(self.layers[0], (entered, entered), tables)

@@ -19,8 +19,8 @@ from eagle.device import must_wait, pick_rows, upload
 from eagle.drafters.parts.decoder_block import FOLLOW_LENGTH, Rotary, rotary_tables
 from eagle.drafters.parts.growth import (
     FollowsRows,
-    grow_columns,
     grow_rows,
+    grow_without_roots,
     level_mask,
     plan_parents,
 )
@@ -130,7 +130,7 @@ class HeadState(TextState):
             static_seeds = [DraftRequest(0, 0, budget, noise) for noise in held]
             levels = Levels(self, cache_rows, hidden, cosine, sine, committed)
             first = self.head.logits(hidden, self.head.frozen[0])
-            return grow_columns(static_seeds, first, levels, self.drafts)[0].columns
+            return grow_without_roots(static_seeds, first, levels, self.drafts)[0].columns
 
         addresses = tuple(buffer.buffer.data_ptr() for buffer in self.cache.buffers)
         key = budget, len(requests), room, addresses, tuple(noises)

@@ -188,7 +188,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
                 tables,
                 context[layer_index],
                 spans=spans,
-                own=pairs,
+                step_pairs=pairs,
                 run=self._run,
             )
         return state
