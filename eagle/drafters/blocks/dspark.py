@@ -23,8 +23,8 @@ from eagle.drafters.parts.growth import FollowsRows
 from eagle.drafters.parts.objectives import (
     BiasedHead,
     LanguageHead,
-    Named,
     Objective,
+    SequenceTokens,
     distillation_loss,
 )
 from eagle.drafters.parts.scoring import DraftRequest
@@ -362,7 +362,7 @@ class DSpark(InjectedHead):
         """
         settings = self.settings
         overlaps = torch.zeros_like(weights, dtype=torch.promote_types(hidden.dtype, weights.dtype))
-        named = Named(anchors.tokens_of(batch).flatten(), overlaps.view(1, -1))
+        sequence_tokens = SequenceTokens(anchors.tokens_of(batch).flatten(), overlaps.view(1, -1))
         # distance * sum |p - q| is twice the total variation
         objective = Objective("tv", weight=2 * settings.distance, tokens=settings.likelihood)
         total, _ = distillation_loss(
@@ -372,6 +372,6 @@ class DSpark(InjectedHead):
             heads,
             objective=objective,
             dtype=heads[1].weight.dtype,
-            named=named,
+            sequence_tokens=sequence_tokens,
         )
         return total, overlaps

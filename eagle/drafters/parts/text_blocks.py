@@ -56,9 +56,9 @@ class CompiledParts:
 def text_slots(
     batch: Batch, device: torch.device, window: Window | None = None
 ) -> tuple[Tensor, Tensor, Spans]:
-    """Return the slots of a batch: slot i reads the target's state of token i and token i + 1, and predicts token i + 2.
+    """Return the slots of a batch: every token of a sequence but the last two has a slot.
 
-    So every token of a sequence but the last two has a slot.
+    Slot i reads the target's state of token i and token i + 1, and predicts token i + 2.
 
     Args:
         batch: The sequences.
