@@ -295,7 +295,7 @@ class MaskedState(TextState):
         """Return [B, K, H], the states of the levels after each row's sequence."""
         tokens, states = self.masks
         count = self.levels - 1
-        return self._read_ahead(updates, (tokens[:count], states[:count]))
+        return self._read_rows(updates, (tokens[:count], states[:count]))
 
 
 @dataclass(frozen=True, slots=True)

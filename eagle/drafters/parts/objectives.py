@@ -106,7 +106,7 @@ class BiasedHead:
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
         """Return the derivative [.., V] of the target's logits by the values before their softcap; None without one.
 
-        For a target head that transforms the states before its matrix, it returns what that head's `slope` returns.
+        If the target's head transforms states before its matrix, it is the states [.., D], which `pull_back` needs.
         """
         if self.frozen.is_linear:
             return None
