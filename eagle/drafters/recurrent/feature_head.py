@@ -70,7 +70,7 @@ class FeatureHead(UnrolledDrafter):
 
     @property
     def parts(self) -> Parts:
-        """The matrix whose halves read the embedding and the state; `eagle doctor` tests if they were swapped."""
+        """The matrix whose halves read the embedding and the state; `eagle doctor` checks if they were swapped."""
         return Parts(halves=(("fc.weight",),))
 
     @classmethod

@@ -293,7 +293,7 @@ class Levels(FollowsRows):
         return logits
 
     def _inputs_at(self, levels: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the rotary tables of some levels and the mask of the columns before the draft, for the current rows."""
+        """Return the rotary tables of some levels and the mask of the columns before the draft, for `self.rows`."""
         cosine, sine = self.tables
         committed = self.committed
         # with one row they serve all rows
