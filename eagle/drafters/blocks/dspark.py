@@ -252,7 +252,7 @@ class DSparkSettings(InjectedSettings):
 
 
 class DSpark(InjectedHead):
-    """(states of a block, draft tokens before a level) -> logits: one forward gives all states, each level has a bias."""
+    """(states of a block, earlier draft tokens) -> logits: one forward gives all states, and each level has a bias."""
 
     open_levels = PathLevels
     Settings = DSparkSettings

@@ -417,7 +417,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return run
 
     def _probe_level(self, rows: int, requests: list[DraftRequest]) -> Callable[[], Any]:
-        """Return a function whose seconds are measured: one level at `rows` nodes, for heads whose levels read tokens."""
+        """Return a function whose seconds are measured: one level at `rows` nodes, where levels read tokens."""
         states = self.fc.weight.new_zeros(1, self.levels, self.shape.hidden_size)
         tokens = torch.zeros(1, rows, dtype=torch.long, device=states.device)
         tree_mask = torch.ones_like(tokens, dtype=torch.bool)
