@@ -87,6 +87,7 @@ def draw_anchors(mask: Tensor, seed: int, max_anchors: int) -> Tensor:
     marked = mask.nonzero()[:, 0]
     if len(marked) <= max_anchors:
         return marked
+    # sorting random numbers gives a random order
     generator = torch.Generator().manual_seed(seed)
     order = torch.empty_like(marked, dtype=torch.float64).uniform_(generator=generator).argsort()
     return marked[order[:max_anchors].sort().values]

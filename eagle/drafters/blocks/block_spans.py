@@ -219,6 +219,7 @@ class _Plain(torch.autograd.Function):
         spans: Spans,
         causal: bool,
     ) -> Tensor:
+        """Return the attention output [h, S, B, w]; the arguments are those of `attend_block`."""
         query = query * query.shape[-1] ** -0.5
         # contiguous keys make faster products
         key = key.contiguous()
@@ -226,10 +227,12 @@ class _Plain(torch.autograd.Function):
         scores = block_scores(query, block_key, causal)  # [h, S, B, B]
         output = torch.empty_like(query)
         block_probs = torch.empty_like(scores)
-        for rows, columns, hidden in _pieces(spans, query):
+        for rows, columns, mask in _pieces(spans, query):
             key_seen, value_seen = read_columns(columns, key, value)
             # one softmax over the sequence's columns and the block's: [k, g * n * B, m + B]
-            probs = attention_probs(_flat(query, rows), key_seen, _flat(scores, rows), hidden)
+            probs = attention_probs(
+                _flatten_blocks(query, rows), key_seen, _flatten_blocks(scores, rows), mask
+            )
             seq_probs, piece_block_probs = probs.tensor_split([key_seen.shape[1]], dim=-1)
             output[:, rows] = (seq_probs @ value_seen).view(output[:, rows].shape)
             block_probs[:, rows] = piece_block_probs.reshape(block_probs[:, rows].shape)
@@ -242,6 +245,7 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients at queries, keys and values of the sequences, and keys and values of the blocks."""
         query, key, value, block_key, block_value, output, scores, block_probs = ctx.saved_tensors
         grad_out = upstream[0].contiguous()
         grad_query = torch.empty_like(query)
@@ -249,22 +253,21 @@ class _Plain(torch.autograd.Function):
         grad_key = zeros_for_gradient(key)
         grad_value = zeros_for_gradient(value)
         # softmax: dL/ds = p * (dL/dp - sum p dL/dp), and that sum is the product of output and its gradient
-        mean = (grad_out * output).sum(-1, keepdim=True)
-        for rows, columns, hidden in _pieces(ctx.spans, query):
+        mean_grad = (grad_out * output).sum(-1, keepdim=True)
+        for rows, columns, mask in _pieces(ctx.spans, query):
             key_seen, value_seen = read_columns(columns, key, value)
-            query_rows = _flat(query, rows)
-            probs = attention_probs(query_rows, key_seen, _flat(scores, rows), hidden)[
-                ..., : key_seen.shape[1]
-            ]
+            query_rows = _flatten_blocks(query, rows)
+            probs = attention_probs(query_rows, key_seen, _flatten_blocks(scores, rows), mask)
+            probs = probs[..., : key_seen.shape[1]]
             query_rows = group_by_key(query_rows, key)
-            grad_rows = group_by_key(_flat(grad_out, rows), key)
+            grad_rows = group_by_key(_flatten_blocks(grad_out, rows), key)
             add_product(grad_value, columns, grad_rows, probs)
             grad_score = grad_rows @ value_seen.mT
-            grad_score.sub_(group_by_key(_flat(mean, rows), key)).mul_(probs)
+            grad_score.sub_(group_by_key(_flatten_blocks(mean_grad, rows), key)).mul_(probs)
             grad_query[:, rows] = (grad_score @ key_seen).view(grad_query[:, rows].shape)
             add_product(grad_key, columns, query_rows, grad_score)
         # the same for the keys and values of the blocks
-        grad_score = block_product(grad_out, block_value.mT).sub_(mean).mul_(block_probs)
+        grad_score = block_product(grad_out, block_value.mT).sub_(mean_grad).mul_(block_probs)
         grad_query += block_product(grad_score, block_key)
         grad_block_key = _matrix_gradient(query, grad_score, len(key))
         grad_block_value = _matrix_gradient(grad_out, block_probs, len(key))
@@ -280,10 +283,10 @@ def _pieces(spans: Spans, query: Tensor) -> Iterator[tuple[slice, Sequence[slice
     """
     size = query.shape[2]
     max_rows = PIECE.get(query.dtype, PIECE_ELSE) // size
-    for rows, columns, hidden in split_pieces(spans, 0, query, size=max(max_rows, 1)):
-        yield rows, columns, hidden.repeat_interleave(size, dim=0)
+    for rows, columns, mask in split_pieces(spans, 0, query, size=max(max_rows, 1)):
+        yield rows, columns, mask.repeat_interleave(size, dim=0)
 
 
-def _flat(tensor: Tensor, rows: slice) -> Tensor:
+def _flatten_blocks(tensor: Tensor, rows: slice) -> Tensor:
     """Return [h, n * B, ..] of [h, S, B, ..]: a row for each token of the blocks after these n anchor rows."""
     return tensor[:, rows].flatten(1, 2)

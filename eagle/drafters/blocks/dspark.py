@@ -166,14 +166,10 @@ class PathLevels(FollowsRows):
     """The logits of all levels of all trees: those of the level's slot plus a bias from each node's path.
 
     It is a `RowsLevel`. One forward has made the states of all levels.
-
-    Args:
-        head: The draft head.
-        requests: Those of the B rows.
-        states: The states [B, K, H] of the levels.
     """
 
     def __init__(self, head: Any, requests: Sequence[DraftRequest], states: Tensor) -> None:
+        """Compute the logits after the roots of B requests, from the head's states [B, K, H] of the levels."""
         self.head = head
         self.states = states  # [B, K, H]
         self.slot_logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
@@ -197,7 +193,8 @@ class PathLevels(FollowsRows):
     ) -> Tensor:
         """Return the logits after the nodes of one level: [B, R, V], or [B, 1, V] if they are the same for all nodes.
 
-        The arguments are those of `RowsLevel`.
+        The rows are those whose trees still grow. `parents` [B, R] are the nodes' indices in the level above, see
+        `RowsLevel`.
         """
         # a new draft of the same rows
         if depth == 1:

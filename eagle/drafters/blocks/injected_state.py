@@ -157,8 +157,8 @@ class SlotLevels:
     ) -> Tensor:
         """Return the logits [B, 1, V] that all nodes of a level share.
 
-        One forward made them for all levels, so they do not depend on the tokens of the path. The arguments are those
-        of `RowsLevel`.
+        One forward made them for all levels, so they do not depend on the tokens of the path. The rows are those whose
+        trees still grow; see `RowsLevel`.
         """
         return pick_rows(self.logits[:, depth : depth + 1], rows)
 

@@ -390,13 +390,12 @@ class MaskRows:
         # no mask tokens: the query is empty
         if not self.groups:
             return query
-        seen_before: Pair | None = (
-            None  # attention to the sequences alone, and the log-sum-exp of its scores
-        )
+        # attention to the sequences alone, and the log-sum-exp of its scores
+        by_sequence: Pair | None = None
         if kernel or query.device.type not in ATTEND:
             # one kernel call for all mask tokens, as a call for each group would compile a kernel for each group size
             output, log_sum = attend_sequences(query, *context, self.spans, kernel)
-            seen_before = output, log_sum[..., None]
+            by_sequence = output, log_sum[..., None]
         attended = []
         done = 0
         for spans, size in self.groups:
@@ -404,10 +403,10 @@ class MaskRows:
             done = rows.stop
             mask_query = _by_slot(query, rows, size)
             key, value = (_by_slot(tensor, rows, size) for tensor in mask_pair)
-            if seen_before is None:
+            if by_sequence is None:
                 seen = attend_block(mask_query, *context, spans, (key, value), causal=True)
             else:
-                output, log_sum = (_by_slot(tensor, rows, size) for tensor in seen_before)
+                output, log_sum = (_by_slot(tensor, rows, size) for tensor in by_sequence)
                 seen = add_blocks(output, log_sum, mask_query, (key, value), causal=True)
             attended.append(seen.flatten(1, 2))
         return torch.cat(attended, dim=1)

@@ -376,7 +376,8 @@ class _Levels(FollowsRows):
     ) -> Tensor:
         """Return the logits after the nodes of one level: [B, K, V], or [B, 1, V] if they are the same for all nodes.
 
-        The arguments are those of `RowsLevel`.
+        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
+        `RowsLevel`.
         """
         (frozen,) = self.head.frozen
         if depth == 1:

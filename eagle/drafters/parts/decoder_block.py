@@ -97,6 +97,7 @@ class Cache:
     """
 
     def __init__(self, owner: SlotCache, block: Block) -> None:
+        """Add buffers for a block's keys and values to the owner, and copy the block's matrices."""
         self.keys = owner.add()
         self.values = owner.add()
         # one product instead of three: launches cost more than products of few rows
@@ -128,13 +129,10 @@ class Attention(nn.Module):
 
     With `qk_norm` in the shape each head's queries and keys are normed. With `qkv_bias` queries, keys and values have a
     bias.
-
-    Args:
-        shape: The head's sizes.
-        width: Of the input; None for the shape's hidden size.
     """
 
     def __init__(self, shape: HeadShape, width: int | None = None) -> None:
+        """Make the projections; `width` is that of the input, None for the shape's hidden size."""
         super().__init__()
         self.width = shape.head_dim  # of one attention head
         input_width = width or shape.hidden_size

@@ -41,20 +41,20 @@ class Objective:
     tokens: float = 0.0  # weight of the cross-entropy with the sequences' tokens, which is added to the divergence
 
 
-def compare_with(taught: Tensor, objective: Objective, named: Tensor | None = None) -> Compare:
+def compare_with(teacher: Tensor, objective: Objective, tokens: Tensor | None = None) -> Compare:
     """Return the function that compares a student with a teacher.
 
     Args:
-        taught: The teacher's probs [R, V], or the tokens [R] to predict.
+        teacher: The teacher's probs [R, V], or the tokens [R] to predict.
         objective: The divergence and its weights.
-        named: The sequences' tokens [R], which get the weight `objective.tokens`; None to leave them out.
+        tokens: The sequences' tokens [R], which get the weight `objective.tokens`; None to leave them out.
     """
-    if not taught.is_floating_point():
-        return _likelihood(taught[:, None], objective.weight)
-    compare = COMPARE[objective.kind](taught, objective)
-    if named is None:
+    if not teacher.is_floating_point():
+        return _likelihood(teacher[:, None], objective.weight)
+    compare = COMPARE[objective.kind](teacher, objective)
+    if tokens is None:
         return compare
-    return _add_likelihood(compare, _likelihood(named[:, None], objective.tokens))
+    return _add_likelihood(compare, _likelihood(tokens[:, None], objective.tokens))
 
 
 def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
@@ -73,6 +73,7 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
     """Return the comparison by cross-entropy with the tokens [R, 1] to predict: -log q(token), times a weight."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [R] and the gradient at the logits [R, V], written over the probs."""
         # log q = z - log sum e^z, and the last term follows from the likeliest token alone, as its q is known:
         # log sum e^z = max z - log max q
         log_normalizer = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
@@ -102,6 +103,7 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
         mass = mass + extra.sum(-1)
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [R] and the gradient at the logits [R, V]; both arguments are overwritten."""
         # logsumexp(z), as in `_likelihood`
         log_normalizer = logits.amax(-1) - probs.amax(-1).log()
         loss = mass * log_normalizer - logits.mul_(weighted).sum(-1)
@@ -152,6 +154,7 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
     """Return the comparison by l KL(p, q) + (1 - l) (1 - a), with the overlap a and the blend l = e^-3a or fixed."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [R] and the gradient at the logits [R, V], with l named `blend`."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         blend = (
             (-3 * overlap).exp()
@@ -174,6 +177,7 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
     weight = objective.weight / 2 if is_jsd else objective.weight
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [R] and the gradient at the logits [R, V]; `reference` is m, or the target's p."""
         reference = (probs + target_probs).div_(2) if is_jsd else target_probs.clamp(min=TINY)
         # q log q - q log m, each by xlogy, which is 0 for q = 0, where log(q / m) may be undefined
         terms = torch.xlogy(probs, probs) - torch.xlogy(probs, reference)

@@ -145,8 +145,8 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
             parents.append(node_of_path[path[:-1]])
             node_of_path[path] = len(node_of_path)
         # only nodes with children are read
-        followed = {path[:-1] for path in paths} if length < depth else set()
-        inner = [path for path in level if path in followed]
+        parent_paths = {path[:-1] for path in paths} if length < depth else set()
+        inner = [path for path in level if path in parent_paths]
         node_parents = torch.tensor([above.index(path[:-1]) for path in level])
         ranks = torch.tensor([path[-1] for path in level])
         read = torch.tensor([level.index(path) for path in inner], dtype=torch.long)
@@ -155,7 +155,7 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
         tree_mask = torch.cat(
             [tree_mask[node_parents[read]], torch.eye(len(inner), dtype=torch.bool)], dim=1
         )
-        # in the order of the fields of LevelPlan
+        # in the order of the fields of LevelPlan; each parent has `width` ranked children
         tensors = [
             node_parents,
             node_parents * width + ranks,
@@ -323,15 +323,7 @@ def _grow_group(
 
 
 class _GrowingTrees:
-    """The trees of one group of rows while they grow; the budgets of the rows differ only in their depth.
-
-    Args:
-        requests: Those of the group's rows.
-        rows: The group's rows, as indices in the batch.
-        scorer: Scores and selects children.
-        confidence: As in `grow_rows`.
-        device: Where the logits are.
-    """
+    """The trees of one group of rows while they grow; the budgets of the rows differ only in their depth."""
 
     def __init__(
         self,
@@ -341,6 +333,15 @@ class _GrowingTrees:
         confidence: Confidence | None,
         device: torch.device,
     ) -> None:
+        """Begin the trees of a group of rows.
+
+        Args:
+            requests: Those of the group's rows.
+            rows: The group's rows, as indices in the batch.
+            scorer: Scores and selects children.
+            confidence: As in `grow_rows`.
+            device: Where the logits are.
+        """
         self.requests = requests
         self.rows = rows
         self.scorer = scorer
@@ -384,6 +385,7 @@ class _DynamicTrees(_GrowingTrees):
     """
 
     def __init__(self, **group: Any) -> None:
+        """Begin at the roots; the arguments are those of `_GrowingTrees`."""
         super().__init__(**group)
         self.width = min(self.budget.top_k, self.budget.nodes)
         self.parents: list[Tensor] = []  # of each level [B, K], of C / K candidates each
@@ -502,6 +504,7 @@ class _FixedTrees(_GrowingTrees):
     """Trees of a fixed shape; only nodes that have children are read."""
 
     def __init__(self, **group: Any) -> None:
+        """Begin at the roots; the arguments are those of `_GrowingTrees`."""
         super().__init__(**group)
         assert self.budget.paths is not None
         self.plans, self.parents = plan_levels(self.budget.paths, self.depth, self.device)

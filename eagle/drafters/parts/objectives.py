@@ -167,19 +167,19 @@ def choose_teacher(
     return target_hidden.index_select(0, slot_indices + 1), frozen, Objective(loss)
 
 
-def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:
+def feature_regression(predicted: Tensor, target_hidden: Tensor, weights: Tensor) -> Tensor:
     """Return the smooth-L1 loss (beta 1) between a head's states and the target's.
 
     It is a mean over the width and a weighted sum over steps and slots.
 
     Args:
         predicted: The head's states [K, S, D].
-        true: The target's states [S, D], the same for all steps.
+        target_hidden: The target's states [S, D], the same for all steps.
         weights: The weight of each slot in each step [K, S].
     """
     # half precision is too coarse for the loss
     wide = torch.promote_types(predicted.dtype, torch.float32)
-    expected = true.to(wide).expand_as(predicted)
+    expected = target_hidden.to(wide).expand_as(predicted)
     losses = F.smooth_l1_loss(predicted.to(wide), expected, reduction="none")
     return (losses.mean(-1) * weights).sum()
 

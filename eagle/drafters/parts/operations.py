@@ -103,6 +103,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients at the input and at the weight, from that at the output."""
         x, weight, inverse = ctx.saved_tensors
         rows = x.flatten(0, -2)
         grad_x, grad_weight = _norm_backward(
@@ -121,6 +122,7 @@ class SwiGLUResidual(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, eps: float, w_gate: Tensor, w_up: Tensor, w_down: Tensor
     ) -> Tensor:
+        """Return y [N, H] from x [N, H], the norm's gain [H] and the matrices of gate, up and down projection."""
         inverse = _inverse(x, eps)
         normed = (x * inverse).mul_(gain).to(x.dtype)
         gate = F.linear(normed, w_gate)
@@ -130,6 +132,7 @@ class SwiGLUResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients at x, the gain and the three matrices, from that at y [N, H]."""
         x, gain, inverse, gate, up, *matrices = ctx.saved_tensors
         dtype = gate.dtype
         # in the precision that the forward pass used: autocast had cast the fp32 matrices

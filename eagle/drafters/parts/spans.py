@@ -70,7 +70,7 @@ class Spans:
         firsts: Sequence[int] | None = None,
         window: Window | None = None,
     ) -> Spans:
-        """Return the spans of the rows at which masks are true.
+        """Return spans whose wanted rows, at which attention is computed, are those where masks are true.
 
         Args:
             masks: A mask [T] for each sequence, on the host.
@@ -95,7 +95,7 @@ class Spans:
 
     @classmethod
     def at(cls, places: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Spans:
-        """Return the spans of arbitrary rows.
+        """Return spans whose wanted rows, at which attention is computed, are arbitrary ones.
 
         Args:
             places: For each sequence the positions of its wanted rows, in ascending order, on the host.
@@ -321,6 +321,7 @@ class _Plain(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor
     ) -> Tensor:
+        """Return the attention output [h, S, w]; `flat` are the step pairs of `attend`, key and value in turn."""
         step_pairs = _pairs(flat)
         heads, count, width = query.shape
         query = query * width**-0.5
@@ -335,9 +336,9 @@ class _Plain(torch.autograd.Function):
             products = by_key(query, key) * step_key[:, None]
             step_scores[:, :, step] = products.sum(-1).flatten(0, 1)
         step_probs = torch.empty_like(step_scores)
-        for rows, columns, hidden in split_pieces(spans, len(step_pairs), query):
+        for rows, columns, mask in split_pieces(spans, len(step_pairs), query):
             piece_key, piece_value = read_columns(columns, key, value)
-            probs = attention_probs(query[:, rows], piece_key, step_scores[:, rows], hidden)
+            probs = attention_probs(query[:, rows], piece_key, step_scores[:, rows], mask)
             seq_probs, piece_step_probs = probs.tensor_split([piece_key.shape[1]], dim=-1)
             output[:, rows] = (seq_probs @ piece_value).view(output[:, rows].shape)
             step_probs[:, rows] = piece_step_probs.reshape(step_probs[:, rows].shape)
@@ -350,6 +351,7 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients at queries, keys and values of the sequences, and keys and values of the steps."""
         query, key, value, output, step_scores, step_probs, *flat = ctx.saved_tensors
         step_pairs = _pairs(flat)
         (grad_out,) = upstream
@@ -359,9 +361,9 @@ class _Plain(torch.autograd.Function):
         grad_value = zeros_for_gradient(value)
         # softmax: ds = p (dp - sum of p dp), and that sum over keys is the sum of output * grad_out over the width
         mean_grad = (grad_out * output).sum(-1, keepdim=True)
-        for rows, columns, hidden in split_pieces(ctx.spans, len(step_pairs), query):
+        for rows, columns, mask in split_pieces(ctx.spans, len(step_pairs), query):
             piece_key, piece_value = read_columns(columns, key, value)
-            probs = attention_probs(query[:, rows], piece_key, step_scores[:, rows], hidden)
+            probs = attention_probs(query[:, rows], piece_key, step_scores[:, rows], mask)
             probs = probs[..., : piece_key.shape[1]]
             query_rows = group_by_key(query[:, rows], key)
             grad_rows = group_by_key(grad_out[:, rows], key)
@@ -535,14 +537,14 @@ def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
-def attention_probs(query: Tensor, key: Tensor, extra_scores: Tensor, hidden: Tensor) -> Tensor:
+def attention_probs(query: Tensor, key: Tensor, extra_scores: Tensor, mask: Tensor) -> Tensor:
     """Return the attention probs [k, h / k * n, m + e] of n rows over m columns and e further keys of each row.
 
     Args:
         query: [h, n, w], scaled.
         key: [k, m, w].
         extra_scores: [h, n, e], the scores of each row with keys that only it sees.
-        hidden: [n, ..], the additive mask of the last of the m columns.
+        mask: [n, ..], the additive mask of the last of the m columns.
     """
     queries = group_by_key(query, key)
     columns = key.shape[1]
@@ -551,5 +553,5 @@ def attention_probs(query: Tensor, key: Tensor, extra_scores: Tensor, hidden: Te
     scores[..., columns:] = group_by_key(extra_scores, key)
     # a view of the same scores in which the rows of each query head are apart: [h, n, m + e]
     by_head = scores.view(len(query), query.shape[1], -1)
-    by_head[:, :, columns - hidden.shape[1] : columns] += hidden
+    by_head[:, :, columns - mask.shape[1] : columns] += mask
     return scores.softmax(-1)

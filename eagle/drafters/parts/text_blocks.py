@@ -211,6 +211,7 @@ def probe_read(
 
     @torch.inference_mode()
     def read(start: int, end: int, mask: Tensor | None) -> Tensor:
+        """Read the tokens from `start` to before `end`; return their states."""
         # the columns that an earlier call wrote after `start` are overwritten
         cache.length = start
         columns = slice(start, end)

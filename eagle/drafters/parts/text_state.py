@@ -77,6 +77,7 @@ class TextState:
     """
 
     def __init__(self, head: TextHead, window: Window | None = None) -> None:
+        """Begin without rows; `window` is that of the head's blocks, None if tokens see their whole sequence."""
         self.head = head
         self.window = window
         self.cache = SlotCache()
@@ -239,6 +240,7 @@ class TextState:
         for slot, count in zip(slots, new, strict=True):
             self.cache.lengths[slot] += count
         self._drop_unseen(slots)
+        # without padding the root and the mask tokens are in the last columns of all rows
         if min(counts) == max(counts):
             return states[:, min(new) - 1 :]
         # rows end at different columns of the padded forward: [B, 1 + M], those after the root and the mask tokens

@@ -1,6 +1,6 @@
 """Validation of a head on sequences, without decoding: at every supervised slot as if a draft began there."""
 
-# T tokens of one sequence, S supervised slots, D width, V vocabulary, K steps
+# T tokens of one sequence, S or N supervised slots, D width, V vocabulary, K steps
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tens
 
 def validate_text(
     states: Sequence[Tensor],
-    true: Tensor,
+    target_hidden: Tensor,
     tokens: Tensor,
-    counted: Tensor,
+    supervised: Tensor,
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
@@ -44,9 +44,9 @@ def validate_text(
 
     Args:
         states: The LM head's inputs of each of the K steps [S, D].
-        true: The target's states [T, D]: row i predicts token i + 1.
+        target_hidden: The target's states [T, D]: row i predicts token i + 1.
         tokens: The sequence [T].
-        counted: [T] bool, the supervised tokens. Each of them is predicted by a slot.
+        supervised: [T] bool, the supervised tokens. Each of them is predicted by a slot.
         logits: The LM heads: the draft head's of each step, and the target's.
         trees: Fixed trees, by name, whose acceptance is counted.
 
@@ -56,15 +56,15 @@ def validate_text(
     """
     students, teacher = logits
     # [T], the target's token after each token
-    choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, true)
-    slots = counted[2:].nonzero()[:, 0].to(tokens.device)
+    choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, target_hidden)
+    slots = supervised[2:].nonzero()[:, 0].to(tokens.device)
     sums = {"slots": torch.tensor(float(len(slots)), dtype=torch.float64)}
-    sums |= _compare(states[0], true[slots + 1], students[0], teacher)
+    sums |= _compare(states[0], target_hidden[slots + 1], students[0], teacher)
     tree_depths = [max(map(len, paths)) for paths in trees.values()]
     max_depth = max([len(states), *tree_depths])
     # A step is judged only while its token is in the answer and the sequence's tokens so far are the target's choices:
     # after any other token the sequence does not tell what the target would choose.
-    is_inside = F.pad(counted, (0, max_depth)).to(tokens.device)
+    is_inside = F.pad(supervised, (0, max_depth)).to(tokens.device)
     is_known = torch.ones_like(slots, dtype=torch.bool)
     ranks = []
     known = []

@@ -125,10 +125,7 @@ class BlockState(HeadState):
 
 
 class _BlockLevels(Levels):
-    """Reads the levels of several drafts: one forward, over a block for each node, gives the logits of k levels.
-
-    The arguments are those of `Levels`, with the states [B, k, H] of the roots' blocks in place of `hidden`.
-    """
+    """Reads the levels of several drafts: one forward, over a block for each node, gives the logits of k levels."""
 
     def __init__(
         self,
@@ -137,6 +134,7 @@ class _BlockLevels(Levels):
         hidden: Tensor,
         *inputs: Tensor,
     ) -> None:
+        """Begin the drafts of B rows, from the states `hidden` [B, k, H] of the roots' blocks; else as in `Levels`."""
         super().__init__(state, cache_rows, hidden, *inputs)
         # of the roots' blocks, whose states `root_states` are [B, 1, k, H]
         self.root_logits: Tensor = state.head.logits(self.root_states, state.head.frozen[0])
@@ -165,7 +163,8 @@ class _BlockLevels(Levels):
     ) -> Tensor:
         """Return the logits after the nodes of one level: [B, K, V], or [B, 1, V] if they are the same for all nodes.
 
-        The arguments are those of `RowsLevel`.
+        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
+        `RowsLevel`.
         """
         if depth == 1:
             self._begin()

@@ -451,7 +451,7 @@ class SlotBlocks:
     spans: Spans  # the last slots of the blocks
     slots: Tensor  # [k, A], the indices of the blocks' slots; the sequence's first slot in place of slots before it
     reached: Tensor  # [k, A], whether all tokens that the block predicts up to this slot's are supervised
-    texts: Tensor  # [A], the sequence of each block
+    sequences: Tensor  # [A], the index of each block's sequence
     # [A], a random order in which the whole blocks of a sequence are chosen for glancing; a rank beyond all for blocks
     # whose tokens are not all supervised
     glance_rank: Tensor
@@ -462,7 +462,7 @@ class SlotBlocks:
     @classmethod
     def everywhere(cls, batch: Batch, size: int) -> SlotBlocks:
         """Return blocks that end at every supervised slot, as validation reads them; they overlap."""
-        return cls._of(
+        return cls._ending_at(
             batch, size, firsts=[0] * len(batch.lengths), stride=1, generators=_generators(batch)
         )
 
@@ -477,14 +477,15 @@ class SlotBlocks:
         for mask, generator in zip(batch.masks, generators, strict=True):
             # supervised slots that can end a block, counted from slot k - 1, as a block needs k slots
             ends = mask[2:][size - 1 :].nonzero()[:, 0]
+            # the blocks end at one of these slots, and at every k-th slot before and after it
             phase = 0
             if len(ends):
                 phase = int(ends[int(torch.randint(len(ends), (), generator=generator))]) % size
             firsts.append(size - 1 + phase)
-        return cls._of(batch, size, firsts=firsts, stride=size, generators=generators)
+        return cls._ending_at(batch, size, firsts=firsts, stride=size, generators=generators)
 
     @classmethod
-    def _of(
+    def _ending_at(
         cls,
         batch: Batch,
         size: int,
@@ -502,12 +503,12 @@ class SlotBlocks:
             stride: The distance from this slot to the next at which a block may end.
             generators: A random generator for each sequence, which decides what is glanced at.
         """
-        by_text = []
+        by_sequence = []
         # by slot: slot i reads token i + 1 as the root, and is supervised if token i + 2 is
         masks = [mask[2:] for mask in batch.masks]
         offsets = torch.arange(1 - size, 1)[:, None]
         begin = 0
-        for text, (mask, first, generator) in enumerate(
+        for sequence, (mask, first, generator) in enumerate(
             zip(masks, firsts, generators, strict=True)
         ):
             ends = first + stride * mask[first::stride].nonzero()[:, 0]
@@ -520,10 +521,13 @@ class SlotBlocks:
             rank = torch.full_like(ends, sum(batch.lengths))
             rank[is_whole] = torch.randperm(int(is_whole.sum()), generator=generator)
             glance_count = torch.randint(1, size, ends.shape, generator=generator)
-            by_text.append((slots, reached, torch.full_like(ends, text), rank, glance_count))
+            by_sequence.append(
+                (slots, reached, torch.full_like(ends, sequence), rank, glance_count)
+            )
             begin += len(mask)
         device = batch.tokens.device
-        tensors = [torch.cat(chunks, dim=-1) for chunks in zip(*by_text, strict=True)]
+        # the fields after `spans`, in their order
+        tensors = [torch.cat(chunks, dim=-1) for chunks in zip(*by_sequence, strict=True)]
         tensors.append(torch.tensor([int(mask.sum()) for mask in masks]))  # supervised
         return cls(
             Spans.of(masks, device, stride, firsts),
@@ -552,10 +556,10 @@ class SlotBlocks:
         """
         share = (
             self.supervised
-            / self.sum_by_text(counted).clamp(min=1)
+            / self.sum_by_sequence(counted).clamp(min=1)
             / self.supervised.sum().clamp(min=1)
         )
-        return counted * share.index_select(0, self.texts)
+        return counted * share.index_select(0, self.sequences)
 
     def glance(self, wrong: Tensor, share: float) -> Tensor:
         """Return the slots that read their answers [k, A]: on average `share` times as many as predict a wrong token.
@@ -569,15 +573,15 @@ class SlotBlocks:
         """
         size = len(wrong)
         # in a chosen block k / 2 slots read their answers on average, so this many blocks of a sequence are chosen
-        blocks = (self.sum_by_text(wrong) * (share * 2 / size)).floor()
-        is_glanced = self.glance_rank < blocks.index_select(0, self.texts)
+        blocks = (self.sum_by_sequence(wrong) * (share * 2 / size)).floor()
+        is_glanced = self.glance_rank < blocks.index_select(0, self.sequences)
         slot = torch.arange(size, device=wrong.device)[:, None]
         return is_glanced & (slot < self.glance_count)
 
-    def sum_by_text(self, marked: Tensor) -> Tensor:
+    def sum_by_sequence(self, marked: Tensor) -> Tensor:
         """Return [M], how many slots of the blocks of each sequence are marked; `marked` is a bool [k, A]."""
         counts = torch.zeros(len(self.supervised), device=marked.device)
-        return counts.index_add_(0, self.texts, marked.sum(0).to(counts.dtype))
+        return counts.index_add_(0, self.sequences, marked.sum(0).to(counts.dtype))
 
 
 def drafted_mask(batch: Batch, size: int) -> Tensor:

@@ -139,6 +139,7 @@ class HeadState(TextState):
             committed: Tensor,
             *level_noises: Tensor,
         ) -> Tensor:
+            """Return the trees' columns [B, 1 or 3, N] from states, `_draft_inputs` and the noise of each row."""
             row_noises: list[Noise | None] = [None] * len(cache_rows)
             if noises:
                 row_noises = [
@@ -154,7 +155,8 @@ class HeadState(TextState):
             first = self.head.logits(hidden, self.head.frozen[0])
             return grow_without_roots(static_requests, first, levels, self.drafts)[0].columns
 
-        # a graph is valid as long as the cache's buffers are not allocated again
+        # a graph is valid for one set of shapes, for these noises' filters, and as long as the cache's buffers are not
+        # allocated again
         addresses = tuple(buffer.buffer.data_ptr() for buffer in self.cache.buffers)
         key = budget, len(requests), room, addresses, tuple(noises)
         inputs = [hidden, *self._draft_inputs(cache_rows, room, budget.depth), *level_noises]
@@ -221,14 +223,6 @@ class Levels(FollowsRows):
     """Reads the levels of several drafts, one forward for each level of all drafts; see `RowsLevel`.
 
     The draft's cache columns begin after the longest sequence, in all rows alike.
-
-    Args:
-        state: The drafting state of the head.
-        cache_rows: The slots of the drafts' sequences in the cache.
-        hidden: The head's states [B, H] after the roots.
-        cosine: Of the levels, [B or 1, levels, w].
-        sine: Of the levels, [B or 1, levels, w].
-        committed: The additive mask of the columns before the draft, see `HeadState._draft_inputs`.
     """
 
     def __init__(
@@ -240,6 +234,16 @@ class Levels(FollowsRows):
         sine: Tensor,
         committed: Tensor,
     ) -> None:
+        """Begin the drafts of B rows.
+
+        Args:
+            state: The drafting state of the head.
+            cache_rows: The slots of the rows in the cache.
+            hidden: The head's states [B, H] after the roots.
+            cosine: Rotary table of the levels, [B or 1, levels, w].
+            sine: Rotary table of the levels, [B or 1, levels, w].
+            committed: The additive mask of the columns before the draft, see `HeadState._draft_inputs`.
+        """
         self.state = state
         self.cache_rows = cache_rows
         self.root_states = hidden[:, None]  # [B, 1, H]
@@ -262,7 +266,8 @@ class Levels(FollowsRows):
     ) -> Tensor:
         """Read the nodes of one level of these rows, and return the logits [B, K, D] of their children.
 
-        The arguments are those of `RowsLevel`.
+        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
+        `RowsLevel`.
         """
         state = self.state
         head = state.head
