@@ -1,4 +1,4 @@
-"""The slots from which blocks are guessed: all supervised ones, or some sampled from each sequence."""
+"""The slots after which blocks are drafted: all supervised ones, or some sampled from each sequence."""
 
 # A anchors, K levels, N tokens of all sequences, H hidden
 

@@ -1,4 +1,4 @@
-"""DFlash (Chen et al. 2026, arXiv 2602.06036): one forward over a root and masks guesses a block of tokens."""
+"""DFlash (Chen et al. 2026, arXiv 2602.06036): one forward over a root and mask tokens predicts a block."""
 
 # A anchors, K levels, H hidden
 

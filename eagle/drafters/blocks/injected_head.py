@@ -96,7 +96,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
     """
 
     teacher_taps = (-1,)
-    reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
+    reads_tokens = False  # whether a level's logits depend on the tokens drafted before it
     sharpness = 1.0
     # makes the `RowsLevel` that gives the logits of each level from the states of blocks
     open_levels: type[Any] = SlotLevels
@@ -178,7 +178,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
     @property
     def levels(self) -> int:
-        """The number of tokens that it guesses."""
+        """The number of levels that one forward gives, one token each."""
         return int(self.settings.slots) - self.first_slot
 
     @property

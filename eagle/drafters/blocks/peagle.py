@@ -121,7 +121,7 @@ class Peagle(FusedHead):
 
     @property
     def levels(self) -> int:
-        """The number of tokens that one forward guesses."""
+        """The number of levels that one forward gives, one token each."""
         return int(self.settings.depths)
 
     def mask_state(self) -> Tensor:

@@ -56,7 +56,7 @@ class LevelHeads(TrainableDrafter):
 
     taps = (-1,)
     teacher_taps = (-1,)
-    reads_tokens = True  # whether what a level guesses depends on the tokens drafted before it
+    reads_tokens = True  # whether a level's logits depend on the tokens drafted before it
     # the factor on logits in trees: with Medusa on the tiny target, 25 nodes and T = 1, the acceptance length is
     # 1.90 / 1.94 / 1.78 / 1.73 with the factors 0.5 / 1 / 2 / 3
     sharpness = 1.0
@@ -94,7 +94,7 @@ class LevelHeads(TrainableDrafter):
 
     @property
     def levels(self) -> int:
-        """The number of tokens that it guesses."""
+        """The number of levels that it drafts, one token each."""
         return int(self.settings.levels)
 
     @property

@@ -39,7 +39,7 @@ SHAPE_KEYS = [
 
 
 def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Return the taps of a head for a target of so many layers; ValueError unless they differ and exist."""
+    """Return the taps of a head for a target of this many layers; ValueError unless they differ and exist."""
     if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
         raise ValueError(
             f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "

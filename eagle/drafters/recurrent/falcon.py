@@ -1,4 +1,4 @@
-"""Falcon (Gao et al. 2024, arXiv 2412.12639): one forward over a block of k slots guesses the next k tokens."""
+"""Falcon (Gao et al. 2024, arXiv 2412.12639): one forward over a block of k slots predicts the next k tokens."""
 
 # B or M sequences, T tokens, S supervised slots, N slots of all sequences, A blocks of k slots, H hidden, V vocabulary
 # R = k * A rows: the slots of all blocks
@@ -88,9 +88,9 @@ class Gate(nn.Linear):
 class Falcon(TrainableDrafter):
     """Two gates over token and state, and EAGLE-1's block over blocks of k slots.
 
-    Slot i reads state i of the target and token i + 1. It guesses state i + k, whose logits predict token i + k + 1.
-    The last k slots of a sequence are a block. They see one another and everything before, and guess the k tokens
-    after the root together. The next block reads these tokens and states in place of the target's.
+    Slot i reads the target's state of token i and token i + 1. It predicts the state of token i + k, whose logits
+    predict token i + k + 1. The last k slots of a sequence are a block. They see one another and everything before, and
+    together predict the k tokens after the root. The next block reads these tokens and states in place of the target's.
     """
 
     Settings = FalconSettings
@@ -131,7 +131,7 @@ class Falcon(TrainableDrafter):
 
     @property
     def levels(self) -> int:
-        """The largest number of tokens that it guesses."""
+        """The largest number of levels that it drafts."""
         return int(self.settings.levels)
 
     @property
