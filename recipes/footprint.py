@@ -28,7 +28,7 @@ from eagle.core.tree import Paths
 from eagle.drafters.blocks import block_spans
 from eagle.drafters.blocks.block_spans import Pair, attend_block_flex
 from eagle.drafters.parts import objectives, spans
-from eagle.drafters.parts.spans import Own, Spans, attend_flex
+from eagle.drafters.parts.spans import Spans, StepPairs, attend_flex
 
 INNER = (
     FakeTensor,
@@ -107,18 +107,27 @@ class Footprint(TorchDispatchMode):
                 yield self
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
     ) -> Tensor:
         """Run the fused attention of accelerators with a kernel that computes sizes only."""
         self._count_pairs(query, spans)
-        return attend_flex(query, key, value, spans, own, kernel=_kernel)
+        return attend_flex(query, key, value, spans, step_pairs, kernel=_kernel)
 
     def attend_block(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Pair, *, causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Spans,
+        block_pair: Pair,
+        *,
+        causal: bool,
     ) -> Tensor:
         """Run the fused attention of blocks, each token of which is a query, with a kernel that computes sizes only."""
         self._count_pairs(query.flatten(2), spans)
-        return attend_block_flex(query, key, value, spans, own=own, causal=causal, kernel=_kernel)
+        return attend_block_flex(
+            query, key, value, spans, block_pair=block_pair, causal=causal, kernel=_kernel
+        )
 
     def _count_pairs(self, query: Tensor, spans: Spans) -> None:
         """Count the FLOPs of queries [h, S, w] that attend to their sequences."""

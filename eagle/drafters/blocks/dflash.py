@@ -1,4 +1,4 @@
-"""DFlash (Chen et al. 2026, arXiv 2602.06036): one forward over a root and masks guesses a block of tokens."""
+"""DFlash (Chen et al. 2026, arXiv 2602.06036): one forward over a root and mask tokens predicts a block."""
 
 # A anchors, K levels, H hidden
 
@@ -32,19 +32,21 @@ class DFlash(InjectedHead):
 
     @property
     def level_weights(self) -> list[float]:
-        """The weight of each level in the loss; with `d_pace` every anchor has its own."""
+        """The weight of each level in the loss; with `d_pace` it is 1, as `pace_levels` gives the weights."""
         return [1.0] * self.levels if self.settings.d_pace else super().level_weights
 
     @property
     def counts_by_forward(self) -> bool:  # type: ignore[override]
-        """Whether its divisor depends on the head's states."""
+        """Whether the divisor of the loss depends on the head's states, so that only a forward can compute it."""
         return bool(self.settings.d_pace and self.settings.divisor == "weights")
 
     def forward(self, batch: Batch, frozen: TargetHead, count: bool = False) -> dict[str, Tensor]:
-        """Return the loss of all levels, at blocks after anchors sampled from each sequence.
+        """Return the loss over all levels of the blocks after sampled anchors.
 
         Args:
-            count: return what the loss is divided by, as "divisor", in place of the loss.
+            batch: The sequences, with the target's states.
+            frozen: The target's embedding and LM head.
+            count: Whether to return the loss's divisor, as "divisor", in place of the loss; see `counts_by_forward`.
         """
         settings = self.settings
         anchors, states = self.read_anchors(batch, frozen)
@@ -53,7 +55,9 @@ class DFlash(InjectedHead):
         weights = anchors.reached * self.level_shares(batch)
         if settings.d_pace:
             paces = pace_levels(states, tokens, anchors.reached, frozen)  # [A, K]
-            # "weights" divides by the sum of all paces of a step, which only a forward knows: batches are counted first
+            # With the divisor "weights" the loss is divided by the sum of the paces of all batches of a step. Training
+            # first calls this with `count` for each batch, and sums the results to `batch.divisors`. 1e-9 avoids a
+            # division by zero.
             if count:
                 return {"divisor": paces.sum()}
             if not self.counts_by_forward:
@@ -82,13 +86,20 @@ class DFlash(InjectedHead):
 
 @torch.no_grad()
 def pace_levels(states: Tensor, tokens: Tensor, reached: Tensor, frozen: TargetHead) -> Tensor:
-    """Return [A, K], D-PACE's weights: how much of a draft's expected length depends on each level.
+    """Return D-PACE's loss weights [A, K]: how much of a draft's expected length depends on each level.
 
-    A level is accepted with probability s = (1 + p) / 2, where p is its prob of the sequence's token. The expected
-    length is the sum over k of s_1 ... s_k; level k appears in the products from k on.
+    A level is accepted with probability s = (1 + p) / 2 by assumption, where p is the head's prob of the sequence's
+    token. The expected length is the sum over k of s_1 ... s_k. The weight of level k is the sum of the terms that
+    contain s_k: those from k on.
+
+    Args:
+        states: The head's states [A, K, H].
+        tokens: The sequences' tokens that they predict [A, K].
+        reached: [A, K] bool; a level that is not reached has the weight 0.
+        frozen: The target's LM head.
     """
     wide = torch.promote_types(states.dtype, torch.float32)
-    # some rows at a time, as logits are as wide as the vocabulary
+    # ROWS rows at a time, as logits of all rows may not fit in memory
     probs = []
     for chunk, chunk_tokens in zip(
         states.flatten(0, 1).split(ROWS), tokens.flatten().split(ROWS), strict=True

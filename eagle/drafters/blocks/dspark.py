@@ -1,6 +1,10 @@
-"""DSpark (DeepSeek 2026): DFlash's blocks with a bias on each level from the previous tokens; and Domino's bias."""
+"""DSpark (DeepSeek 2026): DFlash's blocks with a bias on each level from the previous tokens; and Domino's bias.
 
-# A anchors, K levels, H hidden, r rank, B sequences, R nodes of one level, V vocabulary, M memory
+The bias is low-rank: a bias module encodes the tokens before a level as a code of width r, and its matrix [V, r] maps
+the code to a bias of the logits.
+"""
+
+# A anchors, K levels, H hidden, r rank, B sequences, R nodes of one level, V vocabulary, M width of a path's memory
 
 from __future__ import annotations
 
@@ -23,29 +27,29 @@ from eagle.drafters.parts.growth import FollowsRows
 from eagle.drafters.parts.objectives import (
     BiasedHead,
     LanguageHead,
-    Named,
     Objective,
+    SequenceTokens,
     distillation_loss,
 )
 from eagle.drafters.parts.scoring import DraftRequest
 
 
 class MarkovBias(nn.Module):
-    """W2 W1[token], whatever came before it (DSpark's "vanilla")."""
+    """The bias W2 W1[token], which depends on the last token alone (DSpark's "vanilla")."""
 
-    memory_size = 0  # how wide is what it remembers of a path
+    memory_size = 0  # M, the width of the state that is kept for each path
 
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
-        # small: logits begin as the target's LM head makes them
+        # a small standard deviation, so that logits are at first almost those of the target's LM head
         nn.init.normal_(self.markov_w1.weight, std=0.02)
         nn.init.normal_(self.markov_w2.weight, std=0.02)
 
     @property
     def matrix(self) -> Tensor:
-        """[V, r], which makes biases of codes."""
+        """[V, r], which maps a code to a bias of the logits."""
         return self.markov_w2.weight
 
     def read_token(
@@ -56,37 +60,40 @@ class MarkovBias(nn.Module):
         memory: Tensor,
         frozen: TargetHead,
     ) -> tuple[Tensor, Tensor]:
-        """Return codes [.., r] of a level with states [.., H] after tokens [..], and the memory [.., M] of the paths.
+        """Read the token before a level; return the codes [.., r] and the new memory [.., M] of the paths.
 
         Args:
-            level: the level whose logits get the bias.
-            state: its states [.., H].
-            tokens: the tokens [..] before it.
-            memory: the memory [.., M] of the paths up to these tokens.
-            frozen: the target's embedding and LM head.
+            level: The level whose logits get the bias.
+            state: The level's states [.., H].
+            tokens: The tokens [..] before the level.
+            memory: The memory [.., M] of the paths up to these tokens, without them.
+            frozen: The target's embedding and LM head.
         """
         return self.combine(state, self.markov_w1(tokens), memory)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and memory, from the token's embedding [.., r]."""
+        """Return the codes and the new memory from states [.., H], embedded tokens [.., r] and the memory [.., M]."""
         return token, memory
 
 
 class GatedBias(MarkovBias):
-    """W2 (W1[token] * sigmoid(G [state; token])): a gate scales the token's embedding."""
+    """The bias W2 (W1[token] * sigmoid(G [state; W1[token]])): a gate scales the token's embedding."""
 
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__(shape, rank)
         self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and memory."""
+        """Return the codes and the new memory."""
         gate = self.gate_proj(torch.cat([state, token], dim=-1)).sigmoid()
         return token * gate, memory
 
 
 class RecurrentBias(MarkovBias):
-    """W2 tanh(c), where (g, n, c) = J [memory; token; state] and memory' = g memory + (1 - g) tanh(n)."""
+    """The bias W2 tanh(c) with a memory of the path, m' = s(g) m + (1 - s(g)) tanh(n).
+
+    Here s is the sigmoid and (g, n, c) = J [m; W1[token]; state].
+    """
 
     def __init__(self, shape: HeadShape, rank: int) -> None:
         super().__init__(shape, rank)
@@ -94,7 +101,7 @@ class RecurrentBias(MarkovBias):
         self.joint_proj = nn.Linear(2 * rank + shape.hidden_size, 3 * rank)
 
     def combine(self, state: Tensor, token: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes and memory."""
+        """Return the codes and the new memory."""
         gate, new, code = self.joint_proj(torch.cat([memory, token, state], dim=-1)).chunk(
             3, dim=-1
         )
@@ -107,15 +114,18 @@ MARKOV = {"vanilla": MarkovBias, "gated": GatedBias, "rnn": RecurrentBias}
 
 @dataclass(frozen=True)
 class GruBias:
-    """Domino's: a GRU reads the target's embedding of the path's tokens, and two matrices its state and the level's."""
+    """Domino's bias: a GRU reads the path's tokens, and an MLP maps its state and the level's state to the bias.
+
+    The tokens are embedded by the target.
+    """
 
     gru: nn.GRU
-    projections: nn.Sequential
-    unbiased: int  # levels that stay as they are
+    projections: nn.Sequential  # the MLP; its last matrix is `matrix`
+    unbiased: int  # the first levels, this many, have no bias
 
     @property
     def matrix(self) -> Tensor:
-        """[V, r], which makes biases of codes."""
+        """[V, r], which maps a code to a bias of the logits."""
         return self.projections[-1].weight  # type: ignore[return-value]
 
     @property
@@ -131,7 +141,10 @@ class GruBias:
         memory: Tensor,
         frozen: TargetHead,
     ) -> tuple[Tensor, Tensor]:
-        """Return codes [.., r], zero where a level has no bias, and the GRU's states [.., M]."""
+        """Read the token before a level; return the codes [.., r] and the GRU's new state as memory [.., M].
+
+        The codes of levels without a bias are zeros. The arguments are those of `MarkovBias.read_token`.
+        """
         embedded = frozen.embed(tokens).to(memory.dtype)
         # the GRU step by hand, as torch's kernels do not support every precision:
         # r = s(W_r x + U_r h); z = s(W_z x + U_z h); n = tanh(W_n x + r U_n h); h' = z h + (1 - z) n
@@ -143,24 +156,29 @@ class GruBias:
             keep * memory
             + (1 - keep) * (new + (reset + reset_memory).sigmoid() * new_memory).tanh()
         )
+        # the GRU has read the token for later levels
         if level < self.unbiased:
             return memory.new_zeros(*memory.shape[:-1], self.matrix.shape[1]), memory
         return self.projections[:-1](torch.cat([state, memory], dim=-1)), memory
 
 
 class PathLevels(FollowsRows):
-    """The logits of all levels of all trees: what a level's slot gives to all nodes, and a bias for each one's path."""
+    """The logits of all levels of all trees: those of the level's slot plus a bias from each node's path.
+
+    It is a `RowsLevel`. One forward has made the states of all levels.
+    """
 
     def __init__(self, head: Any, requests: Sequence[DraftRequest], states: Tensor) -> None:
+        """Compute the logits after the roots of B requests, from the head's states [B, K, H] of the levels."""
         self.head = head
         self.states = states  # [B, K, H]
         self.slot_logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
         self.rows = self.all_rows = list(range(len(states)))
         self.roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
         self.tokens = self.roots  # [B, R], of the last level
-        # a head without biases remembers nothing
+        # a head without a bias has no memory
         memory_size = 0 if head.bias is None else head.bias.memory_size
-        # [B, R, M], of the paths up to these
+        # [B, R, M], the memory of the paths up to these tokens
         self.memory = states.new_zeros(len(states), 1, memory_size)
         self.first = self._read_tokens(0)[:, 0]  # [B, V]
         self.first_memory = self.memory
@@ -173,7 +191,12 @@ class PathLevels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, R, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
+        """Return the logits after the nodes of one level: [B, R, V], or [B, 1, V] if they are the same for all nodes.
+
+        The rows are those whose trees still grow. `parents` [B, R] are the nodes' indices in the level above, see
+        `RowsLevel`.
+        """
+        # a new draft of the same rows
         if depth == 1:
             self.rows = self.all_rows
             self.memory = self.first_memory
@@ -183,7 +206,7 @@ class PathLevels(FollowsRows):
         return self._read_tokens(depth)
 
     def confidence(self, depth: int, rows: list[int]) -> Tensor:
-        """Return how likely the guess after each node is accepted: [B, R], or [B, 1] for all nodes of a level.
+        """Return the estimated probability that a node's child is accepted: [B, R], or [B, 1] for all nodes of a level.
 
         The nodes are those whose logits were returned last, at depth 0 the roots.
         """
@@ -192,7 +215,7 @@ class PathLevels(FollowsRows):
         return self.head.rate(state, tokens).sigmoid()
 
     def _read_tokens(self, depth: int) -> Tensor:
-        """Return the logits [B, R, V] after a level's tokens, and add the tokens to the memories of their paths."""
+        """Return the logits [B, R, V] after the tokens of a level's nodes, and update the memory of their paths."""
         level = slice(depth, depth + 1)
         logits = pick_rows(self.slot_logits[:, level], self.rows)
         bias = self.head.bias
@@ -226,7 +249,7 @@ class DSparkSettings(InjectedSettings):
 
 
 class DSpark(InjectedHead):
-    """(states of a block, earlier drafted tokens) -> logits: one forward gives all states, each level adds a bias."""
+    """(states of a block, earlier draft tokens) -> logits: one forward gives all states, and each level has a bias."""
 
     open_levels = PathLevels
     Settings = DSparkSettings
@@ -238,7 +261,7 @@ class DSpark(InjectedHead):
         rank = settings.rank
         self.reads_tokens = settings.markov != "none"
         self.rates_nodes = settings.confidence
-        # names of modules are those of the published checkpoints
+        # the names of modules are those of the published checkpoints
         self.markov_head = self.prefix_gru = None
         self.confidence_head: Any = None
         if settings.markov == "domino":
@@ -256,7 +279,7 @@ class DSpark(InjectedHead):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: its taps, the token that a slot predicts, and how levels depend on earlier tokens."""
+        """The network's name and the settings that decide what its weights mean."""
         settings = self.settings
         network = {**super().network, "markov": settings.markov, "confidence": settings.confidence}
         if settings.markov == "domino":
@@ -265,7 +288,7 @@ class DSpark(InjectedHead):
 
     @property
     def parts(self) -> Parts:
-        """The parts of a block head, and the tables of its Markov correction."""
+        """The parts that `eagle doctor` checks: those of a block head, and the two tables of the Markov bias."""
         if self.markov_head is None:
             return super().parts
         tables = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
@@ -273,13 +296,18 @@ class DSpark(InjectedHead):
 
     @property
     def bias(self) -> MarkovBias | GruBias | None:
-        """The module that encodes earlier tokens; None if all nodes of a level have the same logits."""
+        """The module that encodes the tokens before a level; None if all nodes of a level have the same logits."""
         if self.prefix_gru is not None:
             return GruBias(self.prefix_gru, self.embed_proj, self.settings.unbiased)
         return self.markov_head
 
     def rate(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Return [..], log-odds that the guess of levels with states [.., H] after tokens [..] is accepted."""
+        """Return the log-odds [..] that the token drafted at a level is accepted.
+
+        Args:
+            states: The level's states [.., H], or one that all tokens share.
+            tokens: The tokens [..] before the level.
+        """
         if self.markov_head is not None:
             embedded = self.markov_head.markov_w1(tokens)
             states = torch.cat([states.expand(*embedded.shape[:-1], -1), embedded], dim=-1)
@@ -289,7 +317,7 @@ class DSpark(InjectedHead):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def lm_head(self, frozen: TargetHead) -> LanguageHead:
-        """Return the LM head for states, or for states and codes."""
+        """Return the LM head that reads what `read_levels` returns: states, or states and codes if there is a bias."""
         return frozen if self.bias is None else BiasedHead(frozen, self.bias.matrix)
 
     def read_levels(
@@ -299,7 +327,10 @@ class DSpark(InjectedHead):
         states: Tensor,
         frozen: TargetHead,
     ) -> Tensor:
-        """Return [A, K, H + r], states and the codes of the sequences' tokens; states only, if there is no bias."""
+        """Return states and codes [A, K, H + r], where the sequences' tokens are the draft tokens.
+
+        Without a bias it returns the states [A, K, H]. The arguments are those of `InjectedHead.read_levels`.
+        """
         bias = self.bias
         if bias is None:
             return states
@@ -314,11 +345,11 @@ class DSpark(InjectedHead):
 
     @property
     def follows_progress(self) -> bool:  # type: ignore[override]
-        """Whether the weight of what the prefix corrects grows during training."""
+        """Whether the loss depends on the progress of training: with Domino's bias its weight grows."""
         return self.prefix_gru is not None
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the loss of all levels and of their confidence, at blocks after anchors sampled from each sequence."""
+        """Return the loss over all levels of the blocks after sampled anchors, plus the loss of the confidence."""
         anchors, states = self.read_anchors(batch, frozen)
         hidden = self.read_levels(batch, anchors, states, frozen)
         weights = anchors.reached * self.level_shares(batch)
@@ -326,13 +357,13 @@ class DSpark(InjectedHead):
             batch, anchors, hidden, weights, heads=(self.lm_head(frozen), frozen)
         )
         if self.prefix_gru is not None:
-            # Domino learns the states first, then what the prefix corrects
+            # Domino first learns to predict without the bias, and gradually with it
             unbiased, _ = self.compare(batch, anchors, states, weights, heads=(frozen, frozen))
             total = batch.progress * total + (1 - batch.progress) * unbiased
         losses = {"total": total, "draft_probs": total.detach()}
         if self.confidence_head is not None:
-            # a level is accepted with probability sum min(p, q), its overlap with the target, if the tokens before it
-            # are the sequence's: [A, K]
+            # the confidence learns the probability that a level is accepted after the sequence's tokens, which is the
+            # overlap sum min(p, q) of head and target: [A, K]
             roots = anchors.tokens_at(batch, -1)[:, None]
             previous = torch.cat([roots, anchors.tokens_of(batch)[:, :-1]], dim=1)
             rated = self.rate(states, previous).to(overlaps.dtype)
@@ -350,20 +381,23 @@ class DSpark(InjectedHead):
         weights: Tensor,
         heads: tuple[LanguageHead, TargetHead],
     ) -> tuple[Tensor, Tensor]:
-        """Return the divergence from the target's probs and the sequences' tokens, and the overlaps with the target.
+        """Return the loss towards the target's probs and the sequences' tokens, and the overlaps with the target.
 
         Args:
-            hidden: what the student's LM head reads, [A, K, H or H + r].
-            weights: [A, K].
-            heads: the student's LM head and the target's.
+            batch: The sequences, with the target's states.
+            anchors: Those of the blocks.
+            hidden: The inputs of the student's LM head, [A, K, H or H + r].
+            weights: The loss weight of each level at each anchor [A, K].
+            heads: The student's LM head and the target's.
 
         Returns:
-            The loss, and the overlaps [A, K].
+            The loss, and the overlaps sum min(p, q) [A, K], which are the probabilities of acceptance.
         """
         settings = self.settings
+        # filled by the loss, which writes to a view of it
         overlaps = torch.zeros_like(weights, dtype=torch.promote_types(hidden.dtype, weights.dtype))
-        named = Named(anchors.tokens_of(batch).flatten(), overlaps.view(1, -1))
-        # distance * sum |p - q| is twice the total variation
+        sequence_tokens = SequenceTokens(anchors.tokens_of(batch).flatten(), overlaps.view(1, -1))
+        # sum |p - q| is twice the total variation
         objective = Objective("tv", weight=2 * settings.distance, tokens=settings.likelihood)
         total, _ = distillation_loss(
             hidden.flatten(0, 1)[None],
@@ -372,6 +406,6 @@ class DSpark(InjectedHead):
             heads,
             objective=objective,
             dtype=heads[1].weight.dtype,
-            named=named,
+            sequence_tokens=sequence_tokens,
         )
         return total, overlaps

@@ -1,7 +1,10 @@
-"""Heads that guess a block of tokens in one forward: blocks over a root and masks, which see the target's features."""
+"""Heads that predict a block of tokens in one forward over a root and mask tokens, as DFlash does.
 
-# A anchors, B slots of a block, K levels, N tokens of all sequences, L taps, H hidden, V vocabulary
-# k key heads, w head width, D what the LM head reads
+The slots of a block attend to the target's features of the sequence, which are injected as keys and values.
+"""
+
+# A anchors, S supervised slots, B slots of a block, K levels, N slots of all sequences, L taps, H hidden, V vocabulary
+# k key heads, w head width, D width of the LM head's input
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ from eagle.drafters.parts.text_state import text_bytes
 from eagle.drafters.parts.validation import validate_batch
 from eagle.recipe import Section
 
-ANCHORS_AT_ONCE = 256  # anchors whose blocks are read at a time where no gradient is wanted
+ANCHORS_AT_ONCE = 256  # anchors whose blocks are read in one forward in validation
 
 
 class InjectedSettings(Section):
@@ -86,15 +89,16 @@ class InjectedSettings(Section):
 
 
 class InjectedHead(CompiledParts, TrainableDrafter):
-    """(the target's features of a sequence, root, masks) -> a state for each slot, which the target's LM head reads.
+    """(the target's features of a sequence, root, mask tokens) -> a state for each slot, read by the target's LM head.
 
-    Every block sees keys and values of the fused features before the root, and the slots of its own block.
+    In every transformer block a slot attends to the fused features of the tokens before the root, as keys and values,
+    and to the slots of its own block of tokens.
     """
 
     teacher_taps = (-1,)
-    reads_tokens = False  # whether what a level guesses depends on the tokens drafted before it
+    reads_tokens = False  # whether a level's logits depend on the tokens drafted before it
     sharpness = 1.0
-    # what makes logits of the states of a block, level by level
+    # makes the `RowsLevel` that gives the logits of each level from the states of blocks
     open_levels: type[Any] = SlotLevels
     Settings: type[Any]
 
@@ -111,12 +115,13 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
     @classmethod
     def taps_for(cls, settings: InjectedSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the taps of the settings, else the published ones; all layers but the first of a shallow target."""
+        """Return the taps of the settings, by default the published ones."""
         layers = target_config.num_hidden_layers
+        # a shallow target has too few layers for those: all but the first
         usual = tuple(range(1, layers)) or (0,)
         if layers > 7:
-            # five layers, evenly spread from the second to the last but three. The published code rounds the index of a
-            # layer's output; a tap is the next layer's input, so that the one is added after rounding.
+            # Five layers, evenly spread from the second to the third from the end. The published code rounds the index
+            # of a layer whose output is read. A tap is the next layer's input, so 1 is added after rounding.
             usual = tuple(1 + round(1 + i * (layers - 4) / 4) for i in range(5))
         return check_taps(settings.taps or usual, layers)
 
@@ -128,7 +133,11 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         frozen: Any = None,
         supervised: Any = None,
     ) -> Any:
-        """Return a new head with the target's width, its taps and its mask token resolved."""
+        """Return a new head with the target's sizes, and defaults for taps and mask token if the settings have none.
+
+        `frozen` and `supervised` are not used.
+        """
+        # by default the mask token is the last of the vocabulary, which may be a filler that no sequence has
         last = target_config.vocab_size - 1
         mask = last if settings.mask_token is None else settings.mask_token
         if not 0 <= mask <= last:
@@ -142,7 +151,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         shape = head_shape(
             target_config, num_hidden_layers=settings.blocks, qk_norm=settings.qk_norm, **sizes
         )
-        # a checkpoint states what the recipe left to the target
+        # a checkpoint says which taps and mask token were chosen
         derived = {"taps": cls.taps_for(settings, target_config), "mask_token": mask}
         head = cls(settings.model_copy(update=derived), shape)
         draw_linears(head, settings.linears)
@@ -150,16 +159,16 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: its taps, and the token that a slot predicts."""
-        named = ("taps", "blocks", "slots", "sample_from_anchor", "causal", "qk_norm", "mask_token")
+        """The network's name and the settings that decide what its weights mean."""
+        names = ("taps", "blocks", "slots", "sample_from_anchor", "causal", "qk_norm", "mask_token")
         return {
             "network": self.settings.kind,
-            **{name: getattr(self.settings, name) for name in named},
+            **{name: getattr(self.settings, name) for name in names},
         }
 
     @property
     def parts(self) -> Parts:
-        """A matrix by tap, and the mask token."""
+        """The parts that `eagle doctor` checks: `fc` has a part for each tap, and the mask token is a setting."""
         return Parts(by_tap=("fc.weight",), tokens=("mask_token",), levels=self.levels)
 
     @property
@@ -169,7 +178,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
     @property
     def levels(self) -> int:
-        """The number of tokens that it guesses."""
+        """The number of levels that one forward gives, one token each."""
         return int(self.settings.slots) - self.first_slot
 
     @property
@@ -178,12 +187,12 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return self.fc.weight.dtype
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return [.., H], what keys and values are made of, from features [.., L, H]."""
+        """Return the fused features [.., H], of which keys and values are made, from features [.., L, H]."""
         fused: Tensor = self.hidden_norm(self.fc(features.flatten(-2)))
         return fused
 
     def embed_slots(self, roots: Tensor, frozen: TargetHead) -> Tensor:
-        """Return [.., B, H], the inputs of the slots of blocks: a root [..], then mask tokens."""
+        """Return the embedded tokens [.., B, H] of blocks: a root of `roots` [..], then mask tokens."""
         tokens = torch.full(
             (*roots.shape, self.settings.slots), self.settings.mask_token, device=roots.device
         )
@@ -191,12 +200,12 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return frozen.embed(tokens).to(self.dtype)
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """Return [.., V], the target's own logits of states [.., H]."""
-        # flat, as a product of three dimensions may copy the matrix
+        """Return the logits [.., V] that the target's LM head gives for states [.., H]."""
+        # flat, as a product of a three-dimensional tensor may copy the matrix
         return frozen.logits(state.flatten(0, -2)).unflatten(0, state.shape[:-1])
 
     def lm_head(self, frozen: TargetHead) -> LanguageHead:
-        """Return the LM head for the output of `read_levels`."""
+        """Return the LM head that reads what `read_levels` returns."""
         return frozen
 
     def read_levels(
@@ -206,45 +215,61 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         states: Tensor,
         frozen: TargetHead,
     ) -> Tensor:
-        """Return [A, K, D], what the LM head reads of states [A, K, H] where the sequences' own tokens were drafted."""
+        """Return the LM head's inputs [A, K, D] in training, where the sequences' tokens are the draft tokens.
+
+        Here they are the states. Subclasses whose levels depend on the draft tokens before them add to these.
+
+        Args:
+            batch: The sequences.
+            anchors: Those of the blocks.
+            states: The states [A, K, H] of the blocks.
+            frozen: The target's embedding.
+        """
         return states
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     @property
     def level_weights(self) -> list[float]:
-        """The weight of each level in the loss."""
+        """The weight of each level in the loss: e^(-d / decay) for level d, or 1 without a decay."""
         decay = self.settings.decay
         return [1.0 if decay is None else math.exp(-level / decay) for level in range(self.levels)]
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
-        """Return the divisor of all levels, or of each, by how far blocks after the sequences' anchors reach."""
+        """Return the divisor of the loss: one for all levels, or one for each level; see `divisors.Divisor`.
+
+        Args:
+            masks: The loss mask of each sequence.
+            seeds: The random seed of each sequence, which decides its anchors.
+        """
         reached = []
         for mask, seed in zip(masks, seeds, strict=True):
+            # the same anchors as in `Anchors.sampled`
             anchors = draw_anchors(mask[2:], seed, self.settings.anchors)
             reached.append(reached_levels(mask[2:], anchors, self.levels))
         return sum_divisors(self.settings.divisor, torch.cat(reached), self.level_weights)
 
     def level_shares(self, batch: Batch) -> Tensor:
-        """Return [K], the weight of each level at each anchor whose block reaches it."""
+        """Return [K], the weight of each level divided by its divisor, for an anchor whose block reaches the level."""
         divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
         return level_shares(self.level_weights, divisors, self.dtype, batch.tokens.device)
 
     def read_anchors(self, batch: Batch, frozen: TargetHead) -> tuple[Anchors, Tensor]:
-        """Return anchors sampled from each sequence, and the states [A, K, H] of the blocks after them."""
+        """Sample anchors from each sequence, and return them and the states [A, K, H] of the blocks after them."""
         anchors = Anchors.sampled(batch, self.levels, self.settings.anchors)
         context = self.inject_sequences(batch)
         roots = anchors.tokens_at(batch, -1)
         return anchors, self.read_blocks(batch, frozen, context, anchors.spans, roots=roots)
 
     def inject_sequences(self, batch: Batch) -> list[Pair]:
-        """Return every block's keys and values [k, N, w] of the features of all slots of the sequences."""
+        """Return each transformer block's keys and values [k, N, w], made of the fused features at all slots."""
         token_indices, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps).index_select(0, token_indices).to(self.dtype)
         fused = self.fuse_taps(features)
         tables = self._tables_of(batch, fused)(positions)
         context = []
         for block in self.layers:
+            # the same features in all blocks, without their input norms: only the slots' states pass through the blocks
             key, value = self._run(key_value, block, (fused, fused), tables)
             context.append((key.contiguous(), value.contiguous()))
         return context
@@ -257,31 +282,36 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         spans: Spans,
         roots: Tensor,
     ) -> Tensor:
-        """Return [A, K, H], the normed states that predict tokens.
+        """Read a block of tokens after each anchor, and return its normed states [A, K, H] that predict tokens.
 
         Args:
-            context: every block's keys and values of all slots, from `inject_sequences`.
-            spans: the slots after which blocks are read.
-            roots: the blocks' first tokens [A].
+            batch: The sequences.
+            frozen: The target's embedding.
+            context: Each transformer block's keys and values at all slots, from `inject_sequences`.
+            spans: The anchors.
+            roots: The first tokens of the blocks [A].
         """
         size = self.settings.slots
         state = self.embed_slots(roots, frozen).flatten(0, 1)  # [A * B, H]
         _, positions, _ = text_slots(batch, state.device)
-        # [A, B]: the root of a block comes right after its anchor
+        # [A, B]: the root has the position after its anchor's
         anchor_positions = positions.index_select(0, spans.rows)[:, None]
         block_positions = anchor_positions + torch.arange(1, 1 + size, device=state.device)
         tables = self._tables_of(batch, state)(block_positions.flatten())
         for block, (key, value) in zip(self.layers, context, strict=True):
             inputs = block.inputs(state)
             query, residual = self._run(query_and_residual, block, inputs, tables)
-            own_key, own_value = self._run(key_value, block, inputs, tables)
+            block_key, block_value = self._run(key_value, block, inputs, tables)
             # [heads, A * B, w] -> [heads, A, B, w]
             attended = attend_block(
                 query.unflatten(1, (-1, size)),
                 key,
                 value,
                 spans,
-                own=(own_key.unflatten(1, (-1, size)), own_value.unflatten(1, (-1, size))),
+                block_pair=(
+                    block_key.unflatten(1, (-1, size)),
+                    block_value.unflatten(1, (-1, size)),
+                ),
                 causal=self.settings.causal,
             )
             state = self._run(add_rows, block, attended.flatten(1, 2), residual)
@@ -289,7 +319,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return states
 
     def _tables_of(self, batch: Batch, like: Tensor) -> Callable[[Tensor], Pair]:
-        """Return a function that gives rotary tables at positions of sequences and blocks."""
+        """Return a function that looks up rotary tables at positions of the batch's sequences and of their blocks."""
         return position_tables(
             self.rotary, like, max(batch.lengths, default=0) + self.settings.slots
         )
@@ -303,7 +333,10 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         frozen: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums at all supervised slots: tokens that each tree would keep, and agreement of the probs."""
+        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
+
+        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
+        """
         states, students = zip(*self.draft_levels(batch, frozen, self.levels), strict=True)
         return validate_batch(batch, states, (students, frozen.logits), trees)
 
@@ -313,11 +346,11 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         frozen: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return each level's states [S, D] at all supervised slots, and their LM head."""
+        """Return the inputs [S, D] of each level's LM head at all supervised slots, and the LM head."""
         anchors = Anchors.everywhere(batch, self.levels)
         context = self.inject_sequences(batch)
         roots = anchors.tokens_at(batch, -1)
-        # some anchors at a time, as each of them has the states of a whole block in memory
+        # some anchors at a time, as the states of a whole block are in memory for each of them
         chunks = []
         done = 0
         for spans in anchors.spans.split(ANCHORS_AT_ONCE):
@@ -340,22 +373,26 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return InjectedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return no rows, as the first forward makes all levels; those of each level if levels read tokens."""
+        """Return how many nodes each forward after the first reads; empty if the first gives all levels' logits."""
         return level_rows(budget.within(self.levels)) if self.reads_tokens else ()
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return the accepted tokens and the root, whose features become keys and values, and a block."""
+        """Return the rows of the next draft's first forward.
+
+        They are the last draft's root and accepted tokens, whose features become keys and values, and a block.
+        """
         return accepted + 1 + int(self.settings.slots)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of keys and values of every block, those of the slots after the sequence too."""
+        """Return the bytes of every block's keys and values for `tokens` tokens and the block of slots after them."""
         return text_bytes(self.layers, tokens + int(self.settings.slots))
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
-        """Return a function to time.
+        """Return a function whose seconds are measured.
 
-        It is the forward of a block after `context` tokens, with its logits, which also makes keys and values of the
-        rows beyond the block. Where all rows are scored and levels read tokens, it is one level, which runs no blocks.
+        It is the forward of a block of tokens after `context` cached tokens, with the logits of all levels. `rows`
+        beyond the block's are new tokens, whose keys and values it makes. If levels read tokens and all rows are
+        scored, it is one level, which runs no transformer blocks.
         """
         requests = [DraftRequest(0, 0, Budget())]
         weight = self.fc.weight
@@ -372,7 +409,7 @@ class InjectedHead(CompiledParts, TrainableDrafter):
 
         @torch.inference_mode()
         def run() -> Any:
-            # each call writes over the rows of the one before
+            # each call overwrites the columns of the call before
             state.cache.lengths[0] = context
             state.inject(cache_rows, [features[context:]])
             return self.open_levels(self, requests, state.read_blocks(cache_rows, root))
@@ -380,11 +417,11 @@ class InjectedHead(CompiledParts, TrainableDrafter):
         return run
 
     def _probe_level(self, rows: int, requests: list[DraftRequest]) -> Callable[[], Any]:
-        """Return a function to time: the codes of `rows` nodes of a level, with their logits."""
+        """Return a function whose seconds are measured: one level at `rows` nodes, where levels read tokens."""
         states = self.fc.weight.new_zeros(1, self.levels, self.shape.hidden_size)
         tokens = torch.zeros(1, rows, dtype=torch.long, device=states.device)
         tree_mask = torch.ones_like(tokens, dtype=torch.bool)
-        # any level but the first, whose parents are nodes
+        # a level after the first, so that its parents are nodes and not the root
         depth = min(1, self.levels - 1)
         with torch.inference_mode():
             levels = self.open_levels(self, requests, states)

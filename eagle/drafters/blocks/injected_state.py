@@ -1,4 +1,4 @@
-"""The sequences that a head drafts blocks for: keys and values of fused features, and one forward for all levels."""
+"""The drafting state of heads that draft blocks: the KV cache of fused features, and one forward for all levels."""
 
 # B sequences, T new tokens, K levels, L taps, H hidden, V vocabulary
 
@@ -28,7 +28,10 @@ from eagle.drafters.parts.text_state import (
 
 
 class InjectedState(TextState):
-    """Keys and values of many sequences, in a cache row for each; what a block computes is forgotten with its draft."""
+    """The KV cache of many sequences, in a slot of the cache for each ("cache row").
+
+    It has keys and values of the target's features. Those of a draft's block are overwritten by the next tokens.
+    """
 
     def __init__(self, head: Any) -> None:
         super().__init__(head)
@@ -40,16 +43,19 @@ class InjectedState(TextState):
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees of the levels that one forward gives, once the features of committed tokens are injected."""
+        """Return a draft tree for each row.
+
+        The features of committed tokens are added to the cache, then one forward over a block gives all levels.
+        """
         self.take_rows(list(updates))
-        # rows with very different numbers of new tokens are not padded to one another
+        # rows with very different numbers of new tokens do not share a padded forward
         for group in split_ragged({row: len(update.tokens) for row, update in updates.items()}):
             features = [updates[row].features for row in group]
             self.inject(
                 self.take_rows(group), [tensor for tensor in features if tensor is not None]
             )
         trees = {row: DraftTree.chain([update.root]) for row, update in updates.items()}
-        # an empty budget leaves the root alone, and needs no block
+        # with an empty budget the tree is the root alone, and no block is read
         rows = sorted((row for row in updates if not budgets[row].is_empty), key=self.rows.index)
         if rows:
             cache_rows = self.take_rows(rows)
@@ -70,12 +76,17 @@ class InjectedState(TextState):
         return trees
 
     def take_rows(self, rows: Sequence[int]) -> list[int]:
-        """Return the index in the cache's batch of each of these rows; a row that is new gets one."""
+        """Return the cache row of each of these rows; a new row gets the next free one."""
         self._take_slots([row for row in rows if row not in self.rows])
         return [self.rows.index(row) for row in rows]
 
     def inject(self, cache_rows: Sequence[int], features: Sequence[Tensor]) -> None:
-        """Write keys and values of features [T, L, H] after the sequences of these cache rows; count them as read."""
+        """Add the keys and values of features to the cache, in every transformer block.
+
+        Args:
+            cache_rows: The cache rows of the sequences.
+            features: The features [T, L, H] of each sequence's new tokens.
+        """
         head = self.head
         cache = self.cache
         counts = [len(rows) for rows in features]
@@ -85,7 +96,7 @@ class InjectedState(TextState):
         tables = rotary_tables(head.rotary, padded, slot_positions(starts, counts, self.device))
         cache.set_write_offset(cache_rows, starts)
         for block, block_cache in zip(head.layers, self.blocks, strict=True):
-            # blocks read the fused features only as keys and values, so that no queries are made of them
+            # the fused features are only keys and values, so no queries are made of them
             attention = block.self_attn
             key = attention.k_proj(padded).unflatten(-1, (-1, attention.width)).transpose(1, 2)
             value = attention.v_proj(padded).unflatten(-1, (-1, attention.width)).transpose(1, 2)
@@ -96,7 +107,10 @@ class InjectedState(TextState):
             cache.lengths[cache_row] += count
 
     def read_blocks(self, cache_rows: Sequence[int], roots: Tensor) -> Tensor:
-        """Return [B, K, H], the normed states of blocks after the sequences of these cache rows and roots [B]."""
+        """Read a block of tokens after each cache row's sequence, and return the normed states [B, K, H] of its levels.
+
+        `roots` [B] are the first tokens of the blocks.
+        """
         head = self.head
         cache = self.cache
         size = int(head.settings.slots)
@@ -107,8 +121,8 @@ class InjectedState(TextState):
             head.rotary, state, slot_positions(lengths, [size] * len(cache_rows), self.device)
         )
 
-        # blocks of all rows begin at column `start`: columns between the end of a shorter sequence and its block are
-        # hidden
+        # the blocks of all rows begin at the same cache column, `start`; the columns between the end of a shorter
+        # sequence and its block are hidden
         committed = torch.zeros(1, start, dtype=self.dtype, device=self.device)
         if min(lengths) < start:
             ends = upload(torch.tensor(lengths)[:, None], self.device)
@@ -127,7 +141,7 @@ class InjectedState(TextState):
 
 
 class SlotLevels:
-    """The logits of all levels of all trees, the same after all nodes of a level."""
+    """The logits of all levels of all trees, which are the same for all nodes of a level; see `RowsLevel`."""
 
     def __init__(self, head: Any, requests: Sequence[DraftRequest], states: Tensor) -> None:
         self.logits: Tensor = head.logits(states, head.frozen[0])  # [B, K, V]
@@ -141,9 +155,10 @@ class SlotLevels:
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, 1, V], the logits that all nodes of a level share.
+        """Return the logits [B, 1, V] that all nodes of a level share.
 
-        One forward made those of every level, so that the tokens on the way to a node and its ancestors do not matter.
+        One forward made them for all levels, so they do not depend on the tokens of the path. The rows are those whose
+        trees still grow; see `RowsLevel`.
         """
         return pick_rows(self.logits[:, depth : depth + 1], rows)
 
@@ -154,9 +169,16 @@ def grow_slots(
     states: Tensor,
     open_levels: Callable[..., Any] = SlotLevels,
 ) -> list[DraftTree]:
-    """Return the tree of each request from the states [B, K, H] of its levels."""
+    """Return the draft tree of each request.
+
+    Args:
+        head: The draft head.
+        requests: Those of the B rows.
+        states: The states [B, K, H] of the levels.
+        open_levels: Makes the `RowsLevel` that gives the logits of each level, from the other three arguments.
+    """
     requests = [replace(request, budget=request.budget.within(head.levels)) for request in requests]
-    # no logits of levels that are deeper than every tree
+    # logits are made only for levels that some tree has
     max_depth = max(1, *(request.budget.depth for request in requests))
     levels = open_levels(head, requests, states[:, :max_depth])
     confidence = levels.confidence if head.rates_nodes else None

@@ -1,7 +1,11 @@
-"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network over masks, with all levels in one forward."""
+"""P-EAGLE (Hui et al. 2026, arXiv 2602.01469): EAGLE-3's network over mask tokens, with all levels in one forward.
 
-# S supervised slots, E masks after them in all, n slots of one group with m masks each, K levels, L taps, H hidden
-# B sequences, T tokens of one, h heads of width w
+A draft reads the root and then mask tokens. The root's slot predicts level 0, and mask token d predicts level d. In
+this file "masks" are mask tokens.
+"""
+
+# S supervised slots, E mask tokens after all of them, n slots of one group with m mask tokens each, K levels, L taps
+# H hidden, B sequences, T tokens of one, h heads of width w
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from eagle.drafters.blocks.block_spans import (
     ATTEND,
     add_blocks,
     attend_block,
-    read_texts,
+    attend_sequences,
 )
 from eagle.drafters.blocks.injected_state import grow_slots
 from eagle.drafters.parts.divisors import Divisor, level_shares, sum_divisors
@@ -79,7 +83,8 @@ class Peagle(FusedHead):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FusedHead:
-        """Return a new head, with its mask token resolved."""
+        """Return a new head as `FusedHead.for_target` does, with a default mask token if the settings have none."""
+        # by default the mask token is the last of the vocabulary, which may be a filler that no sequence has
         count = target_config.vocab_size
         token = count - 1 if settings.mask_token is None else settings.mask_token
         if not 0 <= token < count:
@@ -91,12 +96,12 @@ class Peagle(FusedHead):
 
     @classmethod
     def sizes(cls, settings: PeagleSettings) -> dict[str, int]:
-        """Return the shape's sizes: the number of blocks."""
+        """Return the sizes that the settings decide; all others are the target's."""
         return {**super().sizes(settings), "num_hidden_layers": settings.blocks}
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: its taps, where it has norms, and its mask token."""
+        """The network's name and the settings that decide what its weights mean."""
         settings = self.settings
         return {
             "network": "peagle",
@@ -108,7 +113,7 @@ class Peagle(FusedHead):
 
     @property
     def parts(self) -> Parts:
-        """The parts of EAGLE-3's network, the mask token, and the state of masks by tap."""
+        """The parts that `eagle doctor` checks: EAGLE-3's, the mask token, and the mask state, which has all taps."""
         parts = super().parts
         return replace(
             parts, by_tap=(*parts.by_tap, "mask_hidden"), tokens=("mask_token",), levels=self.levels
@@ -116,26 +121,29 @@ class Peagle(FusedHead):
 
     @property
     def levels(self) -> int:
-        """The number of tokens that one forward guesses."""
+        """The number of levels that one forward gives, one token each."""
         return int(self.settings.depths)
 
     def mask_state(self) -> Tensor:
-        """Return [1, H], the learned state that a mask reads."""
+        """Return the learned state [1, H] that a mask token is read with, in place of the target's."""
         return self.fuse_taps(self.mask_hidden.view(1, len(self.taps), -1))
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the distillation loss at the supervised slots and the masks sampled after them."""
+        """Return the distillation loss at the supervised slots and at the mask tokens sampled after them."""
         settings = self.settings
-        counts = draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least)
-        masks = MaskRows.of(counts, batch.tokens.device)
-        token_indices, slot_states, mask_states = self.read_masks(batch, frozen, masks)
+        # how many mask tokens come after each slot
+        mask_counts = draw_masks(batch, self.levels - 1, settings.keep, settings.keep_least)
+        masks = MaskRows.of(mask_counts, batch.tokens.device)
+        row_indices, slot_states, mask_states = self.read_masks(batch, frozen, masks)
         weights = self.row_weights(batch, masks, len(slot_states))
+        # A row with index i predicts token i + 2, as the target does from its state i + 1. Tokens outside the draft
+        # vocabulary are not learned.
         if self.drafts is not None:
-            weights = weights * self.t2d[batch.tokens.index_select(0, token_indices + 2)]
-        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, token_indices + 1)
-        # slots and masks are rows of one step: L = sum_r w_r D(p_r, q_r)
+            weights = weights * self.t2d[batch.tokens.index_select(0, row_indices + 2)]
+        target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, row_indices + 1)
+        # slots and mask tokens are rows of one step: L = sum_r w_r D(p_r, q_r)
         total, _ = distillation_loss(
             self.norm(torch.cat([slot_states, mask_states]))[None],
             target_hidden,
@@ -147,21 +155,27 @@ class Peagle(FusedHead):
         return {"total": total}
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
-        """Return the divisor of all levels, or of each, by the masks sampled after the slots of these sequences."""
+        """Return the divisor of the loss: one for all levels, or one for each level; see `divisors.Divisor`.
+
+        Args:
+            masks: The loss mask of each sequence.
+            seeds: The random seed of each sequence, which decides its mask tokens.
+        """
         settings = self.settings
         depths = torch.arange(self.levels)
         reached = []
         for mask, seed in zip(masks, seeds, strict=True):
-            # `forward` samples the same masks, as the seed decides it
+            # the same mask tokens as in `forward`, because the seed is the same
             counts = draw_text_masks(
                 mask[2:], seed, self.levels - 1, settings.keep, least=settings.keep_least
             )
+            # a slot with c mask tokens reaches the levels 0 to c
             reached.append(counts[mask[2:], None] >= depths)
         divisor: Divisor = "slots" if settings.divisor == "texts" else settings.divisor
         return sum_divisors(divisor, torch.cat(reached), [1.0] * self.levels)
 
     def row_weights(self, batch: Batch, masks: MaskRows, slots: int) -> Tensor:
-        """Return [S + E], the weights of supervised slots and masks."""
+        """Return the loss weights [S + E] of supervised slots and mask tokens; `slots` is S."""
         divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
         dtype = self.fc.weight.dtype
         device = batch.tokens.device
@@ -177,10 +191,11 @@ class Peagle(FusedHead):
         frozen: TargetHead,
         masks: MaskRows,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what supervised slots and the masks after them become.
+        """Run the network at supervised slots and at the mask tokens after them.
 
         Returns:
-            The indices [S + E] of slots and masks among all tokens, and their states [S, H] and [E, H].
+            The row indices [S + E]: the row of index i predicts token i + 2 of the batch, so mask token d of slot i has
+            the index i + d. And the states of the slots [S, H] and of the mask tokens [E, H].
         """
         slots, positions, spans = text_slots(batch, batch.tokens.device)
         dtype = self.layers[0].mlp.up_proj.weight.dtype
@@ -202,12 +217,12 @@ class Peagle(FusedHead):
         slot_states = read_rows(
             self.layers[-1], inputs, tables, context[-1], spans=spans, run=self._run
         )
-        # the mask of depth d has the position d after that of its slot
+        # mask token d comes d positions after its slot
         tables = tables_at(positions.index_select(0, masks.spans.rows) + masks.depths)
         mask_states = self._read_blocks(frozen, masks, tables, context)
         rows = torch.cat([spans.rows, masks.spans.rows])
-        token_indices = slots.index_select(0, rows) + F.pad(masks.depths, (len(spans.rows), 0))
-        return token_indices, slot_states, mask_states
+        depths = F.pad(masks.depths, (len(spans.rows), 0))  # 0 at the slots themselves
+        return slots.index_select(0, rows) + depths, slot_states, mask_states
 
     def _read_blocks(
         self,
@@ -216,7 +231,14 @@ class Peagle(FusedHead):
         tables: tuple[Tensor, Tensor],
         context: Sequence[Pair],
     ) -> Tensor:
-        """Return [E, H], the states of masks, which differ only by position."""
+        """Return the states [E, H] of mask tokens, whose inputs are all the same and whose positions differ.
+
+        Args:
+            frozen: The target's embedding.
+            masks: The mask tokens.
+            tables: Rotary tables at their positions.
+            context: Each block's keys and values at all slots.
+        """
         token = upload(torch.tensor([self.settings.mask_token]), masks.depths.device)
         state = self.mask_state()
         inputs = self.block_inputs(self.project_tokens(frozen.embed(token).to(state.dtype)), state)
@@ -224,7 +246,7 @@ class Peagle(FusedHead):
         for layer_index, block in enumerate(self.layers):
             if layer_index:
                 inputs = block.inputs(state)
-            # a mask sees the masks before it by their keys and values in the same block
+            # a mask token attends to the mask tokens before it after the same slot, by this block's keys and values
             mask_pair = self._run(key_value, block, inputs, tables)
             query, residual = self._run(query_and_residual, block, inputs, tables)
             attended = masks.attend(query, context[layer_index], mask_pair)
@@ -234,12 +256,12 @@ class Peagle(FusedHead):
     # -- validation ---------------------------------------------------------------------------------------------------
 
     def level_states(self, batch: Batch, frozen: TargetHead, levels: int) -> list[Tensor]:
-        """Return the states [S, H] of each level at every supervised slot.
+        """Return the states [S, H] of each level at every supervised slot, for validation.
 
-        Each slot gets a mask token for every level but the first.
+        Every supervised slot gets a mask token for each level but the first, without sampling.
         """
         count = min(levels, self.levels) - 1
-        # without sampling: every supervised slot has a mask for each level
+        # the number of mask tokens after each slot: `count` after supervised ones, 0 after others
         masks_by_slot = [count * supervised for supervised in supervised_slots(batch)]
         masks = MaskRows.of(masks_by_slot, batch.tokens.device)
         _, slot_states, mask_states = self.read_masks(batch, frozen, masks)
@@ -253,20 +275,26 @@ class Peagle(FusedHead):
         return MaskedState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return no rows: the first forward gives all levels."""
+        """Return an empty tuple, as no forward follows the first, which gives all levels."""
         return ()
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return the accepted tokens, the root, and a mask for each level after the first."""
+        """Return the rows of the next draft's first forward.
+
+        They are the accepted tokens, the root, and a mask token for each level after the first.
+        """
         return accepted + max(min(depth, self.levels), 1)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Return a function to time: the forward of `rows` rows after `context` tokens, with logits for the levels."""
+        """Return a function whose seconds are measured: a forward of `rows` tokens after `context` cached tokens.
+
+        It computes the logits of all levels, even if fewer rows are to be scored.
+        """
         return super().probe(context, rows, max(scored, min(rows, self.levels)))
 
 
 class MaskedState(TextState):
-    """Keys and values of many sequences; those of masks are overwritten by the tokens that are committed next."""
+    """The KV cache of many sequences. Keys and values of mask tokens are overwritten by the next committed tokens."""
 
     head: Any
 
@@ -275,8 +303,8 @@ class MaskedState(TextState):
         super().__init__(head)
         count = head.levels - 1
         mask_tokens = torch.full((count,), head.settings.mask_token)
-        self.masks = mask_tokens, head.mask_state().expand(count, -1)
-        self.levels = 1  # of the deepest draft that is asked for
+        self.masks = mask_tokens, head.mask_state().expand(count, -1)  # [K - 1] and [K - 1, H]
+        self.levels = 1  # of the deepest draft of this call of `propose`
 
     @torch.inference_mode()
     def propose(
@@ -284,40 +312,48 @@ class MaskedState(TextState):
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees whose levels are the states after the root and the masks."""
+        """Return a draft tree for each row; its levels come from the states after the root and the mask tokens."""
         budgets = {row: budget.within(self.head.levels) for row, budget in budgets.items()}
         depths = [budgets[row].depth for row in updates if not budgets[row].is_empty]
         self.levels = max([1, *depths])
-        rows, seeds, hidden = self.read_updates(updates, budgets)
-        return dict(zip(rows, grow_slots(self.head, seeds, hidden), strict=True))
+        rows, requests, states = self.read_updates(updates, budgets)
+        return dict(zip(rows, grow_slots(self.head, requests, states), strict=True))
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Return [B, K, H], the states of the levels after each row's sequence."""
+        """Read each row's new tokens, root and mask tokens, and return the states of the levels [B, levels, H]."""
         tokens, states = self.masks
         count = self.levels - 1
-        return self._read_ahead(updates, (tokens[:count], states[:count]))
+        return self._read_rows(updates, (tokens[:count], states[:count]))
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRows:
-    """Masks in groups of slots that have equally many, those of a slot one after the other."""
+    """The E mask tokens after the slots of a batch, in an order that makes attention efficient.
 
-    groups: list[tuple[Spans, int]]  # the slots among all, and how many masks each of them has
-    spans: Spans  # [E], the slot of each mask
-    depths: Tensor  # [E], from 1 on
-    runs: list[tuple[int, int]]  # the sequence of the next masks, and how many they are
+    They are grouped by how many mask tokens their slot has. In a group they are in the order of the slots, and those of
+    a slot are consecutive.
+    """
+
+    groups: list[
+        tuple[Spans, int]
+    ]  # the slots of each group, and how many mask tokens each of them has
+    spans: Spans  # [E], the slot of each mask token
+    depths: Tensor  # [E], 1 for the first mask token of a slot, and so on
+    runs: list[
+        tuple[int, int]
+    ]  # for consecutive mask tokens of one sequence: its index, and how many they are
 
     @classmethod
     def of(cls, masks: Sequence[Tensor], device: torch.device) -> MaskRows:
-        """Return the masks after the slots of sequences.
+        """Lay out the mask tokens after the slots of a batch.
 
         Args:
-            masks: [T - 2] of each sequence, how many masks come after each slot.
+            masks: For each sequence, how many mask tokens come after each slot [T - 2], on the host.
             device: Where the rows are used.
         """
         groups = []
         spans_runs = []
-        rows = []  # by run
+        rows = []  # of each run: the slot of each mask token
         depths = [torch.empty(0, dtype=torch.long)]
         runs = []
         lengths = [len(counts) for counts in masks]
@@ -330,7 +366,7 @@ class MaskRows:
             for seq, members in enumerate(slots):
                 if not len(members):
                     continue
-                # masks attend from the row of their slot, which comes once for each of its masks
+                # a mask token sees the sequence up to its slot, so the slot's row is repeated for each mask token
                 run = (begins[seq] + members).repeat_interleave(size).tolist()
                 rows.append(run)
                 spans_runs.append((begins[seq], run[0], run[-1] + 1))
@@ -341,21 +377,25 @@ class MaskRows:
         return cls(groups, spans, upload(torch.cat(depths), device), runs)
 
     def attend(self, query: Tensor, context: Pair, mask_pair: Pair, kernel: Any = None) -> Tensor:
-        """Return [h, E, w], what masks see of their sequences and of the masks before them.
+        """Return the attention output [h, E, w] of mask tokens.
+
+        They attend to their sequence up to their slot, and to the slot's mask tokens up to themselves.
 
         Args:
             query: [h, E, w].
-            context: keys and values of all slots.
-            mask_pair: keys and values of the masks.
-            kernel: fused attention in place of the device's own.
+            context: Keys and values at all slots.
+            mask_pair: Keys and values of the mask tokens.
+            kernel: Fused attention to use in place of the device's, for tests.
         """
+        # no mask tokens: the query is empty
         if not self.groups:
             return query
-        seen_before: Pair | None = None  # what all masks see of their sequences
+        # attention to the sequences alone, and the log-sum-exp of its scores
+        by_sequence: Pair | None = None
         if kernel or query.device.type not in ATTEND:
-            # one kernel call for all masks, as each size of a group would compile another
-            output, log_sum = read_texts(query, *context, self.spans, kernel)
-            seen_before = output, log_sum[..., None]
+            # one kernel call for all mask tokens, as a call for each group would compile a kernel for each group size
+            output, log_sum = attend_sequences(query, *context, self.spans, kernel)
+            by_sequence = output, log_sum[..., None]
         attended = []
         done = 0
         for spans, size in self.groups:
@@ -363,27 +403,27 @@ class MaskRows:
             done = rows.stop
             mask_query = _by_slot(query, rows, size)
             key, value = (_by_slot(tensor, rows, size) for tensor in mask_pair)
-            if seen_before is None:
+            if by_sequence is None:
                 seen = attend_block(mask_query, *context, spans, (key, value), causal=True)
             else:
-                output, log_sum = (_by_slot(tensor, rows, size) for tensor in seen_before)
+                output, log_sum = (_by_slot(tensor, rows, size) for tensor in by_sequence)
                 seen = add_blocks(output, log_sum, mask_query, (key, value), causal=True)
             attended.append(seen.flatten(1, 2))
         return torch.cat(attended, dim=1)
 
 
 def _by_slot(tensor: Tensor, rows: slice, size: int) -> Tensor:
-    """Return [h, n, m, ..], the rows of a group's masks, by their slots."""
+    """Return [h, n, m, ..]: the rows of a group's mask tokens, m = `size` for each of its n slots."""
     return tensor[:, rows].unflatten(1, (-1, size))
 
 
 def supervised_slots(batch: Batch) -> list[Tensor]:
-    """Return [T - 2] for each sequence, whether the token that a slot predicts is supervised."""
+    """Return a bool [T - 2] for each sequence: whether the token that a slot predicts is supervised."""
     return [mask[2:] for mask in batch.masks]
 
 
 def draw_masks(batch: Batch, max_masks: int, keep: float, least: float) -> list[Tensor]:
-    """Return [T - 2] for each sequence, how many masks come after each slot."""
+    """Sample how many mask tokens come after each slot, for each sequence [T - 2]; see `draw_text_masks`."""
     counts = []
     for supervised, seed in zip(supervised_slots(batch), batch.seeds, strict=True):
         counts.append(draw_text_masks(supervised, seed, max_masks, keep, least=least))
@@ -398,25 +438,27 @@ def draw_text_masks(
     *,
     least: float,
 ) -> Tensor:
-    """Return [T - 2], how many masks come after each slot of a sequence (COD: conditional drop of tokens).
+    """Sample how many mask tokens come after each slot of one sequence [T - 2] (COD: conditional drop of tokens).
 
-    Of n supervised slots of one answer, n - d could have d masks. A share max(keep^d, least) of these gets them,
-    sampled from the slots that have d - 1 and whose answer continues.
+    Training all levels at all slots would be too much work, so deeper levels are trained at fewer slots. Of n
+    supervised slots, n - d could have d mask tokens. A share max(keep^d, least) of these gets them, sampled from the
+    slots that have d - 1 mask tokens and whose answer has another supervised token.
 
     Args:
-        supervised: [T - 2], the supervised slots.
-        seed: decides the sample.
-        max_masks: the largest number of masks after a slot.
-        keep: the share of slots with d masks that get one more.
-        least: the lowest share of all slots, at every depth.
+        supervised: [T - 2] bool, the supervised slots.
+        seed: The sequence's random seed.
+        max_masks: The largest number of mask tokens after a slot.
+        keep: The share of slots with d mask tokens that get one more.
+        least: The lowest share of all slots, at every depth.
     """
     generator = torch.Generator().manual_seed(seed)
+    # slots after the end of the sequence are not supervised
     padded = F.pad(supervised, (0, max_masks))
     sampled = supervised.nonzero()[:, 0]
     slots = len(sampled)
     counts = torch.zeros_like(supervised, dtype=torch.long)
     for depth in range(1, max_masks + 1):
-        # COD: d masks after a slot only if d - 1 are there, and its answer continues for d tokens
+        # COD: a slot gets d mask tokens only if it has d - 1, and slot i + d is supervised too
         candidates = sampled[padded[sampled + depth]]
         wanted = max(int((slots - depth) * max(keep**depth, least)), 0)
         order = torch.empty_like(candidates).random_(generator=generator).argsort()
@@ -426,15 +468,17 @@ def draw_text_masks(
 
 
 def weigh_sequences(batch: Batch, masks: MaskRows) -> Tensor:
-    """Return [S + E], the weights of supervised slots and masks: each row of a sequence weighs the same.
+    """Return the weights [S + E] of supervised slots and mask tokens, not yet divided by a divisor.
 
-    A sequence weighs as much as it has supervised slots, however many masks they have.
+    A sequence's weight is its number of supervised slots, however many mask tokens they have. All rows of the sequence
+    share it equally.
     """
     slots = [int(supervised.sum()) for supervised in supervised_slots(batch)]
-    rows = list(slots)
+    rows = list(slots)  # of each sequence: supervised slots and mask tokens
     for seq, count in masks.runs:
         rows[seq] += count
     weights = []
+    # in the order of the rows: the slots of all sequences, then the mask tokens
     for seq, count in [*enumerate(slots), *masks.runs]:
         share = slots[seq] / max(rows[seq], 1)
         weights.append(torch.full((count,), share, dtype=torch.float64))

@@ -59,7 +59,10 @@ class Blockwise(LevelHeads):
         nn.init.zeros_(self.down.bias)
 
     def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
-        """Return [.., K * H], the states of all levels, concatenated, from the target's [.., H]; no token is read."""
+        """Return the states of all levels, concatenated to [.., K * H], from the target's state [.., H].
+
+        Level 0 makes those of all levels, so later levels return the state that they get. No level reads a token.
+        """
         if level:
             return state
         # y_k = x + (down relu(up x))_k, for all k in one product
@@ -67,7 +70,7 @@ class Blockwise(LevelHeads):
         return (state[..., None, :] + changes).flatten(-2)
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """Return [.., H], the level's own of the states."""
+        """Return the state [.., H] of one level from the states of all levels [.., K * H]."""
         return state.unflatten(-1, (self.levels, -1))[..., level, :]
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
@@ -75,19 +78,25 @@ class Blockwise(LevelHeads):
         return [frozen]
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the loss of all levels, or that of one sampled level times their number (the same in expectation)."""
+        """Return the loss of all levels; with `drawn`, in training, the loss of one sampled level times their number.
+
+        Both are the same in expectation, and one level is less work.
+        """
         if not (self.settings.drawn and self.training):
             return super().forward(batch, frozen)
-        # on the host, which is seeded in every step
+        # from the host's random generator, which training seeds in every step
         level = int(torch.randint(self.levels, (), device="cpu"))
-        places, hidden = self.level_states(batch, frozen)
-        weights = self.levels * self.slot_weights(batch, places)[level : level + 1]
-        teacher, teacher_head, objective = choose_teacher(self.settings.loss, batch, places, frozen)
+        slot_indices, hidden = self.level_states(batch, frozen)
+        # all tensors of one level: [1, S] and [1, S, H]
+        weights = self.levels * self.slot_weights(batch, slot_indices)[level : level + 1]
+        teacher, teacher_head, objective = choose_teacher(
+            self.settings.loss, batch, slot_indices, frozen
+        )
         student = align_steps(hidden[: level + 1])[level:]
         heads = frozen, teacher_head
         total, level_losses = distillation_loss(
             student, teacher, weights, heads, objective=objective
         )
-        # zeros of the others, so that all steps log the same names
+        # zeros for the other levels, so that all steps log the same names
         level_losses = F.pad(level_losses, (level, self.levels - 1 - level))
         return {"total": total, **{f"draft_probs/{i}": loss for i, loss in enumerate(level_losses)}}

@@ -51,24 +51,31 @@ class HydraSettings(LevelSettings):
 
 
 class Gated(nn.Linear):
-    """x + silu(Wx + b), or Rx + r + silu(Wx + b) where x is wider than what comes out; W and b are zero at first."""
+    """A residual block x + silu(Wx + b), or Rx + r + silu(Wx + b) if input and output width differ.
 
-    def __init__(self, read: int, width: int) -> None:
-        super().__init__(read, width)
+    W and b start at zero.
+
+    Args:
+        input_width: Of x.
+        width: Of the output.
+    """
+
+    def __init__(self, input_width: int, width: int) -> None:
+        super().__init__(input_width, width)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
-        self.residual = nn.Identity() if read == width else nn.Linear(read, width)
+        self.residual = nn.Identity() if input_width == width else nn.Linear(input_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H]."""
+        """Return [.., width]."""
         return self.residual(x) + F.silu(super().forward(x))
 
 
 class Hydra(LevelHeads):
     """Level d reads a state of the target concatenated with the embeddings of the next d + 1 tokens.
 
-    With a prefix that state has passed a Llama block over the sequence's states alone, and a norm. Slot i stands at
-    position i.
+    With `prefix` (Hydra++) that state first passes a Llama block, which reads the target's states of the sequence, and
+    a norm. In this block slot i has the position i.
     """
 
     Settings = HydraSettings
@@ -87,16 +94,17 @@ class Hydra(LevelHeads):
         width = shape.hidden_size
         self.blocks = nn.ModuleList()
         for level in range(settings.levels):
-            # level d reads the state and d + 1 embeddings
-            further = [Gated(width, width) for _ in range(1, settings.layers)]
-            self.blocks.append(nn.ModuleList([Gated((level + 2) * width, width), *further]))
+            # the first block of level d reads the state and d + 1 embeddings
+            first_block = Gated((level + 2) * width, width)
+            more_blocks = [Gated(width, width) for _ in range(1, settings.layers)]
+            self.blocks.append(nn.ModuleList([first_block, *more_blocks]))
         self.heads = nn.ModuleList(
             [nn.Linear(width, shape.vocab_size) for _ in range(settings.levels)]
         )
 
     @classmethod
     def context_taps(cls, settings: HydraSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the target's states if a block reads the sequence first."""
+        """Return the taps that training reads at every position: the head's with a prefix block, else none."""
         return cls.taps if settings.prefix else ()
 
     def start(self, frozen: TargetHead | None) -> None:
@@ -107,7 +115,7 @@ class Hydra(LevelHeads):
                 lm_head.weight.data.copy_(frozen.start_matrix())
 
     def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
-        """Return [.., (level + 2) H], the state with one more embedding."""
+        """Return a level's state [.., (level + 2) H]: that of the level before with the embedding of one more token."""
         return torch.cat([state, frozen.embed(tokens).to(state.dtype)], dim=-1)
 
     def hidden(
@@ -116,7 +124,7 @@ class Hydra(LevelHeads):
         state: Tensor,
         drop: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> Tensor:
-        """Return [.., H], the output of the level's blocks."""
+        """Return the output [.., H] of a level's blocks; `drop` is the dropout before each block, by default none."""
         for block in self.blocks[level]:
             state = block(drop(state))
         return state
@@ -130,33 +138,37 @@ class Hydra(LevelHeads):
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
         """Return the distillation loss of all levels, plus the regression loss if it has a weight."""
         settings = self.settings
-        places, states = self.read_levels(batch, frozen)
-        slot_counts = [int(mask.sum()) for mask in batch.masks]
+        slot_indices, states = self.read_levels(batch, frozen)
+        slot_counts = [int(mask.sum()) for mask in batch.masks]  # supervised slots of each sequence
         dropout = settings.dropout if self.training else 0.0
-        drop = TextDropout(dropout, batch.seeds, slot_counts, places.device)
+        drop = TextDropout(dropout, batch.seeds, slot_counts, slot_indices.device)
         hidden = [self.hidden(level, state, drop) for level, state in enumerate(states)]
-        losses = self.distill(batch, frozen, places, [drop(state) for state in hidden])
+        losses = self.distill(batch, frozen, slot_indices, [drop(state) for state in hidden])
         if settings.regression:
-            # before dropout, as it is a state and not the LM head's input that shall be the target's
-            target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, places + 1)
+            # The regression takes the states before dropout. Level 0 at slot i should equal the target's state i + 1,
+            # which predicts the same token; `align_steps` puts all levels that predict it in the same row.
+            target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, slot_indices + 1)
             regression = feature_regression(
-                align_steps(hidden), target_hidden, self.slot_weights(batch, places)
+                align_steps(hidden), target_hidden, self.slot_weights(batch, slot_indices)
             )
             losses["total"] = losses["total"] + settings.regression * regression
             losses["regression"] = regression.detach()
         return losses
 
-    def start_states(self, batch: Batch, places: Tensor) -> Tensor:
-        """Return [S, H], the states that the blocks make at these slots."""
+    def start_states(self, batch: Batch, slot_indices: Tensor) -> Tensor:
+        """Return the states [S, H] from which level 0 begins, at all supervised slots.
+
+        They are the target's, or with a prefix the prefix block's output.
+        """
         if not self.layers:
-            return super().start_states(batch, places)
-        slots, positions, spans = text_slots(batch, places.device)
+            return super().start_states(batch, slot_indices)
+        slots, positions, spans = text_slots(batch, slot_indices.device)
         states = batch.select_taps(self.taps)[:, 0].index_select(0, slots).to(self.dtype)  # [N, H]
         tables_at = position_tables(self.rotary, states, max(batch.lengths, default=0))
         context, inputs = read_context(
             self.layers, self.layers[0].inputs(states), tables_at(positions), batch
         )
-        # the last block's output at supervised slots alone
+        # the block's output is needed only at supervised slots
         inputs = tuple(tensor.index_select(0, spans.rows) for tensor in inputs)
         tables = tables_at(positions[spans.rows])
         normed: Tensor = self.norm(
@@ -171,7 +183,7 @@ class Hydra(LevelHeads):
         return PrefixState(self) if self.layers else super().open()
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return [N, H], the single tap."""
+        """Return the state [N, H] of the head's single tap from features [N, 1, H]."""
         return features[..., 0, :]
 
     def read(
@@ -183,29 +195,35 @@ class Hydra(LevelHeads):
         caches: Sequence[Cache | None],
         frozen: TargetHead,
     ) -> Tensor:
-        """Return [B, T, H], what the blocks make of states [B, T, H], each block with its own cache."""
-        # the tokens are read by the levels alone
+        """Return the prefix block's normed output [B, T, H] from the target's states [B, T, H].
+
+        The arguments are those of `eagle.drafters.parts.text_state.TextHead.read`.
+        """
+        # only the levels read tokens
         for block, cache in zip(self.layers, caches, strict=True):
             hidden = block(hidden, tables, mask, cache)
         normed: Tensor = self.norm(hidden)
         return normed
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of keys and values of every block, 0 without blocks."""
+        """Return the bytes of the prefix block's keys and values for `tokens` tokens, 0 without a prefix."""
         return text_bytes(self.layers, tokens)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
-        """Return a function to time: a level at `rows` nodes, the first one after blocks that read `rows` tokens."""
+        """Return a function whose seconds are measured: one level, the first one with the prefix block's forward.
+
+        The prefix block reads `rows` tokens after `context` cached tokens. `scored` are the nodes of the level.
+        """
         level = super().probe(context, rows, scored)
+        # if all rows are scored it is a later level, and the prefix runs once a draft, before the first level
         if not self.layers or scored == rows:
             return level
-        # the prefix is read once a draft, with the first level
         read = probe_read(self, context, rows)
         return lambda: (read(), level())
 
 
 class PrefixState(TextState):
-    """Sequences whose committed states pass the blocks, and trees of levels that read no more than that."""
+    """The drafting state of Hydra++: the prefix block's KV cache. The levels have no cache."""
 
     head: Hydra
 
@@ -215,6 +233,6 @@ class PrefixState(TextState):
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees grown from the state that the blocks make after the last committed token of each row."""
+        """Return a draft tree for each row, from the prefix block's state after its last committed token."""
         rows, requests, states = self.read_updates(updates, budgets)
         return dict(zip(rows, grow_levels(self.head, requests, states), strict=True))

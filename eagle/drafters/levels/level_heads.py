@@ -1,4 +1,4 @@
-"""Heads that guess several tokens from one state of the target: each level has a network and an LM head of its own."""
+"""Heads that predict several tokens from one state of the target: each level has its own network."""
 
 # B sequences, K nodes of one level, S supervised slots, H hidden, D what an LM head reads, V vocabulary
 
@@ -56,14 +56,15 @@ class LevelHeads(TrainableDrafter):
 
     taps = (-1,)
     teacher_taps = (-1,)
-    reads_tokens = True  # whether what a level guesses depends on the tokens drafted before it
-    # 25 nodes of Medusa with 0.5 / 1 / 2 / 3 keep on the tiny target 1.90 / 1.94 / 1.78 / 1.73 tokens per step at T = 1
+    reads_tokens = True  # whether a level's logits depend on the tokens drafted before it
+    # the factor on logits in trees: with Medusa on the tiny target, 25 nodes and T = 1, the acceptance length is
+    # 1.90 / 1.94 / 1.78 / 1.73 with the factors 0.5 / 1 / 2 / 3
     sharpness = 1.0
     network_keys: tuple[str, ...]  # the settings that decide what its weights mean
 
     @classmethod
     def context_taps(cls, settings: Any, target_config: Any) -> tuple[int, ...]:
-        """Return none: all levels are made from one state."""
+        """Return no taps: training reads the target's state only where a supervised token is predicted."""
         return ()
 
     @classmethod
@@ -93,7 +94,7 @@ class LevelHeads(TrainableDrafter):
 
     @property
     def levels(self) -> int:
-        """The number of tokens that it guesses."""
+        """The number of levels that it drafts, one token each."""
         return int(self.settings.levels)
 
     @property
@@ -107,19 +108,22 @@ class LevelHeads(TrainableDrafter):
         return next(self.parameters()).dtype
 
     def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
-        """Return the state of a level, from that of the level before [.., D] and the tokens [..] that follow it."""
+        """Return the state of a level from that of the level before [.., D] and the tokens [..] after it.
+
+        Independent levels ignore the tokens, and by default return the state that they get.
+        """
         return state
 
     @abstractmethod
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """Return [.., D], what a level's LM head reads of its state."""
+        """Return the input [.., D] of a level's LM head from the level's state."""
 
     @abstractmethod
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:
         """Return one LM head for all levels, or one for each."""
 
     def level_logits(self, level: int, state: Tensor, frozen: TargetHead) -> Tensor:
-        """Return [.., V], a level's logits of its state."""
+        """Return a level's logits [.., V] from the level's state."""
         return self.head_of(level, frozen).logits(self.hidden(level, state))
 
     def head_of(self, level: int, frozen: TargetHead) -> LanguageHead:
@@ -135,28 +139,35 @@ class LevelHeads(TrainableDrafter):
         return [1.0] * self.levels
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the loss of every level, at the slots that a draft can reach."""
+        """Return the distillation loss over all levels.
+
+        A slot counts in a level if a draft that began that many slots earlier reaches it.
+        """
         return self.distill(batch, frozen, *self.level_states(batch, frozen))
 
     def distill(
         self,
         batch: Batch,
         frozen: TargetHead,
-        places: Tensor,
+        slot_indices: Tensor,
         hidden: Sequence[Tensor],
     ) -> dict[str, Tensor]:
-        """Return the loss of every level.
+        """Return the distillation loss over all levels and that of each level.
 
         Args:
-            places: the index of each supervised slot among all tokens, [S].
-            hidden: what each level's LM head reads there, [S, D].
+            batch: The sequences, with the target's states.
+            frozen: The target's LM head.
+            slot_indices: The index of each supervised slot among all tokens, [S].
+            hidden: The inputs of each level's LM head there, [S, D].
         """
         # L = sum_k w_k sum_r D(p_r, q_kr) / divisor
-        teacher, teacher_head, objective = choose_teacher(self.settings.loss, batch, places, frozen)
+        teacher, teacher_head, objective = choose_teacher(
+            self.settings.loss, batch, slot_indices, frozen
+        )
         total, level_losses = distillation_loss(
             align_steps(hidden),
             teacher,
-            self.slot_weights(batch, places),
+            self.slot_weights(batch, slot_indices),
             (self.lm_heads(frozen), teacher_head),
             objective=objective,
             dtype=frozen.weight.dtype,
@@ -167,42 +178,51 @@ class LevelHeads(TrainableDrafter):
         }
 
     def divisors(self, masks: Sequence[Tensor], seeds: Sequence[int]) -> tuple[float, ...]:
-        """Return the divisor of all levels, or of each, by how far drafts from these supervised slots reach."""
+        """Return the divisor of the loss: one for all levels, or one for each level; see `divisors.Divisor`.
+
+        Args:
+            masks: The loss mask of each sequence.
+            seeds: Not used, as drafts begin at all supervised slots.
+        """
         reached = []
         for mask in masks:
             supervised = mask[2:]
             reached.append(reached_levels(supervised, supervised.nonzero()[:, 0], self.levels))
         return sum_divisors(self.settings.divisor, torch.cat(reached), self.level_weights)
 
-    def slot_weights(self, batch: Batch, places: Tensor) -> Tensor:
-        """Return [K, S], the weight of each level at each slot, in the rows of `align_steps`."""
+    def slot_weights(self, batch: Batch, slot_indices: Tensor) -> Tensor:
+        """Return the loss weight [K, S] of each level at each supervised slot, for states from `align_steps`.
+
+        It is 0 if no draft that began as many slots earlier reaches the slot.
+        """
         divisors = batch.divisors or self.divisors(batch.masks, batch.seeds)
-        shares = level_shares(self.level_weights, divisors, self.dtype, places.device)
-        return reached_steps(places, self.levels) * shares[:, None]
+        shares = level_shares(self.level_weights, divisors, self.dtype, slot_indices.device)
+        return reached_steps(slot_indices, self.levels) * shares[:, None]
 
     def level_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, list[Tensor]]:
-        """Return the supervised slots [S], and of each level what its LM head reads there [S, D]."""
-        places, states = self.read_levels(batch, frozen)
-        return places, [self.hidden(level, state) for level, state in enumerate(states)]
+        """Return the index of each supervised slot among all tokens [S], and each level's LM head inputs [S, D]."""
+        slot_indices, states = self.read_levels(batch, frozen)
+        return slot_indices, [self.hidden(level, state) for level, state in enumerate(states)]
 
     def read_levels(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, list[Tensor]]:
-        """Return the supervised slots [S], and each level's states there.
+        """Return the index of each supervised slot among all tokens [S], and each level's states there.
 
-        Slot i reads state i of the target; level 0 also reads token i + 1, and predicts token i + 2.
+        Slot i reads the target's state of token i. Level 0 also reads token i + 1 and predicts token i + 2.
         """
-        places = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
-        state = self.start_states(batch, places)
+        # slot i is supervised if token i + 2 is
+        slot_indices = upload(batch.loss_mask.nonzero()[:, 0] - 2, batch.tokens.device)
+        state = self.start_states(batch, slot_indices)
         states = []
         for level in range(self.levels):
-            # level d reads token i + 1 + d, as it would be drafted
-            following = batch.places_behind(places, 1 + level)
+            # level d reads token i + 1 + d, the sequence's token in place of a drafted one
+            following = batch.places_behind(slot_indices, 1 + level)
             state = self.read_token(level, state, batch.tokens.index_select(0, following), frozen)
             states.append(state)
-        return places, states
+        return slot_indices, states
 
-    def start_states(self, batch: Batch, places: Tensor) -> Tensor:
-        """Return [S, H], what level 0 begins from: the target's states at these slots."""
-        return batch.select_taps(self.taps)[:, 0].index_select(0, places).to(self.dtype)
+    def start_states(self, batch: Batch, slot_indices: Tensor) -> Tensor:
+        """Return the states [S, H] that level 0 reads at these slots: the target's."""
+        return batch.select_taps(self.taps)[:, 0].index_select(0, slot_indices).to(self.dtype)
 
     @torch.no_grad()
     def validate(
@@ -211,7 +231,10 @@ class LevelHeads(TrainableDrafter):
         frozen: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums over the trained slots: loss terms, and tokens that each tree would have kept."""
+        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
+
+        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
+        """
         states, students = zip(*self.draft_levels(batch, frozen, self.levels), strict=True)
         return validate_batch(batch, states, (students, frozen.logits), trees)
 
@@ -221,7 +244,7 @@ class LevelHeads(TrainableDrafter):
         frozen: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return each level's states [S, D], and its LM head."""
+        """Return the inputs [S, D] of each level's LM head at the supervised slots, and the LM head."""
         _, states = self.level_states(batch, frozen)
         return [
             (state, self.head_of(level, frozen).logits)
@@ -235,18 +258,21 @@ class LevelHeads(TrainableDrafter):
         return LevelState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return the rows of each level after the first; none where the first forward makes all levels."""
+        """Return how many nodes each forward after the first reads; empty if one forward makes all levels' logits."""
         return level_rows(budget.within(self.levels)) if self.reads_tokens else ()
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Any]:
-        """Return a function to time: one level at `scored` nodes, or all of one state where none reads tokens."""
+        """Return a function whose seconds are measured: one level at `scored` nodes.
+
+        If levels do not read tokens it is all levels of one state. The heads have no cache, so `context` has no effect.
+        """
         (frozen,) = self.frozen
         count = 1
         first = 0
         last = self.levels
         if self.reads_tokens:
             count = scored
-            # a forward with all rows scored is a later level: the middle one stands for these
+            # a forward with all rows scored is a later level; the middle level represents all of them
             first = self.levels // 2 if scored == rows else 0
             last = first + 1
         tokens = torch.zeros(1, count, dtype=torch.long, device=frozen.weight.device)
@@ -270,7 +296,7 @@ class LevelHeads(TrainableDrafter):
 
 
 class LevelState:
-    """Length and noise of the sequences; nothing else is needed, because heads read only the last state."""
+    """The drafting state: each sequence's length and noise. It has no cache, as heads read only the last state."""
 
     def __init__(self, head: LevelHeads) -> None:
         self.head = head
@@ -297,19 +323,19 @@ class LevelState:
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees grown from the target's state after the last committed token of each row."""
+        """Return a draft tree for each row, from the target's state of its last committed token."""
         features = []
         requests = []
         for row, update in updates.items():
             assert update.features is not None
             self.lengths[row] += len(update.tokens)
-            # [A, 1, H] of one tap: heads have no cache, and read only the state of the last token
+            # the features are [A, 1, H], as there is one tap; heads read only the state of the last token: [1, H]
             features.append(update.features[-1:, 0])
             # the root has position `length`, and the first drafted token the next one
             requests.append(
                 DraftRequest(update.root, self.lengths[row] + 1, budgets[row], self.noises[row])
             )
-        # [B, H], where the target's LM head lies
+        # [B, H], on the device of the target's LM head
         states = torch.cat(features).to(self.head.frozen[0].weight.device, self.head.dtype)
         return dict(zip(updates, grow_levels(self.head, requests, states), strict=True))
 
@@ -317,10 +343,10 @@ class LevelState:
 def grow_levels(
     head: LevelHeads, requests: Sequence[DraftRequest], states: Tensor
 ) -> list[DraftTree]:
-    """Return the tree of each request, from the states [B, H] that level 0 begins from."""
+    """Return the draft tree of each request, from the states [B, H] that level 0 reads."""
     requests = [replace(request, budget=request.budget.within(head.levels)) for request in requests]
     (frozen,) = head.frozen
-    # level 0 reads the root, which all of its tree follows
+    # level 0 reads the root, the same token for all nodes of a tree
     roots = upload(torch.tensor([[request.root] for request in requests]), states.device)
     levels = _Levels(head, head.read_token(0, states[:, None], roots, frozen))
     first = head.level_logits(0, levels.first, frozen)[:, 0]
@@ -328,15 +354,15 @@ def grow_levels(
 
 
 class _Levels(FollowsRows):
-    """The states of one level of all trees after the other."""
+    """Computes the levels of all trees, one after the other; see `RowsLevel`."""
 
     def __init__(self, head: LevelHeads, first: Tensor) -> None:
         self.head = head
-        self.first = first  # [B, 1, D]
+        self.first = first  # the states of level 0, [B, 1, D]
         self._begin()
 
     def _begin(self) -> None:
-        """Start at the roots."""
+        """Reset to level 0, for a new draft."""
         self.rows = list(range(len(self.first)))
         self.state = self.first  # of the level before
 
@@ -348,12 +374,16 @@ class _Levels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, K, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
+        """Return the logits after the nodes of one level: [B, K, V], or [B, 1, V] if they are the same for all nodes.
+
+        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
+        `RowsLevel`.
+        """
         (frozen,) = self.head.frozen
         if depth == 1:
             self._begin()
         (self.state,) = self.keep_rows(rows, self.state)
-        # independent levels need one state for all nodes
+        # independent levels have one state for all nodes
         if self.head.reads_tokens:
             parent_states = self.state.take_along_dim(parents[..., None], 1)
             self.state = self.head.read_token(depth, parent_states, tokens, frozen)

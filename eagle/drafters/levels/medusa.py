@@ -15,7 +15,7 @@ from eagle.core.drafter import HeadShape, TargetHead
 from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
 
-# what a level weighs relative to the one before in the published recipes of joint training
+# the loss weight of a level relative to the level before, in the published recipes of joint training
 FALLING = 0.8
 
 
@@ -39,7 +39,7 @@ class Residual(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H]."""
+        """Return [.., H]."""
         return x + F.silu(super().forward(x))
 
 
@@ -59,7 +59,7 @@ class Medusa(LevelHeads):
         self.blocks = nn.ModuleList()
         for _ in range(settings.levels):
             self.blocks.append(nn.Sequential(*(Residual(width) for _ in range(settings.layers))))
-        # an LM head by level is most of the weights; the target's costs none
+        # LM heads of the levels would be most of the weights; with lm_head: target the target's serves all levels
         lm_heads = settings.levels if settings.lm_head == "own" else 0
         self.heads = nn.ModuleList(
             [nn.Linear(width, shape.vocab_size, bias=False) for _ in range(lm_heads)]

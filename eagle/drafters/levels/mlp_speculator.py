@@ -19,7 +19,7 @@ from eagle.drafters.levels.level_heads import LevelHeads, LevelSettings
 from eagle.drafters.parts.decoder_block import Norm
 from eagle.drafters.parts.objectives import LanguageHead, OwnHead
 
-EPS = 1e-6  # of all its norms, whatever the target's
+EPS = 1e-6  # of all norms of the head, independent of the target's
 
 
 class MlpSpeculatorSettings(LevelSettings):
@@ -45,10 +45,11 @@ class ShiftedNorm(Norm):
 
 
 class MlpSpeculator(LevelHeads):
-    """s = gelu(ln(P s' + r E x)), from the previous state s' and the token x after it; an LM head reads s.
+    """A stage computes s = gelu(ln(P s' + r E x)) from the stage before's state s' and the token x; an LM head reads s.
 
-    r is chosen so that half of the last state's variance comes from the target's state: each stage keeps w^2 =
-    .5^(1 / levels) of it and E x adds the rest. Entries of E start with variance 1 / D, those of s' have 1/2.
+    P, ln and E are `proj`, `ln` and `emb`. The ratio r is chosen so that half of the last state's variance comes from
+    the target's state: each stage keeps w^2 = 0.5^(1 / levels) of it and E x adds the rest. Entries of E start with
+    variance 1 / D, and those of s' have 1/2.
     """
 
     Settings = MlpSpeculatorSettings
@@ -63,7 +64,8 @@ class MlpSpeculator(LevelHeads):
         super().__init__(settings, shape)
         inner = settings.inner_dim or shape.hidden_size
         stages = 1 if settings.tie_weights else settings.levels
-        # tied stages differ in what they project: the first reads the target's width
+        # tied stages share everything but the projection, which reads the target's width in the first stage and the
+        # stage width in all others
         projections = min(settings.levels, 2) if settings.tie_weights else settings.levels
         widths = [shape.hidden_size] + [inner] * (projections - 1)
         self.emb = nn.ModuleList([nn.Embedding(shape.vocab_size, inner) for _ in range(stages)])
@@ -77,23 +79,24 @@ class MlpSpeculator(LevelHeads):
         self.token_ratio = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
 
     def start(self, frozen: TargetHead | None) -> None:
-        """Initialise all matrices alike: N(0, 1 / D)."""
-        # the variance that `token_ratio` is made for
+        """Initialise all matrices with N(0, 1 / D)."""
+        # `token_ratio` assumes this variance
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.weight, std=self.emb[0].embedding_dim ** -0.5)
 
     def read_token(self, level: int, state: Tensor, tokens: Tensor, frozen: TargetHead) -> Tensor:
-        """Return [.., D], a stage's state, from that of the stage before, or the target's [.., H], and tokens [..]."""
+        """Return a stage's state [.., D] from the stage before's state, or the target's [.., H], and tokens [..]."""
+        # entries of a state have the variance 1/2
         if level == 0 and self.settings.scale_input:
             state = F.rms_norm(state, state.shape[-1:], eps=EPS) / math.sqrt(2)
-        # s = gelu(ln(P s' + r E x)); a shared module serves all further levels
+        # s = gelu(ln(P s' + r E x)); the last module of a list serves all further levels if weights are tied
         emb, proj, ln = (
             modules[min(level, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln)
         )
         return F.gelu(ln(proj(state) + self.token_ratio * emb(tokens)))
 
     def hidden(self, level: int, state: Tensor) -> Tensor:
-        """Return the state itself."""
+        """Return the state itself, which the LM head reads."""
         return state
 
     def lm_heads(self, frozen: TargetHead) -> Sequence[LanguageHead]:

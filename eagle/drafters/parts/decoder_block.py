@@ -1,6 +1,6 @@
 """The building blocks of trained heads: Llama blocks with their own cache, and rotary tables."""
 
-# B batch, T tokens, N rows of all sequences, H width, w of a head
+# B batch, T tokens, N rows of all sequences, H width, w width of a head, P width of queries, keys and values together
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from eagle.drafters.parts.operations import RMSNorm, SwiGLUResidual, rotate_head
 from eagle.target.slots import SlotCache
 from eagle.target.structure import typical_config
 
+# the sizes of a head, as keys of a transformers config
 SHAPE_KEYS = [
     "vocab_size",
     "hidden_size",
@@ -38,7 +39,7 @@ SHAPE_KEYS = [
 
 
 def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
-    """Return the taps of a head for a target of so many layers; ValueError unless they differ and exist."""
+    """Return the taps of a head for a target of this many layers; ValueError unless they differ and exist."""
     if len(set(taps)) < len(taps) or not all(-1 <= tap < layers for tap in taps):
         raise ValueError(
             f"drafter.taps is {taps} for a target of {layers} layers, expected different ones of 0 (the embedding) "
@@ -48,19 +49,19 @@ def check_taps(taps: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 
 def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
-    """Return the config of a head for a target, by default with one layer.
+    """Return the config of a head for a target: a Llama config with the target's sizes and, by default, one layer.
 
-    It is a Llama's, as inference engines load heads of no other kind.
+    Inference engines load only heads whose config is a Llama's.
 
     Args:
-        target_config: Gives the sizes; those that it does not name are usual ones.
-        overrides: Sizes to take in place of these.
+        target_config: The target's config; sizes that it lacks get usual values.
+        overrides: Sizes that replace these.
     """
-    # where layers differ, the config of the commonest kind of layer
+    # for a target whose layers differ, the config of its most common kind of layer
     target_config = typical_config(target_config, SHAPE_KEYS)
     width = target_config.hidden_size
     has_heads = bool(getattr(target_config, "num_attention_heads", None))
-    # a target without attention gives a head of the widest usual size
+    # a target without attention: the head gets attention heads of the largest usual width that divides its own
     head_width = next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if width % size == 0)
     heads = target_config.num_attention_heads if has_heads else width // head_width
     defaults = {
@@ -68,7 +69,7 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
         "num_key_value_heads": heads,
         "head_dim": width // heads,
         "intermediate_size": 4 * width,
-        "max_position_embeddings": 2048,  # as a Llama's where none are named
+        "max_position_embeddings": 2048,  # the default of a Llama config, in tokens
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
@@ -80,7 +81,7 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
         # some configs list one for each layer
         sizes["intermediate_size"] = max(sizes["intermediate_size"])
     if not has_heads:
-        # a target without attention may use the name for heads of another kind, as a state space model's
+        # a target without attention may have `head_dim` for something else, such as the heads of a state space model
         sizes["head_dim"] = width // heads
     shape: Any = LlamaConfig(
         **{**sizes, "num_hidden_layers": 1, **overrides}, tie_word_embeddings=False
@@ -89,12 +90,14 @@ def head_shape(target_config: Any, **overrides: Any) -> HeadShape:
 
 
 class Cache:
-    """The cache of one block while drafting: keys and values, one slot a sequence, and its concatenated matrices.
+    """The KV cache of one block while drafting, and its weight matrices, concatenated for fewer kernel launches.
 
-    All blocks of a head write where their owner says. Matrices are copied for new sequences, so they are never stale.
+    The cache has one slot for each sequence. The owner, which the caches of all blocks share, decides where the next
+    keys and values are written. The matrices are copies that a new drafting state makes again, so they are never stale.
     """
 
     def __init__(self, owner: SlotCache, block: Block) -> None:
+        """Add buffers for a block's keys and values to the owner, and copy the block's matrices."""
         self.keys = owner.add()
         self.values = owner.add()
         # one product instead of three: launches cost more than products of few rows
@@ -108,23 +111,30 @@ class Cache:
         self.gate_up = _join_weights([block.mlp.gate_proj, block.mlp.up_proj])
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [B, heads, T, width], and return these slots up to the last column that is written."""
+        """Write keys and values [B, heads, T, w] at the owner's write offset.
+
+        Returns:
+            The keys and values [B, heads, S, w] of these slots, from the first column to the last new one.
+        """
         return self.keys.write(keys), self.values.write(values)
 
 
 def _join_weights(projections: Sequence[nn.Linear]) -> Tensor:
+    """Return one matrix with the rows of all projections."""
     return torch.cat([projection.weight.detach() for projection in projections])
 
 
 class Attention(nn.Module):
-    """Llama attention with the mask as an argument; the tree is given only by the mask.
+    """Llama attention with the mask as an argument. Draft trees differ from chains only by the mask.
 
-    As a shape says, queries and keys are normed by head (`qk_norm`), and they and values have a bias (`qkv_bias`).
+    With `qk_norm` in the shape each head's queries and keys are normed. With `qkv_bias` queries, keys and values have a
+    bias.
     """
 
     def __init__(self, shape: HeadShape, width: int | None = None) -> None:
+        """Make the projections; `width` is that of the input, None for the shape's hidden size."""
         super().__init__()
-        self.width = shape.head_dim
+        self.width = shape.head_dim  # of one attention head
         input_width = width or shape.hidden_size
         query_width = shape.num_attention_heads * shape.head_dim
         key_width = shape.num_key_value_heads * shape.head_dim
@@ -141,8 +151,11 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def start_from_keys(self) -> None:
-        """Set every other query matrix to twice its key's, so that a token first attends to itself."""
-        queries = self.q_proj.weight.unflatten(0, (-1, self.width))
+        """Initialise half of the query heads so that a token at first attends mostly to itself.
+
+        Every second query head gets twice the matrix of its key head: a token's query is then most similar to its key.
+        """
+        queries = self.q_proj.weight.unflatten(0, (-1, self.width))  # [heads, w, input width]
         keys = self.k_proj.weight.unflatten(0, (-1, self.width))
         key_of_query = keys.repeat_interleave(len(queries) // len(keys), dim=0)
         queries[::2] = 2 * key_of_query[::2]
@@ -150,7 +163,14 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """Return [B, T, H]; without a mask, causal."""
+        """Return the attention output [B, T, H].
+
+        Args:
+            x: The input [B, T, input width].
+            rotary: Rotary tables [B, T, w].
+            mask: The additive mask [B, 1, T, S]; None for a causal mask.
+            cache: When drafting, the cache to which keys and values are added; None when training.
+        """
         if cache is not None:
             return self.o_proj(self._read_cached(x, rotary, mask, cache))
         query = self._split_heads(self.q_proj(x))
@@ -172,7 +192,7 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
 
     def norm_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys [.., w], each by its norm where there are such."""
+        """Return queries and keys [.., w], each normed by head; unchanged if the shape has no `qk_norm`."""
         if self.q_norm is None or self.k_norm is None:
             return query, key
         return self.q_norm(query), self.k_norm(key)
@@ -180,13 +200,17 @@ class Attention(nn.Module):
     def _read_cached(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache
     ) -> Tensor:
-        """Return [B, T, heads * w], attention of rows after their sequences, with few kernel launches."""
+        """Return the output of all heads [B, T, heads * w] for new tokens that attend to the cache and to one another.
+
+        It is made of few kernel launches, which cost most of the time when drafting.
+        """
         batch, count, _ = x.shape
         width = self.width
-        keys = self.k_proj.out_features // width
-        queries = self.q_proj.out_features // width
+        keys = self.k_proj.out_features // width  # key heads, as many as value heads
+        queries = self.q_proj.out_features // width  # query heads
+        # [B, queries + 2 * keys, T, w]
         heads = self._split_heads(F.linear(x, cache.query_key_value, cache.bias))
-        # queries and keys are rotated together
+        # queries and keys are rotated in one call; the values, which come last, are not
         rotated = heads[:, :-keys]
         if self.q_norm is not None:
             normed = self.norm_heads(rotated[:, :queries], rotated[:, queries:])
@@ -199,7 +223,8 @@ class Attention(nn.Module):
                 query, key, value, is_causal=True, enable_gqa=groups > 1
             )
             return output.transpose(1, 2).flatten(2)
-        # queries that share a key become rows of one head, so that no keys are repeated; a mask may be for these rows
+        # query heads that share a key head are stacked as rows of one head, so that no keys are repeated; a mask from
+        # `level_mask` has these rows already
         if mask.shape[2] != groups * count:
             mask = mask.repeat(1, 1, groups, 1)
         query = query.reshape(batch, keys, groups * count, width)
@@ -208,18 +233,22 @@ class Attention(nn.Module):
 
 
 class Norm(LlamaRMSNorm):
-    """RMSNorm that saves only its input and one number a row for the backward pass."""
+    """RMSNorm that saves only its input and one number for each row for the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., H]."""
-        # one launch; of two dtypes torch warns, and has no kernel
+        # without gradients torch's kernel is one launch; it does not support an input and a weight of two dtypes
         if not torch.is_grad_enabled() and x.dtype == self.weight.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
         return RMSNorm.apply(x, self.weight, self.variance_epsilon)
 
 
 class Block(nn.Module):
-    """A Llama decoder block without input norm, as EAGLE-1 has it."""
+    """A Llama decoder block without input norm, as EAGLE-1 has it.
+
+    Drafting calls the block. Training calls its steps, `key_value`, `query_and_residual` and `add_mlp`, one by one
+    (`eagle.drafters.parts.text_blocks`), because it needs keys at all slots, but queries only at supervised ones.
+    """
 
     def __init__(self, shape: HeadShape, width: int | None = None) -> None:
         super().__init__()
@@ -230,26 +259,26 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """Return [B, T, H]."""
+        """Return the block's output [B, T, H]; the arguments are those of `Attention.forward`."""
         hidden, residual = self.inputs(x)
         return self.add_mlp(residual + self.self_attn(hidden, rotary, mask, cache), cache)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the state that attention reads, and the residual that its output is added to."""
+        """Return attention's input, and the residual to which its output is added."""
         return x, x
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return keys before they are rotated, and values, [N, heads * w] each."""
+        """Return keys, not yet rotated, and values, [N, heads * w] each, from what `inputs` returned."""
         return self.self_attn.k_proj(inputs[0]), self.self_attn.v_proj(inputs[0])
 
     def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return queries [N, heads * w] before they are rotated, and the residual [N, H]."""
+        """Return queries [N, heads * w], not yet rotated, and the residual [N, H], from what `inputs` returned."""
         return self.self_attn.q_proj(inputs[0]), inputs[1]
 
     def add_mlp(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return x + MLP(norm(x)), after attention, with x [B, T, H] or, in training, [N, H].
+        """Return x + MLP(norm(x)), the second half of the block, with x [B, T, H] or, in training, [N, H].
 
-        With a cache, one product with its joined matrices gives gate and up.
+        With a cache, gate and up come from one product with its joined matrices.
         """
         norm = self.post_attention_layernorm
         mlp = self.mlp
@@ -258,7 +287,7 @@ class Block(nn.Module):
             return x + mlp.down_proj(F.silu(gate).mul_(up))
         if x.dim() > 2 or not torch.is_grad_enabled():
             return x + mlp(norm(x))
-        # takes [N, H] alone, and keeps fewer tensors for the backward pass than autograd
+        # this takes only [N, H], and saves fewer tensors for the backward pass than autograd
         matrices = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
         return SwiGLUResidual.apply(x, norm.weight, norm.variance_epsilon, *matrices)
 
@@ -271,12 +300,17 @@ class NormedBlock(Block):
         self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the normed state, and the state as residual."""
+        """Return attention's input, the normed state, and the residual, the state itself."""
         return self.input_layernorm(x), x
 
 
 class TwoNormBlock(Block):
-    """EAGLE-3's block: attention over token and state, concatenated and normed separately."""
+    """EAGLE-3's block: its attention reads a token's embedding and a state, normed separately and concatenated.
+
+    Args:
+        shape: The head's sizes.
+        norm_before_residual: Whether attention's output is added to the normed state and not to the state itself.
+    """
 
     def __init__(self, shape: HeadShape, norm_before_residual: bool) -> None:
         super().__init__(shape, 2 * shape.hidden_size)
@@ -292,21 +326,25 @@ class TwoNormBlock(Block):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return [B, T, H] of tokens and states, concatenated."""
+        """Return the block's output [B, T, H] from embedded tokens and states [B, T, H].
+
+        The other arguments are those of `Attention.forward`.
+        """
         normed, residual = self.norm_hidden(hidden)
         pair = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return self.add_mlp(residual + self.self_attn(pair, rotary, mask, cache), cache)
 
     def norm_hidden(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state that attention reads, and the residual that its output is added to."""
+        """Return the normed state that attention reads, and the residual to which its output is added."""
         normed = self.hidden_norm(hidden)
         return normed, normed if self.norm_before_residual else hidden
 
-    # The product of a matrix with [token, state] is the sum of two products. That with tokens serves all steps of an
-    # unroll, as `tokens` of the inputs (tokens, normed states, residual).
+    # The product of a matrix with [token, state] is the sum of two products, one with the token and one with the state.
+    # In training the first serves all steps of an unroll: `project_tokens` makes it once. So the inputs of the methods
+    # below are (projected tokens [N, P], normed states [N, H], residual [N, H]).
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the tokens' half of queries, keys and values [N, P]."""
+        """Return the tokens' part of queries, keys and values, concatenated to [N, P]."""
         attention = self.self_attn
         width = embedded.shape[-1]
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -314,31 +352,34 @@ class TwoNormBlock(Block):
         return F.linear(self.input_layernorm(embedded), matrix)
 
     def key_value(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of projected tokens and normed states."""
+        """Return keys, not yet rotated, and values: the sums of the tokens' and the states' parts."""
         tokens, normed, _ = inputs
         attention = self.self_attn
+        # the matrices' columns for states come after those for tokens, which are as many
         width = normed.shape[-1]
         matrix = torch.cat([attention.k_proj.weight[:, width:], attention.v_proj.weight[:, width:]])
+        # the tokens' part has the queries first
         both = tokens[:, attention.q_proj.out_features :] + F.linear(normed, matrix)
-        keys = attention.k_proj.out_features
-        return both[:, :keys], both[:, keys:]
+        key_width = attention.k_proj.out_features
+        return both[:, :key_width], both[:, key_width:]
 
     def query_and_residual(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Return queries of projected tokens and normed states, and the residual."""
+        """Return queries, not yet rotated, the sums of the tokens' and the states' parts, and the residual."""
         tokens, normed, residual = inputs
         projection = self.self_attn.q_proj
         state_query = F.linear(normed, projection.weight[:, normed.shape[-1] :])
         return tokens[:, : projection.out_features] + state_query, residual
 
 
-FOLLOW_LENGTH = ("dynamic", "longrope")  # kinds of frequencies that depend on the longest sequence
+# types of rotary embedding whose frequencies depend on the longest position of a forward
+FOLLOW_LENGTH = ("dynamic", "longrope")
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """Rotary tables of the head's shape; nothing to train, nothing to save."""
+    """Makes the rotary tables of a head; it has no weights."""
 
     def __init__(self, shape: Any) -> None:
-        # a head is a Llama's block, which turns whole vectors, whatever the target does
+        # a Llama block rotates whole vectors, even if the target rotates only a part of them
         whole = copy.copy(shape)
         whole.rope_parameters = dict(shape.rope_parameters)
         whole.rope_parameters.pop("partial_rotary_factor", None)
@@ -346,24 +387,29 @@ class Rotary(LlamaRotaryEmbedding):
 
 
 def rotary_tables(rotary: Rotary, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [B, T, w] at positions [B, T], those of each row as if it were alone."""
+    """Return cosines and sines [B, T, w] at positions [B, T], the same for a row in whatever batch it is.
+
+    `like` has the dtype and the device of the tables.
+    """
     if len(positions) == 1 or rotary.rope_type not in FOLLOW_LENGTH:
         return rotary(like, positions)
-    # these frequencies depend on the longest sequence of a batch
+    # a forward of several rows would use the frequencies of the longest one, so each row is done alone
     tables = [rotary(like[:1], row[None]) for row in positions]
     cosine, sine = zip(*tables, strict=True)
     return torch.cat(cosine), torch.cat(sine)
 
 
 Linears = Literal["uniform", "normal"]
-"""Linear layers as torch draws them, uniform to 1 / sqrt(width), or as transformers does: N(0, 0.02), biases 0."""
+"""How linear layers start: as torch initialises them, uniform within +-1 / sqrt(width), or as transformers does, with
+weights from N(0, 0.02) and biases of 0."""
 
-STD = 0.02  # transformers' `initializer_range`, which the configs of published trainers leave as it is
+STD = 0.02  # transformers' default `initializer_range`, which the configs of published trainers do not change
 
 
 @torch.no_grad()
 def draw_linears(head: nn.Module, drawn: Linears) -> None:
-    """Initialise the linear layers of a new head again if `drawn` is "normal"; torch did so as they were made."""
+    """Initialise the linear layers of a new head: `drawn` is the setting `linears`."""
+    # torch has initialised them like this when they were made
     if drawn == "uniform":
         return
     for module in head.modules():

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-TINY = 1e-20  # logarithms are taken of nothing smaller: an overlap, and what has no probability, have one
+TINY = (
+    1e-20  # overlaps and probabilities are clamped to at least this before their logarithm is taken
+)
 
 Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid", "likeliest"]
 """Of the teacher's probs p and the student's q, with a = sum min(p, q) what they have in common:
@@ -23,38 +25,43 @@ Kind = Literal["cross_entropy", "reverse_kl", "jsd", "tv", "acceptance", "hybrid
 """
 
 Compare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""The student's logits and probs [R, V], which it may overwrite, to losses [R] and gradients at the logits."""
+"""Gets the student's logits and probs [R, V], which it may overwrite; returns losses [R] and gradients at the logits
+[R, V]. The teacher's probs and the objective are fixed when it is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """How probs are compared; `top` is an additional weight of the teacher's likeliest `top_k` tokens."""
+    """The divergence of a student from its teacher, and its weights."""
 
     kind: Kind = "cross_entropy"
-    weight: float = 1.0
-    top: float = 0.0
+    weight: float = 1.0  # of the divergence
+    top: float = 0.0  # with cross_entropy, additional weight of the teacher's likeliest `top_k` tokens (HASS)
     top_k: int = 10
-    blend: float | None = None  # of a hybrid
-    tokens: float = 0.0  # weight of the sequences' own tokens, beside the teacher's probs
+    blend: float | None = None  # with hybrid, the fixed weight l of KL; None for l = e^-3a
+    tokens: float = 0.0  # weight of the cross-entropy with the sequences' tokens, which is added to the divergence
 
 
-def compare_with(taught: Tensor, objective: Objective, named: Tensor | None = None) -> Compare:
-    """Return the function that compares a student with a teacher's probs [R, V], or with right tokens [R].
+def compare_with(teacher: Tensor, objective: Objective, tokens: Tensor | None = None) -> Compare:
+    """Return the function that compares a student with a teacher.
 
-    `named` are the texts' tokens [R], which have the weight that the objective gives them.
+    Args:
+        teacher: The teacher's probs [R, V], or the tokens [R] to predict.
+        objective: The divergence and its weights.
+        tokens: The sequences' tokens [R], which get the weight `objective.tokens`; None to leave them out.
     """
-    if not taught.is_floating_point():
-        return _likelihood(taught[:, None], objective.weight)
-    compare = COMPARE[objective.kind](taught, objective)
-    if named is None:
+    if not teacher.is_floating_point():
+        return _likelihood(teacher[:, None], objective.weight)
+    compare = COMPARE[objective.kind](teacher, objective)
+    if tokens is None:
         return compare
-    return _add_likelihood(compare, _likelihood(named[:, None], objective.tokens))
+    return _add_likelihood(compare, _likelihood(tokens[:, None], objective.tokens))
 
 
 def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
-    """Return the sum of a divergence and a likelihood, which leaves the logits as they are."""
+    """Return the comparison that is the sum of a divergence and a cross-entropy with tokens."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        # first and on a copy of the probs: a likelihood overwrites probs alone, a divergence the logits too
         token_loss, token_grad = likelihood(logits, probs.clone())
         loss, grad = divergence(logits, probs)
         return loss + token_loss, grad.add_(token_grad)
@@ -63,10 +70,12 @@ def _add_likelihood(divergence: Compare, likelihood: Compare) -> Compare:
 
 
 def _likelihood(tokens: Tensor, weight: float) -> Compare:
-    """Return the cross-entropy from tokens [R, 1] that are right."""
+    """Return the comparison by cross-entropy with the tokens [R, 1] to predict: -log q(token), times a weight."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        # log of the sum of exponentials, by the likeliest token alone: max z - log max q
+        """Return the loss [R] and the gradient at the logits [R, V], written over the probs."""
+        # log q = z - log sum e^z, and the last term follows from the likeliest token alone, as its q is known:
+        # log sum e^z = max z - log max q
         log_normalizer = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
         loss = (log_normalizer - logits.gather(-1, tokens))[..., 0]
         # the gradient is q - e, with e the unit vector of the token
@@ -79,21 +88,23 @@ def _likelihood(tokens: Tensor, weight: float) -> Compare:
 
 
 def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the cross-entropy from the target's probs, whose likeliest tokens may count more."""
-    # The loss [R] and its gradient in the logits [R, V] are written over both arguments.
-    # with w the weight of each token: loss = sum(w p) logsumexp(z) - sum(w p z), gradient = sum(w p) q - w p
+    """Return the comparison by cross-entropy with the target's probs, whose likeliest tokens may weigh more."""
+    # With w the weight of each token: loss = sum(w p) logsumexp(z) - sum(w p z), gradient = sum(w p) q - w p.
     weight = objective.weight
     weighted = target_probs if weight == 1 else weight * target_probs
-    mass: Any = weight
+    mass: Any = weight  # sum(w p), a number if all tokens weigh the same, else [R]
     if objective.top:
         best = target_probs.topk(min(objective.top_k, target_probs.shape[-1]))
         extra = objective.top * best.values
+        # the target's probs are not ours to overwrite
         if weighted is target_probs:
             weighted = weighted.clone()
         weighted.scatter_add_(-1, best.indices, extra)
         mass = mass + extra.sum(-1)
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [R] and the gradient at the logits [R, V]; both arguments are overwritten."""
+        # logsumexp(z), as in `_likelihood`
         log_normalizer = logits.amax(-1) - probs.amax(-1).log()
         loss = mass * log_normalizer - logits.mul_(weighted).sum(-1)
         if isinstance(mass, Tensor):
@@ -106,41 +117,44 @@ def _cross_entropy(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _overlap(probs: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the overlap a = sum min(p, q) [R, 1], and its gradient at the logits [R, V].
+    """Return the overlap a = sum min(p, q) [R, 1], and its gradient at the logits [R, V], a new tensor.
 
-    It is the probability that a sampled token is accepted.
+    The overlap is the probability that a sampled draft token is accepted.
     """
     overlap = torch.minimum(probs, target_probs).sum(-1, keepdim=True).clamp(min=TINY)
-    # da/dz = q (b - sum q b), where b marks the tokens with q < p, whose q is what min(p, q) follows
+    # da/dz = q (b - sum q b), where b is 1 for tokens with q < p, as min(p, q) depends on q only there
     is_below = (probs < target_probs).to(probs.dtype)
     share = (probs * is_below).sum(-1, keepdim=True)
     return overlap, probs * (is_below - share)
 
 
 def _total_variation(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return 1 - a."""
+    """Return the comparison by total variation: 1 - a, where the overlap a is the chance of acceptance."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        overlap, grad = _overlap(probs, target_probs)
-        return objective.weight * (1 - overlap[..., 0]), grad.mul_(-objective.weight)
+        overlap, overlap_grad = _overlap(probs, target_probs)
+        return objective.weight * (1 - overlap[..., 0]), overlap_grad.mul_(-objective.weight)
 
     return loss_and_grad
 
 
 def _acceptance(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return -log a."""
+    """Return the comparison by -log a, where the overlap a is the chance of acceptance."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        overlap, grad = _overlap(probs, target_probs)
-        return objective.weight * -overlap[..., 0].log(), grad.mul_(-objective.weight / overlap)
+        overlap, overlap_grad = _overlap(probs, target_probs)
+        # d(-log a) = -da / a
+        grad = overlap_grad.mul_(-objective.weight / overlap)
+        return objective.weight * -overlap[..., 0].log(), grad
 
     return loss_and_grad
 
 
 def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return l KL(p, q) + (1 - l) (1 - a)."""
+    """Return the comparison by l KL(p, q) + (1 - l) (1 - a), with the overlap a and the blend l = e^-3a or fixed."""
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [R] and the gradient at the logits [R, V], with l named `blend`."""
         overlap, overlap_grad = _overlap(probs, target_probs)
         blend = (
             (-3 * overlap).exp()
@@ -150,7 +164,7 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
         negative_entropy = torch.xlogy(target_probs, target_probs).sum(-1)
         divergence = negative_entropy - (target_probs * logits.log_softmax(-1)).sum(-1)
         loss = blend[..., 0] * divergence + (1 - blend[..., 0]) * (1 - overlap[..., 0])
-        # l has no gradient
+        # l is a constant here, so it has no gradient; d KL = q - p
         grad = blend * (probs - target_probs) - (1 - blend) * overlap_grad
         return objective.weight * loss, grad.mul_(objective.weight)
 
@@ -158,13 +172,14 @@ def _hybrid(target_probs: Tensor, objective: Objective) -> Compare:
 
 
 def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return KL(q, p), or half the sum of the KLs from p and q to their middle m = (p + q) / 2 (jsd)."""
+    """Return the comparison by KL(q, p), or for "jsd" by (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2."""
     is_jsd = objective.kind == "jsd"
     weight = objective.weight / 2 if is_jsd else objective.weight
 
     def loss_and_grad(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss [R] and the gradient at the logits [R, V]; `reference` is m, or the target's p."""
         reference = (probs + target_probs).div_(2) if is_jsd else target_probs.clamp(min=TINY)
-        # q log q - q log m by two logarithms, as the ratio of two zeros has none
+        # q log q - q log m, each by xlogy, which is 0 for q = 0, where log(q / m) may be undefined
         terms = torch.xlogy(probs, probs) - torch.xlogy(probs, reference)
         divergence = terms.sum(-1, keepdim=True)
         loss = divergence[..., 0]
@@ -173,14 +188,15 @@ def _reverse_kl(target_probs: Tensor, objective: Objective) -> Compare:
                 target_probs, reference
             )
             loss = loss + target_terms.sum(-1)
-        # of both kinds: q (log q/m - KL(q, m)), as the derivatives by m cancel out
+        # both kinds have the gradient q (log(q / m) - KL(q, m)): reverse_kl has m = p, and for jsd the derivatives by m
+        # cancel out
         return weight * loss, terms.sub_(probs * divergence).mul_(weight)
 
     return loss_and_grad
 
 
 def _likeliest(target_probs: Tensor, objective: Objective) -> Compare:
-    """Return the cross-entropy from the teacher's likeliest token alone."""
+    """Return the comparison by cross-entropy with the teacher's likeliest token."""
     return _likelihood(target_probs.argmax(-1, keepdim=True), objective.weight)
 
 

@@ -24,14 +24,29 @@ Divisor = Literal["slots", "reached", "weights", "levels"]
 
 
 def reached_levels(mask: Tensor, slots: Tensor, levels: int) -> Tensor:
-    """Return [R, K], whether all tokens up to the one that a level names are supervised, for slots [R] of a mask."""
+    """Return a bool [R, K]: whether a draft reaches a level, as all tokens up to the one it predicts are supervised.
+
+    Args:
+        mask: Whether the first token that each slot of one sequence predicts is supervised, on the host.
+        slots: [R], the slots from which drafts begin.
+        levels: K.
+    """
+    # level k of slot i predicts the token that slot i + k predicts first
     tokens = slots[:, None] + torch.arange(levels)
     is_supervised = F.pad(mask, (0, levels))[tokens]
     return is_supervised.long().cumprod(1).bool()
 
 
 def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) -> tuple[float, ...]:
-    """Return one number for all levels, or one for each, from [R, K] on the host; a step adds up its sequences'."""
+    """Return the divisor of the loss: one number for all levels, or one for each level.
+
+    Training adds up the divisors of all sequences of a step.
+
+    Args:
+        divisor: What is counted.
+        reached: [R, K], whether each draft reaches each level, on the host.
+        weights: The weight of each level.
+    """
     if divisor == "slots":
         return (float(len(reached)),)
     counts: list[int] = reached.sum(0).tolist()
@@ -45,10 +60,13 @@ def sum_divisors(divisor: Divisor, reached: Tensor, weights: Sequence[float]) ->
 def level_shares(
     weights: Sequence[float], divisors: Sequence[float], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return [K], each level's weight over its divisor."""
+    """Return [K], the weight of each level divided by its divisor, at least in fp32.
+
+    `divisors` has one number for all levels or one for each.
+    """
     if len(divisors) == 1:
         divisors = [*divisors] * len(weights)
-    # a divisor of 0 belongs to tokens that no draft reaches
+    # a divisor is 0 if no draft reaches the level: then no loss term has its weight, and any divisor does
     shares = [weight / (divisor or 1.0) for weight, divisor in zip(weights, divisors, strict=True)]
     wide = torch.promote_types(dtype, torch.float32)
     return upload(torch.tensor(shares, dtype=wide), device)

@@ -22,54 +22,61 @@ from eagle.device import must_wait, pick_rows, upload
 from eagle.drafters.parts.scoring import SHARPNESS, ChildScorer, DraftRequest
 
 Level = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Depth, tokens [K], their parents among the nodes of the level above [K], their ancestors [K, R] -> logits [K, D].
+"""Reads the nodes of one level and returns the logits of their children.
 
-One row of logits stands for all nodes, where the children of all are guessed alike.
+It gets the depth, the nodes' tokens [K], their parents' indices in the level above [K] and a mask of their ancestors
+[K, R]. It returns logits [K, D], or [1, D] where the children of all nodes have the same logits.
 """
 
 RowsLevel = Callable[[int, list[int], Tensor, Tensor, Tensor], Tensor]
-"""Depth, the rows that grow on, and what a `Level` gets for each of them [B, ..] -> logits [B, K, D] or [B, 1, D]."""
+"""A `Level` for several rows: gets the depth, the rows whose trees still grow, and the arguments of a `Level` with a
+batch dimension [B, ..]; returns logits [B, K, D] or [B, 1, D]."""
 
 Confidence = Callable[[int, list[int]], Tensor]
-"""Depth and these rows -> how likely a child of each node is kept whose logits were given last, [B, K] or [B, 1]."""
+"""Gets the depth and the rows whose trees still grow; returns the probability that a child is accepted, for each node
+whose logits were returned last: [B, K], or [B, 1] if it is the same for all nodes."""
 
-# the bits of a log-likelihood of minus infinity
-NOTHING = int(torch.tensor(-math.inf).view(torch.int32))
+# a log-likelihood of minus infinity in fp32, its bits read as an integer
+MINUS_INFINITY_BITS = int(torch.tensor(-math.inf).view(torch.int32))
 
 
 class FollowsRows:
-    """A `RowsLevel` that keeps tensors of the level above; rows leave them as their trees end."""
+    """A `RowsLevel` that stores tensors of the level above, and drops the rows whose trees have ended from them."""
 
-    rows: list[int]  # of the level above
+    rows: list[int]  # the rows that the level above had
 
-    def keep_rows(self, rows: list[int], *parts: Tensor) -> list[Tensor]:
-        """Return the rows that still grow of tensors [B, ..], whose rows are those of the level above."""
+    def keep_rows(self, rows: list[int], *tensors: Tensor) -> list[Tensor]:
+        """Return tensors of the level above [B, ..] with only these rows, whose trees still grow."""
         indices = [self.rows.index(row) for row in rows]
         self.rows = rows
-        return [pick_rows(part, indices) for part in parts]
+        return [pick_rows(tensor, indices) for tensor in tensors]
 
 
 # -- masks and fixed shapes -------------------------------------------------------------------------------------------
 
 
-def level_mask(committed: Tensor, seen: Tensor, groups: int = 1) -> Tensor:
-    """Return the additive mask [B, 1, groups * K, S + R] by which a level's nodes see their sequence and own path.
+def level_mask(committed: Tensor, tree_mask: Tensor, groups: int = 1) -> Tensor:
+    """Return the additive attention mask [B, 1, groups * K, S + R] of a level's K nodes.
+
+    A node sees the committed tokens of its sequence, and of the draft its ancestors and itself.
 
     Args:
-        committed: [B or 1, S], 0 at columns that a row's sequence fills, the lowest number after them.
-        seen: [B, K, R], the ancestors of each node, and the node.
-        groups: How many query heads share a key, and become rows of one head.
+        committed: [B or 1, S], the mask of the cache columns of committed tokens: 0 where a row's sequence has a token,
+            the lowest number of the dtype after its end.
+        tree_mask: [B, K, R] bool, true at the ancestors of each node and at the node.
+        groups: How many query heads share a key head. Their queries are stacked as rows of one head, so the mask of a
+            node is repeated for each of them.
     """
-    rows, count, _ = seen.shape
-    draft = torch.where(seen, *_mask_values(committed.dtype, committed.device))
+    rows, count, _ = tree_mask.shape
+    draft = torch.where(tree_mask, *_mask_values(committed.dtype, committed.device))
     committed_mask = committed[:, None, None].expand(rows, groups, count, -1)
     draft_mask = draft[:, None].expand(-1, groups, -1, -1)
     return torch.cat([committed_mask, draft_mask], dim=-1).flatten(1, 2)[:, None]
 
 
-@cache
+@cache  # made once per dtype and device: a new tensor in every level would cost a launch
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the two values of an additive mask: of what is seen, and of what is hidden."""
+    """Return the two values of an additive mask as scalars: 0 for visible columns, the lowest number for all others."""
     lowest = torch.finfo(dtype).min
     return torch.zeros((), dtype=dtype, device=device), torch.full(
         (), lowest, dtype=dtype, device=device
@@ -78,16 +85,20 @@ def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tens
 
 @cache
 def _identity(count: int, device: torch.device) -> Tensor:
-    """Return [1, K, K]: of its own level, each node sees itself alone."""
+    """Return the mask [1, K, K] of a level's nodes among themselves: each sees only itself."""
     return torch.eye(count, dtype=torch.bool, device=device)[None]
 
 
 def level_rows(budget: Budget) -> tuple[int, ...]:
-    """Return how many rows `grow` asks for in each level of a tree after the first."""
+    """Return how many nodes `grow` passes to its `level` function in each level of a tree, given the budget.
+
+    The cost of a draft is forecast from these numbers. The first level is not among them: its logits come from the
+    forward over the committed tokens.
+    """
     if budget.paths is None:
         width = min(budget.top_k, budget.nodes)
         return (width,) * (budget.depth - 1) if width else ()
-    # nodes of a fixed shape that have children
+    # in a fixed shape only nodes with children are read
     inner = {path[:-1] for path in budget.paths if 1 < len(path) <= budget.depth}
     depths = [len(path) for path in inner]
     return tuple(depths.count(depth) for depth in range(1, max(depths, default=0) + 1))
@@ -95,42 +106,63 @@ def level_rows(budget: Budget) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LevelPlan:
-    """One level of a fixed shape: its nodes, and those of them that are read because they have children."""
+    """One level of a fixed shape, as index tensors.
 
-    width: int  # children of a row that are ranked
-    rows: Tensor  # [nodes], each node's parent among the rows that were read of the level above
-    children: Tensor  # [nodes], which each node is of all ranked children of these rows
-    read: Tensor  # [K], the nodes that are read
-    parents: Tensor  # [K], the rows that these follow
-    tree_mask: Tensor  # [K, rows read so far]
+    The head reads only the nodes that have children. So a parent is an index among the nodes that were read of the
+    level above.
+    """
+
+    width: int  # how many of the likeliest children of each parent are ranked
+    node_parents: (
+        Tensor  # [nodes], the parent of each node, among the nodes read of the level above
+    )
+    child_indices: Tensor  # [nodes], the index of each node among the parents' ranked children [parents * width]
+    read_nodes: Tensor  # [K], the nodes of this level that are read
+    read_parents: Tensor  # [K], the parents of these
+    tree_mask: (
+        Tensor  # [K, R], the ancestors of these among the R nodes read so far, and themselves
+    )
 
 
 @cache  # never dropped: captured drafts read these tensors
 def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[LevelPlan], Tensor]:
-    """Return a fixed shape level by level down to `depth`, and the parents [N] of its nodes."""
+    """Return the plan of each level of a fixed shape down to `depth`, and the parents [1 + N] of root and nodes.
+
+    Args:
+        paths: The nodes of the shape; a path has the rank of the child to take at each level.
+        depth: The deepest level to plan.
+        device: Where the plans' tensors are used.
+    """
     plans = []
     tree_mask = torch.zeros(1, 0, dtype=torch.bool)
-    above: list[tuple[int, ...]] = [()]  # the paths that were read of the level above
-    nodes = {path: 0 for path in above}  # of the whole tree, by path
+    above: list[tuple[int, ...]] = [()]  # the paths of the nodes that were read of the level above
+    node_of_path = {path: 0 for path in above}
     parents = [-1]
     for length in range(1, depth + 1):
         # the paths of this level, siblings in the order of their ranks
         level = sorted(path for path in set(paths) if len(path) == length)
         for path in level:
-            parents.append(nodes[path[:-1]])
-            nodes[path] = len(nodes)
+            parents.append(node_of_path[path[:-1]])
+            node_of_path[path] = len(node_of_path)
         # only nodes with children are read
-        followed = {path[:-1] for path in paths} if length < depth else set()
-        inner = [path for path in level if path in followed]
-        rows = torch.tensor([above.index(path[:-1]) for path in level])
+        parent_paths = {path[:-1] for path in paths} if length < depth else set()
+        inner = [path for path in level if path in parent_paths]
+        node_parents = torch.tensor([above.index(path[:-1]) for path in level])
         ranks = torch.tensor([path[-1] for path in level])
         read = torch.tensor([level.index(path) for path in inner], dtype=torch.long)
         width = 1 + max(path[-1] for path in level)
         # a node sees what its parent sees, and itself
         tree_mask = torch.cat(
-            [tree_mask[rows[read]], torch.eye(len(inner), dtype=torch.bool)], dim=1
+            [tree_mask[node_parents[read]], torch.eye(len(inner), dtype=torch.bool)], dim=1
         )
-        tensors = [rows, rows * width + ranks, read, rows[read], tree_mask]
+        # in the order of the fields of LevelPlan; each parent has `width` ranked children
+        tensors = [
+            node_parents,
+            node_parents * width + ranks,
+            read,
+            node_parents[read],
+            tree_mask,
+        ]
         plans.append(LevelPlan(width, *(upload(tensor, device) for tensor in tensors)))
         if not inner:
             break
@@ -139,7 +171,10 @@ def plan_levels(paths: Paths, depth: int, device: torch.device) -> tuple[list[Le
 
 
 def plan_parents(budget: Budget, nodes: int, device: torch.device) -> Tensor | None:
-    """Return the parents [1 + N] in a fixed shape of so many nodes; None where the budget fixes none."""
+    """Return the parents [1 + N] of the root and the first N = `nodes` nodes of the budget's fixed shape.
+
+    None if the budget has no fixed shape.
+    """
     if budget.paths is None:
         return None
     _, parents = plan_levels(budget.paths, budget.depth, device)
@@ -159,19 +194,20 @@ def grow(
     drafts: Tensor | None = None,
     sharpness: float = SHARPNESS,
 ) -> DraftTree:
-    """Return the tree under one root.
+    """Grow the draft tree of one row and return it.
 
-    A budget with a fixed shape gets that shape. Any other gets EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858).
+    With `paths` in the budget the tree has that fixed shape. Otherwise it is EAGLE-2's dynamic tree (Li et al. 2024,
+    arXiv 2406.16858).
 
     Args:
         root: The root's token.
         logits: [D], those of the root's children.
-        level: Gives the logits of the next level.
+        level: Reads the nodes of one level and returns the logits of their children.
         budget: The size or the shape of the tree.
         noise: The target's sampling noise; None if it is greedy.
         place: The position of the root's children.
-        drafts: [D], the draft vocabulary; None for all tokens.
-        sharpness: What logits are multiplied by where the budget does not say.
+        drafts: [D], the draft vocabulary: the target's token of each logit; None if the draft has all tokens.
+        sharpness: The factor on the logits, unless the budget has a factor.
     """
 
     def level_of_row(
@@ -191,19 +227,27 @@ def grow_rows(
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
 ) -> list[DraftTree]:
-    """Return the tree under each root, as `grow` describes; logits [B, D].
+    """Grow the draft trees of a batch, one for each request, with one forward per level for all rows; see `grow`.
 
-    Trees stay on a device that the host would have to wait for, until something on the host asks for one of them.
-    Where a budget has a minimum confidence, nodes have no children that the drafter is less sure of.
+    On a device that the host would have to wait for, trees stay on the device until the host asks for one of them.
+
+    Args:
+        requests: The root, position, budget and noise of each row.
+        logits: [B, D], those of the roots' children.
+        level: Reads the nodes of one level of the rows that still grow, and returns the logits of their children.
+        drafts: As in `grow`.
+        sharpness: As in `grow`.
+        confidence: Returns how likely the children of each node are accepted. A node gets no children if this is below
+            the budget's minimum confidence. None if the drafter does not estimate it.
     """
-    grown = grow_columns(
+    grown = grow_without_roots(
         requests, logits, level, drafts=drafts, sharpness=sharpness, confidence=confidence
     )
     roots = [request.root for request in requests]
     return hand_over(grown, roots, at_once=not must_wait(logits.device))
 
 
-def grow_columns(
+def grow_without_roots(
     requests: Sequence[DraftRequest],
     logits: Tensor,
     level: RowsLevel,
@@ -211,23 +255,25 @@ def grow_columns(
     sharpness: float = SHARPNESS,
     confidence: Confidence | None = None,
 ) -> list[DeviceTrees]:
-    """Return the trees of `grow_rows` without their roots.
+    """Grow the draft trees of a batch level by level, and return them on the device without their roots.
 
-    Rows whose budgets differ in their depth alone grow together, and leave when they are deep enough.
+    The arguments are those of `grow_rows`. Each result has the trees of one group of rows that ended at the same depth,
+    so results are not in the order of `requests`. A row with an empty budget is in none of them.
     """
-    # a group shares all that decides the operations of a level, so that one forward reads it for all
+    # a group shares everything that decides the operations of a level, so that one forward reads the level for all of
+    # its rows; their depths may differ, as a row leaves the group when its tree is deep enough
     groups: dict[object, list[int]] = {}
     for row, request in enumerate(requests):
         if not request.budget.is_empty:
-            groups.setdefault(_kind(request), []).append(row)
+            groups.setdefault(_group_key(request), []).append(row)
     grown: list[DeviceTrees] = []
     for rows in groups.values():
         budget = requests[rows[0]].budget
         scorer = ChildScorer(
             budget.draw, drafts, sharpness if budget.sharpness is None else budget.sharpness
         )
-        kind = _DynamicTrees if budget.paths is None else _FixedTrees
-        trees = kind(
+        trees_class = _DynamicTrees if budget.paths is None else _FixedTrees
+        trees = trees_class(
             requests=[requests[row] for row in rows],
             rows=rows,
             scorer=scorer,
@@ -238,8 +284,11 @@ def grow_columns(
     return grown
 
 
-def _kind(request: DraftRequest) -> object:
-    """Return the properties shared by rows that grow together: all of the budget but its depth, and having noise."""
+def _group_key(request: DraftRequest) -> object:
+    """Return a key that is equal for rows whose trees can grow together.
+
+    It has everything in the budget but the depth, and whether the row samples with noise.
+    """
     budget = request.budget
     shape = (budget.nodes, budget.top_k, budget.paths)
     return *shape, budget.draw, budget.sharpness, budget.confidence, request.noise is None
@@ -248,12 +297,15 @@ def _kind(request: DraftRequest) -> object:
 def _grow_group(
     trees: _DynamicTrees | _FixedTrees, logits: Tensor, level: RowsLevel
 ) -> list[DeviceTrees]:
-    """Return the trees of a group of rows, from the logits [B, 1, D] of their roots' children."""
+    """Grow the trees of a group of rows, from the logits [B, 1, D] of their roots' children.
+
+    Each result has the trees that ended at the same depth.
+    """
     grown: list[DeviceTrees] = []
     for depth in range(1, trees.depth + 1):
         trees.add_level(depth - 1, logits)
         is_last = depth == trees.depth
-        # by their indices in the group
+        # the rows whose trees are deep enough, as indices in the group
         ended = [
             index
             for index, request in enumerate(trees.requests)
@@ -264,14 +316,14 @@ def _grow_group(
             growing = [index for index in range(len(trees.rows)) if index not in ended]
             if not growing:
                 break
-            trees.keep(growing)
+            trees.keep_rows(growing)
         tokens, parents, tree_mask = trees.read_next(depth)
         logits = level(depth, trees.rows, tokens, parents, tree_mask)
     return grown
 
 
-class _Trees:
-    """The trees of one group of rows that still grow; their budgets are alike but for the depth."""
+class _GrowingTrees:
+    """The trees of one group of rows while they grow; the budgets of the rows differ only in their depth."""
 
     def __init__(
         self,
@@ -281,6 +333,15 @@ class _Trees:
         confidence: Confidence | None,
         device: torch.device,
     ) -> None:
+        """Begin the trees of a group of rows.
+
+        Args:
+            requests: Those of the group's rows.
+            rows: The group's rows, as indices in the batch.
+            scorer: Scores and selects children.
+            confidence: As in `grow_rows`.
+            device: Where the logits are.
+        """
         self.requests = requests
         self.rows = rows
         self.scorer = scorer
@@ -288,97 +349,120 @@ class _Trees:
         self.device = device
         self.budget = requests[0].budget
         self.depth = max(request.budget.depth for request in requests)
-        self.tokens: list[Tensor] = []  # of each level
+        self.tokens: list[Tensor] = []  # of the candidates or nodes of each level
 
-    def is_sure(self, depth: int) -> Tensor | None:
-        """Return [B, K] or [B, 1], which nodes may have children; None where all may."""
+    def may_have_children(self, depth: int) -> Tensor | None:
+        """Return which nodes may have children, as the drafter's confidence reaches the budget's minimum.
+
+        [B, K], or [B, 1] for all nodes of a level. None if no minimum is set or the drafter has no confidence.
+        """
         if self.budget.confidence is None or self.confidence is None:
             return None
         return self.confidence(depth, self.rows) >= self.budget.confidence
 
-    def keep(self, indices: list[int]) -> None:
-        """Continue with these rows only."""
+    def keep_rows(self, indices: list[int]) -> None:
+        """Drop all rows but these from the tensors of the group, as the trees of the others have ended."""
         self.rows = [self.rows[index] for index in indices]
         self.requests = [self.requests[index] for index in indices]
         self.tokens = _pick_levels(self.tokens, indices)
 
 
 def _pick_levels(levels: list[Tensor], rows: list[int]) -> list[Tensor]:
-    """Return these rows of each level's [B, ..]."""
+    """Return the tensors of all levels [B, ..] with only these rows."""
     return [pick_rows(level, rows) for level in levels]
 
 
 def _join_levels(levels: list[Tensor], rows: list[int]) -> Tensor:
-    """Return these rows of all levels, one level after the other."""
+    """Return one tensor of these rows, the nodes of all levels concatenated."""
     return torch.cat(_pick_levels(levels, rows), dim=1)
 
 
-class _DynamicTrees(_Trees):
-    """EAGLE-2's trees: read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all.
+class _DynamicTrees(_GrowingTrees):
+    """EAGLE-2's trees: read the `top_k` likeliest candidates of each level, keep the `nodes` likeliest of all levels.
 
-    A path's log-likelihood is the sum of its nodes' log-probs, in fp32. Of each level `tokens` are candidates [B, C].
+    The candidates [B, C] of a level are the `top_k` best children of each node that was read of the level above. The
+    log-likelihood of a path is the sum of its nodes' log-probs, in fp32.
     """
 
     def __init__(self, **group: Any) -> None:
+        """Begin at the roots; the arguments are those of `_GrowingTrees`."""
         super().__init__(**group)
         self.width = min(self.budget.top_k, self.budget.nodes)
         self.parents: list[Tensor] = []  # of each level [B, K], of C / K candidates each
         self.likelihoods: list[Tensor] = []  # of each level [B, C], in logs
         self.count = 1  # candidates so far, and the root
-        # of the nodes that were read last, at first the roots: their log-likelihoods, numbers and ancestors
-        self.totals = torch.zeros(
+        # The next three are of the nodes that were read last, at first the roots.
+        # [B, K], their log-likelihoods
+        self.read_likelihoods = torch.zeros(
             len(self.rows), 1, dtype=torch.float32, device=self.device
-        )  # [B, K]
-        # [B, K]
-        self.frontier = torch.zeros(len(self.rows), 1, dtype=torch.long, device=self.device)
-        # [B, K, R]
+        )
+        # [B, K], their numbers: 0 is the root, i + 1 is candidate i of all levels
+        self.read_numbers = torch.zeros(len(self.rows), 1, dtype=torch.long, device=self.device)
+        # [B, K, R], their ancestors among all nodes that were read, and themselves
         self.tree_mask = torch.zeros(len(self.rows), 1, 0, dtype=torch.bool, device=self.device)
 
     def add_level(self, depth: int, logits: Tensor) -> None:
-        """Make the best children of the nodes that were read last candidates."""
+        """Add the best children of the nodes that were read last to the candidates.
+
+        Args:
+            depth: Of those nodes; the root has depth 0.
+            logits: [B, K, D] after those nodes, or [B, 1, D] if they are the same after all of them.
+        """
         scores, _ = self.scorer.score(self.requests, depth, logits)
         # log-probs are never above 0, so that no child beats its parent
         log_probs, tokens = self.scorer.best(scores.log_softmax(-1), self.width)
-        is_sure = self.is_sure(depth)
-        if is_sure is not None:
-            log_probs = log_probs.masked_fill(~is_sure[..., None], -math.inf)
-        # one row of logits may stand for all nodes
-        tokens = tokens.expand(-1, self.totals.shape[1], -1)  # [B, K, children]
-        likelihoods = self.totals[..., None] + log_probs
+        may_continue = self.may_have_children(depth)
+        if may_continue is not None:
+            log_probs = log_probs.masked_fill(~may_continue[..., None], -math.inf)
+        # with [B, 1, D] logits all nodes get the same children
+        tokens = tokens.expand(-1, self.read_likelihoods.shape[1], -1)  # [B, K, children]
+        likelihoods = self.read_likelihoods[..., None] + log_probs
         self.tokens.append(tokens.flatten(1))
-        self.parents.append(self.frontier)
+        self.parents.append(self.read_numbers)
         self.likelihoods.append(likelihoods.flatten(1))
 
     def finish(self, rows: list[int], levels: int) -> DeviceTrees:
-        """Return the trees of rows that are deep enough."""
+        """Return the trees of these rows, which have `levels` levels, without their roots.
+
+        `rows` are indices in the group.
+        """
         columns = _keep_likeliest(
             _join_levels(self.tokens, rows),
             _join_levels(self.parents, rows),
             _join_levels(self.likelihoods, rows),
             nodes=self.budget.nodes,
         )
+        # children below the minimum confidence have a log-likelihood of minus infinity; the tensor keeps its size, as
+        # counting the others would make the host wait, so their tokens are marked instead
         leaves_out = self.budget.confidence is not None
         if leaves_out:
-            columns[:, 0].masked_fill_(columns[:, 2] == NOTHING, LEFT_OUT)
+            columns[:, 0].masked_fill_(columns[:, 2] == MINUS_INFINITY_BITS, LEFT_OUT)
         return DeviceTrees(
             [self.rows[row] for row in rows], columns, levels, leaves_nodes_out=leaves_out
         )
 
-    def keep(self, indices: list[int]) -> None:
-        """Continue with these rows only."""
-        super().keep(indices)
+    def keep_rows(self, indices: list[int]) -> None:
+        """Drop all rows but these from the tensors of the group, as the trees of the others have ended."""
+        super().keep_rows(indices)
         self.parents = _pick_levels(self.parents, indices)
         self.likelihoods = _pick_levels(self.likelihoods, indices)
+        # `read_next` replaces the other two tensors before their rows are used
         self.tree_mask = pick_rows(self.tree_mask, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens [B, K], parents [B, K] and ancestors [B, K, R] of the nodes to read next."""
+        """Select the likeliest candidates of the last level as the nodes to read next.
+
+        Returns:
+            Their tokens [B, K], their parents [B, K] as indices among the nodes that were read of the level above, and
+            their tree mask [B, K, R], true at each node's ancestors and itself among all nodes read so far.
+        """
         likelihoods = self.likelihoods[-1]
         best = likelihoods.topk(min(self.width, likelihoods.shape[1]))
-        # candidates stand parent after parent, each with as many children: [B, C] -> [B, K]
-        parents = best.indices // (likelihoods.shape[1] // self.totals.shape[1])
-        self.totals = best.values
-        self.frontier = self.count + best.indices
+        # candidates are grouped by parent, and every parent has equally many: [B, C] -> [B, K]
+        children_per_parent = likelihoods.shape[1] // self.read_likelihoods.shape[1]
+        parents = best.indices // children_per_parent
+        self.read_likelihoods = best.values
+        self.read_numbers = self.count + best.indices
         self.count += likelihoods.shape[1]
         # a node sees what its parent sees, and itself
         above = self.tree_mask.gather(1, parents[..., None].expand(-1, -1, self.tree_mask.shape[2]))
@@ -388,19 +472,24 @@ class _DynamicTrees(_Trees):
 
 
 def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nodes: int) -> Tensor:
-    """Return [B, 3, N]: tokens, parents and the bits of log-likelihoods of the best candidates.
+    """Select the likeliest candidates as the nodes of the tree.
 
     Args:
-        tokens: [B, C], of all levels.
-        parents: The number of each parent: 0 is the root, i + 1 is candidate i. Each has as many candidates, one after
-            the other.
-        likelihoods: [B, C], logs.
-        nodes: The most candidates to keep.
+        tokens: [B, C], of the candidates of all levels.
+        parents: [B, P], the number of each node that has candidates: 0 is the root, i + 1 is candidate i. Each has
+            C / P candidates, grouped by parent.
+        likelihoods: [B, C], log-likelihoods of the candidates' paths.
+        nodes: The largest number N of candidates to select.
+
+    Returns:
+        [B, 3, N], for each node its token, its parent's number in the tree and the bits of its fp32 log-likelihood.
     """
     parents = parents[..., None].expand(-1, -1, tokens.shape[1] // parents.shape[1]).flatten(1)
-    # at a tie the candidate that comes first is better, so that no child loses its parent
+    # the sort is stable, so that a parent, which comes first, precedes a child with the same likelihood: no node is
+    # selected without its parent
     selected = likelihoods.sort(descending=True, stable=True).indices[:, :nodes].sort().values
-    # from candidates to nodes of the tree; -2 is nobody's parent, which a tree refuses
+    # from a candidate's number to that of its node; -2 marks candidates that are not selected, and a tree refuses it
+    # as a parent
     node_of = selected.new_full((len(tokens), tokens.shape[1] + 1), -2)
     node_of[:, 0] = 0
     nodes_selected = torch.arange(1, selected.shape[1] + 1, device=selected.device)
@@ -411,25 +500,31 @@ def _keep_likeliest(tokens: Tensor, parents: Tensor, likelihoods: Tensor, *, nod
     return torch.stack([tokens.gather(1, selected), tree_parents, bits], dim=1)
 
 
-class _FixedTrees(_Trees):
-    """Trees of a fixed shape: of each level the nodes that have children are read."""
+class _FixedTrees(_GrowingTrees):
+    """Trees of a fixed shape; only nodes that have children are read."""
 
     def __init__(self, **group: Any) -> None:
+        """Begin at the roots; the arguments are those of `_GrowingTrees`."""
         super().__init__(**group)
         assert self.budget.paths is not None
         self.plans, self.parents = plan_levels(self.budget.paths, self.depth, self.device)
         self.depth = len(self.plans)
         self.read_count = 1  # nodes that were read of the level above
-        self.draft_probs: list[
-            Tensor
-        ] = []  # of each level [B, nodes, V], what its nodes were sampled from
-        # [B, nodes], the last level's tokens, those that are left out included
-        self.last = torch.empty(0)
-        # [B, nodes], whether all nodes of the path so far had confidence; None where no budget asks
+        # of each level [B, nodes, V], the probs that its nodes were sampled from
+        self.draft_probs: list[Tensor] = []
+        # [B, nodes], the tokens of the last level, also of nodes that are left out of the tree
+        self.last_tokens = torch.empty(0)
+        # [B, nodes], whether all ancestors of a node had enough confidence to have children; None if the budget sets no
+        # minimum
         self.is_unfinished: Tensor | None = None
 
     def add_level(self, depth: int, logits: Tensor) -> None:
-        """Give the nodes of a level the children of the ranks that the shape names."""
+        """Add the next level: each node that was read last gets the children whose ranks are in the shape.
+
+        Args:
+            depth: Of the nodes that were read last; the root has depth 0.
+            logits: [B, K, D] after these nodes, or [B, 1, D] if they are the same after all of them.
+        """
         plan = self.plans[depth]
         scores, probs = self.scorer.score(self.requests, depth, logits)
         _, best = self.scorer.best(scores, plan.width)
@@ -438,53 +533,63 @@ class _FixedTrees(_Trees):
                 f"the budget's fixed tree holds a child of rank {plan.width - 1}, and the drafter knows "
                 f"{best.shape[2]} tokens: take ranks below that"
             )
-        # one row of logits may stand for all nodes
+        # with [B, 1, D] logits all nodes have the same children
         best = best.expand(-1, self.read_count, -1)
-        self.last = best.flatten(1).index_select(1, plan.children)
-        is_sure = self.is_sure(depth)
-        if is_sure is not None:
+        self.last_tokens = best.flatten(1).index_select(1, plan.child_indices)
+        may_continue = self.may_have_children(depth)
+        if may_continue is not None:
             is_unfinished = (
-                is_sure.expand(-1, self.read_count)
+                may_continue.expand(-1, self.read_count)
                 if self.is_unfinished is None
-                else is_sure & self.is_unfinished
+                else may_continue & self.is_unfinished
             )
-            self.is_unfinished = is_unfinished.index_select(1, plan.rows)
+            self.is_unfinished = is_unfinished.index_select(1, plan.node_parents)
         self.tokens.append(
-            self.last
+            self.last_tokens
             if self.is_unfinished is None
-            else self.last.masked_fill(~self.is_unfinished, LEFT_OUT)
+            else self.last_tokens.masked_fill(~self.is_unfinished, LEFT_OUT)
         )
         if probs is not None:
             probs = probs.expand(-1, self.read_count, -1)
             if not self.draft_probs:
                 self.draft_probs.append(probs)  # a row for the root, which nothing reads
-            self.draft_probs.append(probs.index_select(1, plan.rows))
+            self.draft_probs.append(probs.index_select(1, plan.node_parents))
 
     def finish(self, rows: list[int], levels: int) -> DeviceTrees:
-        """Return the trees of rows that are deep enough."""
+        """Return the trees of these rows, which have `levels` levels, without their roots.
+
+        `rows` are indices in the group.
+        """
         tokens = _join_levels(self.tokens, rows)[:, None]
         probs = _join_levels(self.draft_probs, rows) if self.draft_probs else None
         parents = self.parents[: 1 + tokens.shape[2]]
         is_partial = self.is_unfinished is not None
-        numbers = [self.rows[row] for row in rows]
+        batch_rows = [self.rows[row] for row in rows]
         return DeviceTrees(
-            numbers, tokens, levels, parents=parents, probs=probs, leaves_nodes_out=is_partial
+            batch_rows, tokens, levels, parents=parents, probs=probs, leaves_nodes_out=is_partial
         )
 
-    def keep(self, indices: list[int]) -> None:
-        """Continue with these rows only."""
-        super().keep(indices)
+    def keep_rows(self, indices: list[int]) -> None:
+        """Drop all rows but these from the tensors of the group, as the trees of the others have ended."""
+        super().keep_rows(indices)
         self.draft_probs = _pick_levels(self.draft_probs, indices)
-        self.last = pick_rows(self.last, indices)
+        self.last_tokens = pick_rows(self.last_tokens, indices)
         if self.is_unfinished is not None:
             self.is_unfinished = pick_rows(self.is_unfinished, indices)
 
     def read_next(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens [B, K], parents [B, K] and ancestors [B, K, R] of the nodes to read next."""
+        """Select the nodes of level `depth` that have children as the K nodes to read next.
+
+        Returns:
+            Their tokens [B, K], their parents [B, K] as indices among the nodes that were read of the level above, and
+            their tree mask [B, K, R], true at each node's ancestors and itself among all nodes read so far.
+        """
         plan = self.plans[depth - 1]
         count = len(self.rows)
-        self.read_count = len(plan.read)
+        self.read_count = len(plan.read_nodes)
+        # from here on for the nodes that are read, which are the parents of the next level
         if self.is_unfinished is not None:
-            self.is_unfinished = self.is_unfinished.index_select(1, plan.read)
-        parents = plan.parents.expand(count, -1)
-        return self.last.index_select(1, plan.read), parents, plan.tree_mask.expand(count, -1, -1)
+            self.is_unfinished = self.is_unfinished.index_select(1, plan.read_nodes)
+        tokens = self.last_tokens.index_select(1, plan.read_nodes)
+        parents = plan.read_parents.expand(count, -1)
+        return tokens, parents, plan.tree_mask.expand(count, -1, -1)

@@ -18,16 +18,16 @@ from eagle.drafters.parts.divergences import Kind as Kind
 from eagle.drafters.parts.divergences import Objective as Objective
 from eagle.drafters.parts.divergences import compare_with
 
-# A chunk has at least this many rows, as fewer make poor matrix products; times LEARNED where a matrix is trained,
-# because every chunk is added to all of its gradient.
+# A chunk has logits of at least this many rows in all steps, as matrix products of fewer rows are inefficient. Where an
+# LM head is trained it has LEARNED times as many, because every chunk adds to the gradient of the whole matrix.
 ROWS = 96
 LEARNED = 4
-EVEN = 16  # a chunk's rows are a multiple of this
+EVEN = 16  # the number of a chunk's rows is a multiple of this
 
-# Bytes of a chunk's logits at most, so that on a CPU they stay in its cache.
+# The most bytes of a chunk's logits, by device type: on a CPU they should stay in its cache.
 LOGITS = {"cpu": 1 << 22}
 LOGITS_ELSEWHERE = 1 << 28
-# Logits that are in fp32 at a time, for everything that is no matrix product.
+# The most logits that are converted to fp32 at a time, by device type. Softmax and losses are computed in fp32.
 AT_ONCE = {"cpu": 1 << 17}
 AT_ONCE_ELSEWHERE = 1 << 25
 
@@ -39,23 +39,30 @@ Loss = Literal[Kind, "tokens"]
 
 
 class LanguageHead(Protocol):
-    """An LM head during training: hidden states to logits, and gradients back."""
+    """An LM head during training: it maps hidden states to logits, and the gradient at logits to that at states.
+
+    The target's is `eagle.core.target_head.TargetHead`. The loss computes its gradients by hand, without autograd.
+    """
 
     @property
-    def weight(self) -> Tensor: ...
+    def weight(self) -> Tensor: ...  # [V, D]
 
+    # logits [.., V] of hidden states [.., D]
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor: ...
 
+    # the derivative [.., V] of the logits by the values before a softcap; None without a softcap
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None: ...
 
+    # the gradient [.., D] at the hidden states from the gradient [.., V] at the logits
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor: ...
 
+    # this head in another precision
     def cast(self, dtype: torch.dtype) -> LanguageHead: ...
 
 
 @dataclass(frozen=True, slots=True)
 class OwnHead:
-    """A head's own matrix [V, D], and a bias [V] where it has one."""
+    """An LM head with a matrix [V, D] and a bias [V] or None, which belongs to the draft head and not to the target."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -80,10 +87,13 @@ class OwnHead:
 
 @dataclass(frozen=True, slots=True)
 class BiasedHead:
-    """The target's LM head plus a bias of the logits, made of codes [.., r] that follow the states [.., D] in a row."""
+    """The target's LM head plus a trained low-rank bias: logits = target head(state) + weight @ code.
+
+    Its input is a state [.., D] and a code [.., r], concatenated to [.., D + r].
+    """
 
     frozen: TargetHead
-    weight: Tensor  # [V, r], which makes biases of codes, and learns
+    weight: Tensor  # [V, r], trained
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits [.., V] of states and codes [.., D + r], written to `out` where a buffer is passed."""
@@ -94,18 +104,19 @@ class BiasedHead:
         return torch.addmm(logits, code, self.weight.T, out=out)
 
     def slope(self, logits: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return how far the target's logits [.., V] move with what lies below their softcap; None without one.
+        """Return the derivative [.., V] of the target's logits by the values before their softcap; None without one.
 
-        For a target that transforms states it is these states [.., D].
+        If the target's head transforms states before its matrix, it is the states [.., D], which `pull_back` needs.
         """
         if self.frozen.is_linear:
             return None
         state, code = self._split(hidden)
+        # the softcap is the target's alone, so its slope follows from the logits without the bias
         return self.frozen.slope(logits - code @ self.weight.T, state)
 
     def pull_back(self, gradient: Tensor, slope: Tensor | None) -> Tensor:
         """Return the gradient at states and codes [.., D + r] from the gradient at the logits."""
-        # the target's head changes its gradient in place where it has a softcap, and the codes need it unchanged
+        # with a softcap the target's head overwrites the gradient that it gets, and the codes need it unchanged
         target_gradient = gradient if slope is None else gradient.clone()
         return torch.cat(
             [self.frozen.pull_back(target_gradient, slope), gradient @ self.weight], dim=-1
@@ -116,6 +127,7 @@ class BiasedHead:
         return BiasedHead(self.frozen.cast(dtype), self.weight.to(dtype))
 
     def _split(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the states [.., D] and the codes [.., r]."""
         width = hidden.shape[-1] - self.weight.shape[1]
         return hidden.tensor_split([width], dim=-1)
 
@@ -124,30 +136,50 @@ class BiasedHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """The tokens [S] of the sequences themselves, and a buffer [K, S] for the overlap of student and teacher there."""
+class SequenceTokens:
+    """The tokens that follow in the sequences, for a loss that also learns them, and a buffer for overlaps."""
 
-    tokens: Tensor
-    overlaps: Tensor
+    tokens: Tensor  # [S], the sequence's token at each row
+    overlaps: (
+        Tensor  # [K, S], written by the loss: the overlap sum min(p, q) of student and teacher
+    )
 
 
 def choose_teacher(
-    loss: Loss, batch: Batch, places: Tensor, frozen: LanguageHead
+    loss: Loss, batch: Batch, slot_indices: Tensor, frozen: LanguageHead
 ) -> tuple[Tensor, LanguageHead | None, Objective]:
-    """Return the teacher of the token two positions after each slot [S], its head, and the divergence from it.
+    """Return what a head learns to predict two tokens after each slot: the arguments of `distillation_loss`.
 
-    The teacher is the token itself, or the target's state and LM head that predict it.
+    Args:
+        loss: With "tokens" the teacher is the sequence's token, otherwise the target.
+        batch: The sequences, with the target's states.
+        slot_indices: [S], the index of each slot among all tokens.
+        frozen: The target's LM head.
+
+    Returns:
+        The teacher, tokens [S] or the target's states [S, D]; the LM head that maps the states to logits, None for
+        tokens; and the divergence from the teacher.
     """
     if loss == "tokens":
-        return batch.tokens.index_select(0, places + 2), None, Objective()
+        return batch.tokens.index_select(0, slot_indices + 2), None, Objective()
+    # the target predicts token i + 2 from its state at token i + 1
     target_hidden = batch.select_taps((-1,))[:, 0]
-    return target_hidden.index_select(0, places + 1), frozen, Objective(loss)
+    return target_hidden.index_select(0, slot_indices + 1), frozen, Objective(loss)
 
 
-def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tensor:
-    """Return the smooth-L1 loss (beta 1) of [K, S, D] to [S, D]: a mean over the width, a sum over weights [K, S]."""
+def feature_regression(predicted: Tensor, target_hidden: Tensor, weights: Tensor) -> Tensor:
+    """Return the smooth-L1 loss (beta 1) between a head's states and the target's.
+
+    It is a mean over the width and a weighted sum over steps and slots.
+
+    Args:
+        predicted: The head's states [K, S, D].
+        target_hidden: The target's states [S, D], the same for all steps.
+        weights: The weight of each slot in each step [K, S].
+    """
+    # half precision is too coarse for the loss
     wide = torch.promote_types(predicted.dtype, torch.float32)
-    expected = true.to(wide).expand_as(predicted)
+    expected = target_hidden.to(wide).expand_as(predicted)
     losses = F.smooth_l1_loss(predicted.to(wide), expected, reduction="none")
     return (losses.mean(-1) * weights).sum()
 
@@ -155,28 +187,52 @@ def feature_regression(predicted: Tensor, true: Tensor, weights: Tensor) -> Tens
 def step_weights(
     places: Tensor, steps: int, in_draft_vocab: Tensor | None = None, decay: float = 1.0
 ) -> Tensor:
-    """Return weights [K, S]: decay^s / S in step s where a draft that began s slots earlier gets there, else 0."""
+    """Return the loss weight [K, S] of each supervised slot in each draft step, for states from `align_steps`.
+
+    It is decay^s / S in step s if a draft that began s slots earlier reaches the slot, else 0.
+
+    Args:
+        places: [S], the index of each supervised slot among all tokens.
+        steps: K.
+        in_draft_vocab: As in `reached_steps`.
+        decay: The weight of a step relative to the step before.
+    """
     decays = decay ** torch.arange(steps, device=places.device)
     reached = reached_steps(places, steps, in_draft_vocab)
     return reached * (decays / max(len(places), 1))[:, None]
 
 
 def reached_steps(places: Tensor, steps: int, in_draft_vocab: Tensor | None = None) -> Tensor:
-    """Return [K, S], whether a draft that began s slots before a row gets to it in step s.
+    """Return a bool [K, S]: whether a draft that began s slots earlier reaches a slot in step s.
 
-    It does if all slots between are supervised and marked by `in_draft_vocab` [S].
+    It does if the slot and all slots from its beginning are supervised and in the draft vocabulary.
+
+    Args:
+        places: [S], the index of each supervised slot among all tokens, in ascending order.
+        steps: K.
+        in_draft_vocab: [S], whether the head can draft the token that a slot predicts; None: it can draft all.
     """
     if in_draft_vocab is None:
         in_draft_vocab = torch.ones_like(places, dtype=torch.bool)
     reached = [in_draft_vocab]
     for step in range(1, steps):
+        # the supervised slot `step` rows earlier is also `step` tokens earlier, so all slots between are supervised;
+        # `roll` compares the first rows with the last ones, whose difference is never positive
         is_adjacent = places - places.roll(step) == step
+        # a draft reaches a slot in this step if it reached the slot before in the step before
         reached.append(reached[-1].roll(1) & in_draft_vocab & is_adjacent)
     return torch.stack(reached)
 
 
 def align_steps(states: Iterable[Tensor]) -> Tensor:
-    """Return [K, S, D]: row r of step s is from the draft that began s slots earlier, so that all share a teacher."""
+    """Return the states of all steps [K, S, D], shifted so that one row of all steps predicts the same token.
+
+    In step s a draft predicts s tokens further, so row r of step s gets the state of the draft that began s slots
+    earlier. All steps then share the teacher's logits. Rows without such a draft are zeros, which have no weight.
+
+    Args:
+        states: The states [S, D] of each step, a row for each supervised slot at which a draft begins.
+    """
     aligned = []
     for step, state in enumerate(states):
         shift = min(step, len(state))
@@ -194,37 +250,39 @@ def distillation_loss(
     heads: tuple[LanguageHead | Sequence[LanguageHead], LanguageHead | None],
     objective: Objective | None = None,
     dtype: torch.dtype | None = None,
-    named: Named | None = None,
+    sequence_tokens: SequenceTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted divergence of the student from the teacher, summed, and each step's share of it [K].
+    """Return the weighted divergence of the student's probs from the teacher's, and each step's part of it [K].
 
-    Logits live for one chunk of rows, of which the teacher's serve all steps; gradients are found in the same pass,
-    at the states and at the matrices and biases that are trained.
+    Logits are made for one chunk of rows at a time, because those of all rows may not fit in memory. The teacher's
+    logits serve all steps. The same pass computes the gradients at the states and at the trained matrices and biases.
 
     Args:
-        student: States [K, S, D'].
-        teacher: States [S, D], or the tokens [S] that are right where the teacher has no head.
-        weights: What each row counts [K, S].
-        heads: The student's, one for all steps or one for each, and the teacher's.
-        objective: The divergence.
-        dtype: The precision of the student's products.
-        named: The sequences' own tokens: they count as the objective says, and all overlaps are written down.
+        student: The inputs of the student's LM head [K, S, D'].
+        teacher: The inputs of the teacher's LM head [S, D], or the tokens [S] to predict if the teacher has no head.
+        weights: The weight of each row in each step [K, S].
+        heads: The student's LM heads, one for all steps or one for each, and the teacher's, None for tokens.
+        objective: The divergence; None for the cross-entropy.
+        dtype: The precision of the student's matrix products; None for that of its heads.
+        sequence_tokens: The sequences' tokens, which get the weight `objective.tokens`. The overlaps of student and
+            teacher are written to it. None for neither.
     """
-    students, frozen = heads
+    students, teacher_head = heads
     students = students if isinstance(students, Sequence) else [students]
     if len(students) not in (1, len(student)):
         raise ValueError(
             f"got {len(students)} heads for {len(student)} steps: expected one, or one for each step"
         )
-    # heads that share no teacher's logits have nothing in common: those of one live at a time
-    groups = [students] if frozen is not None else [[head] for head in students]
+    # the heads of a group are read together because they share the teacher's logits; without a teacher's head there are
+    # none to share, so each head is a group, and the logits of only one are in memory
+    groups = [students] if teacher_head is not None else [[head] for head in students]
     totals = []
     step_losses = []
     by_group = zip(groups, student.chunk(len(groups)), weights.chunk(len(groups)), strict=True)
     for group, states, weight in by_group:
         trained = [head.weight for head in group] + [_bias_of(head) for head in group]
         cast = group if dtype is None else [head.cast(dtype) for head in group]
-        settings = _Settings(cast, frozen, objective or Objective(), named)
+        settings = _Settings(cast, teacher_head, objective or Objective(), sequence_tokens)
         total, losses = _Distilled.apply(states, teacher, weight, settings, *trained)
         totals.append(total)
         step_losses.append(losses)
@@ -232,21 +290,25 @@ def distillation_loss(
 
 
 def _bias_of(head: LanguageHead) -> Tensor | None:
+    """Return a head's trained bias [V], None if it has none."""
     return head.bias if isinstance(head, OwnHead) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What `_Distilled` needs besides tensors that have gradients."""
+    """The arguments of `_Distilled` that are not tensors with gradients."""
 
     students: Sequence[LanguageHead]
-    frozen: LanguageHead | None
+    teacher_head: LanguageHead | None
     objective: Objective
-    named: Named | None
+    sequence_tokens: SequenceTokens | None
 
 
 class _Distilled(torch.autograd.Function):
-    """The divergence of one group of heads; autograd would keep the logits of all rows for the backward pass."""
+    """The divergence of one group of heads, with its gradients computed in the forward pass.
+
+    Autograd would keep the logits of all rows for the backward pass, which may not fit in memory.
+    """
 
     @staticmethod
     def forward(
@@ -257,10 +319,14 @@ class _Distilled(torch.autograd.Function):
         settings: _Settings,
         *trained: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Find losses and gradients chunk by chunk."""
+        """Compute losses and gradients chunk by chunk; return the loss and each step's part of it [K].
+
+        The arguments are those of `distillation_loss`; `trained` are the matrices of the student's heads, then their
+        biases.
+        """
         steps, count, _ = student.shape
         wide = torch.promote_types(student.dtype, torch.float32)
-        # gradients of matrices are summed over chunks, in fp32 or better
+        # the gradients of matrices are summed over chunks, in fp32 or better so that small terms are not lost
         grads: list[Tensor | None] = []
         for tensor, needs_grad in zip(trained, ctx.needs_input_grad[4:], strict=True):
             if tensor is None or not needs_grad:
@@ -269,10 +335,12 @@ class _Distilled(torch.autograd.Function):
                 grads.append(torch.zeros_like(tensor, dtype=wide))
         grad_student = torch.empty_like(student)
         sums = torch.zeros(steps, dtype=wide, device=student.device)
-        # meta tensors, of sizes alone, know no autocast
+        # explicit casts decide the precision of products, so autocast is off; it does not support the device of meta
+        # tensors, for which the CPU is named
         device = "cpu" if student.is_meta else student.device.type
         with torch.autocast(device, enabled=False):
             students = settings.students
+            # all students' heads are trained or none is
             chunks = _chunks(
                 count, steps, students[0].weight, heads=len(students), learned=grads[0] is not None
             )
@@ -290,17 +358,17 @@ class _Distilled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients that the forward pass found, those of matrices in place because they are large."""
+        """Scale the gradients that the forward pass computed, those of matrices in place because they are large."""
         grad_student, *grads = ctx.saved_tensors
         grad_trained = [
             grads.pop(0).mul_(upstream[0]) if has_grad else None for has_grad in ctx.has_grad
         ]
-        # teacher, weights and settings have none
+        # teacher, weights and settings have no gradients
         return grad_student * upstream[0], None, None, None, *grad_trained
 
 
 class _ChunkDistiller:
-    """Losses and gradients of a chunk of rows at a time, with memory that all chunks use in turn."""
+    """Computes the losses and gradients of one chunk of rows at a time, in buffers that all chunks use in turn."""
 
     def __init__(
         self,
@@ -309,41 +377,48 @@ class _ChunkDistiller:
         steps: int,
         chunks: Sequence[slice],
     ) -> None:
-        """Allocate what all chunks use in turn.
+        """Allocate the buffers for logits and gradients.
 
         Args:
-            settings: The student heads, and the teacher's head where the teacher is a state.
-            grads: Buffers for the gradients of the students' weights, then of their biases; None where none is wanted.
-            steps: The draft steps: each has logits of its own for every row of a chunk, and the teacher's serve all.
-            chunks: The rows that are worked on at a time.
+            settings: The student's heads, the teacher's head and the objective.
+            grads: Sums for the gradients of the students' matrices, then of their biases; None for those not trained.
+            steps: The number of draft steps: in a chunk the student has one row of logits per row and step, the teacher
+                one per row, used for all steps.
+            chunks: The chunks of rows; the largest decides the size of the buffers.
         """
         self.settings = settings
         self.grad_weights = grads[: len(settings.students)]
         self.grad_biases = grads[len(settings.students) :]
         # allocated once, for the largest chunk: fresh tensors would leave the logits of two chunks in memory at a time
         rows = max((chunk.stop - chunk.start for chunk in chunks), default=0)
-        weight = settings.students[0].weight  # [V, D]; the others have its size and precision
+        weight = settings.students[
+            0
+        ].weight  # [V, D]; the other students' have the same size and precision
         self.logits = weight.new_empty(rows * steps, len(weight))
         self.target_logits: Tensor | None = None
-        if settings.frozen is not None:
-            target_weight = settings.frozen.weight
+        if settings.teacher_head is not None:
+            target_weight = settings.teacher_head.weight
             self.target_logits = target_weight.new_empty(rows, len(target_weight))
-        # gradients are summed in fp32 or better, and addmm adds only a product of the same precision: one of weights in
-        # half precision goes here first
+        # the gradients of matrices are summed in fp32 or better, but addmm cannot add a half-precision product to them:
+        # with half-precision matrices the product is written here first, then added
         self.grad_product: Tensor | None = None
-        grad_weight = grads[0]
+        grad_weight = grads[0]  # those of all students have the same precision
         if grad_weight is not None and grad_weight.dtype != weight.dtype:
             self.grad_product = torch.empty_like(weight)
 
     def __call__(
         self, rows: slice, student: Tensor, teacher: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted losses [K] of a chunk, and the gradient at its states [K, R, D]."""
+        """Return the weighted losses [K] of a chunk, and the gradient at its states [K, R, D].
+
+        The gradients of matrices and biases are added to the sums. Except for `rows`, which slices all rows, the
+        arguments are those of `distillation_loss` for the chunk's R rows.
+        """
         heads = self.settings.students
         steps, count, _ = student.shape
-        if self.settings.frozen is not None and self.target_logits is not None:
-            teacher = self.settings.frozen.logits(teacher, out=self.target_logits[:count])
-        # [K * R, D], as products of three dimensions copy the matrix
+        if self.settings.teacher_head is not None and self.target_logits is not None:
+            teacher = self.settings.teacher_head.logits(teacher, out=self.target_logits[:count])
+        # [K * R, D], as a product of a three-dimensional tensor would copy the matrix
         hidden = student.flatten(0, 1).to(heads[0].weight.dtype)
         hidden_by_head = hidden.chunk(len(heads))
         buffers = self.logits[: len(hidden)].chunk(len(heads))
@@ -352,16 +427,19 @@ class _ChunkDistiller:
         for head, states, buffer in zip(heads, hidden_by_head, buffers, strict=True):
             logits.append(head.logits(states, out=buffer))
             slopes.append(head.slope(logits[-1], states))
-        # heads may be one for all steps: K tensors [R, V]
+        # one head for all steps has all K steps' logits in one tensor: split them into K tensors [R, V]
         logits_by_step: list[Tensor] = []
         for head_logits in logits:
             logits_by_step += head_logits.chunk(steps // len(heads))
-        named = self.settings.named
-        if named is not None:
-            named = Named(named.tokens[rows], named.overlaps[:, rows])
+        chunk_tokens = None
+        if self.settings.sequence_tokens is not None:
+            tokens = self.settings.sequence_tokens
+            chunk_tokens = SequenceTokens(tokens.tokens[rows], tokens.overlaps[:, rows])
         wide = torch.promote_types(student.dtype, torch.float32)
-        losses = _loss_and_grad_(logits_by_step, teacher, wide, self.settings.objective, named)
-        # from here on `logits` hold the gradients at the logits
+        losses = _loss_and_grad_(
+            logits_by_step, teacher, wide, self.settings.objective, chunk_tokens
+        )
+        # `logits` now hold the gradients at the logits: they were overwritten to save memory
         grad = self._pull_back(hidden, weights.reshape(-1, 1), logits, slopes)
         return (losses * weights).sum(-1), grad.to(student.dtype).view(steps, count, -1)
 
@@ -372,7 +450,14 @@ class _ChunkDistiller:
         grad_logits: Sequence[Tensor],
         slopes: Sequence[Tensor | None],
     ) -> Tensor:
-        """Return the gradient at states [K * R, D]; add to those of matrices and biases what the chunk gives."""
+        """Return the gradient at states [K * R, D], and add the chunk's gradients of matrices and biases to the sums.
+
+        Args:
+            hidden: The inputs of the LM heads [K * R, D].
+            weights: The loss weight of each row [K * R, 1], which `grad_logits` do not have yet.
+            grad_logits: The gradient at the logits of each head.
+            slopes: What each head's `slope` returned.
+        """
         heads = self.settings.students
         weighted = (hidden * weights).to(hidden.dtype).chunk(len(heads))
         weights_by_head = weights.chunk(len(heads))
@@ -382,7 +467,7 @@ class _ChunkDistiller:
             grads.append(head.pull_back(grad, slopes[index]) * weights_by_head[index])
             grad_weight = self.grad_weights[index]
             if grad_weight is not None:
-                # a biased head's matrix reads the codes alone
+                # the trained matrix of a `BiasedHead` multiplies only the code, which comes last in its input
                 inputs = weighted[index][:, -grad_weight.shape[1] :]
                 _add_product_(grad_weight, grad.T, inputs, self.grad_product)
             grad_bias = self.grad_biases[index]
@@ -392,7 +477,7 @@ class _ChunkDistiller:
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, buffer: Tensor | None) -> None:
-    """Add a product to a gradient, by way of a buffer where it is of another precision."""
+    """Add left @ right to a sum of gradients in place; `buffer` gets the product first if it has another precision."""
     if buffer is None:
         total.addmm_(left, right)
     else:
@@ -404,11 +489,20 @@ def _loss_and_grad_(
     teacher: Tensor,
     wide: torch.dtype,
     objective: Objective,
-    named: Named | None,
+    sequence_tokens: SequenceTokens | None,
 ) -> Tensor:
-    """Return how each step's logits [R, V] diverge from the teacher's [K, R]; they become the gradient in place."""
+    """Return the loss [K, R] of each row in each step, and overwrite the logits with the gradient at them.
+
+    Args:
+        logits: The student's of each step [R, V], overwritten.
+        teacher: The teacher's logits [R, V], or the tokens [R] to predict.
+        wide: The precision of the losses and of softmax.
+        objective: The divergence.
+        sequence_tokens: As in `distillation_loss`, for these rows.
+    """
     losses = torch.empty(len(logits), len(teacher), dtype=wide, device=teacher.device)
-    # probs in fp32 are several times larger than the logits, so only a few rows have them at a time
+    # the probs in fp32 and temporary tensors of their size are several times larger than the logits, so they are made
+    # for a few rows at a time
     limit = AT_ONCE.get(teacher.device.type, AT_ONCE_ELSEWHERE)
     size = max(limit // logits[0].shape[1], 1)
     for first in range(0, len(teacher), size):
@@ -416,32 +510,34 @@ def _loss_and_grad_(
         target = teacher[rows]
         if teacher.is_floating_point():
             target = target.softmax(-1, dtype=wide)
-        compare = compare_with(target, objective, None if named is None else named.tokens[rows])
+        tokens = None if sequence_tokens is None else sequence_tokens.tokens[rows]
+        compare = compare_with(target, objective, tokens)
         for step, step_logits in enumerate(logits):
             student = step_logits[rows].to(wide)
             probs = student.softmax(-1)
-            if named is not None:
-                named.overlaps[step, rows] = torch.minimum(probs, target).sum(-1)
+            if sequence_tokens is not None:
+                sequence_tokens.overlaps[step, rows] = torch.minimum(probs, target).sum(-1)
             losses[step, rows], step_logits[rows] = compare(student, probs)
-            del probs  # before the next step's are made
+            del probs  # frees the memory before the next step's are made
     return losses
 
 
 def _chunks(
     count: int, steps: int, weight: Tensor, heads: int = 1, learned: bool = False
 ) -> list[slice]:
-    """Return slices of rows of which the logits of all steps are in memory at a time.
+    """Split the rows into chunks, so that the logits of a chunk in all steps fit in memory at a time.
 
     Args:
-        count: All rows.
-        steps: The draft steps.
+        count: The number of all rows.
+        steps: The number of draft steps.
         weight: [V, D], of a student's head.
-        heads: The student's heads.
-        learned: Whether their matrices are trained.
+        heads: The number of the student's heads.
+        learned: Whether the heads' matrices are trained.
     """
     row_bytes = weight.element_size() * weight.shape[0] * steps
-    wanted = (LEARNED if learned else 1) * ROWS * heads
-    min_rows = -(-wanted // steps)
+    min_product_rows = (LEARNED if learned else 1) * ROWS * heads
+    # a row of the chunk is a row of the product in each step; rounded up
+    min_rows = -(-min_product_rows // steps)
     rows = max(LOGITS.get(weight.device.type, LOGITS_ELSEWHERE) // row_bytes, min_rows)
     rows = max(rows // EVEN, 1) * EVEN
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]

@@ -1,6 +1,6 @@
-"""Operations of blocks that have gradients of their own, or few launches: rotation, RMSNorm, SwiGLU."""
+"""Operations of blocks with backward passes by hand or few kernel launches: rotation, RMSNorm, SwiGLU."""
 
-# N rows of all sequences, B sequences, T tokens, H width, w of a head
+# N rows of all sequences, B sequences, T tokens, H width, w width of a head
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Return [heads, N, w], x [N, heads * w] rotated by the tables [N, w]."""
+    """Apply the rotary embedding to queries or keys x [N, heads * w], and return [heads, N, w].
+
+    `rotary` are the cosines and sines [N, w] of the rows' positions.
+    """
     cosine, sine = rotary
     heads = x.unflatten(-1, (-1, cosine.shape[-1]))
     return _Rotated.apply(heads, cosine, sine).transpose(0, 1)
 
 
 class _Rotated(torch.autograd.Function):
-    """Rotation with its own backward: half of autograd's time (a quarter in bf16), saving only the tables."""
+    """Rotation with a backward pass by hand: half of autograd's time (a quarter in bf16), and only tables are saved."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -28,12 +31,16 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # the gradient is rotated back by the same angles
         cosine, sine = ctx.saved_tensors
         return _turn(grads[0], cosine, -sine), None, None
 
 
 def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Return [N, heads, w], elements i and i + w / 2 turned by their angle, in the tables' precision or better."""
+    """Return heads [N, heads, w] with each pair of elements i and i + w / 2 rotated by the angle in the tables.
+
+    It computes in the precision of the tables or better, and returns that of the input.
+    """
     # (x, y) -> (x cos - y sin, y cos + x sin)
     wide = heads.to(torch.promote_types(heads.dtype, cosine.dtype))
     turned = wide * cosine[:, None]
@@ -45,16 +52,20 @@ def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotate_heads(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Return [B, heads, T, w], heads rotated by tables [B, T, w], in four launches."""
+    """Apply the rotary embedding to queries or keys [B, heads, T, w] in four kernel launches, for drafting.
+
+    `rotary` are the cosines and sines [B, T, w] of the rows' positions. It has no gradient.
+    """
     cosine, sine = rotary
     half = x.shape[-1] // 2
+    # (x, y) -> (-y, x), times the sines, plus (x, y) times the cosines
     turned = x.roll(half, -1)
     turned[..., :half].neg_()
     return turned.mul_(sine[:, None]).addcmul_(x, cosine[:, None])
 
 
 def _inverse(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + eps) of each row [.., 1]."""
+    """Return RMSNorm's factor 1 / sqrt(mean(x^2) + eps) of each row [.., 1], in fp32 or better."""
     wide = torch.promote_types(x.dtype, torch.float32)
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -63,7 +74,14 @@ def _inverse(x: Tensor, eps: float) -> Tensor:
 def _norm_backward(
     grad_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients at x [N, H] and at the weight, computed in the precision of `inverse`."""
+    """Return RMSNorm's gradients at x [N, H] and at the weight [H], computed in the precision of `inverse`.
+
+    Args:
+        grad_out: [N, H], the gradient at the output.
+        x: [N, H], the input.
+        weight: [H], the gain.
+        inverse: [N, 1], what `_inverse` returned for x.
+    """
     grad_out = grad_out.to(inverse.dtype)
     normed = x * inverse
     gain = weight.to(inverse.dtype)
@@ -75,7 +93,7 @@ def _norm_backward(
 
 
 class RMSNorm(torch.autograd.Function):
-    """RMSNorm with its own backward, in half of the stock norm's time."""
+    """RMSNorm with a backward pass by hand, which takes half the time of transformers' norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,6 +103,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients at the input and at the weight, from that at the output."""
         x, weight, inverse = ctx.saved_tensors
         rows = x.flatten(0, -2)
         grad_x, grad_weight = _norm_backward(
@@ -94,12 +113,16 @@ class RMSNorm(torch.autograd.Function):
 
 
 class SwiGLUResidual(torch.autograd.Function):
-    """y = x + W_down(silu(W_gate n) * W_up n), n = rms(x); keeps x, one number of each row, and both products of n."""
+    """The norm, MLP and residual of a block: y = x + W_down(silu(W_gate n) * W_up n), n = rms(x).
+
+    For the backward pass it saves x, one number for each row, and the two products of n, fewer tensors than autograd.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, eps: float, w_gate: Tensor, w_up: Tensor, w_down: Tensor
     ) -> Tensor:
+        """Return y [N, H] from x [N, H], the norm's gain [H] and the matrices of gate, up and down projection."""
         inverse = _inverse(x, eps)
         normed = (x * inverse).mul_(gain).to(x.dtype)
         gate = F.linear(normed, w_gate)
@@ -109,13 +132,15 @@ class SwiGLUResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients at x, the gain and the three matrices, from that at y [N, H]."""
         x, gain, inverse, gate, up, *matrices = ctx.saved_tensors
         dtype = gate.dtype
-        # as autocast had them
+        # in the precision that the forward pass used: autocast had cast the fp32 matrices
         w_gate, w_up, w_down = (matrix.to(dtype) for matrix in matrices)
         normed = (x * inverse).mul_(gain).to(dtype)
         grad_out = grads[0].to(dtype)
         active = F.silu(gate)
+        # products and sums are written over tensors that are no longer needed, to save memory
         grad_product = grad_out @ w_down
         grad_w_down = grad_out.T @ (active * up)
         grad_up = active.mul_(grad_product)
@@ -123,7 +148,7 @@ class SwiGLUResidual(torch.autograd.Function):
         grad_normed = torch.addmm(grad_up @ w_up, grad_gate, w_gate)
         grad_x, grad_gain = _norm_backward(grad_normed, x, gain, inverse)
         grad_matrices = [grad_gate.T @ normed, grad_up.T @ normed, grad_w_down]
-        # the matrices are in fp32 under autocast
+        # a gradient has its parameter's precision, fp32 under autocast
         return (
             grad_x.add_(grads[0]),
             grad_gain,

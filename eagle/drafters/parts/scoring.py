@@ -34,11 +34,13 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChildScorer:
-    """Scores the children of a level and selects their tokens."""
+    """Scores the children of a level and selects their tokens, by the drafter's logits and the target's noise."""
 
-    draw: Draw
-    drafts: Tensor | None  # [D], of the target's tokens; None for all
-    sharpness: float
+    draw: Draw  # how children are chosen where the target samples
+    drafts: (
+        Tensor | None
+    )  # [D], the draft vocabulary as target tokens; None if the draft has all tokens
+    sharpness: float  # the factor on the logits
 
     def score(
         self, requests: Sequence[DraftRequest], depth: int, logits: Tensor
@@ -46,13 +48,13 @@ class ChildScorer:
         """Score every token as a child of each node of a level.
 
         Args:
-            requests: Of the rows, which all sample or none.
-            depth: Of the nodes.
+            requests: Those of the B rows: either all have noise (their targets sample) or none has.
+            depth: Of the nodes; the root has depth 0.
             logits: [B, K, D], the drafter's after each node.
 
         Returns:
-            Log-odds [B, K, D] of being the target's choice, and the probs [B, K, V] that children are sampled from, or
-            None where they are not sampled.
+            The scores [B, K, D], unnormalised log-probs of being the token that the target chooses, and the probs
+            [B, K, V] that children are sampled from, None if they are not sampled.
         """
         logits = logits.float()
         if requests[0].noise is None:
@@ -66,7 +68,11 @@ class ChildScorer:
         return _stack([scores for scores, _ in sampled]), _stack([probs for _, probs in sampled])
 
     def _score_row(self, request: DraftRequest, depth: int, logits: Tensor) -> Tensor:
-        """Return the scores [K, D] of a row whose target samples, with its noise or without."""
+        """Return the scores [K, D] of one row whose target samples at T > 0, if its children are not sampled.
+
+        With `draw` "noise" the target's noise at the children's position is known and added; otherwise it is treated as
+        unknown.
+        """
         noise = request.noise
         assert noise is not None
         logits = noise.filter_logits(logits)
@@ -74,32 +80,36 @@ class ChildScorer:
             return self.sharpness * (
                 logits + self._in_draft_vocab(noise([request.position + depth]))
             )
-        # unknown noise is one more error, beside the head's own
+        # the target's noise has the scale T, and the head's error in the logits has the scale 1 / sharpness; both are
+        # unknown here, so the squares of their scales add up
         return logits / math.hypot(noise.temperature, 1 / self.sharpness)
 
     def _sample_row(self, request: DraftRequest, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores [K, D] of a row that samples by its own noise, and the probs [K, V] that it samples from.
+        """Return the scores [K, D] of one row whose children are sampled, and the probs [K, V] that they come from.
 
-        The best k of log-probs plus Gumbel noise are k draws from these probs without replacement.
+        The noise is the drafter's, not the target's. The best k of log-probs plus Gumbel noise are k samples from these
+        probs without replacement.
         """
         noise = request.noise
         assert noise is not None
         logits = noise.filter_logits(logits)
-        private = noise.draft_noise(len(logits))
+        drafter_noise = noise.draft_noise(len(logits))  # [K, V]
         probs = (logits / noise.temperature).softmax(-1)
+        # verification compares these with the target's probs, so they get the target's vocabulary
         if self.drafts is not None:
-            probs = torch.zeros_like(private).index_copy_(-1, self.drafts, probs)
-        return logits + self._in_draft_vocab(private), probs
+            probs = torch.zeros_like(drafter_noise).index_copy_(-1, self.drafts, probs)
+        return logits + self._in_draft_vocab(drafter_noise), probs
 
     def best(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the best scores and their tokens in the target's vocabulary, [B, K, count] each."""
+        """Return the highest `count` scores of each node and their tokens in the target's vocabulary [B, K, count]."""
         values, indices = scores.topk(min(count, scores.shape[-1]))
         return values, indices if self.drafts is None else self.drafts[indices]
 
     def _in_draft_vocab(self, noise: Tensor) -> Tensor:
+        """Return noise [K, V] at the tokens of the draft vocabulary, [K, D]."""
         return noise if self.drafts is None else noise[:, self.drafts]
 
 
 def _stack(rows: list[Tensor]) -> Tensor:
-    """Return [B, ..], without a copy of one row alone."""
+    """Return the tensors of rows stacked to [B, ..]; a single one is not copied."""
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)

@@ -24,15 +24,17 @@ from torch.nn.attention.flex_attention import (
 from eagle.device import upload
 from eagle.drafters.parts.window import Window
 
-# Rows of one product, half of whose own square is wasted. At 1,024 rows of 4 heads of 64 forward and backward take
+# On CPUs, query rows of one matrix product. Larger pieces need fewer products, but half of the scores of a piece's rows
+# with one another are masked, which is wasted work. At 1,024 rows of 4 heads of 64 forward and backward take
 # 24 / 30 / 35 ms with 64 / 128 / 256 rows in fp32, 12.6 / 10.4 / 10.2 ms in bf16; PyTorch's fused attention 30 and 22.
 PIECE = {torch.float32: 64, torch.float64: 64}
-PIECE_ELSE = 128
-# a piece sees a multiple of this: CPUs prepare each new shape of products in bf16
+PIECE_ELSE = 128  # for all other dtypes
+# The number of columns that a piece sees is rounded up to a multiple of this: in bf16 CPUs prepare a kernel for each
+# new shape of a product, so there should be few shapes.
 COLUMNS = {torch.bfloat16: 64}
-FUSED = 128  # rows and columns of a fused kernel's blocks
-Own = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values [k, S, w] of every earlier step: row i of each belongs to wanted row i alone."""
+FUSED = 128  # rows and columns of a block in the mask of PyTorch's flex attention
+StepPairs = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [k, S, w] of each draft step so far. Row i of a step is seen by wanted row i alone."""
 
 
 # -- which rows see what ----------------------------------------------------------------------------------------------
@@ -40,15 +42,23 @@ Own = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Spans:
-    """Some rows of concatenated sequences: their indices, and (begin of the sequence, first row, end) of each run."""
+    """The wanted rows of concatenated sequences: those whose attention output is computed.
 
-    rows: Tensor  # [S]
-    runs: list[tuple[int, int, int]]
-    count: int  # of all rows
+    Attention on CPUs goes through them run by run. A run has rows of one sequence: consecutive ones (or every
+    `stride`-th), or arbitrary ones if `scattered` lists them.
+    """
+
+    rows: Tensor  # [S], the indices of the wanted rows among all rows
+    runs: list[
+        tuple[int, int, int]
+    ]  # (where the sequence begins, first wanted row, end) of each run
+    count: int  # the number N of all rows
     stride: int = 1  # from one row of a run to the next
-    window: Window | None = None  # what a row sees of its sequence so far; without one, all
-    scattered: tuple[list[int], ...] = ()  # the rows of each run, where they may lie anywhere in it
-    # by how many rows of their own the rows see
+    window: Window | None = None  # which earlier rows of its sequence a row sees; None: all of them
+    scattered: tuple[
+        list[int], ...
+    ] = ()  # the rows of each run, if they are neither consecutive nor strided
+    # flex attention's masks that were made, by the number of draft steps that rows see besides their sequence
     block_masks: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
@@ -60,14 +70,14 @@ class Spans:
         firsts: Sequence[int] | None = None,
         window: Window | None = None,
     ) -> Spans:
-        """Return the rows that masks mark.
+        """Return spans whose wanted rows, at which attention is computed, are those where masks are true.
 
         Args:
             masks: A mask [T] for each sequence, on the host.
             device: Where the rows are used.
-            stride: Only every `stride`-th row of a sequence counts, from its first on.
-            firsts: The first row of each sequence that counts; None: 0.
-            window: What a row sees of its sequence.
+            stride: Only every `stride`-th row of a sequence is considered, starting at `firsts`.
+            firsts: The first row of each sequence that is considered; None: row 0.
+            window: Which earlier rows of its sequence a row sees; None: all of them.
         """
         runs = []
         rows = []
@@ -85,7 +95,13 @@ class Spans:
 
     @classmethod
     def at(cls, places: Sequence[Tensor], lengths: Sequence[int], device: torch.device) -> Spans:
-        """Return the rows at these positions of each sequence, in ascending order, for sequences of these lengths."""
+        """Return spans whose wanted rows, at which attention is computed, are arbitrary ones.
+
+        Args:
+            places: For each sequence the positions of its wanted rows, in ascending order, on the host.
+            lengths: The number of rows of each sequence.
+            device: Where the rows are used.
+        """
         runs = []
         scattered: list[list[int]] = []
         rows: list[int] = []
@@ -105,20 +121,21 @@ class Spans:
         )
 
     def _rows_of(self, run_index: int) -> Sequence[int]:
+        """Return the indices of a run's rows among all rows."""
         if self.scattered:
             return self.scattered[run_index]
         _, start, stop = self.runs[run_index]
         return range(start, stop, self.stride)
 
     def split_runs(self, size: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield where a sequence begins, and the next wanted rows of it, at most `size` at a time."""
+        """Yield the wanted rows in pieces of at most `size` rows of one run, each with its sequence's first row."""
         for run_index, (begin, _, _) in enumerate(self.runs):
             rows = self._rows_of(run_index)
             for first in range(0, len(rows), size):
                 yield begin, rows[first : first + size]
 
     def split(self, size: int) -> Iterator[Spans]:
-        """Yield these rows in spans of at most `size`, each of one sequence."""
+        """Yield the wanted rows as smaller spans of at most `size` rows, each of one sequence."""
         done = 0
         for begin, rows in self.split_runs(size):
             end = done + len(rows)
@@ -131,23 +148,29 @@ class Spans:
 
     @cached_property
     def begins(self) -> Tensor:
-        """[S], where the sequence of each wanted row begins."""
+        """[S], the first row of each wanted row's sequence."""
         counts = [len(self._rows_of(run_index)) for run_index in range(len(self.runs))]
         begins = torch.tensor([begin for begin, _, _ in self.runs])
         return upload(begins.repeat_interleave(torch.tensor(counts)), self.rows.device)
 
     def block_mask(self, drafted: int) -> Any:
-        """Return which rows each wanted row sees, as fused attention needs it, for so many rows of their own."""
+        """Return flex attention's mask of the rows that each wanted row sees; it is made once.
+
+        `drafted` is the number of draft steps whose keys each row sees besides its sequence. They take up part of a
+        window.
+        """
         drafted = drafted if self.window else 0
         if drafted not in self.block_masks:
             self.block_masks[drafted] = self._make_block_mask(drafted)
         return self.block_masks[drafted]
 
     def _make_block_mask(self, drafted: int) -> Any:
+        """Return a new mask for `block_mask`: a row sees its sequence up to itself, or its window of that."""
         rows = self.rows
         begins = self.begins
         window = self.window
 
+        # flex attention calls this with scalar index tensors; `query` counts wanted rows, `row` counts all rows
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, row: Tensor) -> Tensor:
             is_past = (begins[query] <= row) & (row <= rows[query])
             if window is None:
@@ -156,14 +179,15 @@ class Spans:
 
         if window is None:
             return create_block_mask(is_seen, None, None, len(rows), self.count, device=rows.device)
-        # blocks are found from the ends of every row's window, [S] each: a mask of all rows and columns would not fit
-        # in memory for sequences that are long enough to need windows
+        # `create_block_mask` would make a mask of all rows and columns, which does not fit in memory for sequences that
+        # are long enough to need windows. So the visible blocks are computed from the two ranges that each row sees,
+        # its recent rows and its sinks; the ends of the ranges are [S] each.
         recent_start = torch.maximum(rows - (window.recent - drafted) + 1, begins)
         sinks_end = torch.minimum(begins + window.sinks, rows + 1)
         touched = _touched_blocks(recent_start, rows + 1, self.count) | _touched_blocks(
             begins, sinks_end, self.count
         )
-        # of each block of rows: how many blocks of columns it sees, and their indices first
+        # for each block of rows: how many blocks of columns it sees, and all column blocks, the visible ones first
         counts = touched.sum(1).int()
         order = touched.int().argsort(dim=1, descending=True, stable=True).int()
         return BlockMask.from_kv_blocks(
@@ -176,7 +200,10 @@ class Spans:
 
 
 def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
-    """Return [S / 128, count / 128], whether columns `low` to `high` of at least one row are in the block."""
+    """Return a bool [S / 128, count / 128]: whether a block of rows and columns is visible in part.
+
+    Row i sees the columns from `low[i]` to before `high[i]`; `count` is the number of all columns.
+    """
     query_blocks = torch.arange(len(low), device=low.device) // FUSED
     # +1 where a row's columns begin and -1 after they end, so that a running sum counts the rows that touch a block
     edges = low.new_zeros((len(low) - 1) // FUSED + 1, (count - 1) // FUSED + 2)
@@ -189,40 +216,53 @@ def _touched_blocks(low: Tensor, high: Tensor, count: int) -> Tensor:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-    """Attend from each wanted row to its sequence so far, and to keys of its own.
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
+) -> Tensor:
+    """Return the attention output [h, S, w] of the wanted rows.
+
+    A row attends to its sequence up to itself, and to the keys of the draft steps that continue from it: a training
+    step that unrolls a draft sees the earlier steps of the same draft.
 
     Args:
-        query: [h, S, w].
-        key: [k, N, w].
+        query: [h, S, w], of the wanted rows.
+        key: [k, N, w], of all rows of the sequences.
         value: [k, N, w].
         spans: The wanted rows.
-        own: What each wanted row drafted since; in a window these keys are the latest ones.
-
-    Returns:
-        [h, S, w].
+        step_pairs: Keys and values [k, S, w] of each draft step. With a window they are the most recent rows.
     """
     if spans.window is not None:
-        own = own[-spans.window.recent :]
-    return ATTEND.get(query.device.type, attend_flex)(query, key, value, spans, own)
+        step_pairs = step_pairs[-spans.window.recent :]
+    return ATTEND.get(query.device.type, attend_flex)(query, key, value, spans, step_pairs)
 
 
-def attend_plain(query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = ()) -> Tensor:
-    """`attend` for CPUs, by products of pieces of the sequences."""
-    # autograd sees tensors among the arguments, not in tuples
+def attend_plain(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, step_pairs: StepPairs = ()
+) -> Tensor:
+    """`attend` for CPUs, by matrix products of pieces of the sequences."""
+    # autograd tracks only tensors that are arguments themselves, not those in a list
     flat: list[Tensor] = []
-    for pair in own:
+    for pair in step_pairs:
         flat += pair
     return _Plain.apply(query, key, value, spans, *flat)
 
 
-ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # elsewhere one fused kernel
+ATTEND = {"cpu": attend_plain, "meta": attend_plain}  # by device type; on others flex attention
 
 
 def attend_flex(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, own: Own = (), kernel: Any = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    step_pairs: StepPairs = (),
+    kernel: Any = None,
 ) -> Tensor:
-    """`attend` for accelerators, by one fused kernel over all sequences; it has no gradient on a CPU."""
+    """`attend` for accelerators, by one call of PyTorch's flex attention; it has no gradient on a CPU.
+
+    The kernel reads the sequences. The draft steps are added by hand, as every row has its own keys there. `kernel`
+    replaces flex attention in tests and in forecasts of memory.
+    """
     attention = kernel
     if kernel is None:
         attention = flex_attention if query.device.type == "cpu" else compile_flex()
@@ -230,91 +270,100 @@ def attend_flex(
         query[None],
         key[None],
         value[None],
-        block_mask=spans.block_mask(len(own)),
+        block_mask=spans.block_mask(len(step_pairs)),
         enable_gqa=len(query) != len(key),
         return_aux=AuxRequest(lse=True),
     )
-    shares = _shares(query, aux.lse[0], own)
-    return _merge_parts(output[0], shares, own, len(key))
+    shares = _attention_shares(query, aux.lse[0], step_pairs)
+    return _merge_outputs(output[0], shares, step_pairs, len(key))
 
 
 @cache
 def compile_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=True)  # else once for every length of a batch
+    """Return flex attention, compiled once for batches of all lengths."""
+    return torch.compile(flex_attention, dynamic=True)
 
 
-def _shares(query: Tensor, context: Tensor, own: Own) -> Tensor:
-    """Return [1 + steps, h, S], what share of its attention each row gives to its sequence, and to its own keys.
+def _attention_shares(query: Tensor, context: Tensor, step_pairs: StepPairs) -> Tensor:
+    """Return the share [1 + steps, h, S] of each row's attention that goes to its sequence, then to each draft step.
 
-    `context` [h, S] is the log-sum-exp of its scores of the sequence: softmax over it and its own scores gives the
-    shares.
+    `context` [h, S] is the log-sum-exp of a row's scores with its sequence. A softmax over it and the scores with the
+    steps gives the shares.
     """
     scale = query.shape[-1] ** -0.5
     scores = [context]
-    for key, _ in own:
+    for key, _ in step_pairs:
         products = by_key(query, key) * key[:, None]
         scores.append(products.sum(-1, dtype=context.dtype).flatten(0, 1) * scale)
     return torch.stack(scores).softmax(0)
 
 
-def _merge_parts(output: Tensor, shares: Tensor, own: Own, keys: int) -> Tensor:
-    """Return [h, S, w], what the rows read of their sequences and of their own values, each by its share."""
+def _merge_outputs(output: Tensor, shares: Tensor, step_pairs: StepPairs, keys: int) -> Tensor:
+    """Return the attention output [h, S, w] over sequences and draft steps, each weighted by its share.
+
+    `output` [h, S, w] is that over the sequences alone, and `keys` the number of key heads.
+    """
     shares = shares.to(output.dtype).unsqueeze(-1)
     output = output * shares[0]
-    for share, (_, value) in zip(shares[1:], own, strict=True):
+    for share, (_, value) in zip(shares[1:], step_pairs, strict=True):
         output = output + (share.unflatten(0, (keys, -1)) * value[:, None]).flatten(0, 1)
     return output
 
 
 class _Plain(torch.autograd.Function):
-    """Two products and a softmax for each piece, whose probs the backward pass computes again.
+    """Attention on CPUs, with two matrix products and a softmax for each piece of rows.
 
-    A row's own keys are in one softmax with its sequence, so nothing is merged.
+    The backward pass computes the attention probs again, so that they are not stored. The scores with a row's draft
+    steps are in the same softmax as those with its sequence, so nothing has to be merged.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *flat: Tensor
     ) -> Tensor:
-        own = _pairs(flat)
+        """Return the attention output [h, S, w]; `flat` are the step pairs of `attend`, key and value in turn."""
+        step_pairs = _pairs(flat)
         heads, count, width = query.shape
         query = query * width**-0.5
         # contiguous keys make products of twice the speed in bf16
         key = key.contiguous()
         value = value.contiguous()
-        # in memory a row's heads lie beside each other, as those who read the output want them
+        # [h, S, w], but in memory [S, h, w]: the output projection reads all heads of a row together
         output = query.new_empty(count, heads, width).transpose(0, 1)
-        own_scores = query.new_empty(heads, count, len(own))
-        for step, (own_key, _) in enumerate(own):
-            own_scores[:, :, step] = (by_key(query, key) * own_key[:, None]).sum(-1).flatten(0, 1)
-        own_probs = torch.empty_like(own_scores)
-        for rows, columns, hidden in split_pieces(spans, len(own), query):
+        # [h, S, steps], the scores of each row with the keys of its draft steps
+        step_scores = query.new_empty(heads, count, len(step_pairs))
+        for step, (step_key, _) in enumerate(step_pairs):
+            products = by_key(query, key) * step_key[:, None]
+            step_scores[:, :, step] = products.sum(-1).flatten(0, 1)
+        step_probs = torch.empty_like(step_scores)
+        for rows, columns, mask in split_pieces(spans, len(step_pairs), query):
             piece_key, piece_value = read_columns(columns, key, value)
-            probs = attention_probs(query[:, rows], piece_key, own_scores[:, rows], hidden)
-            seq_probs, piece_own_probs = probs.tensor_split([piece_key.shape[1]], dim=-1)
+            probs = attention_probs(query[:, rows], piece_key, step_scores[:, rows], mask)
+            seq_probs, piece_step_probs = probs.tensor_split([piece_key.shape[1]], dim=-1)
             output[:, rows] = (seq_probs @ piece_value).view(output[:, rows].shape)
-            own_probs[:, rows] = piece_own_probs.reshape(own_probs[:, rows].shape)
-        for step, (_, own_value) in enumerate(own):
-            step_probs = by_key(own_probs[:, :, step, None], key)
-            by_key(output, key).addcmul_(step_probs, own_value[:, None])
-        ctx.save_for_backward(query, key, value, output, own_scores, own_probs, *flat)
+            step_probs[:, rows] = piece_step_probs.reshape(step_probs[:, rows].shape)
+        for step, (_, step_value) in enumerate(step_pairs):
+            probs = by_key(step_probs[:, :, step, None], key)
+            by_key(output, key).addcmul_(probs, step_value[:, None])
+        ctx.save_for_backward(query, key, value, output, step_scores, step_probs, *flat)
         ctx.spans = spans
         return output
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, own_scores, own_probs, *flat = ctx.saved_tensors
-        own = _pairs(flat)
+        """Return the gradients at queries, keys and values of the sequences, and keys and values of the steps."""
+        query, key, value, output, step_scores, step_probs, *flat = ctx.saved_tensors
+        step_pairs = _pairs(flat)
         (grad_out,) = upstream
         grad_query = torch.empty_like(query)
-        # transposed, which makes faster products
-        grad_key = room_for_gradient(key)
-        grad_value = room_for_gradient(value)
+        # [k, w, N], transposed, which makes faster products
+        grad_key = zeros_for_gradient(key)
+        grad_value = zeros_for_gradient(value)
         # softmax: ds = p (dp - sum of p dp), and that sum over keys is the sum of output * grad_out over the width
         mean_grad = (grad_out * output).sum(-1, keepdim=True)
-        for rows, columns, hidden in split_pieces(ctx.spans, len(own), query):
+        for rows, columns, mask in split_pieces(ctx.spans, len(step_pairs), query):
             piece_key, piece_value = read_columns(columns, key, value)
-            probs = attention_probs(query[:, rows], piece_key, own_scores[:, rows], hidden)
+            probs = attention_probs(query[:, rows], piece_key, step_scores[:, rows], mask)
             probs = probs[..., : piece_key.shape[1]]
             query_rows = group_by_key(query[:, rows], key)
             grad_rows = group_by_key(grad_out[:, rows], key)
@@ -323,27 +372,41 @@ class _Plain(torch.autograd.Function):
             grad_scores.sub_(group_by_key(mean_grad[:, rows], key)).mul_(probs)
             grad_query[:, rows] = (grad_scores @ piece_key).view(grad_query[:, rows].shape)
             add_product(grad_key, columns, query_rows, grad_scores)
-        # the same for a row's own keys and values, each of which one row alone reads
-        grad_own: list[Tensor] = []
-        for step, pair in enumerate(own):
-            step_probs = by_key(own_probs[:, :, step, None], key)
-            grad_own += _add_own_gradients(
-                query, grad_query, grad_out, mean_grad, own=pair, probs=step_probs
+        # the same for the keys and values of the draft steps, each of which only one row reads
+        grad_steps: list[Tensor] = []
+        for step, pair in enumerate(step_pairs):
+            grad_steps += _add_step_gradients(
+                query,
+                grad_query,
+                grad_out,
+                mean_grad,
+                pair=pair,
+                probs=by_key(step_probs[:, :, step, None], key),
             )
+        # the forward pass scaled the query
         grad_query.mul_(query.shape[-1] ** -0.5)
-        return grad_query, grad_key.mT, grad_value.mT, None, *grad_own
+        return grad_query, grad_key.mT, grad_value.mT, None, *grad_steps
 
 
-def _add_own_gradients(
+def _add_step_gradients(
     query: Tensor,
     grad_query: Tensor,
     grad_out: Tensor,
     mean_grad: Tensor,
-    own: tuple[Tensor, Tensor],
+    pair: tuple[Tensor, Tensor],
     probs: Tensor,
 ) -> list[Tensor]:
-    """Return the gradients of a step's own keys and values, and add to that of the queries."""
-    key, value = own
+    """Return the gradients [k, S, w] of a draft step's keys and values, and add its share to `grad_query` in place.
+
+    Args:
+        query: [h, S, w], scaled.
+        grad_query: [h, S, w], the sum so far.
+        grad_out: [h, S, w], the gradient at the attention output.
+        mean_grad: [h, S, 1], the sum of output * grad_out over the width.
+        pair: The step's keys and values [k, S, w].
+        probs: [k, h / k, S, 1], the attention probs of each row at its key of this step.
+    """
+    key, value = pair
     grad_out = by_key(grad_out, key)
     grad_scores = (grad_out * value[:, None]).sum(-1, keepdim=True)
     grad_scores.sub_(by_key(mean_grad, key)).mul_(probs)
@@ -351,7 +414,8 @@ def _add_own_gradients(
     return [(grad_scores * by_key(query, key)).sum(1), (probs * grad_out).sum(1)]
 
 
-def _pairs(flat: Sequence[Tensor]) -> Own:
+def _pairs(flat: Sequence[Tensor]) -> StepPairs:
+    """Return the pairs of keys and values that a flat list of tensors has in turn."""
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
@@ -361,9 +425,17 @@ def _pairs(flat: Sequence[Tensor]) -> Own:
 def split_pieces(
     spans: Spans, drafted: int, like: Tensor, size: int | None = None
 ) -> Iterator[tuple[slice, list[slice], Tensor]]:
-    """Yield pieces of runs: their rows among the wanted ones, the columns that they see, and what hides some of these.
+    """Yield the wanted rows in pieces that attend in one matrix product.
 
-    The last is added to the scores of the last columns; rows see `drafted` rows of their own besides the columns.
+    Args:
+        spans: The wanted rows.
+        drafted: The number of draft steps that a row sees besides its sequence; they take up part of a window.
+        like: A tensor with the dtype and the device of the scores.
+        size: The most rows of a piece; None for the best size of the dtype.
+
+    Yields:
+        For each piece: its rows among the wanted ones, the columns that at least one of them sees, and an additive mask
+        [n, ..] of the last of these columns, minus infinity where a row does not see a column.
     """
     size = size or PIECE.get(like.dtype, PIECE_ELSE)
     done = 0
@@ -375,7 +447,7 @@ def split_pieces(
             end = min(begin + _round_up(end - begin, like.dtype), spans.count)
             yield rows, [slice(begin, end)], _hide_later(row_indices, end, like)
         else:
-            # the columns of the whole piece; what single rows of it do not see is hidden by scores
+            # the columns that the piece as a whole sees; the mask hides from each row those beyond its own window
             columns = spans.window.columns(begin, row_indices[0], end, drafted)
             positions = torch.cat(
                 [torch.arange(part.start, part.stop, device=like.device) for part in columns]
@@ -386,19 +458,19 @@ def split_pieces(
 
 
 def _round_up(count: int, dtype: torch.dtype) -> int:
-    """Return the columns that so many are filled up to."""
+    """Return `count` rounded up to the dtype's multiple of columns."""
     multiple = COLUMNS.get(dtype, 1)
     return -(-count // multiple) * multiple
 
 
 def _additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores: 0, or minus infinity where a column is hidden."""
+    """Return the additive mask of a bool mask: minus infinity where a column is hidden, 0 elsewhere."""
     zeros = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
     return zeros.masked_fill_(is_hidden, -math.inf)
 
 
 def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
-    """Return [n, columns], what hides later columns from these rows, from the first of the rows up to `end`."""
+    """Return the additive causal mask [n, columns] of n rows over the columns from the first of these rows to `end`."""
     first = row_indices[0]
     if isinstance(row_indices, range):
         count = len(row_indices)
@@ -409,63 +481,77 @@ def _hide_later(row_indices: Sequence[int], end: int, like: Tensor) -> Tensor:
 
 @cache
 def _future(count: int, stride: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [n, n'], what hides later columns from rows a stride apart, of the columns from the first row on."""
+    """Return the additive causal mask [n, columns] of n rows a stride apart, over the columns from the first row on.
+
+    It has enough columns for every piece of this size, so that one mask serves all of them.
+    """
     row = stride * torch.arange(count, device=device)[:, None]
     columns = torch.arange((count - 1) * stride + COLUMNS.get(dtype, 1), device=device)
     return _additive(columns > row, dtype)
 
 
-def read_columns(seen: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
-    """Return [k, m, w] of each tensor [k, N, w].
+def read_columns(ranges: Sequence[slice], *tensors: Tensor) -> list[Tensor]:
+    """Return the columns of one or two ranges [k, m, w] of each tensor [k, N, w].
 
-    In bf16 they are contiguous: products copy what is not, and what they transpose far slower.
+    In bf16 they are contiguous: a product copies a tensor that is not, and copies it far slower if it transposes it.
     """
     columns = []
     for tensor in tensors:
-        if len(seen) > 1:
-            column = torch.cat([tensor[:, part] for part in seen], dim=1)
+        if len(ranges) > 1:
+            column = torch.cat([tensor[:, part] for part in ranges], dim=1)
         else:
-            column = tensor[:, seen[0]]
+            column = tensor[:, ranges[0]]
             if column.dtype == torch.bfloat16:
                 column = column.contiguous()
         columns.append(column)
     return columns
 
 
-def room_for_gradient(part: Tensor) -> Tensor:
-    """Return zeros [k, w, N] for what is [k, N, w], in rows of which a stride is filled up as columns are."""
-    keys, count, width = part.shape
-    return part.new_zeros(keys, width, _round_up(count, part.dtype))[..., :count]
+def zeros_for_gradient(tensor: Tensor) -> Tensor:
+    """Return zeros [k, w, N] for the transposed gradient of a tensor [k, N, w].
+
+    In memory each row is padded to the dtype's multiple of columns, so that products may write to such multiples.
+    """
+    keys, count, width = tensor.shape
+    return tensor.new_zeros(keys, width, _round_up(count, tensor.dtype))[..., :count]
 
 
-def add_product(total: Tensor, seen: Sequence[slice], rows: Tensor, columns: Tensor) -> None:
-    """Add rows [k, n, w] times columns [k, n, m] to these m columns of a total [k, w, N]."""
-    sizes = [part.stop - part.start for part in seen]
-    for part, columns_part in zip(seen, columns.split(sizes, dim=-1), strict=True):
-        total[:, :, part].baddbmm_(rows.mT, columns_part)
+def add_product(total: Tensor, ranges: Sequence[slice], left: Tensor, right: Tensor) -> None:
+    """Add left.mT @ right to m columns of a total [k, w, N] in place; left [k, n, w], right [k, n, m].
+
+    `ranges` are the columns: one or two slices with m columns in all.
+    """
+    sizes = [part.stop - part.start for part in ranges]
+    for part, right_part in zip(ranges, right.split(sizes, dim=-1), strict=True):
+        total[:, :, part].baddbmm_(left.mT, right_part)
 
 
 def by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return [k, h / k, S, ...] of [h, S, ...], the heads that share a key together."""
+    """Return [k, h / k, S, ...] of [h, S, ...]: the query heads that share a key head have one index."""
     return tensor.unflatten(0, (len(key), -1))
 
 
 def group_by_key(tensor: Tensor, key: Tensor) -> Tensor:
-    """Return [k, h / k * n, w] of [h, n, w], where heads that share a key become rows of one head."""
+    """Return [k, h / k * n, w] of [h, n, w]: the rows of query heads that share a key head are stacked in one head."""
     heads, count, width = tensor.shape
     return tensor.reshape(len(key), heads // len(key) * count, width)
 
 
-def attention_probs(query: Tensor, key: Tensor, own_scores: Tensor, hidden: Tensor) -> Tensor:
-    """Return probs [k, h / k * n, m + steps] from query [h, n, w], key [k, m, w] and scores of the rows' own keys.
+def attention_probs(query: Tensor, key: Tensor, extra_scores: Tensor, mask: Tensor) -> Tensor:
+    """Return the attention probs [k, h / k * n, m + e] of n rows over m columns and e further keys of each row.
 
-    `hidden` [n, ..] is added to the scores of the last columns of the sequence.
+    Args:
+        query: [h, n, w], scaled.
+        key: [k, m, w].
+        extra_scores: [h, n, e], the scores of each row with keys that only it sees.
+        mask: [n, ..], the additive mask of the last of the m columns.
     """
     queries = group_by_key(query, key)
-    seen = key.shape[1]
-    scores = query.new_empty(len(key), queries.shape[1], seen + own_scores.shape[2])
-    torch.bmm(queries, key.mT, out=scores[..., :seen])
-    scores[..., seen:] = group_by_key(own_scores, key)
+    columns = key.shape[1]
+    scores = query.new_empty(len(key), queries.shape[1], columns + extra_scores.shape[2])
+    torch.bmm(queries, key.mT, out=scores[..., :columns])
+    scores[..., columns:] = group_by_key(extra_scores, key)
+    # a view of the same scores in which the rows of each query head are apart: [h, n, m + e]
     by_head = scores.view(len(query), query.shape[1], -1)
-    by_head[:, :, seen - hidden.shape[1] : seen] += hidden
+    by_head[:, :, columns - mask.shape[1] : columns] += mask
     return scores.softmax(-1)

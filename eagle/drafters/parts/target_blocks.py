@@ -11,7 +11,7 @@ from torch import Tensor, nn
 Weights = Callable[[str], Tensor]
 """A target's tensor by its name; KeyError or ValueError where it has none."""
 
-# Tensors that blocks of other families have in addition to a Llama block's.
+# Tensors that a block of another model family may have in addition to those of a Llama block.
 NON_LLAMA_TENSORS = (
     *(f"self_attn.{part}_proj.bias" for part in "qkvo"),
     "self_attn.q_norm.weight",
@@ -22,13 +22,29 @@ NON_LLAMA_TENSORS = (
     *(f"mlp.{part}_proj.bias" for part in ("gate", "up", "down")),
     "mlp.gate.weight",
 )
+# those that a head's block can have too: the key of a head's shape, and a tensor by which it is recognised
 KINDS = {"qk_norm": "self_attn.q_norm.weight", "qkv_bias": "self_attn.q_proj.bias"}
-PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PLAIN = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+)  # dtypes of weights that are not packed
+# the end of error messages
 INSTEAD = "take drafter.start=random where the method has it, or train a head that copies no blocks, as eagle3"
 
 
 def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: Any) -> None:
-    """Fill Llama blocks with the target's last ones, and a norm with its final norm; refuse what is no Llama block."""
+    """Copy the target's last blocks and its final norm to a head's blocks and norm.
+
+    ValueError if the target's blocks are not Llama blocks.
+
+    Args:
+        layers: The head's K blocks, which become the target's last K.
+        norm: The head's norm.
+        weights: Returns a target's tensor by its name.
+        config: The target's config.
+    """
     first = config.num_hidden_layers - len(layers)
     for layer_index, block in enumerate(layers, start=first):
         copy_block(block, weights, f"model.layers.{layer_index}.", config)
@@ -36,7 +52,10 @@ def copy_target_blocks(layers: Any, norm: nn.Module, weights: Weights, config: A
 
 
 def block_kind(weights: Weights, prefix: str) -> dict[str, bool]:
-    """Return which tensors a target's block has in addition to a Llama block's, as keys of a head's shape."""
+    """Return which of the additions in `KINDS` a target's block has, as keys of a head's shape with the value True.
+
+    `prefix` begins the names of the block's tensors.
+    """
     return {
         kind: True
         for kind, name in KINDS.items()
@@ -45,8 +64,11 @@ def block_kind(weights: Weights, prefix: str) -> dict[str, bool]:
 
 
 def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> None:
-    """Fill a block with the target's tensors under a prefix; refuse a target's block that computes something else."""
-    # families name it in two ways
+    """Copy the target's block whose tensor names begin with `prefix` to a head's block.
+
+    ValueError if the target's block computes something else than the head's.
+    """
+    # model families have the activation under one of two names
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation != "silu":
         raise ValueError(
@@ -63,7 +85,7 @@ def copy_block(block: nn.Module, weights: Weights, prefix: str, config: Any) -> 
 
 
 def find_tensor(weights: Weights, name: str) -> Tensor | None:
-    """Return a tensor of the target, or None if there is none of this name."""
+    """Return the target's tensor of this name, or None if the target has no such tensor."""
     try:
         return weights(name)
     except (KeyError, ValueError):
@@ -71,12 +93,12 @@ def find_tensor(weights: Weights, name: str) -> Tensor | None:
 
 
 @torch.no_grad()
-def copy_tensor(part: Tensor, weights: Weights, name: str, config: Any) -> None:
-    """Fill a parameter with the target's tensor of this name."""
+def copy_tensor(parameter: Tensor, weights: Weights, name: str, config: Any) -> None:
+    """Copy the target's tensor of this name to a parameter; ValueError if it is missing or has another shape."""
     tensor = find_tensor(weights, name)
-    if tensor is None or tensor.shape != part.shape or tensor.dtype not in PLAIN:
+    if tensor is None or tensor.shape != parameter.shape or tensor.dtype not in PLAIN:
         got = "none" if tensor is None else f"{list(tensor.shape)} in {tensor.dtype}"
         raise ValueError(
-            f"{config.model_type} has no Llama blocks: {name} is {got}, expected {list(part.shape)}: {INSTEAD}"
+            f"{config.model_type} has no Llama blocks: {name} is {got}, expected {list(parameter.shape)}: {INSTEAD}"
         )
-    part.copy_(tensor)
+    parameter.copy_(tensor)

@@ -22,44 +22,52 @@ from eagle.drafters.parts.window import Window
 from eagle.target.slots import SlotCache
 
 Pair = tuple[Tensor, Tensor]
-"""Cosines and sines at some rows, or keys and values of some."""
+"""Rotary tables (cosines and sines [N, w]) at some rows, or the keys and values [heads, N, w] of some rows."""
 
 
 def run_part(part: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a step of a block's computation uncompiled."""
+    """Call a function of a block's computation with these inputs, uncompiled: what `run` arguments are by default."""
     return part(*inputs)
 
 
 @cache
 def compile_part(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step of a block's computation, compiled."""
-    return torch.compile(part, dynamic=True)  # else once for every length of a batch
+    """Return a function of a block's computation, compiled once for batches of all lengths."""
+    return torch.compile(part, dynamic=True)
 
 
 class CompiledParts:
-    """A head that may compile the steps of a block around attention, which itself loops over sequences."""
+    """A head that may compile the functions of a block around attention.
+
+    Attention itself is not compiled with them, as it loops over sequences.
+    """
 
     is_compiled = False
 
     def _run(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a step of a block's computation, compiled or not."""
+        """Call a function of a block's computation with these inputs, compiled if the head is."""
         return run_part(compile_part(part) if self.is_compiled else part, *inputs)
 
     def compile_parts(self) -> None:
-        """Compile them from here on."""
+        """Run these functions compiled from now on."""
         self.is_compiled = True
 
 
 def text_slots(
     batch: Batch, device: torch.device, window: Window | None = None
 ) -> tuple[Tensor, Tensor, Spans]:
-    """Return the slots of a batch, which are all tokens but the last two of each sequence.
+    """Return the slots of a batch: every token of a sequence but the last two has a slot.
 
-    A slot reads the state of a token and the next token, and predicts the one after that.
+    Slot i reads the target's state of token i and token i + 1, and predicts token i + 2.
+
+    Args:
+        batch: The sequences.
+        device: Where the results are used.
+        window: Which earlier slots a supervised slot attends to; None: all of its sequence.
 
     Returns:
-        [N] the slots' indices among all tokens of the batch, [N] their positions in their sequence, and the supervised
-        slots, counted among the slots.
+        The slots' indices [N] among all tokens of the batch, their positions [N] in their sequence, and spans of the
+        supervised slots, which count slots and not tokens.
     """
     slots = []
     positions = []
@@ -69,6 +77,7 @@ def text_slots(
         position = torch.arange(max(length - 2, 0))
         slots.append(start + position)
         positions.append(position)
+        # slot i is supervised if token i + 2 is
         masks.append(mask[2:])
         start += length
     spans = Spans.of(masks, device, window=window)
@@ -76,8 +85,9 @@ def text_slots(
 
 
 def position_tables(rotary: Rotary, like: Tensor, length: int) -> Callable[[Tensor], Pair]:
-    """Return a function that gives cosines and sines [N, w] at positions [N] below a length."""
+    """Return a function that looks up the rotary tables [N, w] of positions [N], which are below `length`."""
     cosine, sine = rotary(like, torch.arange(length, device=like.device)[None])
+    # without the batch dimension: [length, w]
     cosine = cosine[0]
     sine = sine[0]
     return lambda positions: (cosine[positions], sine[positions])
@@ -91,20 +101,26 @@ def read_context(
     run: Callable[..., Any] = run_part,
     window: Window | None = None,
 ) -> tuple[list[Pair], tuple[Tensor, ...]]:
-    """Return keys and values of every block at all slots of the sequences, and what the last block reads there.
+    """Run all blocks but the last at every slot, and return the keys and values of every block.
+
+    Supervised slots attend to these keys and values. The last block's output is needed only at supervised slots, so it
+    is left to the caller.
 
     Args:
         layers: The blocks.
-        inputs: What the first block reads.
-        tables: Cosines and sines at all slots.
+        inputs: The inputs of the first block at all slots, as `Block.inputs` returns them.
+        tables: Rotary tables at all slots.
         batch: The sequences.
-        run: Runs a step of a block's computation, compiled or not.
-        window: What a row sees; without one, all of its sequence so far.
+        run: Calls a function of a block's computation, compiled or not.
+        window: Which earlier slots a slot attends to; None: all of its sequence.
+
+    Returns:
+        Keys and values [heads, N, w] of each block at all slots, and the inputs of the last block at all slots.
     """
     context: list[Pair] = []
     for index, block in enumerate(layers):
         if index == 1:
-            # unlike the last block, those below it are read at every slot
+            # the output of the blocks before the last is needed at every slot
             masks = [torch.ones_like(mask[2:]) for mask in batch.loss_mask.split(batch.lengths)]
             all_slots = Spans.of(masks, tables[0].device, window=window)
         if index > 0:
@@ -123,17 +139,27 @@ def read_rows(
     tables: Pair,
     context: Pair,
     spans: Spans,
-    own: Sequence[Pair] = (),
+    step_pairs: Sequence[Pair] = (),
     run: Callable[..., Any] = run_part,
 ) -> Tensor:
-    """Return a block's output [S, H] at the rows of spans, which see the context, and keys and values of their own."""
+    """Return a block's output [S, H] at the wanted rows.
+
+    Args:
+        block: The block.
+        inputs: Its inputs at the wanted rows.
+        tables: Rotary tables at the wanted rows.
+        context: Keys and values [heads, N, w] of the block at all slots.
+        spans: The wanted rows.
+        step_pairs: Keys and values [heads, S, w] of each draft step, which each row attends to besides the context.
+        run: Calls a function of a block's computation, compiled or not.
+    """
     query, residual = run(query_and_residual, block, inputs, tables)
-    heads = attend(query, *context, spans, own)
+    heads = attend(query, *context, spans, step_pairs)
     return run(add_rows, block, heads, residual)
 
 
 def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """Return a block's keys at their positions, and its values, [heads, N, w] each."""
+    """Return a block's keys, rotated by the tables of their positions, and its values, [heads, N, w] each."""
     key, value = block.key_value(inputs)
     attention = block.self_attn
     values = value.unflatten(-1, (-1, attention.width)).transpose(0, 1)
@@ -141,28 +167,33 @@ def key_value(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
 
 
 def query_and_residual(block: Block, inputs: tuple[Tensor, ...], tables: Pair) -> Pair:
-    """Return a block's queries [heads, S, w] at their positions, and the residual [S, H]."""
+    """Return a block's queries [heads, S, w], rotated by the tables of their positions, and the residual [S, H]."""
     query, residual = block.query_and_residual(inputs)
     return rotate(norm_by_head(block.self_attn.q_norm, query), tables), residual
 
 
 def norm_by_head(norm: Norm | None, x: Tensor) -> Tensor:
-    """Return [N, heads * w], each head by the norm where there is one."""
+    """Return [N, heads * w], each head normed separately; unchanged if the norm is None."""
     if norm is None:
         return x
     heads = x.unflatten(-1, (-1, len(norm.weight)))
     return norm(heads).flatten(-2)
 
 
-def add_rows(block: Block, seen: Tensor, residual: Tensor) -> Tensor:
-    """Return a block's output [S, H] from the output of its heads [heads, S, w]."""
-    return block.add_mlp(residual + block.self_attn.o_proj(seen.transpose(0, 1).flatten(1)))
+def add_rows(block: Block, heads: Tensor, residual: Tensor) -> Tensor:
+    """Return a block's output [S, H] from its attention heads' output [heads, S, w] and the residual [S, H]."""
+    attended = heads.transpose(0, 1).flatten(1)
+    return block.add_mlp(residual + block.self_attn.o_proj(attended))
 
 
 def probe_read(
     head: TextHead, context: int, rows: int, window: Window | None = None
 ) -> Callable[[], Tensor]:
-    """Return a function to time: a head's blocks over so many rows after `context` tokens, or what a window keeps."""
+    """Return a function whose seconds are measured: one forward of a head's blocks over `rows` rows.
+
+    The rows come after `context` cached tokens, or after those of them that a window keeps. The function returns the
+    states [1, rows, H]. Each call overwrites the rows of the call before.
+    """
     (target_head,) = head.frozen
     cache = SlotCache()
     caches = [Cache(cache, block) for block in head.layers]
@@ -180,7 +211,8 @@ def probe_read(
 
     @torch.inference_mode()
     def read(start: int, end: int, mask: Tensor | None) -> Tensor:
-        # what an earlier call wrote after `start` is written over
+        """Read the tokens from `start` to before `end`; return their states."""
+        # the columns that an earlier call wrote after `start` are overwritten
         cache.length = start
         columns = slice(start, end)
         tables = (cosine[:, columns], sine[:, columns])
@@ -188,5 +220,5 @@ def probe_read(
             tokens[:, columns], features[:, columns], tables, mask, caches, target_head
         )
 
-    read(0, context, None)
+    read(start=0, end=context, mask=None)
     return lambda: read(context, end, mask)

@@ -9,15 +9,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-APART = 1 << 62  # other random numbers of a sequence begin from its seed itself
+# flips a bit of a sequence's seed: other random numbers of the sequence use the seed itself, and these must differ
+APART = 1 << 62
 
 
 class TextDropout:
-    """Zeroes a share of the numbers of rows and scales the others up; every call draws again."""
+    """Dropout on the rows of several sequences, each with a random generator from its seed.
+
+    It zeroes a share of the numbers and scales the others up, so that the mean stays. Every call samples a new mask.
+    """
 
     def __init__(
         self, share: float, seeds: Sequence[int], counts: Sequence[int], device: torch.device
     ) -> None:
+        """Seed the generators.
+
+        Args:
+            share: Of the numbers that are zeroed, below 1; 0 for no dropout.
+            seeds: The random seed of each sequence.
+            counts: The number of rows of each sequence.
+            device: Where the rows are.
+        """
         self.share = share
         self.counts = list(counts)  # rows of each sequence
         self.generators = [
@@ -25,30 +37,37 @@ class TextDropout:
         ]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return rows [R, ..] with dropout."""
+        """Return the concatenated rows [R, ..] of all sequences with dropout."""
         if not self.share:
             return rows
         kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
         return self._drop(rows, kept, kept.split(self.counts))
 
     def drop_padded(self, rows: Tensor) -> Tensor:
-        """Return [B, T, ..] with dropout of the sequence in each row; padding is kept."""
+        """Return right-padded sequences [B, T, ..] with the dropout that their rows get unpadded; padding is kept."""
         kept = torch.ones(rows.shape, dtype=torch.bool, device=rows.device)
         seqs = [row[:count] for row, count in zip(kept, self.counts, strict=True)]
         return self._drop(rows, kept, seqs)
 
     def _drop(self, rows: Tensor, kept: Tensor, seqs: Sequence[Tensor]) -> Tensor:
-        """Draw what is kept of each sequence, and return the rows with the rest zeroed; `seqs` are views of `kept`."""
+        """Sample the mask of each sequence, and return the rows with dropout.
+
+        Args:
+            rows: The rows of all sequences.
+            kept: A bool mask of the same shape, which is filled.
+            seqs: Views of `kept`, one for each sequence.
+        """
         for seq, generator in zip(seqs, self.generators, strict=True):
             seq.copy_(draw_kept(seq, self.share, generator))
         return (rows * kept) * (1 / (1 - self.share))
 
 
 def draw_kept(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Return [..] bool, which numbers of a tensor of this shape are kept: all but a share, to 1 in 65,536."""
-    # one word for four numbers, as on CPUs random words cost more than all that is done with them
+    """Sample a bool mask of the shape of `like`, true with the probability 1 - share, exact to 1 in 65,536."""
+    # on CPUs a random word costs more than all that is done with it, so one 64-bit word gives four 16-bit numbers
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     words.random_(-(1 << 63), None, generator=generator)
     numbers = words.view(torch.int16)[: like.numel()]
+    # int16 begins at -2^15, so `share` of the 2^16 values are below this limit
     limit = round(share * (1 << 16)) - (1 << 15)
     return (numbers >= limit).view(like.shape)

@@ -1,6 +1,9 @@
-"""Sequences whose committed tokens a head's blocks read: keys and values in slots, and the last states."""
+"""The drafting state of heads with blocks: the KV cache of many sequences, and forwards over committed tokens.
 
-# B sequences, N new tokens of all, T of one, S columns, L taps, H width
+A row is a sequence of the decoding batch. It has a slot of the cache from its first draft on.
+"""
+
+# B sequences, N new tokens of all sequences, T of one, S cache columns, L taps, H width
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from eagle.drafters.parts.scoring import DraftRequest
 from eagle.drafters.parts.window import Window
 from eagle.target.slots import SlotCache, with_room
 
-# rows of up to so many new tokens share a forward, however different in number
+# rows with at most this many new tokens share a forward, even if their numbers of tokens differ much
 SHORT_ROW_TOKENS = 16
-# of one forward, padding included, unless a single row has more
+# the most tokens of one forward over several rows, padding included
 MAX_PADDED_TOKENS = 4096
-# tokens of a sequence that blocks with a window read at a time; the columns that no later token sees are then dropped
+# tokens of a sequence that heads with a window read in one forward; then columns that no later token sees are dropped
 WINDOW_CHUNK_TOKENS = 512
 
 
@@ -41,7 +44,7 @@ class TextHead(Protocol):
         ...
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return [N, H] from features [N, L, H]."""
+        """Return the states [N, H] that the head reads, from the target's features [N, L, H]."""
         ...
 
     def read(
@@ -53,29 +56,39 @@ class TextHead(Protocol):
         caches: Sequence[Cache | None],
         frozen: TargetHead,
     ) -> Tensor:
-        """Return the states [B, T, H] after tokens, each of which is read with a state."""
+        """Return the states [B, T, H] after tokens [B, T], each of which is read with a state of `hidden` [B, T, H].
+
+        Args:
+            tokens: The tokens.
+            hidden: The states that they are read with.
+            tables: Rotary tables [B or 1, T, w].
+            mask: The additive mask [B, 1, T, S]; None for a causal mask.
+            caches: The cache of each block.
+            frozen: The target's embedding and LM head.
+        """
         ...
 
 
 class TextState:
-    """Keys and values of many sequences, in a slot for each from its first draft on; slots in use are the first.
+    """The KV cache of many sequences, and their noise. The slots in use are always the first ones of the cache.
 
-    With a window, columns that no later row sees are dropped: a sequence's cost does not grow with its length.
+    With a window, columns that no later token sees are dropped, so that the cost of a sequence does not grow with its
+    length.
     """
 
     def __init__(self, head: TextHead, window: Window | None = None) -> None:
+        """Begin without rows; `window` is that of the head's blocks, None if tokens see their whole sequence."""
         self.head = head
         self.window = window
         self.cache = SlotCache()
-        self.blocks = [Cache(self.cache, block) for block in head.layers]
+        self.blocks = [Cache(self.cache, block) for block in head.layers]  # the cache of each block
         weight = head.layers[0].mlp.up_proj.weight
         self.device = weight.device
         self.dtype = weight.dtype
         self.noises: dict[int, Noise | None] = {}
         self.rows: list[int] = []  # the row of each slot in use
-        self.dropped: dict[
-            int, int
-        ] = {}  # by row: how many columns were dropped, all of them after the sinks
+        # by row: how many columns a window has dropped, all of them after the sinks
+        self.dropped: dict[int, int] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row."""
@@ -93,8 +106,9 @@ class TextState:
 
     @torch.inference_mode()
     def release(self, row: int) -> None:
-        """Release a row; the last slot's sequence moves to its slot."""
+        """Release a row. The sequence in the last slot moves to its slot, so that the slots in use stay the first."""
         del self.noises[row], self.dropped[row]
+        # a row that never drafted has no slot
         if row not in self.rows:
             return
         slot = self.rows.index(row)
@@ -108,7 +122,7 @@ class TextState:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def _take_slots(self, rows: Sequence[int]) -> None:
-        """Assign a slot to each new row."""
+        """Assign the next free slot to each of these new rows."""
         for row in rows:
             self.rows.append(row)
             self.cache.clear(len(self.rows) - 1)
@@ -116,19 +130,24 @@ class TextState:
             self._reserve()
 
     def _reserve(self) -> None:
-        """Reserve memory for the rows in use, half as long again as the longest; give back what is far more."""
+        """Reserve cache memory for the rows in use, with 1.5 times the columns of the longest.
+
+        `SlotCache.reserve` frees memory if far more is allocated.
+        """
         used = len(self.rows)
         longest = max(self.cache.lengths[:used], default=0)
         self.cache.reserve(max(used, 1), longest * 3 // 2)
 
     def _drop_unseen(self, slots: Sequence[int]) -> None:
-        """Drop the columns of these slots that no later row sees, where enough of them have come together."""
+        """Drop the columns of these slots that no later token sees, as they have left the window."""
         if self.window is None:
             return
-        gaps: dict[int, tuple[int, int]] = {}
+        gaps: dict[
+            int, tuple[int, int]
+        ] = {}  # by slot: the first column to drop, and the first after it to keep
         for slot in slots:
             length = self.cache.lengths[slot]
-            # dropping moves all later columns, so that it waits until as many as a window can be dropped
+            # dropping moves all later columns, so it is done only once a window's number of columns can be dropped
             if length > self.window.most:
                 gaps[slot] = (self.window.sinks, length - self.window.recent)
         self.cache.drop(gaps)
@@ -136,7 +155,10 @@ class TextState:
             self.dropped[self.rows[slot]] += stop - start
 
     def text_length(self, slot: int) -> int:
-        """Return how many tokens of a slot's sequence are read, those included whose columns are dropped."""
+        """Return how many tokens of a slot's sequence the head has read, including those whose columns were dropped.
+
+        It is the position of the next token.
+        """
         return self.cache.lengths[slot] + self.dropped[self.rows[slot]]
 
     # -- committed tokens ---------------------------------------------------------------------------------------------
@@ -144,11 +166,11 @@ class TextState:
     def read_updates(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> tuple[list[int], list[DraftRequest], Tensor]:
-        """Read all tokens that were committed since the last draft.
+        """Read all tokens that were committed since the last draft, so that drafts can begin.
 
         Returns:
-            The rows in the order of their slots, what each asks for, and their states [B, H] after the roots, from
-            which drafts grow.
+            The rows in the order of their slots, the draft request of each, and the head's states [B, H] after the
+            roots, from which drafts begin.
         """
         self._take_slots([row for row in updates if row not in self.rows])
         rows = sorted(updates, key=self.rows.index)
@@ -156,15 +178,15 @@ class TextState:
         requests = []
         for row in rows:
             length = self.text_length(self.rows.index(row))
-            # the root gets the position `length`
+            # the root has the position `length`, and its children the next one
             requests.append(
                 DraftRequest(updates[row].root, length + 1, budgets[row], self.noises[row])
             )
         return rows, requests, hidden
 
     def _last_states(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Return each row's state after its root [B, H], once the committed tokens are read."""
-        # with a window, a long prompt is read in chunks, so that its old columns are dropped before the next
+        """Read the committed tokens and the root of each row, and return the states [B, H] after the roots."""
+        # with a window, a long prompt is read in chunks, and columns that left the window are dropped between them
         if self.window is not None:
             updates = self._read_long(updates)
         groups = list(split_ragged({row: len(update.tokens) for row, update in updates.items()}))
@@ -177,7 +199,7 @@ class TextState:
         return torch.stack([state_of[row] for row in updates])
 
     def _read_long(self, updates: Mapping[int, Committed]) -> Mapping[int, Committed]:
-        """Read the beginnings of long updates, and return what is left of each, at most WINDOW_CHUNK_TOKENS."""
+        """Read the beginnings of long updates in chunks, and return the rest, at most WINDOW_CHUNK_TOKENS of each."""
         while max(len(update.tokens) for update in updates.values()) > WINDOW_CHUNK_TOKENS:
             firsts: dict[int, Committed] = {}
             left = dict(updates)
@@ -189,27 +211,27 @@ class TextState:
         return updates
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Return the last states [B, H] of one forward over rows that are right-padded."""
-        return self._read_ahead(updates)[:, 0]
+        """Return the states [B, H] after the roots, from one right-padded forward over the rows' new tokens."""
+        return self._read_rows(updates)[:, 0]
 
-    def _read_ahead(
-        self, updates: Mapping[int, Committed], further: tuple[Tensor, Tensor] | None = None
+    def _read_rows(
+        self, updates: Mapping[int, Committed], mask_tokens: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """Return the states [B, 1 + M, H] after each row's root, and after further tokens.
+        """Return the states [B, 1 + M, H] after each row's root and after M mask tokens, from one padded forward.
 
         Args:
-            updates: What each row has committed.
-            further: Tokens [M] that all rows read after their roots, and the states [M, H] that they are read with.
-                They are read for this draft only: the cache does not count them.
+            updates: The newly committed tokens of each row.
+            mask_tokens: Tokens [M] that all rows read after their roots, and the states [M, H] that they are read with.
+                The cache does not count them, so the next committed tokens overwrite them. None for no tokens.
         """
         head = self.head
         slots = [self.rows.index(row) for row in updates]
         starts = [self.cache.lengths[slot] for slot in slots]
-        # tokens of each row that the cache will count
+        # the tokens of each row that the cache will count, and all that the forward reads
         new = [len(update.tokens) for update in updates.values()]
-        extra = len(further[0]) if further is not None else 0
+        extra = len(mask_tokens[0]) if mask_tokens is not None else 0
         counts = [count + extra for count in new]
-        tokens, hidden = self._pad_inputs(updates, further)
+        tokens, hidden = self._pad_inputs(updates, mask_tokens)
         positions = slot_positions([self.text_length(slot) for slot in slots], counts, self.device)
         mask = self._mask(starts, counts)
         tables = rotary_tables(head.rotary, hidden, positions)
@@ -218,36 +240,49 @@ class TextState:
         for slot, count in zip(slots, new, strict=True):
             self.cache.lengths[slot] += count
         self._drop_unseen(slots)
+        # without padding the root and the mask tokens are in the last columns of all rows
         if min(counts) == max(counts):
             return states[:, min(new) - 1 :]
-        # rows end at different columns of the padded forward: [B, 1 + M]
+        # rows end at different columns of the padded forward: [B, 1 + M], those after the root and the mask tokens
         last = torch.tensor(new)[:, None] + torch.arange(-1, extra)
         indices = upload(last[..., None], self.device)
         return states.gather(1, indices.expand(-1, -1, states.shape[2]))
 
     def _pad_inputs(
-        self, updates: Mapping[int, Committed], further: tuple[Tensor, Tensor] | None
+        self, updates: Mapping[int, Committed], mask_tokens: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, T] and the states [B, T, H] that they are read with, right-padded."""
+        """Return the tokens [B, T] of a forward and the states [B, T, H] that they are read with, right-padded.
+
+        Args:
+            updates: The newly committed tokens of each row, with the target's features.
+            mask_tokens: As in `_read_rows`.
+        """
         features = [update.features for update in updates.values() if update.features is not None]
-        assert len(features) == len(updates)
-        # one product for all rows
+        assert len(features) == len(updates), "a head with taps gets features in every update"
+        # the taps of all rows are fused in one product
         joined = features[0] if len(features) == 1 else torch.cat(features)
         hidden = self.head.fuse_taps(joined.to(self.device, self.dtype))
         states = list(hidden.split([len(update.tokens) for update in updates.values()]))
-        # a head reads a token with the state before it: the first token of an update was read as the last root
+        # A head reads a token with the target's state of the token before it. So tokens are shifted by one: an update's
+        # first token was read earlier, as the root of the update before, and its root comes last.
         tokens = [
             torch.cat([update.tokens[1:], torch.tensor([update.root])])
             for update in updates.values()
         ]
-        if further is not None:
-            tokens = [torch.cat([row_tokens, further[0]]) for row_tokens in tokens]
-            states = [torch.cat([row_states, further[1]]) for row_states in states]
+        if mask_tokens is not None:
+            tokens = [torch.cat([row_tokens, mask_tokens[0]]) for row_tokens in tokens]
+            states = [torch.cat([row_states, mask_tokens[1]]) for row_states in states]
         return upload(pad_rows(tokens), self.device), pad_rows(states)
 
     def _mask(self, starts: list[int], counts: list[int]) -> Tensor | None:
-        """Return the mask [B, 1, T, S] of new tokens after `starts` columns; None where each sees all up to itself."""
+        """Return the additive mask [B, 1, T, S] of new tokens; None if a causal mask does.
+
+        Args:
+            starts: The columns of each row in the cache, after which its new tokens come.
+            counts: The number of new tokens of each row.
+        """
         fits_window = self.window is None or max(counts) <= self.window.recent
+        # all rows are new and no token is beyond the window of another
         if max(starts) == 0 and fits_window:
             return None
         columns = slot_positions(starts, counts, self.device)
@@ -255,7 +290,7 @@ class TextState:
 
 
 def text_bytes(layers: Any, columns: int) -> int:
-    """Return the bytes of a slot with keys and values of so many columns in these blocks, with its room to grow."""
+    """Return the bytes of the keys and values of one sequence in these blocks, as allocated for `columns` columns."""
     column_bytes = 0
     for block in layers:
         for projection in (block.self_attn.k_proj, block.self_attn.v_proj):
@@ -264,7 +299,10 @@ def text_bytes(layers: Any, columns: int) -> int:
 
 
 def split_update(update: Committed, count: int) -> tuple[Committed, Committed]:
-    """Return the first `count` tokens of an update, whose root is the next of them, and the others."""
+    """Split an update into its first `count` tokens and the rest, so that a long update can be read in chunks.
+
+    The root of the first part is the token after it. `count` is less than the number of tokens.
+    """
     assert update.features is not None
     root = int(update.tokens[count])
     first = replace(
@@ -298,17 +336,20 @@ def split_ragged(counts: Mapping[int, int]) -> Iterator[list[int]]:
     yield [row for row in counts if row in group]
 
 
-def pad_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return [B, T, ..], right-padded with zeros."""
-    return parts[0][None] if len(parts) == 1 else pad_sequence(list(parts), batch_first=True)
+def pad_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Return tensors [T, ..] of different lengths stacked to [B, T, ..], right-padded with zeros."""
+    return rows[0][None] if len(rows) == 1 else pad_sequence(list(rows), batch_first=True)
 
 
 def slot_positions(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
-    """Return the positions [B, T] of new tokens after `starts`, or [1, T] where all rows have the same."""
+    """Return the positions [B, T] of new tokens, [1, T] if they are the same in all rows.
+
+    Row i has `counts[i]` new tokens, the first at position `starts[i]`.
+    """
     count = max(counts)
     if min(starts) == max(starts) and min(counts) == count:
         return torch.arange(starts[0], starts[0] + count, device=device)[None]
-    # padding gets the position of the last token, so that no sequence seems longer than it is
+    # padding gets the position of its row's last token: some rotary embeddings depend on the longest position
     steps = torch.minimum(torch.arange(count), torch.tensor(counts)[:, None] - 1)
     return upload(torch.tensor(starts)[:, None] + steps, device)
 
@@ -316,13 +357,13 @@ def slot_positions(starts: list[int], counts: list[int], device: torch.device) -
 def causal_mask(
     own_columns: Tensor, count: int, dtype: torch.dtype, window: Window | None = None
 ) -> Tensor:
-    """Return the additive mask [B, 1, T, S] by which each token sees columns up to its own, or those in its window.
+    """Return the additive mask [B, 1, T, S] by which each token sees the cache columns up to its own.
 
     Args:
-        own_columns: [B or 1, T], the column of each token.
-        count: S, the columns.
+        own_columns: [B or 1, T], the cache column of each token.
+        count: S, the number of columns.
         dtype: Of the mask.
-        window: What a token sees; None: all columns up to its own.
+        window: Hides columns that are neither recent nor sinks; None to show all columns up to a token's own.
     """
     column = torch.arange(count, device=own_columns.device)
     own = own_columns[..., None]

@@ -1,6 +1,6 @@
-"""Validation of a head on sequences, without decoding: every slot counts."""
+"""Validation of a head on sequences, without decoding: at every supervised slot as if a draft began there."""
 
-# T tokens of one sequence, S slots counted, D width, V vocabulary, K steps
+# T tokens of one sequence, S or N supervised slots, D width, V vocabulary, K steps
 
 from __future__ import annotations
 
@@ -17,48 +17,59 @@ from eagle.core.examples import Batch
 from eagle.core.tree import Paths
 
 Logits = Callable[[Tensor], Tensor]
-ROWS = 128  # of logits held at once
+"""Returns logits [.., V] of the inputs [.., D] of an LM head."""
+ROWS = 128  # rows of logits that are in memory at a time
 
 
 def add_sums(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums of two batches, or of two processes."""
+    """Return two dictionaries of sums added up, those of two batches or of two processes.
+
+    `sums` may be empty; otherwise both have the same names.
+    """
     return {name: sums[name] + value if name in sums else value for name, value in more.items()}
 
 
 def validate_text(
     states: Sequence[Tensor],
-    true: Tensor,
+    target_hidden: Tensor,
     tokens: Tensor,
-    counted: Tensor,
+    supervised: Tensor,
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return sums over the slots of one sequence: slot i guesses token i + 2.
+    """Return sums over the supervised slots of one sequence, as if a draft began at each of them.
+
+    Slot i predicts token i + 2 in the first step, and one token further in each next step, where the head reads the
+    state of the step before and the sequence's next token.
 
     Args:
-        states: K times [S, D]: in step n the head reads the state that it made before, and the sequence's next token.
-        true: The target's states [T, D]: row i predicts token i + 1.
+        states: The LM head's inputs of each of the K steps [S, D].
+        target_hidden: The target's states [T, D]: row i predicts token i + 1.
         tokens: The sequence [T].
-        counted: [T] bool; there is a slot for each token that is marked, which it guesses.
-        logits: The head's of each step, and the target's, as functions of both kinds of states.
-        trees: Trees whose acceptance is counted.
+        supervised: [T] bool, the supervised tokens. Each of them is predicted by a slot.
+        logits: The LM heads: the draft head's of each step, and the target's.
+        trees: Fixed trees, by name, whose acceptance is counted.
+
+    Returns:
+        "slots", their number; "cross_entropy", "agreement" and "overlap" of the first step; and for each tree
+        "NAME/reached" and "NAME/accepted" by level, see `_descend`.
     """
     students, teacher = logits
     # [T], the target's token after each token
-    choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, true)
-    slots = counted[2:].nonzero()[:, 0].to(tokens.device)
+    choices = _in_chunks(lambda rows: teacher(rows).max(-1).indices, target_hidden)
+    slots = supervised[2:].nonzero()[:, 0].to(tokens.device)
     sums = {"slots": torch.tensor(float(len(slots)), dtype=torch.float64)}
-    sums |= _compare(states[0], true[slots + 1], students[0], teacher)
+    sums |= _compare(states[0], target_hidden[slots + 1], students[0], teacher)
     tree_depths = [max(map(len, paths)) for paths in trees.values()]
     max_depth = max([len(states), *tree_depths])
-    # after the answer nothing is guessed; after a token that the target would not choose, what follows its own choice
-    # is not known
-    is_inside = F.pad(counted, (0, max_depth)).to(tokens.device)
+    # A step is judged only while its token is in the answer and the sequence's tokens so far are the target's choices:
+    # after any other token the sequence does not tell what the target would choose.
+    is_inside = F.pad(supervised, (0, max_depth)).to(tokens.device)
     is_known = torch.ones_like(slots, dtype=torch.bool)
     ranks = []
     known = []
     for step in range(1, max_depth + 1):
-        # [S], the token that a draft reads last in this step; the target's choice after it is what the step guesses
+        # [S], the index of the token that a draft reads last in this step; it predicts the target's choice after that
         read = (slots + step).clamp(max=len(tokens) - 1)
         is_known = is_known & is_inside[slots + step + 1]
         if step > 1:
@@ -69,7 +80,7 @@ def validate_text(
                 _in_chunks(partial(_rank, students[step - 1]), states[step - 1], choices[read])
             )
         else:
-            # deeper than the head drafts
+            # the tree is deeper than the head drafts: a rank that no node has is never accepted
             ranks.append(torch.full_like(slots, torch.iinfo(slots.dtype).max))
     for name, paths in trees.items():
         sums[f"{name}/reached"], sums[f"{name}/accepted"] = _descend(ranks, known, paths)
@@ -82,7 +93,14 @@ def validate_batch(
     logits: tuple[Sequence[Logits], Logits],
     trees: dict[str, Paths],
 ) -> dict[str, Tensor]:
-    """Return sums of `validate_text` over the slots of all sequences of a batch; `states` are K times [S, D]."""
+    """Return the sums of `validate_text` over all sequences of a batch.
+
+    Args:
+        batch: The sequences, with the target's states.
+        states: The LM head's inputs of each of the K steps [S, D], at the supervised slots of all sequences.
+        logits: The LM heads: the draft head's of each step, and the target's.
+        trees: Fixed trees, by name, whose acceptance is counted.
+    """
     masks = batch.loss_mask.split(batch.lengths)
     slot_counts = [int(mask[2:].sum()) for mask in masks]
     target_hidden = batch.select_taps((-1,))[:, 0].split(batch.lengths)
@@ -106,7 +124,11 @@ def validate_batch(
 
 
 def figures(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Return means per slot, and for each tree tau, and how often a level is accepted if the one above was."""
+    """Turn sums of `validate_batch` into means per slot and figures of each tree.
+
+    "TREE/1", "TREE/2" and so on are the rates at which a level is accepted if the level above was. "TREE/tau" is the
+    acceptance length: tokens per target forward.
+    """
     means: dict[str, float] = {}
     for name, value in sums.items():
         tree, _, kind = name.partition("/")
@@ -114,7 +136,7 @@ def figures(sums: dict[str, Tensor]) -> dict[str, float]:
             rates = (value / sums[f"{tree}/reached"].clamp(min=1)).tolist()
             for depth, rate in enumerate(rates, start=1):
                 means[f"{tree}/{depth}"] = rate
-            # tau = 1 + r1 + r1 r2 + ..., as the target adds one token to what is accepted
+            # tau = 1 + r1 + r1 r2 + ..., as the target adds one token to those that are accepted
             means[f"{tree}/tau"] = 1 + sum(accumulate(rates, mul))
         elif not kind and name != "slots":
             means[name] = float(value) / float(sums["slots"])
@@ -122,19 +144,22 @@ def figures(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def chain_rates(means: dict[str, float]) -> list[float]:
-    """Return the rate at which a chain is accepted up to each level, from `figures`; empty without a chain."""
+    """Return the rate at which a chain is accepted down to each level, the products of the rates by level.
+
+    `means` come from `figures`. The list is empty if they have no tree "chain".
+    """
     names = [f"chain/{depth}" for depth in range(1, len(means) + 1)]
     return list(accumulate((means[name] for name in names if name in means), mul))
 
 
 def _in_chunks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Return the function of all rows, computed for a few at a time: on the way it makes logits of each."""
+    """Return the function's results for all rows, computed for ROWS rows at a time because it makes their logits."""
     chunks = zip(*(tensor.split(ROWS) for tensor in rows), strict=True)
     return torch.cat([function(*chunk) for chunk in chunks])
 
 
 def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
-    """Return the number of tokens that the student ranks above the wanted one."""
+    """Return the rank [N] of the wanted token [N] among the student's logits: how many tokens are likelier."""
     logits = student(states)
     return (logits > logits.gather(1, wanted[:, None])).sum(-1)
 
@@ -142,41 +167,54 @@ def _rank(student: Logits, states: Tensor, wanted: Tensor) -> Tensor:
 def _compare(
     states: Tensor, target_hidden: Tensor, student: Logits, teacher: Logits
 ) -> dict[str, Tensor]:
-    """Return sums of top-1 agreement, overlap and cross-entropy, the last over the draft vocabulary."""
+    """Return sums over slots that compare the student's probs with the teacher's.
+
+    They are the cross-entropy, the top-1 agreement and the overlap sum min(p, q), which is the chance of acceptance.
+    """
 
     def compare(states: Tensor, target_hidden: Tensor) -> Tensor:
+        """Return cross-entropy, agreement and overlap [N, 3] at each slot."""
         log_probs = student(states).float().log_softmax(-1)
         target_probs = teacher(target_hidden).float().softmax(-1)
         agreement = log_probs.argmax(-1) == target_probs.argmax(-1)
         overlap = torch.minimum(log_probs.exp(), target_probs).sum(-1)
-        # tokens outside of the draft vocabulary have log-probs of minus infinity
+        # The cross-entropy leaves out tokens outside of the draft vocabulary, whose log-probs are minus infinity, and
+        # renormalises the target's probs. The clamp avoids 0 * infinity.
         target_probs = target_probs.masked_fill(log_probs.isneginf(), 0)
         finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
-        entropy = -(target_probs * finite).sum(-1) / target_probs.sum(-1)
-        return torch.stack([entropy, agreement.float(), overlap], dim=1)
+        cross_entropy = -(target_probs * finite).sum(-1) / target_probs.sum(-1)
+        return torch.stack([cross_entropy, agreement.float(), overlap], dim=1)
 
-    entropy, agreement, overlap = _in_chunks(compare, states, target_hidden).double().sum(0).cpu()
-    return {"cross_entropy": entropy, "agreement": agreement, "overlap": overlap}
+    sums = _in_chunks(compare, states, target_hidden).double().sum(0).cpu()
+    cross_entropy, agreement, overlap = sums
+    return {"cross_entropy": cross_entropy, "agreement": agreement, "overlap": overlap}
 
 
 def _descend(ranks: list[Tensor], known: list[Tensor], paths: Paths) -> tuple[Tensor, Tensor]:
-    """Return for each level of a tree how many slots are in it and known, and how many of them are accepted there.
+    """Return how many drafts reach each level of a fixed tree, and how many of them are accepted there.
+
+    A draft begins at every slot and descends the tree along the target's tokens: it takes the child whose rank is that
+    of the target's token, and ends where the tree has no such child or the token is not known.
 
     Args:
         ranks: For each level [S], the rank that the head gives the target's token.
         known: For each level [S], whether the target's token is known.
         paths: The tree, as ranks of children from the root.
+
+    Returns:
+        Two float64 tensors [levels], on the host.
     """
     nodes: dict[tuple[int, ...], int] = {(): 0}
     for path in sorted(set(paths), key=len):
         nodes[path] = len(nodes)
-    # [nodes, ranks]: the child of a node that has a rank, or -1; the last column is for ranks that no node has
+    # [nodes, ranks + 1]: the child of each rank of each node, or -1 if the tree has none; the last column is for all
+    # ranks that no node has
     max_rank = 1 + max(path[-1] for path in paths)
     child_of = torch.full((len(nodes), max_rank + 1), -1)
     for path in paths:
         child_of[nodes[path[:-1]], path[-1]] = nodes[path]
     child_of = child_of.to(ranks[0].device)
-    # [S], the node that each slot has come to, at first the root; -1 once it has left the tree
+    # [S], the node that each draft has reached, at first the root; -1 once it has left the tree
     node = torch.zeros_like(ranks[0])
     counts = []
     depth = max(len(path) for path in paths)

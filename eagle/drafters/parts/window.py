@@ -10,9 +10,10 @@ from pydantic.dataclasses import dataclass
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Window:
-    """A row sees its sequence's first `sinks` rows and the `recent` rows up to itself, drafted ones included.
+    """Sliding-window attention with sinks, to bound the cost of long sequences.
 
-    Rows keep their positions. A row that was drafted is never a sink.
+    A row sees its sequence's first `sinks` rows and the `recent` latest rows up to itself, draft tokens included. Rows
+    keep their positions. A draft token is never a sink.
     """
 
     sinks: int = Field(0, ge=0)
@@ -20,26 +21,35 @@ class Window:
 
     @property
     def most(self) -> int:
-        """Rows that are kept of a sequence: when they are more, those that no later row sees are dropped."""
+        """The most rows of a sequence in the cache; when there are more, those that no later row sees are dropped.
+
+        Dropping moves all later rows, so twice the recent rows are allowed before it is done.
+        """
         return self.sinks + 2 * self.recent
 
     def hides(self, place: Any, row: Any, begin: Any, drafted: Any) -> Any:
-        """Return whether the row that reads no longer sees another row of its sequence.
+        """Return whether a row no longer sees an earlier row of its sequence, as it is neither recent nor a sink.
+
+        All arguments are numbers or tensors that broadcast.
 
         Args:
-            place: The row that may be hidden; like the others a number or a tensor.
-            row: The row that reads.
-            begin: The first row of the sequence.
-            drafted: How many rows of its own it sees, which take their part of the latest.
+            place: The index of the earlier row.
+            row: The index of the row that attends.
+            begin: The index of the sequence's first row.
+            drafted: How many draft tokens the attending row sees besides its sequence. They count as recent rows, so
+                fewer rows of the sequence are visible.
         """
         is_old = place <= row - (self.recent - drafted)
         return is_old & (place >= begin + self.sinks)
 
     def columns(self, begin: int, first: int, end: int, drafted: int) -> list[slice]:
-        """Return the columns that rows from `first` up to `end` see, of a sequence that begins at `begin`."""
+        """Return the columns that at least one of the rows from `first` to before `end` sees: one or two slices.
+
+        The sequence begins at `begin`; `drafted` is as in `hides`.
+        """
         recent_start = max(first - (self.recent - drafted) + 1, begin)
         sinks_end = min(begin + self.sinks, end)
-        # the two ranges meet
+        # the recent rows follow the sinks without a gap
         if recent_start <= sinks_end:
             return [slice(begin, end)]
         recent = slice(recent_start, end)

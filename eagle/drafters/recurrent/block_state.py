@@ -1,7 +1,11 @@
-"""Drafting blocks of k tokens: the last k slots of a sequence are read together, then a block after each path."""
+"""The drafting state of Falcon: one forward over a block of k slots gives the logits of k levels.
+
+The first block has the last k slots of a sequence. After every k levels each node gets a new block, which has the last
+k tokens of its path.
+"""
 
 # B sequences, T new tokens, k slots of a block, H hidden, V vocabulary
-# F blocks of the pass before, K nodes of one level (each gets a block), R blocks of a draft so far
+# F blocks of the forward before, K nodes of one level (each gets a block), R blocks of a draft so far
 
 from __future__ import annotations
 
@@ -23,16 +27,15 @@ from eagle.drafters.recurrent.head_state import HeadState, Levels, count_unlike
 
 
 class BlockState(HeadState):
-    """Keys and values of several sequences; the last k slots are read together whenever tokens are committed."""
+    """The KV cache of several sequences. The last k slots are read together whenever tokens are committed."""
 
     head: Any
 
     def __init__(self, head: Any) -> None:
         super().__init__(head)
-        self.size: int = head.size
-        self.recent: dict[
-            int, Tensor
-        ] = {}  # [up to k - 1, H], what the block reads of the last slots
+        self.size: int = head.size  # k
+        # by row: the transformer block's inputs at the last slots [up to k - 1, H], which the next forward reads again
+        self.recent: dict[int, Tensor] = {}
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
         """Begin a row."""
@@ -42,7 +45,7 @@ class BlockState(HeadState):
         )
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row to a new one, with its last slots."""
+        """Copy a row's cache and the inputs of its last slots to a new row."""
         super().fork(row, other)
         self.recent[other] = self.recent[row]
 
@@ -52,12 +55,12 @@ class BlockState(HeadState):
         del self.recent[row]
 
     def _enter_committed(self, updates: Mapping[int, Committed]) -> tuple[Tensor, ...]:
-        """Return [T, H] for each row, what the block reads of its new slots."""
+        """Return the transformer block's inputs [T, H] at the new slots of each row, T newly committed tokens."""
         tokens = []
         features = []
         for update in updates.values():
             assert update.features is not None
-            # slot i reads token i + 1, so the last one reads the root
+            # slot i reads the target's state of token i and token i + 1, so the last slot reads the root
             tokens += [update.tokens[1:], torch.tensor([update.root])]
             features.append(update.features[:, 0])
         hidden = torch.cat(features).to(self.device, self.dtype)
@@ -66,7 +69,10 @@ class BlockState(HeadState):
         return entered.split([len(update.tokens) for update in updates.values()])
 
     def _read_group(self, updates: Mapping[int, Committed]) -> Tensor:
-        """Return [B, k, H], the states of each row's last slots, which see its sequence up to the last."""
+        """Read the new slots of each row in one padded forward, and return the states [B, k, H] of its last k slots.
+
+        These are the first block of a draft.
+        """
         head = self.head
         cache = self.cache
         cache_rows = [self.rows.index(row) for row in updates]
@@ -74,7 +80,8 @@ class BlockState(HeadState):
         for row, cache_row, new in zip(
             updates, cache_rows, self._enter_committed(updates), strict=True
         ):
-            # a block's slots see one another, so its earlier slots are read again with the new ones
+            # The slots of a block see one another, also later ones. So those that were in the last block are read again
+            # with the new ones, and their keys and values are overwritten.
             inputs.append(torch.cat([self.recent[row], new]))
             self.recent[row] = inputs[-1][1 - self.size :].clone()
             cache.lengths[cache_row] += len(new)
@@ -98,10 +105,16 @@ class BlockState(HeadState):
         cache_rows: list[int],
         hidden: Tensor,
     ) -> list[DraftTree]:
-        """Return the trees of some cache rows; only the root if fewer than k tokens are committed."""
+        """Return the draft tree of each request; it has only the root if the sequence has fewer than k slots.
+
+        Args:
+            requests: Those of the B rows.
+            cache_rows: The slots of the rows in the cache.
+            hidden: The states [B, k, H] of the rows' first blocks.
+        """
         limited = []
         for request in requests:
-            # the root's children stand at position length + 1
+            # the position of the root's children is one more than the number of slots
             max_depth = self.head.levels if request.position > self.size else 0
             limited.append(replace(request, budget=request.budget.within(max_depth)))
         depth = max(request.budget.depth for request in limited)
@@ -112,7 +125,7 @@ class BlockState(HeadState):
 
 
 class _BlockLevels(Levels):
-    """The levels of several drafts; every k of them come from one forward, over a block after each path."""
+    """Reads the levels of several drafts: one forward, over a block for each node, gives the logits of k levels."""
 
     def __init__(
         self,
@@ -121,21 +134,23 @@ class _BlockLevels(Levels):
         hidden: Tensor,
         *inputs: Tensor,
     ) -> None:
+        """Begin the drafts of B rows, from the states `hidden` [B, k, H] of the roots' blocks; else as in `Levels`."""
         super().__init__(state, cache_rows, hidden, *inputs)
-        # root_states are those of the roots' blocks, [B, 1, k, H]
+        # of the roots' blocks, whose states `root_states` are [B, 1, k, H]
         self.root_logits: Tensor = state.head.logits(self.root_states, state.head.frozen[0])
 
     def _begin(self) -> None:
-        """Start at the roots."""
+        """Reset to the roots' blocks, for a new draft."""
         count = len(self.cache_rows)
         device = self.root_states.device
         self.rows = list(range(count))
-        self.states = self.root_states  # of the last blocks, [B, F, k, H]
+        self.states = self.root_states  # of the F blocks that were read last, [B, F, k, H]
         self.logits = self.root_logits  # [B, F, k, V]
-        # [B, K], which one a node follows
+        # [B, K], the index among these of the block that a node of the last level follows
         self.block_index = torch.zeros(count, 1, dtype=torch.long, device=device)
-        self.path: list[Tensor] = []  # the tokens [B, K] after it, level by level
-        # [B, F, R], blocks of its path
+        # the tokens [B, K] between that block and a node, level by level
+        self.path: list[Tensor] = []
+        # [B, F, R], which of the draft's R blocks each of the F blocks sees: those of its path and itself
         self.block_mask = torch.zeros(count, 1, 0, dtype=torch.bool, device=device)
 
     def __call__(
@@ -146,7 +161,11 @@ class _BlockLevels(Levels):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, K, V], the logits after the nodes of one level; [B, 1, V] if they are the same for all nodes."""
+        """Return the logits after the nodes of one level: [B, K, V], or [B, 1, V] if they are the same for all nodes.
+
+        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
+        `RowsLevel`.
+        """
         if depth == 1:
             self._begin()
         tensors = self.keep_rows(
@@ -157,16 +176,18 @@ class _BlockLevels(Levels):
         self.block_index = self.block_index.gather(1, parents)
         self.path = [level_tokens.gather(1, parents) for level_tokens in path]
         self.path.append(tokens)
+        # the slot of the block whose logits are those of this level; at the first one a new block is read
         slot = depth % self.state.size
         if slot == 0:
             self._read_block(depth)
-        logits = self.logits[:, :, slot]
+        logits = self.logits[:, :, slot]  # [B, F, V]
+        # a new block for each node is in the order of the nodes, and a single block serves all nodes
         if slot == 0 or logits.shape[1] == 1:
             return logits
         return logits.take_along_dim(self.block_index[..., None], 1)
 
     def _read_block(self, depth: int) -> None:
-        """Read a block after each node: the last k tokens of its path, with the states that guessed them."""
+        """Read a new block for each node: the last k tokens of its path, with the states that predicted them."""
         state = self.state
         size = state.size
         batch, count = self.block_index.shape
@@ -176,16 +197,17 @@ class _BlockLevels(Levels):
         block_index = self.block_index[..., None]
         itself = torch.eye(count, dtype=torch.bool, device=device).expand(batch, -1, -1)
         self.block_mask = torch.cat([self.block_mask.take_along_dim(block_index, 1), itself], dim=2)
-        # [B, K * k, R * k]
+        # [B, K * k, R * k], by slot: all slots of a block see one another
         slot_mask = self.block_mask.repeat_interleave(size, dim=1).repeat_interleave(size, dim=2)
 
         # [B, K * k, H]
         hidden = self.states.take_along_dim(block_index[..., None], 1).flatten(1, 2)
         tokens = torch.stack(self.path, dim=2).flatten(1)  # [B, K * k]
-        # k positions, the same for all blocks
+        # the k positions are the same for all blocks
         (cosine, sine), committed = self._inputs_at(slice(depth - size, depth))
         tables = cosine.repeat(1, count, 1), sine.repeat(1, count, 1)
 
+        # the new blocks' cache columns come after those of the draft's earlier blocks
         blocks_before = self.block_mask.shape[2] - count
         start = self.start + blocks_before * size
         state.cache.set_write_offset(
@@ -197,5 +219,6 @@ class _BlockLevels(Levels):
         )
         self.states = output.unflatten(1, (count, size))
         self.logits = state.head.logits(self.states, state.head.frozen[0])
+        # every node now follows its own block
         self.path = []
         self.block_index = torch.arange(count, device=device).expand(batch, -1)

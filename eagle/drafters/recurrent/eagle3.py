@@ -44,7 +44,7 @@ class Eagle3(FusedHead):
 
     @property
     def network(self) -> dict[str, Any]:
-        """The network: its taps and where it has norms."""
+        """The name of the network and the settings that decide what its weights mean: its taps and norms."""
         return {
             "network": "fused",
             **self.stack,
@@ -54,24 +54,28 @@ class Eagle3(FusedHead):
         }
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the block's output, normed if `norm_output` is set."""
+        """Return the state that the next level reads: the block's output, normed if `norm_output` is set."""
         return self.norm(state) if self.settings.norm_output else state
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return the distillation loss of all steps, at the slots that a draft can reach."""
+        """Return the distillation loss over all draft steps, plus the regression loss if it has a weight.
+
+        A slot counts in a step if a draft that began that many slots earlier reaches it.
+        """
         settings = self.settings
         unrolled = self.unroll(batch, frozen, settings.steps)
         in_draft_vocab = None
         if self.drafts is not None:
-            # a slot whose token cannot be drafted ends every draft that reaches it
+            # slot i predicts token i + 2; a token outside the draft vocabulary ends every draft that reaches it
             in_draft_vocab = self.t2d[batch.tokens[unrolled.places + 2]]
         # step s weighs decay^s: L = sum_s decay^s * D(p, q_s)
         weights = step_weights(unrolled.places, settings.steps, in_draft_vocab, settings.decay)
         student = align_steps(self.norm(state) for state in unrolled.states)  # [steps, S, H]
+        # the target predicts token i + 2 from its state i + 1
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
         heads = OwnHead(self.lm_head.weight), self.narrow_to_draft_vocab(frozen)
         objective = Objective(settings.loss)
-        # products have the target head's dtype, as under autocast
+        # the dtype of the target's head for products of both heads, as autocast would choose
         total, step_losses = distillation_loss(
             student, target_hidden, weights, heads, objective=objective, dtype=frozen.weight.dtype
         )

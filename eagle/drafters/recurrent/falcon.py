@@ -1,7 +1,7 @@
-"""Falcon (Gao et al. 2024, arXiv 2412.12639): one forward over a block of k slots guesses the next k tokens."""
+"""Falcon (Gao et al. 2024, arXiv 2412.12639): one forward over a block of k slots predicts the next k tokens."""
 
-# B sequences, S supervised slots, N slots of all sequences, A blocks of k slots, M sequences, H hidden, V vocabulary
-# R = k * A rows
+# B or M sequences, T tokens, S supervised slots, N slots of all sequences, A blocks of k slots, H hidden, V vocabulary
+# R = k * A rows: the slots of all blocks
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from eagle.drafters.parts.decoder_block import (
 from eagle.drafters.parts.divisors import reached_levels
 from eagle.drafters.parts.growth import level_rows
 from eagle.drafters.parts.objectives import ROWS, distillation_loss, feature_regression
-from eagle.drafters.parts.spans import Own, Spans, attend
+from eagle.drafters.parts.spans import Spans, StepPairs, attend
 from eagle.drafters.parts.text_blocks import (
     Pair,
     add_rows,
@@ -67,9 +67,10 @@ class FalconSettings(Section):
 
 
 class Gate(nn.Linear):
-    """An LSTM's cell from an empty state, each of its three inputs a linear map of x.
+    """One step of an LSTM whose state is empty: sigmoid(output) * tanh(sigmoid(input) * tanh(cell)).
 
-    sigmoid(output) * tanh(sigmoid(input) * tanh(cell)): the forget gate has nothing to forget.
+    The input gate, the cell and the output gate are linear maps of x. There is no forget gate, as an empty state has
+    nothing to forget.
     """
 
     def __init__(self, inputs: int, width: int) -> None:
@@ -79,7 +80,7 @@ class Gate(nn.Linear):
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H]."""
+        """Return [.., H] from x [.., inputs]."""
         input_gate, cell, output_gate = super().forward(x).chunk(3, dim=-1)
         return output_gate.sigmoid() * (input_gate.sigmoid() * cell.tanh()).tanh()
 
@@ -87,9 +88,9 @@ class Gate(nn.Linear):
 class Falcon(TrainableDrafter):
     """Two gates over token and state, and EAGLE-1's block over blocks of k slots.
 
-    Slot i reads state i of the target and token i + 1. It guesses state i + k, whose logits predict token i + k + 1.
-    The last k slots of a sequence are a block. They see one another and everything before, and guess the k tokens
-    after the root together. The next block reads these tokens and states in place of the target's.
+    Slot i reads the target's state of token i and token i + 1. It predicts the state of token i + k, whose logits
+    predict token i + k + 1. The last k slots of a sequence are a block. They see one another and everything before, and
+    together predict the k tokens after the root. The next block reads these tokens and states in place of the target's.
     """
 
     Settings = FalconSettings
@@ -130,7 +131,7 @@ class Falcon(TrainableDrafter):
 
     @property
     def levels(self) -> int:
-        """The largest number of tokens that it guesses."""
+        """The largest number of levels that it drafts."""
         return int(self.settings.levels)
 
     @property
@@ -144,7 +145,10 @@ class Falcon(TrainableDrafter):
         hidden: Tensor,
         drop: Callable[[Tensor], Tensor] = lambda state: state,
     ) -> Tensor:
-        """Return [.., H], both gates over tokens and states, with dropout between them."""
+        """Return the transformer block's input [.., H]: two gates applied to embedded tokens and states [.., H].
+
+        `drop` is the dropout between the gates; by default none.
+        """
         first, second = self.gates
         entered: Tensor = second(drop(first(torch.cat([embedded, hidden], dim=-1))))
         return entered
@@ -158,7 +162,10 @@ class Falcon(TrainableDrafter):
         caches: Sequence[Cache | None],
         frozen: TargetHead,
     ) -> Tensor:
-        """Return [B, T, H], the block's output at slots with tokens [B, T] and states [B, T, H]."""
+        """Return the head's states [B, T, H] at slots that read tokens [B, T] and states [B, T, H].
+
+        The other arguments are those of `eagle.drafters.parts.text_state.TextHead.read`.
+        """
         entered = self.enter(frozen.embed(tokens).to(hidden.dtype), hidden)
         output: Tensor = self.layers[0](entered, tables, mask, caches[0])
         return output
@@ -170,12 +177,18 @@ class Falcon(TrainableDrafter):
     # -- blocks of sequences ------------------------------------------------------------------------------------------
 
     def read_text(self, entered: Tensor, tables: Pair, blocks: SlotBlocks) -> tuple[Tensor, Pair]:
-        """Return the states [k, A, H] of all blocks, and keys and values of all slots, from their inputs [N, H]."""
+        """Return the states [k, A, H] of blocks, and the keys and values of all slots.
+
+        Args:
+            entered: The transformer block's inputs at all slots [N, H].
+            tables: Rotary tables at all slots.
+            blocks: The blocks, whose slots are among these.
+        """
         key, value = key_value(self.layers[0], (entered, entered), tables)
         context = key.contiguous(), value.contiguous()
         slots = blocks.slots.flatten()
         cosine, sine = tables
-        # slots of different blocks may be the same: each block has its own rows
+        # a slot may be in several blocks: each of them computes a row for it
         tables_at_slots = cosine.index_select(0, slots), sine.index_select(0, slots)
         states = self.read_blocks(
             entered.index_select(0, slots), tables_at_slots, context, blocks, ()
@@ -188,11 +201,22 @@ class Falcon(TrainableDrafter):
         tables: Pair,
         context: Pair,
         blocks: SlotBlocks,
-        block_pairs: Own,
+        block_pairs: StepPairs,
     ) -> Tensor:
-        """Return [k, A, H], the states of blocks [k * A, H], which see their sequences and what was drafted since."""
+        """Return the states [k, A, H] of blocks.
+
+        Their slots attend to the sequence up to the block's last slot, and to the blocks drafted after that.
+
+        Args:
+            entered: The transformer block's inputs at the slots of the blocks [k * A, H].
+            tables: Rotary tables at these slots.
+            context: Keys and values at all slots of the sequences.
+            blocks: The blocks; `spans` has the slots after which they are drafted.
+            block_pairs: Keys and values [heads, A, w] of each slot of the drafted blocks.
+        """
         query, residual = query_and_residual(self.layers[0], (entered, entered), tables)
-        # all k queries of a block see the same keys, as further heads would: [heads, k * A, w] -> [heads * k, A, w]
+        # all k queries of a block see the same keys, so they are given to attention as further heads of one row:
+        # [heads, k * A, w] -> [heads * k, A, w]
         query_heads = query.unflatten(1, (self.size, -1)).flatten(0, 1)
         attended = attend(query_heads, *context, blocks.spans, block_pairs)
         attended = attended.unflatten(0, (-1, self.size)).flatten(1, 2)
@@ -201,7 +225,7 @@ class Falcon(TrainableDrafter):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return Smooth-L1 of the states plus cross-entropy of the probs, with one phase of blocks per sequence."""
+        """Return Smooth-L1 of the states plus cross-entropy of the probs, at blocks that do not overlap."""
         settings = self.settings
         states, answer_states, weights = self.training_states(batch, frozen)
         # L = w_reg * SmoothL1(f, f') + w_cls * CE(softmax(head(f)), softmax(head(f')))
@@ -214,24 +238,26 @@ class Falcon(TrainableDrafter):
         }
 
     def training_states(self, batch: Batch, frozen: TargetHead) -> tuple[Tensor, Tensor, Tensor]:
-        """Return states of the slots of all blocks, the target's states at their answers, and weights.
+        """Return the head's states at the slots of training blocks, and the target's states that they should equal.
 
-        In training some slots read their answer: the token and the state that they would guess (glancing).
+        The answer of a slot is the token and the target's state that it has to predict. In training some slots read
+        their answers as inputs (glancing, as in non-autoregressive translation), so that the others learn from them.
 
         Returns:
-            [R, H], [R, H] and [R].
+            The head's states [R, H], the target's states [R, H] and the loss weights [R].
         """
         settings = self.settings
         blocks = SlotBlocks.side_by_side(batch, self.size)
+        # inputs of all slots: [N], [N, H] and [N, H]
         token_indices, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps)[:, 0].to(self.dtype)
         tokens = batch.tokens.index_select(0, token_indices + 1)
         hidden = features.index_select(0, token_indices)
         tables = position_tables(self.rotary, features, max(batch.lengths, default=0))(positions)
 
-        answers = blocks.answers(token_indices, len(features))
+        answers = blocks.answers(token_indices, len(features))  # [R]
         answer_states = features.index_select(0, answers)
-        counted = blocks.reached  # [k, A]
+        counted = blocks.reached  # [k, A], the slots that are in the loss
 
         drop = self._dropout(batch)
 
@@ -242,13 +268,15 @@ class Falcon(TrainableDrafter):
         if self.training and settings.noise:
             hidden = add_noise(batch, hidden, settings.noise)
         if self.training and (settings.glance_from or settings.glance_to):
+            # a first pass without gradients finds the slots whose likeliest token is wrong
             with torch.no_grad():
                 wrong = likeliest(read(tokens, hidden), frozen) != likeliest(answer_states, frozen)
             glanced = blocks.glance(
                 wrong.view_as(counted) & counted, self.glanced_share(batch.progress)
             )
-            # a slot that has read its answer learns nothing from it
+            # a slot that has read its answer would learn only to copy it
             counted = counted & ~glanced
+            # a state is read with the token after it; an answer beyond the last token has no weight
             answer_tokens = batch.tokens.index_select(0, (answers + 1).clamp(max=len(features) - 1))
             slots = blocks.slots.flatten()
             tokens = replace_rows(tokens, slots, glanced, answer_tokens)
@@ -256,18 +284,18 @@ class Falcon(TrainableDrafter):
         return read(tokens, hidden), answer_states, blocks.weights(counted).flatten()
 
     def _dropout(self, batch: Batch) -> TextDropout:
-        """Return the dropout between the gates, which each sequence's seed decides; none outside training."""
+        """Return the dropout between the gates, from each sequence's seed; it does nothing outside training."""
         slot_counts = [max(length - 2, 0) for length in batch.lengths]
         share = self.settings.dropout if self.training else 0.0
         return TextDropout(share, batch.seeds, slot_counts, batch.tokens.device)
 
     @property
     def follows_progress(self) -> bool:  # type: ignore[override]
-        """Whether the share of glanced slots changes during training."""
+        """Whether the loss depends on the progress of training, because the share of glanced slots changes."""
         return bool(self.settings.glance_from != self.settings.glance_to)
 
     def glanced_share(self, progress: float) -> float:
-        """Return the share of wrong slots that read their answers, at this progress of training (0 to 1)."""
+        """Return the share of wrong slots that read their answers, linear in the progress of training (0 to 1)."""
         settings = self.settings
         return float(settings.glance_from + (settings.glance_to - settings.glance_from) * progress)
 
@@ -280,7 +308,11 @@ class Falcon(TrainableDrafter):
         frozen: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return sums of the loss terms and of what each tree would have kept; the first slots guess nothing."""
+        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
+
+        `trees` are fixed trees by name. The first k - 1 slots of a sequence have no whole block. They count as drafts
+        of which nothing is accepted.
+        """
         drafted = replace(batch, loss_mask=drafted_mask(batch, self.size))
         max_depth = max(len(path) for paths in trees.values() for path in paths)
         states = [state for state, _ in self.draft_levels(drafted, frozen, max_depth)]
@@ -289,7 +321,8 @@ class Falcon(TrainableDrafter):
         )
         missed = batch.slots - drafted.slots
         if missed and sums:
-            # a slot without a block is a guess as bad as chance, and no tree keeps anything there
+            # a slot without a block gets the cross-entropy of a uniform guess, and reaches the first level of every
+            # tree, where nothing is accepted
             sums["slots"] += missed
             sums["cross_entropy"] += missed * math.log(len(frozen.weight))
             for name in trees:
@@ -302,7 +335,10 @@ class Falcon(TrainableDrafter):
         frozen: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return each level's states [S, H], and the target's LM head."""
+        """Return each level's states [S, H] at the supervised slots, and the target's LM head.
+
+        A draft begins at every supervised slot, with the sequence's tokens as draft tokens. One block gives k levels.
+        """
         size = self.size
         levels = min(levels, self.levels)
         device = batch.tokens.device
@@ -324,19 +360,23 @@ class Falcon(TrainableDrafter):
         last_indices = token_indices.index_select(0, last_slots)
         last_positions = positions.index_select(0, last_slots)
         while len(level_states) < levels:
-            # the next block stands at the k slots after the last one, and reads the states that were guessed for them
+            # the next block has the k slots after the last one, and reads the states that were predicted for them
             done = len(level_states)
-            ahead = torch.arange(1 + done - size, 1 + done, device=device)[:, None]
-            following = batch.places_behind(last_indices, 1 + ahead).flatten()
+            # [k, 1], how many slots each of them comes after the draft's first slot
+            offsets = torch.arange(1 + done - size, 1 + done, device=device)[:, None]
+            following = batch.places_behind(last_indices, 1 + offsets).flatten()
             entered = self.enter(embedded.index_select(0, following), states.flatten(0, 1))
-            tables = tables_at((last_positions + ahead).flatten())
+            tables = tables_at((last_positions + offsets).flatten())
             block_pairs += self._slot_pairs(entered, tables)
             states = self.read_blocks(entered, tables, context, blocks, block_pairs)
             level_states += states
         return [(state, frozen.logits) for state in level_states[:levels]]
 
     def _slot_pairs(self, entered: Tensor, tables: Pair) -> list[Pair]:
-        """Return keys and values of blocks [k * A, H], a pair [heads, A, w] for each slot of a block."""
+        """Return the keys and values of blocks, a pair [heads, A, w] for each of the k slots, in their order.
+
+        `entered` are the transformer block's inputs at the slots of the blocks [k * A, H].
+        """
         key, value = key_value(self.layers[0], (entered,), tables)
         keys = key.unflatten(1, (self.size, -1)).unbind(1)
         values = value.unflatten(1, (self.size, -1)).unbind(1)
@@ -349,22 +389,25 @@ class Falcon(TrainableDrafter):
         return BlockState(self)
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return the rows of each forward after the first: a block after each node of every k-th level."""
+        """Return how many slots each forward after the first reads: a block of k for each node of every k-th level."""
         rows = level_rows(budget.within(self.levels))
         return tuple(self.size * nodes for nodes in rows[self.size - 1 :: self.size])
 
     def unread(self, accepted: int, depth: int) -> int:
-        """Return the accepted tokens, the root, and the last slots once more, as the block has k."""
+        """Return the rows of the next draft's first forward: the accepted tokens, the root and k - 1 earlier slots."""
         return accepted + self.size
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of keys and values, and of what the block reads of the last slots."""
+        """Return the bytes of keys and values, and of the inputs at the last slots, which `BlockState` stores."""
         weight = self.layers[0].mlp.up_proj.weight
         recent: int = (self.size - 1) * self.shape.hidden_size * weight.element_size()
         return text_bytes(self.layers, tokens) + recent
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Return a function to time: a forward of `rows` rows, the last `scored` (a block at least) with logits."""
+        """Return a function whose seconds are measured: a forward of `rows` slots after `context` cached tokens.
+
+        It computes logits of the last `scored` of them, at least of a block.
+        """
         head: Any = self
         read = probe_read(head, context, rows)
         scored = max(scored, self.size)
@@ -377,13 +420,21 @@ class Falcon(TrainableDrafter):
 
 
 def likeliest(states: Tensor, frozen: TargetHead) -> Tensor:
-    """Return [R], the likeliest tokens for states [R, H]."""
-    # argmax takes four times as long in bf16 on CPUs
+    """Return the likeliest token [R] for each state [R, H], with the target's LM head."""
+    # `max` gives the same as `argmax`, which takes four times as long in bf16 on CPUs; the states are split because
+    # logits of all rows may not fit in memory
     return torch.cat([frozen.logits(rows).max(-1).indices for rows in states.split(ROWS)])
 
 
 def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, replacements: Tensor) -> Tensor:
-    """Return rows [N, ..], of which those at marked slots [R] are replaced by `replacements` [R, ..]."""
+    """Return rows [N, ..] with some of them replaced.
+
+    Args:
+        rows: [N, ..], of all slots.
+        slots: [R], indices of rows.
+        marked: [R] bool, whether to replace the row at this index.
+        replacements: [R, ..].
+    """
     trailing = [1] * (rows.dim() - 1)
     marked = marked.view(-1, *trailing)
     return rows.index_copy(0, slots, torch.where(marked, replacements, rows.index_select(0, slots)))
@@ -391,44 +442,50 @@ def replace_rows(rows: Tensor, slots: Tensor, marked: Tensor, replacements: Tens
 
 @dataclass(frozen=True, slots=True)
 class SlotBlocks:
-    """Blocks that each end at a supervised slot, among all slots of the sequences.
+    """The blocks of k consecutive slots that training or validation reads, each of which ends at a supervised slot.
 
-    A slot guesses k tokens past its root. A block's first slot guesses the token after the root of its last.
+    Slot i reads token i + 1 and predicts token i + k + 1. So the first slot of a block that ends at slot e predicts
+    token e + 2, the one after the root that slot e reads.
     """
 
-    spans: Spans  # of the last slots
-    slots: Tensor  # [k, A], which slots they are; those before a sequence's begin are its first
-    reached: Tensor  # [k, A], whether all tokens up to the one that a slot guesses are supervised
-    texts: Tensor  # [A], the sequence of each block
-    # [A], the order in which a sequence's whole blocks are glanced at; beyond all of them for blocks that are not whole
+    spans: Spans  # the last slots of the blocks
+    slots: Tensor  # [k, A], the indices of the blocks' slots; the sequence's first slot in place of slots before it
+    reached: Tensor  # [k, A], whether all tokens that the block predicts up to this slot's are supervised
+    sequences: Tensor  # [A], the index of each block's sequence
+    # [A], a random order in which the whole blocks of a sequence are chosen for glancing; a rank beyond all for blocks
+    # whose tokens are not all supervised
     glance_rank: Tensor
-    # [A], how many slots of the block are then glanced at: its first, and never all
+    # [A], how many slots of a block read their answers if it is chosen: its first ones, at least one and never all
     glance_count: Tensor
-    supervised: Tensor  # [M], slots of each sequence that are supervised
+    supervised: Tensor  # [M], the number of supervised slots of each sequence
 
     @classmethod
     def everywhere(cls, batch: Batch, size: int) -> SlotBlocks:
-        """Return a block that ends at each supervised slot."""
-        return cls._of(
+        """Return blocks that end at every supervised slot, as validation reads them; they overlap."""
+        return cls._ending_at(
             batch, size, firsts=[0] * len(batch.lengths), stride=1, generators=_generators(batch)
         )
 
     @classmethod
     def side_by_side(cls, batch: Batch, size: int) -> SlotBlocks:
-        """Return blocks that share no slot; the seed of a sequence decides a supervised slot that one ends at."""
+        """Return blocks that do not overlap, as training reads them: every k-th slot ends one if it is supervised.
+
+        The sequence's seed decides where they begin, such that at least one block ends at a supervised slot.
+        """
         firsts = []
         generators = _generators(batch)
         for mask, generator in zip(batch.masks, generators, strict=True):
-            # fewer than k slots make no block
+            # supervised slots that can end a block, counted from slot k - 1, as a block needs k slots
             ends = mask[2:][size - 1 :].nonzero()[:, 0]
+            # the blocks end at one of these slots, and at every k-th slot before and after it
             phase = 0
             if len(ends):
                 phase = int(ends[int(torch.randint(len(ends), (), generator=generator))]) % size
             firsts.append(size - 1 + phase)
-        return cls._of(batch, size, firsts=firsts, stride=size, generators=generators)
+        return cls._ending_at(batch, size, firsts=firsts, stride=size, generators=generators)
 
     @classmethod
-    def _of(
+    def _ending_at(
         cls,
         batch: Batch,
         size: int,
@@ -437,37 +494,40 @@ class SlotBlocks:
         stride: int,
         generators: list[torch.Generator],
     ) -> SlotBlocks:
-        """Return blocks that end at the supervised slots among every `stride`-th of each sequence.
+        """Return the blocks that end at every `stride`-th slot of each sequence, if that slot is supervised.
 
         Args:
             batch: The sequences.
             size: k, the slots of a block.
-            firsts: The first of these slots in each sequence.
-            stride: The slots from one to the next.
-            generators: Of each sequence, which decide what is glanced at.
+            firsts: The first slot of each sequence at which a block may end.
+            stride: The distance from this slot to the next at which a block may end.
+            generators: A random generator for each sequence, which decides what is glanced at.
         """
-        by_text = []
-        # by slot: slot i reads token i + 1, and the first token after it is i + 2
+        by_sequence = []
+        # by slot: slot i reads token i + 1 as the root, and is supervised if token i + 2 is
         masks = [mask[2:] for mask in batch.masks]
         offsets = torch.arange(1 - size, 1)[:, None]
         begin = 0
-        for text, (mask, first, generator) in enumerate(
+        for sequence, (mask, first, generator) in enumerate(
             zip(masks, firsts, generators, strict=True)
         ):
             ends = first + stride * mask[first::stride].nonzero()[:, 0]
-            # [k, blocks]; what would lie before the sequence is its first slot
+            # [k, blocks]; the sequence's first slot in place of slots before it
             slots = begin + (ends + offsets).clamp(min=0)
-            # [k, blocks]: whether the tokens that a block guesses are supervised, up to each of them
+            # [k, blocks]: whether the tokens that a block predicts are supervised, up to each of them
             reached = reached_levels(mask, ends, size).T
             # only blocks whose tokens are all supervised are glanced at, in a random order
             is_whole = reached[-1]
             rank = torch.full_like(ends, sum(batch.lengths))
             rank[is_whole] = torch.randperm(int(is_whole.sum()), generator=generator)
             glance_count = torch.randint(1, size, ends.shape, generator=generator)
-            by_text.append((slots, reached, torch.full_like(ends, text), rank, glance_count))
+            by_sequence.append(
+                (slots, reached, torch.full_like(ends, sequence), rank, glance_count)
+            )
             begin += len(mask)
         device = batch.tokens.device
-        tensors = [torch.cat(chunks, dim=-1) for chunks in zip(*by_text, strict=True)]
+        # the fields after `spans`, in their order
+        tensors = [torch.cat(chunks, dim=-1) for chunks in zip(*by_sequence, strict=True)]
         tensors.append(torch.tensor([int(mask.sum()) for mask in masks]))  # supervised
         return cls(
             Spans.of(masks, device, stride, firsts),
@@ -475,46 +535,57 @@ class SlotBlocks:
         )
 
     def answers(self, token_indices: Tensor, count: int) -> Tensor:
-        """Return [R], the index of the state that each slot guesses, among those of all `count` tokens."""
-        # slot i guesses state i + k; an answer beyond its sequence has no weight
+        """Return [R], for each slot of a block the index of the target's state that it predicts.
+
+        Args:
+            token_indices: [N], the index of each slot among all tokens.
+            count: The number of all tokens.
+        """
+        # slot i predicts the state of token i + k; an answer beyond its sequence has no weight
         size = len(self.slots)
         return (token_indices.index_select(0, self.slots.flatten()) + size).clamp(max=count - 1)
 
     def weights(self, counted: Tensor) -> Tensor:
-        """Return [k, A], the loss weight of each slot of A blocks; they add up to 1.
+        """Return the loss weight [k, A] of each slot of the blocks; they add up to 1.
 
-        `counted` [k, A] marks the slots that are in the loss.
+        A sequence's weight is proportional to its number of supervised slots, not to its number of blocks. Its slots in
+        the loss share it equally.
 
-        A sequence weighs as much as it has supervised slots, whatever its number of blocks.
+        Args:
+            counted: [k, A] bool, the slots that are in the loss.
         """
         share = (
             self.supervised
-            / self.sum_by_text(counted).clamp(min=1)
+            / self.sum_by_sequence(counted).clamp(min=1)
             / self.supervised.sum().clamp(min=1)
         )
-        return counted * share.index_select(0, self.texts)
+        return counted * share.index_select(0, self.sequences)
 
     def glance(self, wrong: Tensor, share: float) -> Tensor:
-        """Return [k, A], slots that shall read their answers: on average a share of those that guess wrong [k, A].
+        """Return the slots that read their answers [k, A]: on average `share` times as many as predict a wrong token.
 
-        A slot's answer has read those of the slots before it in its block, and tells them theirs. So the slots are the
-        first of a block, and all that see their own answer are among them.
+        The answer of a slot includes the target's state, which depends on the answers of the slots before it in the
+        block, and so reveals them. So if a slot reads its answer, all slots before it in the block do too.
+
+        Args:
+            wrong: [k, A] bool, the slots whose likeliest token is wrong.
+            share: Of these slots.
         """
         size = len(wrong)
-        # of a block that is glanced at, half of the slots are on average
-        blocks = (self.sum_by_text(wrong) * (share * 2 / size)).floor()
-        is_glanced = self.glance_rank < blocks.index_select(0, self.texts)
+        # in a chosen block k / 2 slots read their answers on average, so this many blocks of a sequence are chosen
+        blocks = (self.sum_by_sequence(wrong) * (share * 2 / size)).floor()
+        is_glanced = self.glance_rank < blocks.index_select(0, self.sequences)
         slot = torch.arange(size, device=wrong.device)[:, None]
         return is_glanced & (slot < self.glance_count)
 
-    def sum_by_text(self, marked: Tensor) -> Tensor:
-        """Return [M], how many slots of each sequence are marked [k, A]."""
+    def sum_by_sequence(self, marked: Tensor) -> Tensor:
+        """Return [M], how many slots of the blocks of each sequence are marked; `marked` is a bool [k, A]."""
         counts = torch.zeros(len(self.supervised), device=marked.device)
-        return counts.index_add_(0, self.texts, marked.sum(0).to(counts.dtype))
+        return counts.index_add_(0, self.sequences, marked.sum(0).to(counts.dtype))
 
 
 def drafted_mask(batch: Batch, size: int) -> Tensor:
-    """Return [N], the supervised tokens after a root that ends a whole block of `size` slots."""
+    """Return the loss mask of all tokens without those that no whole block predicts, the first ones of a sequence."""
     return torch.cat([mask & (torch.arange(len(mask)) > size) for mask in batch.masks])
 
 

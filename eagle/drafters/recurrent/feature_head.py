@@ -32,7 +32,9 @@ from eagle.drafters.parts.objectives import (
 from eagle.drafters.parts.window import Window
 from eagle.drafters.recurrent.unroll import UnrolledDrafter
 
-FULL_SPREAD = 512  # tokens of a sequence at which noise has its full spread
+FULL_SPREAD = (
+    512  # tokens: longer sequences get less noise than the setting, in proportion to their length
+)
 
 
 class FeatureSettings(BaseModel):
@@ -64,8 +66,9 @@ class FeatureHead(UnrolledDrafter):
     def __init__(self, settings: FeatureSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=settings.fc_bias)
-        further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
-        self.layers = nn.ModuleList([Block(shape), *further])
+        # blocks after the first, which the published head does not have
+        more_blocks = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
+        self.layers = nn.ModuleList([Block(shape), *more_blocks])
         self.rotary = Rotary(shape)
         # [L], the tokens of settings.loss_vocab. They are counted anew at every start, so no file holds them.
         self.register_buffer("loss_tokens", None, persistent=False)
@@ -73,7 +76,7 @@ class FeatureHead(UnrolledDrafter):
 
     @property
     def parts(self) -> Parts:
-        """One matrix over embedding and state."""
+        """The matrix whose halves read the embedding and the state; `eagle doctor` checks if they were swapped."""
         return Parts(halves=(("fc.weight",),))
 
     @classmethod
@@ -84,7 +87,7 @@ class FeatureHead(UnrolledDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FeatureHead:
-        """Return a new head with the target's width."""
+        """Return a new head with the target's sizes, but for the settings' MLP width."""
         sizes = (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
@@ -106,7 +109,7 @@ class FeatureHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return [N, H], the single tap."""
+        """Return the state [N, H] of the head's single tap from features [N, 1, H]."""
         return features[..., 0, :]
 
     def first_block(
@@ -117,16 +120,16 @@ class FeatureHead(UnrolledDrafter):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return the block's output over token and feature, fused."""
+        """Return the first block's output [B, T, H] at embedded tokens and states [B, T, H], fused by one matrix."""
         fused = self.fc(torch.cat([embedded, hidden], dim=-1))
         return self.layers[0](fused, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the token's half of the fused input."""
+        """Return the token's part of the block's input [N, H]: W_e e, which serves all steps of an unroll."""
         return F.linear(embedded, self.fc.weight[:, : embedded.shape[-1]], self.fc.bias)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return token and feature, fused: W [e; f] = W_e e + W_f f, whose first half all steps share."""
+        """Return the block's input twice, also as residual: W [e; f] = W_e e + W_f f, with W_e e from `tokens`."""
         fused = tokens + F.linear(hidden, self.fc.weight[:, -hidden.shape[-1] :])
         return fused, fused
 
@@ -143,15 +146,23 @@ class FeatureHead(UnrolledDrafter):
         objective: Objective,
         steps: int = 1,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the losses of a batch.
+        """Return the losses of a batch over all draft steps.
+
+        Args:
+            batch: The sequences, with the target's states.
+            frozen: The target's LM head, for student and teacher.
+            objective: The divergence from the target's probs.
+            steps: The number of draft steps: 1 trains on the target's features only (EAGLE-1).
 
         Returns:
-            Smooth-L1 of the features and the distillation loss, each summed over the steps; the latter of each step.
+            The Smooth-L1 loss of the features, and the distillation loss, each summed over the steps; and the
+            distillation loss of each step [steps].
         """
-        # no gradient flows from a step to the features it reads, as published
+        # no gradient flows from a step to the features that it reads, as published
         unrolled = self.unroll(
             batch, frozen, steps, detach=True, add_noise=partial(self._add_noise, batch)
         )
+        # [S, H]: slot i predicts the target's state i + 1
         target_hidden = batch.select_taps((-1,))[:, 0].index_select(0, unrolled.places + 1)
         student = align_steps(unrolled.states)  # [K, S, H]
         weights = step_weights(unrolled.places, steps)
@@ -175,7 +186,7 @@ class FeatureHead(UnrolledDrafter):
         return self.narrowed[1]
 
     def _add_noise(self, batch: Batch, features: Tensor) -> Tensor:
-        """Return features [N, 1, H] plus noise, while training."""
+        """Return features [N, 1, H] plus uniform noise in training, unchanged in evaluation."""
         if not (self.training and self.settings.noise):
             return features
         min_length = 1 if self.settings.noise_as_published else FULL_SPREAD
@@ -188,14 +199,16 @@ def add_noise(
     spread: float,
     min_length: int = FULL_SPREAD,
 ) -> Tensor:
-    """Return the features of all tokens but each sequence's last two, plus noise that the sequence's seed decides.
+    """Return features plus uniform noise from each sequence's seed, which makes a head robust to its own errors.
 
     Args:
-        features: [N, ..].
-        spread: the noise is U(-1, 1) * spread * 512 / T for a sequence of T tokens.
-        min_length: the lowest T that is taken.
+        batch: The sequences that the features belong to.
+        features: [N, ..], at all slots: every token of a sequence but the last two.
+        spread: The noise is U(-1, 1) * spread * 512 / T for a sequence of T tokens.
+        min_length: The lowest T in this formula, so that short sequences do not get more noise than the setting.
     """
     noise = torch.empty_like(features, dtype=torch.float32)
+    # the last two tokens of a sequence have no slot
     lengths = [max(length - 2, 0) for length in batch.lengths]
     for chunk, length, seed in zip(noise.split(lengths), batch.lengths, batch.seeds, strict=True):
         bound = spread * FULL_SPREAD / max(length, min_length)

@@ -1,6 +1,6 @@
-"""EAGLE-3's network: several states of the target fused, a token beside them, an LM head for a draft vocabulary."""
+"""EAGLE-3's network: it reads a token and several fused states of the target, and has an LM head of its vocabulary."""
 
-# L taps, H hidden, D tokens that can be drafted, V vocabulary, P what a token is projected to
+# L taps, H hidden, D draft vocabulary, V vocabulary, P width of a token's projection
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class FusedHead(UnrolledDrafter):
 
     settings: FusedSettings
     teacher_taps = (-1,)
-    d2t: Tensor  # [D], what to add to a draft token's number to get the target's; missing where all can be drafted
-    t2d: Tensor  # [V], which those are
+    # both tables are missing if the draft vocabulary is the target's
+    d2t: Tensor  # [D], what to add to a draft token's id to get the target's id
+    t2d: Tensor  # [V] bool, whether a target token is in the draft vocabulary
 
     def __init__(self, settings: FusedSettings, shape: HeadShape) -> None:
         super().__init__(settings, shape)
@@ -67,32 +68,38 @@ class FusedHead(UnrolledDrafter):
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         tap_norms = [Norm(width, eps) for _ in self.taps] if settings.fc_norm else []
         self.fc_norm = nn.ModuleList(tap_norms)
-        further = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
-        self.layers = nn.ModuleList([TwoNormBlock(shape, settings.norm_before_residual), *further])
+        first_block = TwoNormBlock(shape, settings.norm_before_residual)
+        more_blocks = [NormedBlock(shape) for _ in range(1, shape.num_hidden_layers)]
+        self.layers = nn.ModuleList([first_block, *more_blocks])
         self.norm = Norm(width, eps)
-        # engines read both tables, and only of heads whose vocabulary is smaller than the target's
         draft_vocab_size = getattr(shape, "draft_vocab_size", None) or shape.vocab_size
         self.lm_head = nn.Linear(width, draft_vocab_size, bias=False)
         self.lm_head.weight.requires_grad_(settings.train_lm_head)
+        # inference engines read both tables, and only from heads whose vocabulary is smaller than the target's
         if draft_vocab_size < shape.vocab_size:
             self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
         self.rotary = Rotary(shape)
-        # the target's head and its rows for the draft vocabulary; in a tuple, so that it is no module of this one
+        # The target's head and the same head cut to the draft vocabulary, once it is made. They are in a tuple, so that
+        # torch does not register the target's modules as parts of this one.
         self.narrowed: tuple[TargetHead, ...] = ()
 
     @property
     def parts(self) -> Parts:
-        """A matrix and norms by tap, and queries, keys and values of the first block over embedding and state."""
+        """The parts that `eagle doctor` checks.
+
+        `fc` and its norms have a part for each tap. The matrices of the first block's queries, keys and values have two
+        halves, which read the embedding and the state.
+        """
         by_tap = ("fc.weight", "fc_norm") if self.fc_norm else ("fc.weight",)
         halves = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
         return Parts(by_tap=by_tap, halves=(halves,))
 
     @classmethod
     def taps_for(cls, settings: FusedSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the taps of the settings, else an early, a middle and a late layer."""
+        """Return the taps of the settings, by default an early, a middle and a late layer."""
         layers = target_config.num_hidden_layers
-        # the published taps, as far as the target is deep enough
+        # the published taps if the target is deep enough
         usual = (2, layers // 2, layers - 3) if layers > 6 else (1, layers // 2, layers - 1)
         return check_taps(settings.taps or usual, layers)
 
@@ -104,7 +111,16 @@ class FusedHead(UnrolledDrafter):
         frozen: TargetHead | None = None,
         supervised: Iterable[Tensor] | None = None,
     ) -> FusedHead:
-        """Return a new head; its LM head starts from the target's rows of the draft vocabulary."""
+        """Return a new head with the target's sizes.
+
+        Args:
+            settings: Of the recipe.
+            target_config: The target's config.
+            frozen: The target's LM head, from whose rows of the draft vocabulary the head's own LM head starts, if the
+                settings say so.
+            supervised: The supervised tokens of each sequence; the most frequent become the draft vocabulary if the
+                settings give its size.
+        """
         drafts = _draft_vocabulary(settings.draft_vocab, supervised, target_config.vocab_size)
         shape = head_shape(target_config, draft_vocab_size=len(drafts), **cls.sizes(settings))
         head = cls(
@@ -114,7 +130,7 @@ class FusedHead(UnrolledDrafter):
         if head.drafts is not None:
             head.d2t.copy_(drafts - torch.arange(len(drafts)))
             head.t2d[drafts] = True
-        # queries that start as keys let a token find itself, which random ones learn late
+        # queries that start as keys let a token attend to itself, which random queries learn late
         if settings.queries == "keys":
             head.layers[0].self_attn.start_from_keys()
         if settings.lm_head == "target":
@@ -130,7 +146,7 @@ class FusedHead(UnrolledDrafter):
 
     @classmethod
     def sizes(cls, settings: Any) -> dict[str, int]:
-        """Return the sizes that settings decide; all others are the target's, with one block."""
+        """Return the sizes that the settings decide; all others are the target's, with one block."""
         return (
             {"intermediate_size": settings.intermediate_size} if settings.intermediate_size else {}
         )
@@ -143,7 +159,11 @@ class FusedHead(UnrolledDrafter):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def bind(self, frozen: TargetHead) -> FusedHead:
-        """Give the head what it borrows; its own LM head is packed where the target's is."""
+        """Give the head the target's embedding and LM head, which it needs to draft.
+
+        If the target's LM head is packed in oneDNN's layout, which is faster on CPUs, the head's own LM head is packed
+        too.
+        """
         if isinstance(frozen.output, PackedHead):
             pack_head(self.lm_head)
         super().bind(frozen)
@@ -152,7 +172,7 @@ class FusedHead(UnrolledDrafter):
     # -- one level ----------------------------------------------------------------------------------------------------
 
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return the taps, fused."""
+        """Return the state [.., H] that the first level reads: the target's states [.., L, H], joined by one matrix."""
         if self.fc_norm:
             normed = [norm(features[..., tap, :]) for tap, norm in enumerate(self.fc_norm)]
             return self.fc(torch.cat(normed, dim=-1))
@@ -166,23 +186,26 @@ class FusedHead(UnrolledDrafter):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return the block's output over token and state."""
+        """Return the first block's output [B, T, H] at embedded tokens and states [B, T, H]."""
         return self.layers[0].read_pair(embedded, hidden, rotary, mask, cache)
 
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return the token's half of queries, keys and values."""
+        """Return the token's part [N, P] of queries, keys and values, which serves all steps of an unroll."""
         return self.layers[0].project_tokens(embedded)
 
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the token's half, the state that attention reads, and the one that it is added to."""
+        """Return the inputs of the first block: the projected tokens, the normed state and the residual."""
         return tokens, *self.layers[0].norm_hidden(hidden)
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """Return its own LM head's logits."""
+        """Return the logits [.., D] of the head's own LM head."""
         return self.lm_head(self.norm(state))
 
     def narrow_to_draft_vocab(self, frozen: TargetHead) -> TargetHead:
-        """Return the target's head for the draft vocabulary alone, cut out once."""
+        """Return the target's LM head with only the rows of the draft vocabulary, which teaches this head's LM head.
+
+        It is made once for a target.
+        """
         if self.drafts is None:
             return frozen
         if not self.narrowed or self.narrowed[0] is not frozen:
@@ -193,7 +216,13 @@ class FusedHead(UnrolledDrafter):
 def _draft_vocabulary(
     requested: int | str | None, supervised: Iterable[Tensor] | None, vocab_size: int
 ) -> Tensor:
-    """Return [D], the draft vocabulary in ascending order: all tokens, the most frequent ones, or those of a file."""
+    """Return the draft vocabulary as target tokens [D], in ascending order.
+
+    Args:
+        requested: None for all tokens, a number for the most frequent tokens, or the path of a draft vocabulary file.
+        supervised: The supervised tokens of each sequence, whose frequencies are counted.
+        vocab_size: V.
+    """
     if requested is None:
         return torch.arange(vocab_size)
     if isinstance(requested, int):

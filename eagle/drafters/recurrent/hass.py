@@ -29,11 +29,11 @@ class Hass(FeatureHead):
     settings: HassSettings
 
     def forward(self, batch: Batch, frozen: TargetHead) -> dict[str, Tensor]:
-        """Return EAGLE-1's loss plus the top-k loss, summed over the steps."""
+        """Return EAGLE-1's loss plus the loss on the target's top-k tokens, summed over the draft steps."""
         settings = self.settings
         objective = Objective(weight=settings.cross_entropy, top=settings.top, top_k=settings.top_k)
         regression, loss, step_losses = self.losses(batch, frozen, objective, settings.steps)
-        # the objective weighs entropy and top-k loss already
+        # the objective has already weighted the cross-entropy and the top-k loss
         return {
             "total": settings.regression * regression + loss,
             "regression": regression.detach(),

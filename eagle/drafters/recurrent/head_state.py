@@ -1,6 +1,9 @@
-"""The state of a trained head: one forward over committed tokens, and one for each level of all trees."""
+"""The drafting state of a trained head: one forward over committed tokens, and one for each level of all trees.
 
-# B sequences, K nodes of one level, R of all levels, H hidden, D draft vocabulary, w of a head
+A row is a sequence of the decoding batch; its cache row is the slot that it has in the KV cache.
+"""
+
+# B sequences, K nodes of one level, R of all levels, H hidden, D draft vocabulary, w width of a head
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from eagle.device import must_wait, pick_rows, upload
 from eagle.drafters.parts.decoder_block import FOLLOW_LENGTH, Rotary, rotary_tables
 from eagle.drafters.parts.growth import (
     FollowsRows,
-    grow_columns,
     grow_rows,
+    grow_without_roots,
     level_mask,
     plan_parents,
 )
@@ -46,7 +49,7 @@ class LevelHead(TextHead, Protocol):
         ...
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the next level's input, from a state."""
+        """Return the state that the next level reads, from a state that the head made."""
         ...
 
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
@@ -55,7 +58,7 @@ class LevelHead(TextHead, Protocol):
 
 
 class HeadState(TextState):
-    """Sequences and their drafts; levels see a sequence as committed tokens do."""
+    """Drafts for many sequences. A draft node attends to its sequence's committed tokens and to its own path."""
 
     head: LevelHead
 
@@ -70,7 +73,11 @@ class HeadState(TextState):
         updates: Mapping[int, Committed],
         budgets: Mapping[int, Budget],
     ) -> dict[int, DraftTree]:
-        """Return trees grown from the target's features of the committed tokens, then from the head's own states."""
+        """Return a draft tree for each row.
+
+        The head first reads the committed tokens with the target's features. Then each level reads the states that the
+        head made in the level before.
+        """
         rows, requests, hidden = self.read_updates(updates, budgets)
         cache_rows = [self.rows.index(row) for row in rows]
         return dict(zip(rows, self._grow(requests, cache_rows, hidden), strict=True))
@@ -81,12 +88,18 @@ class HeadState(TextState):
         cache_rows: list[int],
         hidden: Tensor,
     ) -> list[DraftTree]:
-        """Return the trees of some cache rows, from the states [B, H] after their roots."""
-        if self.loop is not None and _are_static(requests, cache_rows):
+        """Return the draft tree of each request.
+
+        Args:
+            requests: Those of the B rows.
+            cache_rows: The slots of the rows in the cache.
+            hidden: The head's states [B, H] after the roots.
+        """
+        if self.loop is not None and _can_replay(requests, cache_rows):
             grown = self._grow_static(requests, hidden, self.loop)
             roots = [request.root for request in requests]
             return hand_over([grown], roots, at_once=not must_wait(self.device))
-        # drafts of all rows begin at one column, after the longest sequence
+        # the drafts of all rows begin at the same cache column, after the longest sequence
         depth = max(request.budget.depth for request in requests)
         columns = max(self.cache.lengths[cache_row] for cache_row in cache_rows)
         inputs = self._draft_inputs(self._unlike_rows(cache_rows), columns, depth)
@@ -98,14 +111,20 @@ class HeadState(TextState):
     def _grow_static(
         self, requests: Sequence[DraftRequest], hidden: Tensor, loop: StaticLoop
     ) -> DeviceTrees:
-        """Draft for rows with one budget by a function of tensors alone, which a CUDA graph captures and replays.
+        """Grow the trees of rows with one budget by a function of tensors, which a CUDA graph captures and replays.
 
-        The columns of the drafts begin after the cache space that is reserved for committed tokens.
+        Its shapes must not depend on the sequences' lengths. So the cache columns of the drafts begin after those that
+        are reserved for committed tokens.
+
+        Args:
+            requests: Those of the rows, whose slots in the cache are 0, 1, ...
+            hidden: The head's states [B, H] after the roots.
+            loop: Runs, captures or replays the function.
         """
         budget = requests[0].budget
         cache_rows = list(range(len(requests)))
         room = text_capacity(max(self.cache.lengths[: len(requests)]))
-        # rows have noise all or none; it comes in as tensors [depth, V], which a replay replaces
+        # either all rows have noise or none has; the noise of a draft's positions is an input of the graph [depth, V]
         noises = [request.noise for request in requests if request.noise is not None]
         level_noises = [
             request.noise(list(range(request.position, request.position + budget.depth)))
@@ -120,28 +139,37 @@ class HeadState(TextState):
             committed: Tensor,
             *level_noises: Tensor,
         ) -> Tensor:
-            held: list[Noise | None] = [None] * len(cache_rows)
+            """Return the trees' columns [B, 1 or 3, N] from states, `_draft_inputs` and the noise of each row."""
+            row_noises: list[Noise | None] = [None] * len(cache_rows)
             if noises:
-                held = [
+                row_noises = [
                     PrecomputedNoise(rows, noise, noise.temperature)
                     for rows, noise in zip(level_noises, noises, strict=True)
                 ]
-            # root and position are 0 here: trees get their roots later, and the noise of each level is passed in
-            static_seeds = [DraftRequest(0, 0, budget, noise) for noise in held]
+            # a captured function must not depend on roots and positions, so they are 0 here: trees get their roots
+            # later, and the noise is that of levels 0, 1, ...
+            static_requests = [
+                DraftRequest(root=0, position=0, budget=budget, noise=noise) for noise in row_noises
+            ]
             levels = Levels(self, cache_rows, hidden, cosine, sine, committed)
             first = self.head.logits(hidden, self.head.frozen[0])
-            return grow_columns(static_seeds, first, levels, self.drafts)[0].columns
+            return grow_without_roots(static_requests, first, levels, self.drafts)[0].columns
 
+        # a graph is valid for one set of shapes, for these noises' filters, and as long as the cache's buffers are not
+        # allocated again
         addresses = tuple(buffer.tensor.data_ptr() for buffer in self.cache.buffers)
         key = budget, len(requests), room, addresses, tuple(noises)
         inputs = [hidden, *self._draft_inputs(cache_rows, room, budget.depth), *level_noises]
-        # a copy, as the next replay writes where the columns lie
+        # a copy, as the next replay overwrites the graph's output
         columns = loop(key, draft, inputs).clone()
         parents = plan_parents(budget, columns.shape[2], self.device)
         return DeviceTrees(cache_rows, columns, budget.depth, parents)
 
     def _unlike_rows(self, cache_rows: list[int]) -> list[int]:
-        """Return the cache rows that need their own mask and positions; only the first if all lengths are equal."""
+        """Return the cache rows that need a mask and positions: only the first if all sequences have the same length.
+
+        Its mask and positions then serve all rows.
+        """
         sizes = {
             (self.cache.lengths[cache_row], self.text_length(cache_row)) for cache_row in cache_rows
         }
@@ -153,9 +181,16 @@ class HeadState(TextState):
         columns: int,
         depth: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotary tables [B, depth, w] of a draft's levels, and what hides columns after each sequence.
+        """Return the positions and the mask of a draft's levels, which do not depend on the tree.
 
-        The latter is [B, columns], with a window [B, depth, columns]: each level sees a column less.
+        Args:
+            cache_rows: The slots of the rows in the cache.
+            columns: The cache columns before the draft's.
+            depth: The number of levels.
+
+        Returns:
+            Cosines and sines [B, depth, w] of the levels, and the additive mask of the columns before the draft
+            [B, columns]. With a window it is [B, depth, columns], as each level sees a column less.
         """
         lengths = [self.cache.lengths[cache_row] for cache_row in cache_rows]
         committed = self._hide_after(lengths, columns)
@@ -163,7 +198,8 @@ class HeadState(TextState):
             ends = upload(torch.tensor(lengths)[:, None, None], self.device)
             column = torch.arange(columns, device=self.device)
             level = torch.arange(depth, device=self.device)[:, None]
-            is_old = self.window.hides(column, ends - 1, 0, 1 + level)
+            # a node of level d (from 0) sees 1 + d draft tokens of its path, which take up part of the window
+            is_old = self.window.hides(column, ends - 1, begin=0, drafted=1 + level)
             committed = committed[:, None].masked_fill(is_old, torch.finfo(self.dtype).min)
         # positions count the columns that a window has dropped too
         positions = torch.tensor([self.text_length(cache_row) for cache_row in cache_rows])[:, None]
@@ -171,7 +207,10 @@ class HeadState(TextState):
         return *tables, committed
 
     def _hide_after(self, lengths: Sequence[int], columns: int) -> Tensor:
-        """Return [B, columns], 0 at those that a row's sequence fills, the lowest number after it."""
+        """Return the additive mask [B, columns] that hides the columns after each sequence.
+
+        It is 0 at the columns of a row's sequence, `lengths[i]` in number, and the dtype's lowest number after them.
+        """
         committed = torch.zeros(len(lengths), columns, dtype=self.dtype, device=self.device)
         if min(lengths) < columns:
             ends = upload(torch.tensor(lengths)[:, None], self.device)
@@ -181,7 +220,10 @@ class HeadState(TextState):
 
 
 class Levels(FollowsRows):
-    """The levels of several drafts; their columns begin where the longest sequence ends, for all alike."""
+    """Reads the levels of several drafts, one forward for each level of all drafts; see `RowsLevel`.
+
+    The draft's cache columns begin after the longest sequence, in all rows alike.
+    """
 
     def __init__(
         self,
@@ -192,15 +234,27 @@ class Levels(FollowsRows):
         sine: Tensor,
         committed: Tensor,
     ) -> None:
+        """Begin the drafts of B rows.
+
+        Args:
+            state: The drafting state of the head.
+            cache_rows: The slots of the rows in the cache.
+            hidden: The head's states [B, H] after the roots.
+            cosine: Rotary table of the levels, [B or 1, levels, w].
+            sine: Rotary table of the levels, [B or 1, levels, w].
+            committed: The additive mask of the columns before the draft, see `HeadState._draft_inputs`.
+        """
         self.state = state
         self.cache_rows = cache_rows
         self.root_states = hidden[:, None]  # [B, 1, H]
-        self.rows = list(range(len(cache_rows)))  # of the level before, as are its states [B, K, H]
-        self.hidden = self.root_states
+        self.rows = list(range(len(cache_rows)))  # the rows of the level before
+        self.hidden = self.root_states  # the states [B, K, H] of the level before
         self.tables = cosine, sine  # [B or 1, levels, w]
-        self.committed = committed  # what hides columns after the sequences, [B or 1, columns]
-        self.start = committed.shape[-1]
-        self.begins: list[int] = []  # where the levels begin among the draft's columns
+        self.committed = committed  # [B or 1, columns], with a window [B or 1, levels, columns]
+        self.start = committed.shape[-1]  # the draft's first cache column
+        self.begins: list[
+            int
+        ] = []  # the first column of each level, counted from the draft's first
 
     def __call__(
         self,
@@ -210,19 +264,25 @@ class Levels(FollowsRows):
         parents: Tensor,
         tree_mask: Tensor,
     ) -> Tensor:
-        """Return [B, K, D], the logits after the nodes of one level of these rows."""
+        """Read the nodes of one level of these rows, and return the logits [B, K, D] of their children.
+
+        The rows are those whose trees still grow. `parents` [B, K] are the nodes' indices in the level above, see
+        `RowsLevel`.
+        """
         state = self.state
         head = state.head
+        # a new draft, as a captured function runs more than once
         if depth == 1:
             self.rows = list(range(len(self.cache_rows)))
             self.hidden = self.root_states
             self.begins = []
         (self.hidden,) = self.keep_rows(rows, self.hidden)
         tables, committed = self._inputs_at(slice(depth - 1, depth))
+        # the mask is over all nodes so far: [B, K, R]
         begin = tree_mask.shape[2] - tokens.shape[1]
         self.begins.append(begin)
         if state.window is not None:
-            # levels that lie further back than the window are hidden, as committed tokens are
+            # in a deep draft the first levels may have left the window too
             committed = committed[:, depth - 1]
             tree_mask = _hide_levels(tree_mask, self.begins[max(depth - state.window.recent, 0)])
         mask = level_mask(committed, tree_mask, head.query_groups)
@@ -238,9 +298,10 @@ class Levels(FollowsRows):
         return logits
 
     def _inputs_at(self, levels: slice) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return the rotary tables of some levels, and what hides committed columns, for the rows that still grow."""
+        """Return the rotary tables of some levels and the mask of the columns before the draft, for `self.rows`."""
         cosine, sine = self.tables
         committed = self.committed
+        # with one row they serve all rows
         if len(committed) > 1:
             cosine, sine, committed = (
                 pick_rows(tensor, self.rows) for tensor in (cosine, sine, committed)
@@ -249,7 +310,7 @@ class Levels(FollowsRows):
 
 
 def _hide_levels(tree_mask: Tensor, begin: int) -> Tensor:
-    """Return [B, K, R], what nodes see of their draft, without the columns before `begin`."""
+    """Return a tree mask [B, K, R] that is false at the columns before `begin`."""
     return F.pad(tree_mask[..., begin:], (begin, 0)) if begin else tree_mask
 
 
@@ -259,28 +320,36 @@ def _draft_tables(
     lengths: Tensor,
     depth: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return rotary tables [B, depth, w] of the levels after sequences of these lengths [B, 1]."""
+    """Return the rotary tables [B, depth, w] of a draft's levels, the first at the position `lengths` [B, 1].
+
+    `like` has the dtype and the device of the tables.
+    """
     positions = lengths + torch.arange(depth, device=lengths.device)
     if rotary.rope_type not in FOLLOW_LENGTH:
         return rotary(like, positions)
-    # frequencies depend on the longest position: each level's are as if it were the last
+    # the frequencies depend on the longest position of a forward, and each level is a forward: make its tables alone
     cosine, sine = zip(
         *(rotary_tables(rotary, like, level) for level in positions.split(1, dim=1)), strict=True
     )
     return torch.cat(cosine, 1), torch.cat(sine, 1)
 
 
-def _are_static(requests: Sequence[DraftRequest], cache_rows: Sequence[int]) -> bool:
-    """Return whether rows draft by one budget from the first cache row on, and need no new noise in every cycle."""
+def _can_replay(requests: Sequence[DraftRequest], cache_rows: Sequence[int]) -> bool:
+    """Return whether the drafts of these rows can be replayed as one captured CUDA graph.
+
+    That needs one budget for all, the cache rows 0, 1, ..., and rows that are all greedy or that all rank children by
+    noise that the position decides.
+    """
     budget = requests[0].budget
     if budget.is_empty or any(request.budget != budget for request in requests):
         return False
     if list(cache_rows) != list(range(len(cache_rows))):
         return False
+    # a request without noise is greedy; draw "sampled" takes new noise in every cycle, which cannot be replayed
     is_greedy = [request.noise is None for request in requests]
     return all(is_greedy) or (not any(is_greedy) and budget.draw != "sampled")
 
 
 def count_unlike(lengths: Sequence[int]) -> int:
-    """Return the number of different masks and positions needed: one if all lengths are equal."""
+    """Return how many rows of masks and positions a forward needs: one, which serves all, if all lengths are equal."""
     return 1 if min(lengths) == max(lengths) else len(lengths)

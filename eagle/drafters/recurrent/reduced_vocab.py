@@ -16,10 +16,16 @@ from eagle.disk import open_tensors, write_tensors
 
 
 def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict[str, Any]) -> None:
-    """Write the `size` most frequent tokens.
+    """Write a draft vocabulary of the `size` most frequent tokens to a file.
 
-    The file has `d2t` [D], what to add to a draft id to get the target's, and `t2d` [V], whether a target id can be
-    drafted.
+    The file has `d2t` [D], which is added to a draft token's id to get the target's id, and `t2d` [V], whether a target
+    token is in the draft vocabulary.
+
+    Args:
+        path: The file.
+        counts: [V], how often each token is supervised in the data.
+        size: D.
+        identity: What names the tokenizer and the data; `load_draft_vocab` compares it.
     """
     selected = most_frequent(counts, size)
     t2d = torch.zeros(len(counts), dtype=torch.bool)
@@ -31,7 +37,10 @@ def save_draft_vocab(path: str | Path, counts: Tensor, size: int, identity: dict
 def load_draft_vocab(
     path: str | Path, expected: dict[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `d2t` [D] and `t2d` [V]; refuse a file that was made from another tokenizer or other data."""
+    """Return `d2t` [D] and `t2d` [V] of a draft vocabulary file, as `save_draft_vocab` describes them.
+
+    ValueError if its identity differs from `expected`: it was made with another tokenizer or from other data.
+    """
     if not Path(path).is_file():
         raise ValueError(
             f"no draft vocabulary at {path}: run `eagle prepare RECIPE --only draft-vocab` first"

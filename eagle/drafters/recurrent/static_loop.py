@@ -1,7 +1,8 @@
-"""All levels of a draft as one function of tensors whose shapes no sequence changes: captured once, and replayed.
+"""All levels of a draft as one function of tensors with fixed shapes, which a CUDA graph captures once and replays.
 
-Nothing in it reads from the device or follows the length of a sequence. Drafts lie after the room that sequences have,
-and a mask hides what a sequence does not fill. That is what a CUDA graph needs, whose replay is one launch.
+A replay is one launch. A graph needs shapes that do not depend on the length of a sequence, and must not read values
+from the device. So the cache columns of drafts come after the columns that are reserved for sequences, and a mask hides
+the reserved columns that a sequence does not fill.
 """
 
 # P positions, K rows, V vocabulary
@@ -18,18 +19,24 @@ from eagle.core.drafter import Noise
 
 Function = Callable[..., Tensor]
 Capture = Callable[[Function, Sequence[Tensor]], Function]
-"""A function and example inputs -> a function that runs the same operations on other inputs, wherever these lie."""
+"""Gets a function and example inputs; returns a function that runs the same operations on other inputs, which may be at
+other addresses."""
 
-MIN_ROOM = 256  # columns for sequences at least; doubled when they do not suffice, as each change is captured again
+# the fewest cache columns reserved for sequences; doubled when they do not suffice, as each change is captured again
+MIN_ROOM = 256
 
 
 def text_capacity(length: int) -> int:
-    """Return the columns that sequences of up to this length are given."""
+    """Return how many cache columns are reserved for sequences of up to this length: the next power of two."""
     return max(MIN_ROOM, 1 << (length - 1).bit_length())
 
 
 def capture_cuda(function: Function, inputs: Sequence[Tensor]) -> Function:
-    """Return the function as a CUDA graph: a call copies its inputs to where the graph reads them, and replays it."""
+    """Capture a function as a CUDA graph, and return a function that replays it.
+
+    A graph reads its inputs from fixed addresses, so a call copies its inputs there. Every call returns the same output
+    tensor, which the next call overwrites.
+    """
     buffers = [tensor.clone() for tensor in inputs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -45,14 +52,18 @@ def capture_cuda(function: Function, inputs: Sequence[Tensor]) -> Function:
 
 
 class StaticLoop:
-    """Captured draft loops by what decides their shapes and where their tensors lie."""
+    """The captured draft loops of a head, by a key of everything that decides their shapes and addresses."""
 
     def __init__(self, capture: Capture = capture_cuda) -> None:
         self.capture = capture
         self.captured: dict[Hashable, Function | None] = {}
 
     def __call__(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the function's result: run the first time, which warms it up, then captured, then replayed."""
+        """Return the result of a function for these inputs.
+
+        The first call with a key runs the function, the second captures it, and later ones replay it.
+        """
+        # a CUDA graph can only be captured after a run that allocated memory and compiled kernels
         if key not in self.captured:
             self.captured[key] = None
             return function(*inputs)
@@ -64,22 +75,25 @@ class StaticLoop:
 
 @dataclass(slots=True)
 class PrecomputedNoise:
-    """The noise that target and drafter share, at the levels of one draft: a tensor by level instead of by position."""
+    """The target's sampling noise at the positions of one draft, as a tensor that a replayed graph gets as an input.
 
-    rows: Tensor  # [depth, V]
-    noise: Noise
+    It implements `Noise` with levels in place of positions: level 0 is the first drafted token.
+    """
+
+    rows: Tensor  # [depth, V], the noise at each level
+    noise: Noise  # of the sequence
     temperature: float
 
     def __call__(self, positions: list[int]) -> Tensor:
-        """Return [P, V], at these levels."""
+        """Return the noise [P, V] at these levels."""
         return torch.stack([self.rows[position] for position in positions])
 
     def draft_noise(self, rows: int) -> Tensor:
-        """Refuse: noise that is new in every call cannot be replayed."""
+        """Raise ValueError, because noise that is new in every call cannot be replayed."""
         raise ValueError(
             "drafts that are 'sampled' need new noise in every cycle: draft them without a static loop"
         )
 
     def filter_logits(self, logits: Tensor) -> Tensor:
-        """Return [K, V], by the filters of the sequence."""
+        """Return the logits [K, V], far lower for tokens that the sequence's top-p and other filters exclude."""
         return self.noise.filter_logits(logits)

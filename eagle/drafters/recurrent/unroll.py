@@ -1,7 +1,7 @@
 """Heads that read their own states: one unroll for training and validation, with the same steps as drafting."""
 
-# B sequences, T tokens of one, N of all sequences, S supervised slots, L taps, H hidden, K rows of one level
-# P what a token is projected to, V vocabulary
+# B sequences, T tokens of one, N slots of all sequences, S supervised slots, L taps, H hidden
+# P width of a token's projection, V vocabulary, D draft vocabulary
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from eagle.drafters.recurrent.static_loop import Capture, text_capacity
 class Unrolled:
     """A head's states on a batch: slot i reads state i and token i + 1, and predicts token i + 2."""
 
-    states: list[Tensor]  # per step [S, H]: in step s a slot predicts the token s positions later
+    states: list[Tensor]  # of each step [S, H]: in step s slot i predicts token i + 2 + s
     places: Tensor  # [S], the index of each supervised slot among all tokens
 
 
@@ -55,12 +55,15 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
 
     rotary: Rotary
     layers: Any  # the blocks of a level
-    # how draft loops of static shapes are captured, as `capture_cuda`; None: not at all
+    # captures draft loops of fixed shapes, such as `capture_cuda`; None to run them uncaptured
     capture: Capture | None = None
 
     @property
     def stack(self) -> dict[str, Any]:
-        """What makes another network of the same blocks: their number and their window, where a head has these."""
+        """The entries of `network` that describe the stack of blocks: their number if several, and their window if any.
+
+        The same weights with other values are another network.
+        """
         stack: dict[str, Any] = {}
         if len(self.layers) > 1:
             stack["blocks"] = len(self.layers)
@@ -70,13 +73,13 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
 
     @property
     def window(self) -> Window | None:
-        """The window of every block; None if rows see their whole sequence."""
+        """The attention window of every block; None if tokens see their whole sequence."""
         window: Window | None = getattr(self.settings, "window", None)
         return window
 
     @abstractmethod
     def fuse_taps(self, features: Tensor) -> Tensor:
-        """Return [.., H], the state that the target's features [.., L, H] stand for."""
+        """Return the state [.., H] that the first level reads, from the target's features [.., L, H]."""
 
     @abstractmethod
     def first_block(
@@ -87,27 +90,33 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         mask: Tensor | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Return [B, T, H], the first block's output at tokens and states [B, T, H]."""
+        """Return the first block's output [B, T, H] at embedded tokens and states [B, T, H]; drafting calls it.
+
+        The other arguments are those of `eagle.drafters.parts.decoder_block.Attention.forward`.
+        """
 
     @abstractmethod
     def project_tokens(self, embedded: Tensor) -> Tensor:
-        """Return [N, P], the part of a level's computation that depends only on the token."""
+        """Return the part [N, P] of a level's computation that depends only on the embedded token [N, H].
+
+        Training computes it once for all steps and passes it to `block_inputs`.
+        """
 
     @abstractmethod
     def block_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the inputs of the first block's `key_value` and `query_and_residual`.
+        """Return the inputs of the first block's `key_value` and `query_and_residual`; training calls it.
 
         Args:
-            tokens: projected tokens [N, P].
-            hidden: states [N, H].
+            tokens: What `project_tokens` returned for the tokens [N, P].
+            hidden: The states [N, H].
         """
 
     @abstractmethod
     def logits(self, state: Tensor, frozen: TargetHead) -> Tensor:
-        """Return [.., V or D], the logits of states."""
+        """Return the logits [.., V or D] of states [.., H]."""
 
     def next_input(self, state: Tensor) -> Tensor:
-        """Return the next level's input, from a state."""
+        """Return the state that the next level reads, from a state that the head made."""
         return state
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -121,15 +130,18 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         detach: bool = False,
         add_noise: Callable[[Tensor], Tensor] = lambda features: features,
     ) -> Unrolled:
-        """Return the states of all supervised slots in each step, from the target's features.
+        """Run the head for several draft steps from every supervised slot, with the sequence's tokens as draft tokens.
 
-        Step 0 sees the sequence so far. Step s reads the state of step s - 1 and the sequence's next token, stands one
-        position later, and sees what step 0 saw and its own earlier steps.
+        Step 0 reads the target's features and attends to the sequence up to the slot. Step s reads the state of step
+        s - 1 and the sequence's next token at the next position. It attends to what step 0 attends to, and to the
+        earlier steps of the same slot. That is what happens in a draft.
 
         Args:
-            steps: the number of levels that a draft would have.
-            detach: whether no gradient flows from a step to the one before.
-            add_noise: applied to the target's features.
+            batch: The sequences, with the target's features.
+            frozen: The target's embedding.
+            steps: The number of steps, the levels of the draft.
+            detach: Whether to stop the gradient from a step to the step before.
+            add_noise: Applied to the target's features.
         """
         slots, positions, spans = text_slots(batch, batch.tokens.device, self.window)
         dtype = self.layers[0].mlp.up_proj.weight.dtype
@@ -146,7 +158,8 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
             window=self.window,
         )
 
-        # from here on supervised slots alone; the context holds what they see of the blocks below the last
+        # from here on only supervised slots are computed, as `context` has the keys and values of all slots that they
+        # attend to; of step 0 only the last block's output is missing
         places = slots[spans.rows]
         positions = positions[spans.rows]
         inputs = tuple(tensor.index_select(0, spans.rows) for tensor in inputs)
@@ -154,7 +167,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
             self.layers[-1], inputs, tables_at(positions), context[-1], spans=spans, run=self._run
         )
         states = [state]
-        # keys and values of the steps so far, by block
+        # the keys and values of the steps after step 0, for each block
         step_pairs: list[list[Pair]] = [[] for _ in self.layers]
         for step in range(1, steps):
             following = batch.places_behind(places, 1 + step)
@@ -174,12 +187,20 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         spans: Spans,
         step_pairs: list[list[Pair]],
     ) -> Tensor:
-        """Return [S, H], the states of one step; add its keys and values to those of the steps before."""
+        """Return the states [S, H] of one step after step 0, and append its keys and values to `step_pairs`.
+
+        Args:
+            inputs: Those of the first block at the supervised slots.
+            tables: Rotary tables at the positions of this step.
+            context: Keys and values of each block at all slots.
+            spans: The supervised slots.
+            step_pairs: For each block, the keys and values of the steps before.
+        """
         state = inputs[0]
         for layer_index, block in enumerate(self.layers):
             if layer_index:
                 inputs = block.inputs(state)
-            # a step sees itself too, so its own pair comes first
+            # a step attends to itself too, so its keys and values are added before it is read
             pairs = step_pairs[layer_index]
             pairs.append(self._run(key_value, block, inputs, tables))
             state = read_rows(
@@ -188,7 +209,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
                 tables,
                 context[layer_index],
                 spans=spans,
-                own=pairs,
+                step_pairs=pairs,
                 run=self._run,
             )
         return state
@@ -202,7 +223,10 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         frozen: TargetHead,
         trees: dict[str, Paths],
     ) -> dict[str, Tensor]:
-        """Return validation sums over the trained slots: loss terms, and tokens that each tree would have kept."""
+        """Return sums over the supervised slots of a batch: loss terms, and how often each tree's levels are accepted.
+
+        `eagle.drafters.parts.validation.figures` makes figures of them. `trees` are fixed trees by name.
+        """
         steps = max(len(path) for paths in trees.values() for path in paths)
         states = self.level_states(batch, frozen, steps)
 
@@ -217,7 +241,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         frozen: TargetHead,
         levels: int,
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Return each level's states [S, H], and their common LM head."""
+        """Return each level's states [S, H] at the supervised slots, and the function that makes logits of them."""
         return [
             (state, lambda state: self.logits(state, frozen))
             for state in self.level_states(batch, frozen, levels)
@@ -228,7 +252,7 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         return self.unroll(batch, frozen, levels).states
 
     def _on_all_tokens(self, logits: Tensor) -> Tensor:
-        """Return [.., V], minus infinity outside the draft vocabulary."""
+        """Return logits of the draft vocabulary [.., D] as [.., V], with minus infinity at all other tokens."""
         if self.drafts is None:
             return logits
         all_logits = logits.new_full((*logits.shape[:-1], self.shape.vocab_size), -torch.inf)
@@ -250,8 +274,11 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         caches: Sequence[Cache | None],
         frozen: TargetHead,
     ) -> Tensor:
-        """Return [B, T, H], the states after tokens [B, T] and states [B, T, H], each block with its own cache."""
-        # blocks after the first read states alone
+        """Return the states [B, T, H] after tokens [B, T], each of which is read with a state [B, T, H].
+
+        The arguments are those of `eagle.drafters.parts.text_state.TextHead.read`.
+        """
+        # only the first block reads the tokens
         embedded = frozen.embed(tokens).to(hidden.dtype)
         state = self.first_block(embedded, hidden, tables, mask, caches[0])
         for block, cache in zip(self.layers[1:], caches[1:], strict=True):
@@ -259,20 +286,24 @@ class UnrolledDrafter(CompiledParts, TrainableDrafter):
         return state
 
     def forwards(self, budget: Budget) -> tuple[int, ...]:
-        """Return the rows of each level of the tree after the first."""
+        """Return how many nodes each forward after the first reads: one forward for each level of the tree."""
         return level_rows(budget)
 
     def kept_bytes(self, tokens: int, column: ColumnBytes) -> int:
-        """Return the bytes of keys and values of every block, with a window those before it drops any."""
+        """Return the bytes of keys and values of every block that a sequence of `tokens` tokens needs at most."""
+        # the cache has the most columns just before the window drops some
         if self.window is not None:
             tokens = min(tokens, self.window.most + WINDOW_CHUNK_TOKENS)
         if self.capture is not None:
-            # drafts lie after the columns that sequences are given
+            # the columns of captured drafts come after those that are reserved for sequences
             tokens = text_capacity(tokens) + sum(self.forwards(self.budget or Budget()))
         return text_bytes(self.layers, tokens)
 
     def probe(self, context: int, rows: int, scored: int) -> Callable[[], Tensor]:
-        """Return a function to time: a forward of `rows` rows after `context` tokens, the last `scored` with logits."""
+        """Return a function whose seconds are measured: a forward of `rows` tokens after `context` cached tokens.
+
+        It computes logits of the last `scored` of them.
+        """
         (frozen,) = self.frozen
         read = probe_read(self, context, rows, self.window)
 

@@ -226,7 +226,9 @@ class Spire(TrainableDrafter):
             states = [frozen.embed(batch.tokens.index_select(0, following)).to(features.dtype)]
             for block, pair, drafted in zip(self.layers, context, memory_pairs, strict=True):
                 inputs = block.inputs(states[-1])
-                states.append(read_rows(block, inputs, tables, pair, spans=spans, own=drafted))
+                states.append(
+                    read_rows(block, inputs, tables, pair, spans=spans, step_pairs=drafted)
+                )
             pass_states.append(self.norm(states[-1]))
             if step == steps:
                 break

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from eagle.drafters.parts import objectives
-from eagle.drafters.parts.objectives import BiasedHead, Kind, Named, Objective, distillation_loss
+from eagle.drafters.parts.objectives import (
+    BiasedHead,
+    Kind,
+    Objective,
+    SequenceTokens,
+    distillation_loss,
+)
 from tests.drafters.parts.test_objectives_kinds import (
     FORMULAS,
     SLOTS,
@@ -46,14 +52,14 @@ def compare_with_autograd(kind: Kind, softcap: float | None) -> None:
         (SLOTS,),
         generator=generator,
     )
-    named = Named(tokens, torch.zeros(STEPS, SLOTS, dtype=torch.float64))
+    sequence_tokens = SequenceTokens(tokens, torch.zeros(STEPS, SLOTS, dtype=torch.float64))
     loss, _ = distillation_loss(
         torch.cat([student, codes], dim=-1),
         teacher,
         weights,
         (BiasedHead(target_head, code_matrix), target_head),
         objective=Objective(kind, 0.7, tokens=0.2),
-        named=named,
+        sequence_tokens=sequence_tokens,
     )
 
     # the same in one piece; a softcap bends the target's logits, not the bias
@@ -65,7 +71,7 @@ def compare_with_autograd(kind: Kind, softcap: float | None) -> None:
     terms = 0.7 * FORMULAS[kind](p, q) - 0.2 * token_probs.log()
     expected = (weights * terms).sum()
     assert_near(loss, expected)
-    assert_near(named.overlaps, overlap(p, q.detach()))
+    assert_near(sequence_tokens.overlaps, overlap(p, q.detach()))
     learned = [student, codes, code_matrix]
     gradients = torch.autograd.grad(loss, learned)
     expected_gradients = torch.autograd.grad(expected, learned)

@@ -126,6 +126,6 @@ def test_a_head_that_does_not_train_samples_nothing(batch: Batch) -> None:
 def test_a_new_head_predicts_the_targets_next_token(batch: Batch) -> None:
     """Every level gives the target's own logits of its state."""
     head = Blockwise.for_target(settings_of({"kind": "blockwise"}, "test"), SHAPE).double()
-    places, hidden = head.level_states(batch, frozen_head(torch.float64))
-    target_hidden = batch.select_taps((-1,))[places, 0]
+    slot_indices, hidden = head.level_states(batch, frozen_head(torch.float64))
+    target_hidden = batch.select_taps((-1,))[slot_indices, 0]
     assert all(torch.equal(state, target_hidden) for state in hidden)

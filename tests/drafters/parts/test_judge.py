@@ -193,7 +193,7 @@ def test_another_unroll_is_seen(
         spans: Any,
         own: Any,
     ) -> Tensor:
-        return attend(query, key, value, spans, own=own[:-1])
+        return attend(query, key, value, spans, step_pairs=own[:-1])
 
     monkeypatch.setattr(text_blocks, "attend", forget_last)
     assert validate(head, target, mixed) != drafted

@@ -293,8 +293,8 @@ def test_autograd_merges_as_the_cpus_own_gradient_does() -> None:
         seen = same_text & (torch.arange(sum(LENGTHS)) <= spans.rows[:, None])
         scores = (query @ keys.transpose(1, 2) / WIDTH**0.5).masked_fill(~seen, -torch.inf)
         # how much of the softmax falls to the text, and to each drafted key
-        shares = module._shares(query, scores.logsumexp(-1), own)
-        return module._merge_parts(
+        shares = module._attention_shares(query, scores.logsumexp(-1), own)
+        return module._merge_outputs(
             scores.softmax(-1) @ values,
             shares,
             own,
@@ -317,13 +317,13 @@ def attend_to_neighbours(*inputs: Any) -> Tensor:
     """Attend to the drafted keys of the row before."""
     *rest, own = inputs
     rolled = [(own_key.roll(1, 1), own_value) for own_key, own_value in own]
-    return attend(*rest, own=rolled)
+    return attend(*rest, step_pairs=rolled)
 
 
 def attend_further(*inputs: Any) -> Tensor:
     """Attend through a window that is longer by one row."""
     *main, _, own = inputs
-    return attend(*main, make_spans(Window(3, 18)), own=own)
+    return attend(*main, make_spans(Window(3, 18)), step_pairs=own)
 
 
 @pytest.mark.parametrize("fault", [attend_to_neighbours, attend_further])

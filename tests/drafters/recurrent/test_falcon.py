@@ -384,8 +384,8 @@ def test_as_many_slots_are_glanced_at_as_are_asked_for() -> None:
         # a run starts with its block and leaves the last slot alone
         assert glanced[0].equal(glanced.any(0))
         assert not glanced[-1].any()
-        counts += blocks.sum_by_text(glanced)
-        asked += 0.4 * blocks.sum_by_text(wrong)
+        counts += blocks.sum_by_sequence(glanced)
+        asked += 0.4 * blocks.sum_by_sequence(wrong)
     assert ((counts / asked - 1).abs() < 0.1).all()
 
 

@@ -136,7 +136,7 @@ def attend_to_neighbours(
 ) -> Tensor:
     """Attend to the keys that the neighbouring anchor has drafted."""
     rolled = [(keys.roll(1, 1), values.roll(1, 1)) for keys, values in own]
-    return attend(query, key, value, spans, own=rolled)
+    return attend(query, key, value, spans, step_pairs=rolled)
 
 
 def test_a_fault_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
