@@ -11,7 +11,7 @@ from typing import Any
 from eagle.disk import LOCK, lock_folder, write_tensors, write_text
 from eagle.formats.engines.registry import ENGINES, write_layout, write_portable
 from eagle.formats.layout import Layout, TargetConfig
-from eagle.formats.notes import write_notes
+from eagle.formats.notes import compose_notes
 
 EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
     "portable": write_portable,
@@ -42,7 +42,7 @@ def export(
     is_replaced = check_replaceable(out)
     target = getattr(target_config, "name_or_path", "")
     folder = Path(head) if head else None
-    texts = write_notes(layout, drafter, engine, out, head=folder, target=target)
+    texts = compose_notes(layout, drafter, engine, out, head=folder, target=target)
     # refused layouts leave no folder
     with lock_folder(out):
         # the notes first, by which an export that was cut short is known for one

@@ -75,7 +75,7 @@ def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
     api = HfApi()
     repo: dict[str, Any] = {"repo_id": repo_id, "repo_type": parcel.kind}
     # a folder of links, for the hub's client uploads one folder
-    with TemporaryDirectory() as staged, telling(repo_id):
+    with TemporaryDirectory() as staged, explaining_hub_errors(repo_id):
         for name, item in parcel.files.items():
             path = Path(staged, name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,9 +118,9 @@ def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: 
     """Fetch what a folder lacks of a repository into a folder beside it, and move it once every file is verified."""
     kinds = ["dataset"] if only_data else ["model", "dataset"]
     staging = out.absolute().with_name(f"{out.absolute().name}.part")
-    with telling(repo_id):
+    with explaining_hub_errors(repo_id):
         kind, commit, files = _list_files(repo_id, revision, kinds)
-        missing = _compare(out, files, repo_id)
+        missing = _list_missing(out, files, repo_id)
         if missing:
             # names of files are patterns to the client
             patterns = [re.sub(r"([*?[])", r"[\1]", path) for path in missing]
@@ -182,7 +182,7 @@ def _list_files(
     return kind, str(commit), files
 
 
-def _compare(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
+def _list_missing(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
     """Return the files that a folder lacks; one that holds anything else is refused, with the names."""
     if not out.exists():
         return sorted(files)
@@ -236,7 +236,7 @@ def _find_torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
 
 
 @contextmanager
-def telling(repo_id: str) -> Iterator[None]:
+def explaining_hub_errors(repo_id: str) -> Iterator[None]:
     """Turn what a hub, or the way to it, answers into a sentence."""
     try:
         yield

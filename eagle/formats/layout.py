@@ -46,9 +46,9 @@ class Layout:
     serve: str = ""  # where HEAD, TARGET and DEPTH stand for themselves
     # of the weights; one that torch.save writes by any other ending
     file: str = "model.safetensors"
-    deepest: int | None = None  # the longest chain that can be drafted with it
-    at_once: bool = False  # whether one forward drafts all of it
-    whole: bool = False  # whether it guesses otherwise where fewer tokens are asked for
+    max_depth: int | None = None  # the longest chain that can be drafted with it
+    one_forward: bool = False  # whether one forward drafts all of it
+    fixed_length: bool = False  # whether it guesses otherwise where fewer tokens are asked for
 
 
 def dtype_of(drafter: TrainableDrafter) -> str:

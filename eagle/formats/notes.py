@@ -17,10 +17,10 @@ from eagle.recipe.plain_yaml import parse_yaml
 
 USUAL_DEPTH = 3  # tokens of a chain where nothing is known
 UNMEASURED = "the usual length; nothing was measured with this head"
-WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than it saves
+MIN_KEPT_SHARE = 1 / 8  # of all drafts must be kept whole, lest a level costs more than it saves
 
 
-def write_notes(
+def compose_notes(
     layout: Layout,
     drafter: TrainableDrafter,
     engine: str,
@@ -44,7 +44,7 @@ def write_notes(
         recipe = _read_mapping(head / "recipe.yaml", lambda text: parse_yaml(text, "it") or {})
         provenance = _read_mapping(head / "provenance.json", json.loads)
     # by position, the share of drafts of which so many tokens are kept; validation counts levels that the layout lacks
-    shares = chain_rates(provenance.get("validation", {}))[: layout.deepest]
+    shares = chain_rates(provenance.get("validation", {}))[: layout.max_depth]
     depth, reason = _choose_depth(layout, drafter, shares)
     trained_on = _section(recipe, "target").get("path", "unknown")
     if trained_on == "unknown":  # as an import writes
@@ -57,7 +57,7 @@ def write_notes(
     sections = [
         f"{front_matter(kind, base, engine)}\n# A draft head for {base or 'a target that is not known'}",
         f"Layout: {engine}. A wrong export changes no word that the target says: it shows in acceptance alone.",
-        f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{_fill_in(layout.serve, depth, out, path)}",
+        f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{_fill_placeholders(layout.serve, depth, out, path)}",
         f"## How long a chain\n\n{depth} tokens: {reason}.",
         f"## What it was trained under\n\n{_describe_template(recipe)}",
         f"## What it accepts\n\n{_describe_acceptance(shares, head)}",
@@ -79,7 +79,7 @@ def write_notes(
     }
 
 
-def _fill_in(serve: str, depth: int, out: Path, path: str) -> str:
+def _fill_placeholders(serve: str, depth: int, out: Path, path: str) -> str:
     """Return the commands with their placeholders filled in, in one pass, for a path may hold such a word."""
     words = {
         "DEPTH": str(depth),
@@ -109,21 +109,21 @@ def _choose_depth(
         depth = drafter.budget.depth
         reason = "as deep as the tree that the head was tuned to"
     elif shares:
-        depth = max(sum(share >= WORTH for share in shares), 1)
+        depth = max(sum(share >= MIN_KEPT_SHARE for share in shares), 1)
         share = shares[depth - 1]
         reason = (
             f"on held-out texts {share:.0%} of such drafts are kept whole; longer ones rarely pay"
         )
     # what the layout can draft comes first
-    if layout.deepest is None:
+    if layout.max_depth is None:
         return depth, reason
-    if layout.whole:
+    if layout.fixed_length:
         return (
-            layout.deepest,
+            layout.max_depth,
             "as many as the head guesses at once; asked for fewer, it guesses otherwise",
         )
-    if depth > layout.deepest or (layout.at_once and reason == UNMEASURED):
-        return layout.deepest, "as many as the head guesses"
+    if depth > layout.max_depth or (layout.one_forward and reason == UNMEASURED):
+        return layout.max_depth, "as many as the head guesses"
     return depth, reason
 
 

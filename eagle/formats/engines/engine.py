@@ -31,15 +31,15 @@ class Engine:
     faults: tuple[Fault, ...] = ()  # of checkpoints that others read as they are meant
     unknown: str = "no layout for {kind!r}: {advice}"  # of a network that it does not read
     # which network was served once, and by what
-    past: Mapping[str, str] = field(default_factory=dict)
+    former_support: Mapping[str, str] = field(default_factory=dict)
 
     def layout(self, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
         """Return the head in this engine's layout; ValueError if the engine would serve it badly."""
         network = self.networks[network_of(drafter)]
         blocks = drafter.network.get("blocks", 1)
-        if blocks > network.blocks:
+        if blocks > network.max_blocks:
             raise ValueError(
-                f"{self.name}: the head has {blocks} blocks, expected {network.blocks}: more were never run there"
+                f"{self.name}: the head has {blocks} blocks, expected {network.max_blocks}: more were never run there"
             )
         layout = network.write(drafter, target_config, self.name)
         # of EAGLE-3 alone, whose config says which layers slide
@@ -56,12 +56,12 @@ class Engine:
         self, network: NetworkLayout, window: Mapping[str, int], blocks: int
     ) -> Config:
         """Return the config's keys for a head's window; ValueError if this engine would ignore the window."""
-        if network.slides and not window["sinks"]:
+        if network.reads_window and not window["sinks"]:
             return {
                 "sliding_window": window["recent"],
                 "layer_types": ["sliding_attention"] * blocks,
             }
-        if network.slides:
+        if network.reads_window:
             reason = "windows have no sinks"
             advice = "with sinks: 0"
         else:

@@ -233,7 +233,7 @@ read so by engines alone (vLLM, llama.cpp).
 
 Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=ZLAB_STYLES,
-            causal=True,
+            reads_causal=True,
         )
     },
     scalings=None,
@@ -254,7 +254,7 @@ behind its place. In z-lab's DFlash it names the one at its place: no reader of 
 
 Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=DEEPSPEC_STYLES,
-            copies=True,
+            brings_copies=True,
         )
         for network in (DFLASH, DSPARK)
     },
@@ -328,7 +328,7 @@ def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: Target
         "torch_dtype": block["torch_dtype"],
         "transformer_layer_config": block,
         "speculators_config": propose_config(
-            algorithm, layout.deepest or SPECULATORS_DEPTH, target_config
+            algorithm, layout.max_depth or SPECULATORS_DEPTH, target_config
         ),
     }
     tensors = {

@@ -47,8 +47,8 @@ def _advise(engine: Engine, drafter: TrainableDrafter, readers: list[Engine]) ->
         advice = f"export to {names} (docs/serving.md)"
     else:
         advice = "no exporter has one (docs/serving.md)"
-    if network in engine.past:
-        return f"{engine.past[network]}; {advice}"
+    if network in engine.former_support:
+        return f"{engine.former_support[network]}; {advice}"
     return advice
 
 

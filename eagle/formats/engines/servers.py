@@ -117,7 +117,7 @@ VLLM = Engine(
             explain_serving("eagle3", VLLM_COUNTS),
             switches=SWITCHES,
             reads_embedding=True,
-            slides=True,
+            reads_window=True,
         ),
         MEDUSA: NetworkLayout(
             explain_serving("medusa", MEDUSA_ENDS + VLLM_COUNTS) + VLLM_PATH,
@@ -133,15 +133,15 @@ VLLM = Engine(
             reads_embedding=True,
         ),
         DFLASH: InjectedLayout(
-            explain_serving("dflash", VLLM_ONE_FORWARD), styles=ZLAB_STYLES, causal=True
+            explain_serving("dflash", VLLM_ONE_FORWARD), styles=ZLAB_STYLES, reads_causal=True
         ),
         DSPARK: InjectedLayout(
             explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False),
             styles=VANILLA_STYLES,
-            causal=True,
+            reads_causal=True,
         ),
     },
-    past={
+    former_support={
         SPECULATOR: "vLLM 0.9.2 was the last that could, 0.32.0 keeps the model's file and runs nothing with it"
     },
     scalings=(*SCALINGS, "dynamic"),
@@ -198,7 +198,7 @@ SGLANG = Engine(
                 "MORE", " A Domino head's algorithm is `DFLASH`."
             ),
             styles={(kind, True): deepspec_config for kind in MARKOV_KINDS} | DOMINO_STYLES,
-            confidence=True,
+            needs_confidence=True,
         ),
     },
     ignored_rotary=("attention_factor",),
@@ -261,7 +261,7 @@ TRTLLM = Engine(
             TRTLLM_BLOCKS.replace("METHOD", "DSpark"), styles={("vanilla", True): specforge_config}
         ),
     },
-    past={
+    former_support={
         MEDUSA: "its PyTorch backend has none, but what `trtllm-build` makes reads `--to medusa`"
     },
     ignored_rotary=("attention_factor", "truncate"),
@@ -325,12 +325,12 @@ LLAMACPP = Engine(
         DFLASH: InjectedLayout(
             LLAMACPP_SERVE.replace("METHOD", "dflash") + LLAMACPP_BLOCK,
             styles=ZLAB_STYLES,
-            causal=True,
+            reads_causal=True,
         ),
         DSPARK: InjectedLayout(
             LLAMACPP_SERVE.replace("METHOD", "dspark") + LLAMACPP_BLOCK,
             styles=VANILLA_STYLES,
-            causal=True,
+            reads_causal=True,
         ),
     },
     ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),

@@ -92,23 +92,24 @@ class Keys:
     """The values of a mapping; a value of a wrong type is reported and treated as absent, like null."""
 
     values: dict[str, Any]
-    where: str = ""  # the section, in front of each name
+    prefix: str = ""  # the section, in front of each name
     wrong: list[str] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)  # the names that were read, or that do not matter
+    # keys that were read or do not matter; the others are listed as unknown
+    handled: set[str] = field(default_factory=set)
 
     def read(self, name: str) -> Any:
         """Return the value of a key of the table."""
-        self.taken.add(name)
+        self.handled.add(name)
         value = self.values.get(name)
         kind = KIND_OF[name]
         if value is None or VALUE_KINDS[kind](value):
             return value
-        self.wrong.append(f"{self.where}{name} is {short(value)}, expected {kind}")
+        self.wrong.append(f"{self.prefix}{name} is {short(value)}, expected {kind}")
         return None
 
     def section(self, name: str) -> Keys:
         """Return a nested mapping, which reports to the same list."""
-        return Keys(self.read(name) or {}, f"{self.where}{name}.", self.wrong)
+        return Keys(self.read(name) or {}, f"{self.prefix}{name}.", self.wrong)
 
 
 def short(value: Any) -> str:
@@ -173,7 +174,7 @@ def _read_rope_section(section: Keys) -> dict[str, Any]:
     for name, value in values.items():
         if not _is_rotary(value):
             section.wrong.append(
-                f"{section.where}{name} is {short(value)}, expected a number or a word"
+                f"{section.prefix}{name} is {short(value)}, expected a number or a word"
             )
             return {}
     return values

@@ -126,9 +126,9 @@ class HeadFolder:
         # a config without a nested block is its own block
         for section in {id(section): section for section in self.sections}.values():
             with_value = {name for name, value in section.values.items() if value is not None}
-            for name in sorted(with_value - section.taken - NO_MATTER):
+            for name in sorted(with_value - section.handled - NO_MATTER):
                 printable = name if name.isprintable() else ascii(name)
-                shown.append(f"{section.where}{printable}"[:100])
+                shown.append(f"{section.prefix}{printable}"[:100])
         return ", ".join(shown)
 
     def has_block(self, prefix: str) -> bool:
@@ -172,10 +172,10 @@ class HeadFolder:
                     fatal=False,
                 )
 
-    def take(self, *names: str) -> None:
+    def mark_handled(self, *names: str) -> None:
         """Mark keys that do not matter as used, wherever they stand."""
         for section in self.sections:
-            section.taken |= set(names)
+            section.handled |= set(names)
 
 
 def describe_tensor(name: str) -> str:
@@ -390,4 +390,4 @@ def read_own(head: HeadFolder) -> None:
     head.tap_count = len(head.inputs or (1,))
     # whoever loads it checks them all
     for section in (head.nested, head.block):
-        section.taken |= section.values.keys()
+        section.handled |= section.values.keys()

@@ -11,7 +11,7 @@ from eagle.formats.networks.layers_and_tokens import find_wrong_vocabulary
 from eagle.formats.networks.network import Network
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import USUAL_THETA
-from eagle.formats.reading.faults import FoundFault, find
+from eagle.formats.reading.faults import FoundFault, report
 from eagle.formats.reading.files import TensorEntry, has, read_json
 from eagle.formats.reading.head_folder import EMBEDDING, MODELOPT, OWN, Finding, HeadFolder
 from eagle.recipe import TargetSection
@@ -33,7 +33,7 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     theta = rope["rope_theta"]
     kind = rope["rope_type"]
     if head.block.values.get("rope_theta") is None and theta != USUAL_THETA:
-        yield find(faults.ROPE_THETA_NESTED, theta=theta)
+        yield report(faults.ROPE_THETA_NESTED, theta=theta)
     # empty where the target turns each kind of layer in its own way
     theirs = head.target.rope if head.target else None
     if theirs:
@@ -41,11 +41,11 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
             is_usual = theta == USUAL_THETA and head.layout != OWN
             reason = "; some trainers do that on purpose" if is_usual else ""
             values = {"theta": theta, "theirs": theirs["rope_theta"], "why": reason}
-            yield find(faults.OTHER_THETA, fatal=not is_usual, **values)
+            yield report(faults.OTHER_THETA, fatal=not is_usual, **values)
         if {**rope, "rope_theta": 0} != {**theirs, "rope_theta": 0}:
-            yield find(faults.OTHER_SCALING, kind=kind, theirs=theirs["rope_type"])
+            yield report(faults.OTHER_SCALING, kind=kind, theirs=theirs["rope_type"])
     if kind != "default" and head.layout == MODELOPT:
-        yield find(faults.MODELOPT_SCALING, kind=kind)
+        yield report(faults.MODELOPT_SCALING, kind=kind)
 
 
 def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
@@ -65,10 +65,10 @@ def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         and head.layout != OWN
         and set(stored) - {dtype.removeprefix("torch.")}
     ):
-        yield find(faults.DTYPE, dtype=dtype, stored=", ".join(stored))
+        yield report(faults.DTYPE, dtype=dtype, stored=", ".join(stored))
     keys = head.unknown_keys()
     if keys:
-        yield find(faults.UNKNOWN_KEYS, keys=keys)
+        yield report(faults.UNKNOWN_KEYS, keys=keys)
 
 
 def _list_dtypes(entries: list[TensorEntry]) -> list[str]:
@@ -87,12 +87,12 @@ def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         values = head.tensors.load(stored).float()
         count = int((~values.isfinite()).sum())
         if count:
-            yield find(faults.NOT_FINITE, name=stored, count=count, total=values.numel())
+            yield report(faults.NOT_FINITE, name=stored, count=count, total=values.numel())
             continue
         # a bias of zeros is none
         may_be_zero = stored not in ours or ours[stored].endswith(".bias") or not values.numel()
         if not may_be_zero and not bool(values.any()):
-            yield find(faults.ALL_ZEROS, name=stored)
+            yield report(faults.ALL_ZEROS, name=stored)
 
 
 def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
@@ -105,11 +105,11 @@ def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         ("vocab_size", head.target.vocab_size),
     ):
         if head.shape[name] != theirs:
-            yield find(faults.OTHER_SIZE, name=name, size=head.shape[name], theirs=theirs)
+            yield report(faults.OTHER_SIZE, name=name, size=head.shape[name], theirs=theirs)
     embedding = head.entry(EMBEDDING)
     if head.differing_rows and embedding:
         name = head.names[EMBEDDING]
-        yield find(
+        yield report(
             faults.OTHER_ROWS, count=head.differing_rows, total=embedding.shape[0], name=name
         )
 
@@ -121,7 +121,7 @@ def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     try:
         made_for = read_json(head.path, "provenance.json").get("target")
     except ValueError as error:
-        yield find(faults.TORN_PROVENANCE, error=error)
+        yield report(faults.TORN_PROVENANCE, error=error)
         return
     if not isinstance(made_for, dict):
         return
@@ -131,7 +131,7 @@ def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         recorded = made_for.get(part)
         if isinstance(recorded, str) and recorded != identity[part]:
             values = {"part": part, "stated": recorded, "theirs": identity[part]}
-            yield find(faults.OTHER_TARGET, fatal=part == "weights", **values)
+            yield report(faults.OTHER_TARGET, fatal=part == "weights", **values)
 
 
 def check_masked(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
@@ -139,12 +139,12 @@ def check_masked(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     taps = head.settings.get("taps")
     token = head.settings.get("mask_token")
     if taps and list(taps) != sorted(taps):
-        yield find(faults.TAPS_UNSORTED, ids=list(taps))
+        yield report(faults.TAPS_UNSORTED, ids=list(taps))
     # the last token of a vocabulary is in no text
     if token is not None and head.target and token < head.target.vocab_size - 1:
         ordinary = head.target.ordinary_tokens()
         if token in ordinary:
-            yield find(faults.ORDINARY_MASK, token=f"{token} ({ordinary[token]!r})")
+            yield report(faults.ORDINARY_MASK, token=f"{token} ({ordinary[token]!r})")
 
 
 CHECKS = (

@@ -127,10 +127,10 @@ def _kind_of_model(names: list[str], config: dict[str, Any]) -> tuple[str, str]:
     if len(layers) > 1 or (not has_mtp and _is_whole_model(set(names))):
         facts = [_architecture(config), f"{len(layers)} layers here"]
         return f"a causal language model ({', '.join(filter(None, facts))})", AS_DRAFT
-    if has_mtp or any(config.get(key) for key in MTP_HEADS.common):
+    if has_mtp or any(config.get(key) for key in MTP_HEADS.ambiguous_keys):
         return MTP_HEADS.name, ""
     for network in WITH_SIGNS:
-        if any(key in config for key in network.common):
+        if any(key in config for key in network.ambiguous_keys):
             return network.name, ""
     return "", ""
 
@@ -151,8 +151,8 @@ def kind_by_config(config: dict[str, Any]) -> str:
 
 
 def _is_named(network: Network, words: list[str], config: dict[str, Any]) -> bool:
-    return any(re.search(network.words, word) for word in words) or any(
-        key in config for key in network.keys
+    return any(re.search(network.type_words, word) for word in words) or any(
+        key in config for key in network.config_keys
     )
 
 
