@@ -30,7 +30,7 @@ __all__ = ["Finding", "Inspection", "import_head", "inspect", "read_head"]
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint's kind and faults."""
+    """What `eagle inspect` prints of a checkpoint: what it is, its facts and its faults."""
 
     folder: str
     kind: str  # the method, or what else it is
@@ -63,7 +63,7 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
         target: The target with which it is compared, a folder or a hub id.
     """
     path = folder_at(folder)
-    # a target that cannot be read is no fault of the checkpoint
+    # read outside of the `try`: a target that cannot be read is no fault of the checkpoint
     target_files = _read_target(target)
     try:
         head, network = read_folder(path)
@@ -94,10 +94,11 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
 
 
 def _try_own(path: Path, target: str | None) -> list[Finding]:
-    """Return what prevents loading a head of this project."""
+    """Load a head of this project, and return what prevents it as findings."""
     try:
         _load_own(path, target)
-    except UntrustedCode as error:  # no fault of the head, of which the files alone were looked at
+    # no fault of the head: inspection runs no code of its folder
+    except UntrustedCode as error:
         return [Finding(f"the head was not loaded: {error}", fatal=False)]
     except ValueError as error:
         return [Finding(str(error), fix="Copy it again, or name its target")]
@@ -107,7 +108,16 @@ def _try_own(path: Path, target: str | None) -> list[Finding]:
 def read_head(
     folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None
 ) -> TrainableDrafter:
-    """Return the head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
+    """Return the head of a checkpoint of any tool, without writing it, as `import_head` would.
+
+    Args:
+        folder: The checkpoint.
+        target: The target, where its embedding or sizes are not in the checkpoint: a folder or a hub id.
+        taps: The layers whose inputs the head reads, where its config does not tell.
+
+    Raises:
+        ValueError: with all that is missing, unknown or without a counterpart here.
+    """
     head, network = read_folder(folder_at(folder))
     if head.layout == OWN:
         return _load_own(head.path, target)
@@ -131,8 +141,9 @@ def _convert(
 
 
 def _load_own(path: Path, target: str | None) -> TrainableDrafter:
-    """Return a head of this project; ValueError if its files do not fit each other, or the target."""
+    """Return a head of this project; ValueError if its files do not fit each other, or the target if one is given."""
     head = load_head(path)
+    # a head without taps reads no states, so that any target fits
     if target is None or not head.taps:
         return head
     try:
@@ -159,7 +170,6 @@ def import_head(
         taps: The layers whose inputs the head reads, where its config does not tell.
         norm_output: What reads the normed state, by the config's `norm_output`: "next-step" or "lm-head".
     """
-    # open and recognise, match and map, save
     with lock_path(out):
         source = folder_at(folder)
         check_empty(out, source)
@@ -191,7 +201,7 @@ def import_head(
 
 
 def _named_target(head: HeadFolder) -> str | None:
-    """Return the target that the checkpoint names."""
+    """Return the target that the config names, as speculators or the authors of Medusa and Hydra write it."""
     verifier = head.keys.section("speculators_config").section("verifier").read("name_or_path")
     return verifier or head.keys.read("base_model_name_or_path")
 

@@ -18,14 +18,17 @@ from eagle.recipe import TargetSection
 
 
 def check_network(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check what engines read differently in heads of this network, which are of no matter to one of this project."""
+    """Check what engines read differently in heads of this network, and the draft vocabulary.
+
+    No engine reads a head in this project's own layout, so the first does not concern it.
+    """
     if head.layout != OWN:
         yield from network.find_faults(head)
     yield from find_wrong_vocabulary(head)
 
 
 def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the rotary parameters."""
+    """Check the rotary parameters: how the config states them, and whether they are the target's."""
     rope = head.shape.get("rope_parameters")
     has_attention = any(".self_attn." in name for name in head.names)
     if rope is None or not has_attention or not (network.rotates or head.layout == OWN):
@@ -34,10 +37,11 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     kind = rope["rope_type"]
     if head.block.values.get("rope_theta") is None and theta != USUAL_THETA:
         yield report(faults.ROPE_THETA_NESTED, theta=theta)
-    # empty where the target turns each kind of layer in its own way
+    # empty for a target whose kinds of layers have different rotary parameters
     theirs = head.target.rope if head.target else None
     if theirs:
         if theirs["rope_theta"] != theta:
+            # some trainers keep Llama's 10,000 for any target, and their heads are trained with it
             is_usual = theta == USUAL_THETA and head.layout != OWN
             reason = "; some trainers do that on purpose" if is_usual else ""
             values = {"theta": theta, "theirs": theirs["rope_theta"], "why": reason}
@@ -49,10 +53,10 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check config keys that contradict the tensors, and those that nothing here knows."""
+    """Check the dtype that the config states against the tensors', and list keys that nothing here knows."""
     block = head.block.values
     config = head.config
-    # newer configs say `dtype`
+    # older configs say torch_dtype, newer ones dtype, in either section
     dtype = (
         block.get("torch_dtype")
         or block.get("dtype")
@@ -77,10 +81,11 @@ def _list_dtypes(entries: list[TensorEntry]) -> list[str]:
 
 
 def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check for tensors that are zero or not finite."""
+    """Check for tensors that are all zeros or not finite."""
+    # our names by those in the file
     ours = {stored: name for name, stored in head.names.items()}
     for stored, entry in head.tensors.stored.items():
-        # the target's own, in the same file
+        # tensors of the target, which some files hold beside the head's
         is_of_target = stored.startswith("model.") and stored not in ours
         if not entry.dtype.is_floating_point or is_of_target or stored.endswith("inv_freq"):
             continue
@@ -89,17 +94,17 @@ def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         if count:
             yield report(faults.NOT_FINITE, name=stored, count=count, total=values.numel())
             continue
-        # a bias of zeros is none
+        # zeros are normal in a bias, and no fault in a tensor that is not the head's
         may_be_zero = stored not in ours or ours[stored].endswith(".bias") or not values.numel()
         if not may_be_zero and not bool(values.any()):
             yield report(faults.ALL_ZEROS, name=stored)
 
 
 def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the head against the given target."""
+    """Check the head's sizes and its embedding against the target, if there is one."""
     if head.target is None:
         return
-    # an import refuses these, and inspection goes on
+    # `convert` raises the same, which `inspect` never reaches
     for name, theirs in (
         ("hidden_size", head.target.width),
         ("vocab_size", head.target.vocab_size),
@@ -115,7 +120,7 @@ def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the target recorded in the head's provenance."""
+    """Check whether the head was trained on this target, by the checksums that its provenance.json records."""
     if head.target is None or not has(head.path, "provenance.json"):
         return
     try:
@@ -125,7 +130,7 @@ def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         return
     if not isinstance(made_for, dict):
         return
-    # by checksums, as training writes them
+    # the checksums of the target's files, computed as training computes them
     identity = target_identity(TargetSection(path=head.target.path))
     for part in ("weights", "config"):
         recorded = made_for.get(part)
@@ -135,12 +140,12 @@ def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
 
 
 def check_masked(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check what heads that draft several tokens at once say of their taps and their mask token."""
+    """Check the taps, and the mask token of a head that drafts several tokens in one forward."""
     taps = head.settings.get("taps")
     token = head.settings.get("mask_token")
     if taps and list(taps) != sorted(taps):
         yield report(faults.TAPS_UNSORTED, ids=list(taps))
-    # the last token of a vocabulary is in no text
+    # the vocabulary's last token, the default, occurs in no sequence
     if token is not None and head.target and token < head.target.vocab_size - 1:
         ordinary = head.target.ordinary_tokens()
         if token in ordinary:
@@ -168,21 +173,22 @@ def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
             except Exception as error:  # of many kinds: a tensor that cannot be read after all, or of other dimensions
                 what = check.__name__.removeprefix("check_").replace("_", " ")
                 findings.append(Finding(f"{what} could not be looked at: {error!r:.200}"))
-    # each once, in the words of the last
+    # a fault may be found twice: list it once, as it was found last
     unique = list({finding.what: finding for finding in findings}.values())
     return sorted(unique, key=lambda finding: not finding.fatal)
 
 
 def describe_fault(found: FoundFault) -> Finding:
-    """Return a fault as `inspect` shows it, for the engines whose tables name it or whose layouts it strikes."""
+    """Return a fault as `inspect` shows it, with the engines that it affects."""
+    # picked by their layouts, or by their lists of faults
     if found.affects:
         engines = _name_engines(found.affects)
     else:
         engines = tuple(engine.title for engine in SERVERS if found.fault in engine.faults)
-    # a value may be a question to the engines' tables
     values = dict(found.values)
     for key, value in values.items():
-        if callable(value):  # which engines can serve it
+        # a function picks engines by their layouts, which the text then names, such as those that can serve the head
+        if callable(value):
             values[key] = ", ".join(_name_engines(value))
     return Finding(
         found.fault.what.format(**values), engines, found.fatal, found.fault.fix.format(**values)
@@ -190,5 +196,5 @@ def describe_fault(found: FoundFault) -> Finding:
 
 
 def _name_engines(affects: Callable[[Any], bool]) -> tuple[str, ...]:
-    """Return the engines one of whose layouts is such."""
+    """Return the engines that have a layout for which this function is true."""
     return tuple(engine.title for engine in SERVERS if any(map(affects, engine.networks.values())))
