@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
 from eagle.disk import lock_path, sha256
-from eagle.formats.parcel import Parcel, pack_head
+from eagle.formats.parcel import UploadPlan, pack_head
 from eagle.log import first_line
 
 NAME = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?/[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?")
@@ -70,13 +70,13 @@ def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
     return send(pack_head(Path(folder), repo_id).clean(), check_name(repo_id), private=private)
 
 
-def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
-    """Upload a parcel, creating its repository; what is there already is not sent again. Returns its URL."""
+def send(upload: UploadPlan, repo_id: str, *, private: bool = False) -> str:
+    """Upload the files of a plan, creating the repository; what is there already is not sent again. Returns its URL."""
     api = HfApi()
-    repo: dict[str, Any] = {"repo_id": repo_id, "repo_type": parcel.kind}
+    repo: dict[str, Any] = {"repo_id": repo_id, "repo_type": upload.repo_type}
     # the hub's client uploads one folder, so gather links to the files in one
     with TemporaryDirectory() as staged, explaining_hub_errors(repo_id):
-        for name, item in parcel.files.items():
+        for name, item in upload.files.items():
             path = Path(staged, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(item.source, bytes):
@@ -85,7 +85,7 @@ def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
                 path.symlink_to(item.source.resolve())
         url = api.create_repo(**repo, private=private or None, exist_ok=True)
         # shards before their index: if the upload is interrupted, no index on the hub names a missing shard
-        if "index.json" in parcel.files:
+        if "index.json" in upload.files:
             api.upload_folder(
                 **repo,
                 folder_path=staged,
