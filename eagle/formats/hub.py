@@ -32,14 +32,7 @@ STATUS = {
 }
 AGAIN = "give the same command again: what has arrived is not sent twice"
 # packages whose errors mean that the hub was not reached
-OFFLINE = (
-    "httpx",
-    "httpx2",
-    "httpcore",
-    "httpcore2",
-    "requests",
-    "urllib3",
-)
+OFFLINE = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 
 def check_name(name: str) -> str:

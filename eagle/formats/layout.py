@@ -15,11 +15,7 @@ from eagle.target.stock_head import StockHead
 
 Config = dict[str, Any]  # of config.json, whose values are of any kind
 # rotary parameters of targets that heads ignore: heads rotate whole vectors, in all layers alike
-PER_TARGET = (
-    "partial_rotary_factor",
-    "full_attention",
-    "sliding_attention",
-)
+PER_TARGET = ("partial_rotary_factor", "full_attention", "sliding_attention")
 
 
 class TargetConfig(Protocol):

@@ -12,11 +12,7 @@ from eagle.formats.networks.network_layout import NetworkLayout, network_of
 from eagle.formats.reading.faults import Fault
 
 # types of rotary scaling that most engines read; no engine reads longrope, which depends on a sequence's length
-SCALINGS = (
-    "linear",
-    "llama3",
-    "yarn",
-)
+SCALINGS = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)

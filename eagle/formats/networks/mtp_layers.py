@@ -49,13 +49,7 @@ MIMO_NAMES = {
     OUTPUT: OUTPUT,
 }
 # families whose norms multiply by the weight, not by 1 + weight
-PLAIN_FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mimo",
-)
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 
 
 def _find_numbers(head: HeadFolder, pattern: str) -> list[str]:

@@ -179,6 +179,7 @@ def import_head(
             raise ValueError(f"{folder} is a head of this project already: copy it")
         head.target = target_files
         drafter, notes = _convert(head, network, taps, norm_output)
+        # a head of this project has a recipe and a provenance: write what is known of both
         recipe = {
             "target": {"path": target or _named_target(head) or "unknown"},
             "data": {"train": "unknown: the head was imported"},
