@@ -267,7 +267,7 @@ def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
 
 
 def _read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return what the header of a head's weights says; ValueError if the file cannot be read."""
+    """Return the names, sizes and dtypes of a head's tensors by the file's header; ValueError if it cannot be read."""
     display_path = folder / WEIGHTS
     try:
         path = plain_file(folder, WEIGHTS)
@@ -435,7 +435,15 @@ def method_without_files(name: str) -> Any:
 def _load_one(
     name: str, target: Target, options: dict[str, Any], *, revision: str | None, trust_code: bool
 ) -> Drafter:
-    """Load one drafter by its name, folder or hub id."""
+    """Load one drafter: a method without files by its name, or tables, a language model or a head from their folder.
+
+    Args:
+        name: A method's name, a folder or a hub id.
+        target: The target, which a head is bound to.
+        options: Those of `load_drafter` that this drafter takes.
+        revision: The revision of a head on the hub.
+        trust_code: Whether a head may bring the file of its method, which is run.
+    """
     method = method_without_files(name)
     if method is not None:
         try:
@@ -458,6 +466,7 @@ def _load_one(
     head = from_pretrained(folder, revision, trust_code=trust_code)
     head = in_dtype(head.to(target.device), target.model.dtype)
     check_fit(head, target.config, str(folder))
+    # from here on the head uses the target's embedding and LM head
     bound = head.bind(target.head)
     if draft_vocab is not None:
         restrict_drafts(bound, draft_vocab)
@@ -465,12 +474,14 @@ def _load_one(
 
 
 def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
-    """Let a bound head draft the tokens of a file of `eagle prepare --only draft-vocab` alone.
+    """Let a bound head draft only the tokens of a draft vocabulary, as FR-Spec does (Zhao et al. 2025).
 
-    This is FR-Spec (Zhao et al. 2025).
+    The target's LM head costs a small head most of the time of a level; now only its rows for these tokens are read.
+    Output stays lossless: tokens that cannot be drafted have a draft probability of 0.
 
-    The target's LM head costs a small head most of a level; only its rows for these tokens are then read. Output stays
-    lossless: tokens that cannot be drafted have a draft probability of 0.
+    Args:
+        head: The head, bound to its target; it is changed.
+        draft_vocab: A file that `eagle prepare --only draft-vocab` wrote.
 
     Raises:
         ValueError: if the head's logits are not the target's, or the file belongs to another vocabulary.
@@ -491,7 +502,7 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
         )
     tokens = t2d.nonzero()[:, 0].to(frozen.weight.device)
     narrowed = frozen.narrow(tokens)
-    # rows that are faster to read in oneDNN's layout stay so
+    # if the target's LM head was packed into oneDNN's layout, which a CPU reads faster, pack these rows too
     if isinstance(frozen.output, PackedHead):
         pack_head(narrowed.output)
     head.frozen = (narrowed,)
@@ -529,7 +540,7 @@ def _names_stored_as(what: str) -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    """Refuse a name that is neither a folder nor may be a hub id."""
+    """Refuse a drafter's name that is neither a folder nor of the form of a hub id, with one slash."""
     if not Path(name).is_dir() and name.count("/") != 1:
         without_files = _names_stored_as("nothing")
         raise ValueError(

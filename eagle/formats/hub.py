@@ -148,7 +148,14 @@ def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: 
 
 
 def _refuse_differing(paths: list[str], staging: Path, out: Path, repo_id: str) -> None:
-    """Refuse files that did not come as the hub lists them, and delete them, so that they are fetched again."""
+    """Refuse fetched files whose bytes are not those that the hub lists; delete them, so that the next call retries.
+
+    Args:
+        paths: These files, by their names in the repository; none if all are right.
+        staging: The folder that they were fetched into.
+        out: The folder that they were meant for.
+        repo_id: The repository.
+    """
     for path in paths:
         (staging / path).unlink(missing_ok=True)
     if paths:
@@ -275,7 +282,7 @@ def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that an error, or one of its causes, tells of."""
+    """Return the status of the HTTP response in an error or one of its causes; None if there was no response."""
     for cause in _list_causes(error):
         status: int | None = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:

@@ -96,7 +96,12 @@ def _fill_placeholders(serve: str, depth: int, out: Path, path: str) -> str:
 
 
 def _explain_paths(out: Path, path: str) -> str:
-    """Explain the placeholders in the commands."""
+    """Return a sentence on the paths in the commands: that of the export may have changed, the target may be unknown.
+
+    Args:
+        out: The folder of the export.
+        path: The target's path, or "TARGET" if it is unknown.
+    """
     if path == "TARGET":
         target = "`TARGET` stands for the folder or the hub id of the target, which the head does not name."
     else:

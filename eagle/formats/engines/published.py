@@ -43,7 +43,8 @@ from eagle.formats.networks.level_networks import (
 from eagle.formats.networks.mtp_layers import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
 from eagle.formats.networks.network_layout import NetworkLayout
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")  # it takes every other target for a Mixtral
+# model types of targets that SafeAILab/EAGLE reads; it takes every other target for a Mixtral
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 
 EAGLE_SERVE = """```python
 from eagle.model.ea_model import EaModel  # of SafeAILab/EAGLE
@@ -88,7 +89,7 @@ def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: Targ
 
 
 def _check_eagle(drafter: TrainableDrafter, target_config: TargetConfig) -> None:
-    """Raise ValueError for a target or head that this code cannot load."""
+    """Raise ValueError for a target or a head that the code of SafeAILab/EAGLE cannot load."""
     if target_config.model_type not in FAMILIES:
         raise ValueError(
             f"eagle: the target is a {target_config.model_type}, and this code reads {', '.join(FAMILIES)}: export to "

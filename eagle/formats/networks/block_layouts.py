@@ -125,7 +125,7 @@ def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> C
 
 
 def specforge_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
-    """Return SpecForge's config of DSpark."""
+    """Return SpecForge's config of DSpark, whose keys are nested like those of z-lab's DFlash."""
     shape = drafter.shape
     markov = _markov_keys(drafter)
     return _nested_config(

@@ -393,7 +393,12 @@ def _read_draft_vocab(head: HeadFolder) -> None:
 
 
 def _read_switch(head: HeadFolder, name: str) -> bool:
-    """Return a switch at the top of a config or in eagle_config; off if it is in neither."""
+    """Return a boolean setting at the top of the config or in eagle_config; false, with a note, if it is in neither.
+
+    Args:
+        head: The checkpoint, in which a contradiction becomes a problem.
+        name: The config's key, which is also the setting's name here.
+    """
     outer = head.keys.read(name)
     inner = head.nested.read(name)
     if None not in (outer, inner) and outer != inner:

@@ -173,8 +173,8 @@ class MtpLayout(NetworkLayout):
         return Layout({**target_config.to_dict(), **more}, renamed, self.serve)
 
     def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
-        """Raise ValueError for settings that the family's code does not support."""
-        # engines read the layer among the tensors of its own family
+        """Raise ValueError for a target or a head that the family's code does not support."""
+        # engines look for the layer among the tensors of a target of its own family
         if self.families and target_config.model_type not in self.families:
             raise ValueError(
                 f"{engine}: the target is a {target_config.model_type}, and such a layer is read there in the files of "

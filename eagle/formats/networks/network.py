@@ -248,17 +248,17 @@ def _find_name(network: Network, head: HeadFolder, name: str) -> tuple[str, str 
         The trainer ("" for none), and this project's name for the tensor (None if there is none).
     """
     bare = _strip(network, name)
-    # the first that fits, even if a later spelling is more specific
+    # the first pattern that fits counts, even if a later one is more specific
     for writer, spelling in network.spellings:
         for ours, theirs in spelling.items():
             parts = match_name(_strip(network, theirs), bare)
             if parts is not None:
                 full_name = fill_name(ours, parts, {})
-                # a tensor of the target's is not renamed: `rename` is for the head's own
+                # `rename` is only for the head's own tensors, not for copies of the target's
                 if full_name in network.borrowed:
                     return writer, full_name
                 return writer, network.rename(head, name, full_name)
-    # some trainers put a copy of the target's LM head beside any network
+    # some trainers add a copy of the target's LM head to any network's tensors
     if name == OUTPUT and OUTPUT in network.borrowed:
         return "", OUTPUT
     return "", None

@@ -114,7 +114,8 @@ class Keys:
 
 
 def short(value: Any) -> str:
-    """Return a value, shortened, as an error shows it."""
+    """Return a value of unknown origin for a message, shortened."""
+    # Python refuses to print integers of thousands of digits
     if isinstance(value, int) and abs(value) > 10**30:
         return "an absurd number"
     if isinstance(value, dict | list) and len(value) > 8:

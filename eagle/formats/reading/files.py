@@ -36,7 +36,7 @@ DTYPES = {
 
 
 def folder_at(path: str | Path) -> Path:
-    """Return the real folder at a path."""
+    """Return the folder at a path with all links followed; ValueError if there is none."""
     try:
         folder = Path(path).resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
@@ -77,7 +77,10 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def resolve_inside(path: Path, folder: Path) -> Path:
-    """Return where a path really lies, which must be in a folder, or in the hub's cache around it."""
+    """Return a path with all links followed; ValueError if it leads out of the folder.
+
+    If the folder is a snapshot in the hub's cache, its files are links to the cache's `blobs`, which is allowed.
+    """
     try:
         real = path.resolve(strict=True)
         root = folder.resolve(strict=True)
@@ -85,7 +88,7 @@ def resolve_inside(path: Path, folder: Path) -> Path:
         raise ValueError(f"{path} cannot be read: {error}") from None
     allowed = [root]
     for parent in root.parents:
-        # a snapshot in the hub's cache links to the blobs beside it
+        # the cache: models--OWNER--NAME/snapshots/COMMIT/FILE links to models--OWNER--NAME/blobs/HASH
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             allowed.append(parent.parent / "blobs")
     if not any(real.is_relative_to(parent) for parent in allowed):
@@ -157,7 +160,12 @@ def read_json(folder: Path, name: str, max_bytes: int = CONFIG_BYTES) -> dict[st
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
-    """Return the mapping that JSON bytes hold."""
+    """Return the mapping that JSON bytes hold; NaN, infinities and duplicate keys are refused.
+
+    Args:
+        text: The bytes.
+        source: Where they come from, for messages.
+    """
     try:
         value = json.loads(
             text.decode("utf-8"),

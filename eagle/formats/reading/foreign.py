@@ -133,7 +133,14 @@ def _read_target(target: str | None) -> TargetFiles | None:
 def _convert(
     head: HeadFolder, network: Network | None, taps: tuple[int, ...] | None, norm_output: str | None
 ) -> tuple[TrainableDrafter, list[str]]:
-    """Return a recognised head as one of this project, with notes."""
+    """Return a recognised head as one of this project, with notes on what was assumed or left out.
+
+    Args:
+        head: The checkpoint.
+        network: Its network; None if no network was recognised, which is refused.
+        taps: As in `import_head`.
+        norm_output: As in `import_head`.
+    """
     if network is None:
         raise ValueError(describe_problems(head))
     match(network, head)
@@ -208,7 +215,7 @@ def _named_target(head: HeadFolder) -> str | None:
 
 
 def _kind_of_unreadable(path: Path) -> str:
-    """Return the kind that a folder's config states, if it can be read."""
+    """Return in words what a checkpoint is whose files could not all be read: by its config, if that can be read."""
     try:
         kind = kind_by_config(read_json(path, "config.json"))
     except ValueError:
@@ -219,7 +226,7 @@ def _kind_of_unreadable(path: Path) -> str:
 
 
 def _list_facts(head: HeadFolder) -> dict[str, Any]:
-    """Return the facts of any checkpoint that `inspect` shows."""
+    """Return what `eagle inspect` prints of any checkpoint: who wrote it, its number of tensors, and their dtypes."""
     entries = head.tensors.stored.values()
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
     count = sum(math.prod(entry.shape) for entry in entries if entry.dtype.is_floating_point)

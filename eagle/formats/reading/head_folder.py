@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass
 class HeadFolder:
-    """A checkpoint of another tool as it is read: filled in step by step by `recognise`, `match` and `convert`.
+    """A checkpoint while it is read; `read_folder`, `match` and `convert` fill in its fields one after the other.
 
     Whatever prevents an import is collected in `problems`, so that `inspect` can show all of it.
     """
@@ -419,7 +419,7 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
     Args:
         head: The checkpoint.
         name: The config's key.
-        tensor: Our name of a tensor with so many rows.
+        tensor: Our name of a tensor whose number of rows is this size.
     """
     # some trainers leave out of the config what the tensors tell
     size: int | None = head.block.read(name)

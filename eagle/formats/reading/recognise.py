@@ -69,7 +69,7 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
 
 
 def _recognise_own(head: HeadFolder) -> Network | None:
-    """Return the network of a head of this project, by the method that its settings name."""
+    """Return the network of a head of this project, by the method in its settings; None and a problem without one."""
     head.layout = OWN
     method = head.config["settings"].get("kind")
     head.kind = f"a {short(method)} of this project".replace("'", "")
@@ -198,6 +198,7 @@ def _read_words(config: dict[str, Any]) -> list[str]:
 
 
 def _architecture(config: dict[str, Any]) -> str:
+    """Return the first of the config's architectures, shortened; "" if there is none or it is no printable string."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         return ""
