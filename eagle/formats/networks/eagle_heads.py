@@ -147,7 +147,7 @@ def _find_layout(head: HeadFolder, usual: str) -> str:
         if head.architectures[:1] == ["LlamaForCausalLM"]:
             return REFERENCE
         return MIDLAYER
-    # no other project writes next_layer_regular
+    # ModelOpt writes this key
     nested = head.config.get("eagle_config")
     if isinstance(nested, dict) and "next_layer_regular" in nested:
         return MODELOPT

@@ -152,9 +152,7 @@ class Network:
     trains_embedding: bool = False  # whether the head's embedding may differ from the target's
     # tensors that may be there too: our name, and the sizes of its dimensions by their names in the config
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    remedies: Mapping[str, str] = field(
-        default_factory=dict
-    )  # advice where the named tensor is missing
+    remedies: Mapping[str, str] = field(default_factory=dict)  # missing tensor -> advice
     # its config
     has_block: bool = True  # whether it has the sizes of a Llama block
     rotates: bool = True  # whether its rotary parameters are those of the head's attention
@@ -194,7 +192,7 @@ def match(network: Network, head: HeadFolder) -> None:
             read_sizes(head)
         head.settings = network.read_settings(head)
         compare_copies(head, copies)
-    # a head here uses the target's own embedding and LM head, so copies in the file must be equal to these
+    # a head here uses the target's own embedding and LM head, so copies in the file are compared with these
     for name in sorted(head.names.keys() & network.borrowed.keys()):
         may_differ = network.trains_embedding and name == EMBEDDING
         compare_borrowed(head, name, network.borrowed[name], may_differ)
@@ -272,7 +270,7 @@ def _strip(network: Network, name: str) -> str:
 
 
 def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
-    """Return a head with these settings and sizes, and uninitialised weights."""
+    """Return a head of this project with the checkpoint's settings and sizes; its weights are not the checkpoint's."""
     if head.layout == OWN:
         return build_head(head.config, str(head.path / "config.json"))
     # settings and sizes come from a file of unknown origin, so the method's own checks may refuse them
@@ -283,9 +281,8 @@ def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
     try:
         with bounded_weights():
             drafter: TrainableDrafter = method(settings, network.read_shape(head))
-    except (
-        Exception
-    ) as error:  # of many kinds: pydantic checks the settings, transformers and torch the sizes
+    # errors of many kinds: pydantic checks the settings, transformers and torch the sizes
+    except Exception as error:
         raise ValueError(f"no head of these sizes can be made: {error!r:.300}") from None
     return drafter
 
@@ -311,6 +308,7 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
     for name, tensor in expected.items():
         size = tuple(tensor.shape)
         sizes[name] = size if head.layout == OWN else network.stored_size(name, size)
+    # an optional tensor may be absent
     for name, size in sizes.items():
         if name in expected or name in head.names:
             _check_tensor(network, head, name, size)

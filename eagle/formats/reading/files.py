@@ -418,9 +418,8 @@ def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
                     f"{name[:100]} of shape {list(tensor.shape)} does not lie whole in {size:,} bytes"
                 )
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (
-        Exception
-    ) as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
+    # errors of many kinds: code in the pickle, a torn file, sizes that do not fit into memory
+    except Exception as error:
         raise ValueError(
             f"{display_path} cannot be read as weights alone (torch.load, weights_only=True): {_shorten(error)}; "
             "expected names and plain tensors: save it again, or as safetensors"
