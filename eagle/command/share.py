@@ -13,7 +13,7 @@ from data_prep.dataset_card import dataset_card
 from eagle.data.store import FeatureStore
 from eagle.formats.custom_generate import CODE, CUSTOM_GENERATE
 from eagle.formats.hub import LOG_IN, check_name, fetch, has_token, send
-from eagle.formats.parcel import Parcel, Sent, is_export, pack_export, pack_head
+from eagle.formats.parcel import UploadFile, UploadPlan, is_export, pack_export, pack_head
 from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.log import progress
 from eagle.recipe.command_lines import ProgramOption
@@ -48,8 +48,8 @@ def run_push(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     check_name(args.name)
-    parcel = pack(args.path, args.name, args.also)
-    for line in describe(parcel, args.name, args.private):
+    upload = pack(args.path, args.name, args.also)
+    for line in describe(upload, args.name, args.private):
         print(line)
     if not args.yes:
         token = "" if has_token() else f" There is no token here yet: {LOG_IN}."
@@ -59,24 +59,24 @@ def run_push(argv: list[str]) -> None:
         raise ValueError(
             f"there is no token of the hub here: {LOG_IN}; a page of its settings makes tokens that may write"
         )
-    print(f"\n{send(parcel, args.name, private=args.private)}")
+    print(f"\n{send(upload, args.name, private=args.private)}")
 
 
-def pack(path: Path, name: str, also: list[Path]) -> Parcel:
+def pack(path: Path, name: str, also: list[Path]) -> UploadPlan:
     """Return all that goes of a head, an export, a feature store or answers, without what names this machine."""
     if path.is_file():
-        parcel = pack_answers(path, name)
+        upload = pack_answers(path, name)
     elif (path / "index.json").is_file():
-        parcel = pack_store(path, name)
+        upload = pack_store(path, name)
     elif (path / "config.json").is_file():
-        parcel = pack_export(path) if is_export(path) else pack_head(path, name)
+        upload = pack_export(path) if is_export(path) else pack_head(path, name)
     else:
         # the run's folder is named where its head is meant
         near = f"; did you mean {path / 'head'}?" if (path / "head").is_dir() else ""
         raise ValueError(
             f"nothing to push at {path}: expected a head, an export, a feature store or answers{near}"
         )
-    if also and "recipe.yaml" not in parcel.files:
+    if also and "recipe.yaml" not in upload.files:
         raise ValueError(f"--also {also[0]}: exports go beside a head, and {path} is none")
     # what lies below a head's folder stays, unless it is named
     for folder in also:
@@ -84,23 +84,23 @@ def pack(path: Path, name: str, also: list[Path]) -> Parcel:
             raise ValueError(
                 f"--also {folder} holds no export: expected a folder that `eagle export` wrote"
             )
-        parcel.stays.pop(str(folder.absolute()), None)
-        parcel.add_folder(
+        upload.left_out.pop(str(folder.absolute()), None)
+        upload.add_folder(
             folder, f"{folder.resolve().name}/", "an export of it, as `eagle export` wrote it"
         )
-    if "recipe.yaml" in parcel.files:
+    if "recipe.yaml" in upload.files:
         # a head, which `model.generate(custom_generate="OWNER/NAME")` drafts with
         written = path / CUSTOM_GENERATE
-        parcel.stays.pop(str(written.parent.absolute()), None)
+        upload.left_out.pop(str(written.parent.absolute()), None)
         code = written if written.is_file() else CODE.encode()
-        parcel.add(CUSTOM_GENERATE, code, "drafts in transformers' own generate", path)
-    parcel.clean()
-    if parcel.changed.keys() >= {"config.json"} and "index.json" in parcel.files:
-        _note_checksum(parcel)
-    return parcel
+        upload.add(CUSTOM_GENERATE, code, "drafts in transformers' own generate", path)
+    upload.clean()
+    if upload.replaced.keys() >= {"config.json"} and "index.json" in upload.files:
+        _note_checksum(upload)
+    return upload
 
 
-def pack_store(folder: Path, name: str) -> Parcel:
+def pack_store(folder: Path, name: str) -> UploadPlan:
     """Return a feature store whole: its shards with their checksums, its index, its README."""
     store = FeatureStore(folder)  # which refuses a store that is not complete
     store.borrowed_folder()
@@ -108,47 +108,47 @@ def pack_store(folder: Path, name: str) -> Parcel:
     count = len(store.plan)
     for _ in progress(store.verify(range(count)), "verify", count, unit="shards"):
         pass
-    parcel = Parcel("dataset", Path.home())
-    parcel.add_folder(folder, "", "a part of the store")
-    parcel.frozen = parcel.files.keys() - {"README.md", "index.json", "config.json"}
-    if "README.md" not in parcel.files:
-        parcel.add("README.md", dataset_card(folder, name).encode(), "its card")
-    return parcel
+    upload = UploadPlan("dataset", Path.home())
+    upload.add_folder(folder, "", "a part of the store")
+    upload.verbatim = upload.files.keys() - {"README.md", "index.json", "config.json"}
+    if "README.md" not in upload.files:
+        upload.add("README.md", dataset_card(folder, name).encode(), "its card")
+    return upload
 
 
-def pack_answers(path: Path, name: str) -> Parcel:
+def pack_answers(path: Path, name: str) -> UploadPlan:
     """Return conversations that `eagle prepare` wrote, with the settings that made them, and their README."""
     note = Path(f"{path}.settings")
     card = dataset_card(path, name)  # which needs that note
-    parcel = Parcel("dataset", Path.home())
-    parcel.add(path.name, path, "the conversations, as they are")
-    parcel.frozen = {path.name}
-    parcel.add(note.name, note, "what made them")
+    upload = UploadPlan("dataset", Path.home())
+    upload.add(path.name, path, "the conversations, as they are")
+    upload.verbatim = {path.name}
+    upload.add(note.name, note, "what made them")
     readme = path.with_name("README.md")
-    parcel.add("README.md", readme if readme.is_file() else card.encode(), "their card")
+    upload.add("README.md", readme if readme.is_file() else card.encode(), "their card")
     if json.loads(note.read_text()).get("data", {}).get("images"):
-        parcel.stays["images"] = (
+        upload.left_out["images"] = (
             "are named by the conversations, and are not yours to give by this command"
         )
-    return parcel
+    return upload
 
 
-def _note_checksum(parcel: Parcel) -> None:
+def _note_checksum(upload: UploadPlan) -> None:
     """Note in a store's index the checksum of the target's config, in which something was hidden."""
-    index = json.loads(parcel.files["index.json"].read())
-    digest = hashlib.sha256(parcel.files["config.json"].read()).hexdigest()
+    index = json.loads(upload.files["index.json"].read())
+    digest = hashlib.sha256(upload.files["config.json"].read()).hexdigest()
     index["made"]["borrowed"]["config.json"] = digest
-    parcel.files["index.json"] = Sent(
-        json.dumps(index, indent=1).encode(), parcel.files["index.json"].why
+    upload.files["index.json"] = UploadFile(
+        json.dumps(index, indent=1).encode(), upload.files["index.json"].why
     )
 
 
-def describe(parcel: Parcel, name: str, private: bool) -> Iterator[str]:
-    """Yield where a parcel goes, each of its files, what was hidden, and what stays."""
+def describe(upload: UploadPlan, name: str, private: bool) -> Iterator[str]:
+    """Yield where an upload goes, each of its files, what was replaced in them, and what is left out."""
     visibility = "private" if private else "public"
-    yield f"to {name}, a {visibility} {parcel.kind} repository; one that is there stays as visible as it is"
-    lines: dict[str, list[Sent]] = {}
-    for file, item in parcel.files.items():
+    yield f"to {name}, a {visibility} {upload.repo_type} repository; one that is there stays as visible as it is"
+    lines: dict[str, list[UploadFile]] = {}
+    for file, item in upload.files.items():
         # the shards of a store are one line
         lines.setdefault(re.sub(r"\d{5}", "*", file), []).append(item)
     width = max(map(len, lines))
@@ -156,13 +156,13 @@ def describe(parcel: Parcel, name: str, private: bool) -> Iterator[str]:
         size = _size(sum(item.size for item in items))
         count = f" ({len(items)} files)" if len(items) > 1 else ""
         yield f"  {file:<{width}}  {size:>9}  {items[0].why}{count}"
-    yield f"  {len(parcel.files)} files, {_size(sum(item.size for item in parcel.files.values()))}"
-    for file, words in parcel.changed.items():
-        changes = ", ".join(f"{word} is now {parcel.hidden[word]}" for word in words)
+    yield f"  {len(upload.files)} files, {_size(sum(item.size for item in upload.files.values()))}"
+    for file, words in upload.replaced.items():
+        changes = ", ".join(f"{word} is now {upload.replacements[word]}" for word in words)
         yield f"hidden in {file}: {changes}"
-    for file, paths in parcel.named.items():
+    for file, paths in upload.remaining_paths.items():
         yield f"still named in {file}: {', '.join(paths[:5])}; edit it if others should not read that"
-    for path, why in parcel.stays.items():
+    for path, why in upload.left_out.items():
         yield f"stays here: {path} {why}"
 
 

@@ -13,8 +13,8 @@ from eagle.core.budget import describe_budget
 from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.recipe.plain_yaml import parse_yaml
 
-CURVE_POINTS = 8
-MAX_BYTES = 10**9  # of the answers of a run
+CURVE_POINTS = 8  # rows of the table of training losses
+MAX_BYTES = 10**9  # of a file with results or metrics of a run
 CODE = (
     "Its method is not part of `eagle`: `method.py` beside the head, which was {file}. "
     "Read it before you trust it.\n\n"
@@ -23,7 +23,12 @@ LICENCE = "Not chosen yet: add `license:` to the lines at the top. Those of the 
 
 
 def model_card(folder: Path, name: str) -> str:
-    """Return the README.md of a head's folder, with what lies beside the folder of its curve and its acceptance."""
+    """Return the text of a README.md for a head.
+
+    Args:
+        folder: The head's folder. Losses and acceptance are read from the run's folder around it, if they are there.
+        name: The head's name on the hub.
+    """
     recipe, provenance = _read_origin(folder)
     run = folder.parent
     target = recipe["target"]["path"]
@@ -39,7 +44,7 @@ def model_card(folder: Path, name: str) -> str:
         f"## Data\n\n{_key_table(recipe['data'])}{_describe_store(recipe)}",
         f"## Settings\n\n{_key_table({**recipe['drafter'], **recipe['train']})}",
     ]
-    # what was measured, as far as it was
+    # sections on what was measured; those without data are left out
     curve = _curve_table(_read_rows(run / "metrics.jsonl"))
     if curve:
         sections.append(f"## Curve\n\n{curve}")
@@ -56,7 +61,7 @@ def model_card(folder: Path, name: str) -> str:
 
 
 def _read_origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a head's recipe and provenance, of which its card is made."""
+    """Return a head's recipe and provenance, from which its model card is made; ValueError if one is missing."""
     # a head from the hub may lack them
     absent = [file for file in ("recipe.yaml", "provenance.json") if not (folder / file).is_file()]
     if absent:
@@ -75,24 +80,31 @@ def _read_origin(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _method_of(folder: Path, recipe: dict[str, Any]) -> tuple[str, str | None]:
-    """Return the name of a head's method, and the file that its class comes from, if the head brings one."""
+    """Return the name of a head's method, and the file that its class was copied from; None if it is one of ours."""
     path = folder / "config.json"
     config = None
     try:
         if path.is_file():
             config = json.loads(read_text(folder, "config.json", CONFIG_BYTES))
-    except ValueError as error:  # no text, or no JSON
+    # no text, or no JSON
+    except ValueError as error:
         raise ValueError(
             f"{path} cannot be read: {error}; is it cut short? Copy it again"
         ) from None
-    # a method that is not part of the package says where its class comes from
+    # `save_pretrained` writes the key `code` for a class that is not part of the package
     if isinstance(config, dict) and isinstance(config.get("code"), dict):
         return config["settings"]["kind"], config["code"].get("file")
     return recipe["drafter"]["kind"], None
 
 
 def front_matter(kind: str, target: str, *more: str) -> str:
-    """Return the YAML that a hub reads: library, tags, and the base model unless it is a local folder."""
+    """Return the YAML at the top of a model card, which the hub reads.
+
+    Args:
+        kind: The head's method.
+        target: The target, which is named as base model unless it is a local folder.
+        more: Further tags.
+    """
     values: dict[str, Any] = {
         "library_name": "eagle",
         "pipeline_tag": "text-generation",
@@ -104,12 +116,12 @@ def front_matter(kind: str, target: str, *more: str) -> str:
 
 
 def is_hub_id(target: str) -> bool:
-    """Return whether a target may be one of a hub, which refuses cards that name another one as their base."""
+    """Return whether a target may be a hub id; the hub refuses a card whose base model is none."""
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", target)) and not Path(target).exists()
 
 
 def _describe_exactness(run: Path) -> str:
-    """Return what is known about the output: by construction, and by comparison where one lies in the run's folder."""
+    """Return sentences on lossless output: by construction, and as compared with undrafted decoding in this run."""
     text = (
         "With exact verification, the default, the output is the target's own at any temperature."
     )
@@ -123,7 +135,7 @@ def _describe_exactness(run: Path) -> str:
 
 
 def _describe_store(recipe: dict[str, Any]) -> str:
-    """Return how many conversations were kept and dropped, where the feature store still lies here."""
+    """Return a paragraph on the conversations kept and dropped; "" if the feature store is not on this machine."""
     index = Path(recipe.get("features", {}).get("store") or "") / "index.json"
     if not index.is_file():
         return ""
@@ -144,6 +156,7 @@ def count_conversations(counts: dict[str, Any]) -> str:
 
 
 def _describe_usage(name: str, target: str, code_file: str | None) -> str:
+    """Return Python code that decodes with the head; a head with its own code needs trust_code and a warning."""
     note = ""
     trust = ""
     if code_file:
@@ -190,7 +203,7 @@ def _curve_table(rows: list[dict[str, Any]]) -> str:
     steps = [row for row in rows if "total" in row]
     if not steps:
         return ""
-    # of long runs some points
+    # a long run is shown at some of its steps
     count = min(CURVE_POINTS, len(steps))
     names = [
         "step",
@@ -209,13 +222,14 @@ def acceptance_of(run: Path) -> str:
     newest: list[dict[str, Any]] = []
     rows = _read_rows(run / "results.jsonl")
     for row in rows:
+        # a row whose `run` is a mapping is the header of a measurement, which its rows follow
         if isinstance(row.get("run"), dict):
-            # a measurement begins
             header = row["run"]
             newest = []
         else:
             newest.append(row)
-    if "id" in header:  # a run that was resumed has several headers, and its rows name it
+    # a measurement that was resumed has several headers, so find its rows by its id
+    if "id" in header:
         newest = [row for row in rows if row["run"] == header["id"]]
     groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
     for row in newest:
@@ -232,7 +246,7 @@ def acceptance_of(run: Path) -> str:
 
 
 def _describe_tree(header: dict[str, Any], drafter: str) -> str:
-    """Return what a drafter drafted in a cycle; a dash for nothing, or where the header does not tell."""
+    """Return the draft tree of a drafter in words, by a measurement's header; a dash for none or an unknown one."""
     try:
         tree = describe_budget(header["drafters"][drafter]["budget"])
     except (KeyError, TypeError):
@@ -242,11 +256,11 @@ def _describe_tree(header: dict[str, Any], drafter: str) -> str:
 
 
 def _pool_lengths(rows: list[dict[str, Any]]) -> float:
-    """Return tokens per cycle, of rows that count their cycles or list them."""
+    """Return the acceptance length of a group of rows: committed tokens per cycle, pooled over all prompts."""
     tokens = 0
     cycles = 0
     for row in rows:
-        # rows of traces list them
+        # most rows count their cycles; rows with traces list them
         if isinstance(row["cycles"], list):
             tokens += sum(cycle["committed"] for cycle in row["cycles"])
             cycles += len(row["cycles"])

@@ -48,10 +48,12 @@ from eagle.target.target import Target
 from eagle.target.weights.packed import PackedHead, pack_head
 
 WEIGHTS = "model.safetensors"
-HEAD_OPTIONS = ["draft_vocab"]  # of `load_drafter`, for a folder
+HEAD_OPTIONS = ["draft_vocab"]  # options of `load_drafter` for the folder of a head
+# the files of a head that are sent to the hub and fetched from it
 ON_HUB = ("config.json", WEIGHTS, "recipe.yaml", "provenance.json", "README.md", METHOD_FILE)
-MAX_WEIGHTS = 4_000  # tensors of any head
-MAX_LAYERS = 1_000_000  # that a config may name: some configs make a list of them
+MAX_WEIGHTS = 4_000  # weight tensors, more than any head has
+# layers in a config, of which classes of transformers make lists
+MAX_LAYERS = 1_000_000
 PLAIN_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 Names = str | Path | Sequence[str | Path]  # of one drafter or several
 
@@ -60,7 +62,10 @@ Names = str | Path | Sequence[str | Path]  # of one drafter or several
 
 
 def save_pretrained(head: TrainableDrafter, folder: str | Path) -> None:
-    """Write a head's config.json and model.safetensors into a folder, and the file of a method that is not our own."""
+    """Write a head's config.json and model.safetensors into a folder.
+
+    If its method is a user's own class, the file of the class is copied too, and the config says which class it is.
+    """
     folder = Path(folder)
     config = {"settings": head.settings.model_dump(mode="json"), "shape": head.shape.to_dict()}
     # None for a method of this package
@@ -80,7 +85,7 @@ def save_head(
     """Save a head with recipe and provenance, replacing the folder once everything is written beside it."""
     folder = Path(folder)
     staging = folder.with_name(folder.name + ".part")
-    # of a run that was interrupted
+    # a call that was interrupted leaves this folder
     shutil.rmtree(staging, ignore_errors=True)
     save_pretrained(head, staging)
     (staging / "recipe.yaml").write_text(recipe)
@@ -118,12 +123,12 @@ def load_head(folder: str | Path, *, trust_code: bool = False) -> TrainableDraft
             f"the config.json in {folder} is none of this project's: expected the keys settings and shape; "
             f"`eagle import {folder} OUT` makes a head of one that another tool or an export wrote"
         )
-    # before it may be run: no link out of the folder
+    # the file may be run: refuse a link that leads out of the folder
     if has(folder, METHOD_FILE):
         plain_file(folder, METHOD_FILE)
     DRAFTERS.admit(folder, config, trust_code=trust_code)
     source = str(folder / "config.json")
-    # first sizes alone, of the file and of what the config asks for; then memory is taken
+    # compare the sizes in the file with those that the config asks for, before memory is taken for either
     entries = _read_entries(folder)
     with torch.device("meta"):  # which takes no memory, whatever sizes the config names
         expected = build_head(config, source).state_dict()
@@ -176,7 +181,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
-    """Return a head with a config's settings and sizes, and fresh weights."""
+    """Return a head with the settings and sizes of a config.json, and fresh weights.
+
+    Args:
+        config: The contents of config.json.
+        source: Its path, for messages.
+    """
     try:
         settings = stored_settings(config["settings"], source)
     except ValueError as error:
@@ -185,7 +195,7 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
             f"(--plugin PATH.py)? This one is {__version__}"
         ) from None
     try:
-        # what a config asks for is bounded before it is made
+        # a config of unknown origin may ask for any number of tensors
         with bounded_weights():
             head = DRAFTERS[settings.kind](settings, _read_shape(config["shape"]))
     except Exception as error:  # of many kinds: transformers and torch check the sizes
@@ -200,7 +210,7 @@ def build_head(config: dict[str, Any], source: str) -> TrainableDrafter:
 
 
 def _read_shape(shape: dict[str, Any]) -> Any:
-    """Return the config of a head's sizes; refused where it names code, or more layers than memory holds a list of."""
+    """Return a head's shape as a config of transformers; refused if it names code or an absurd number of layers."""
     layers = shape.get("num_hidden_layers", 1)
     if "auto_map" in shape:
         raise ValueError("the shape has auto_map, which names code to run: take it out")
@@ -218,7 +228,7 @@ def _read_shape(shape: dict[str, Any]) -> Any:
 @contextmanager
 def bounded_weights() -> Iterator[None]:
     """Refuse to make more weights in here than any head has: a config of unknown origin may ask for any number."""
-    # the hook is torch's own for the whole process, where other threads may load models
+    # torch calls the hook for every module of the process, so weights that other threads make are not counted
     thread = get_ident()
     numbers = count(1)
 
@@ -238,7 +248,7 @@ def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
     if values is None:
         return None
     try:
-        # JSON has lists for tuples
+        # JSON has no tuples; a budget without paths has None or an empty list
         paths = values["paths"] and tuple(map(tuple, values["paths"]))
         for name in ("nodes", "depth", "top_k"):
             limit = values.get(name, 0)
@@ -257,7 +267,7 @@ def _read_budget(values: dict[str, Any] | None, source: str) -> Budget | None:
 
 
 def _read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return what the header of a head's weights says; ValueError if the file cannot be read."""
+    """Return the names, sizes and dtypes of a head's tensors by the file's header; ValueError if it cannot be read."""
     display_path = folder / WEIGHTS
     try:
         path = plain_file(folder, WEIGHTS)
@@ -272,7 +282,13 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
 def _compare_entries(
     folder: Path, entries: dict[str, TensorEntry], expected: dict[str, Tensor]
 ) -> None:
-    """Refuse tensors in a file that are not those of a head, before one of either is made."""
+    """Refuse a weight file whose tensors are not those of the head, by names, sizes and dtypes alone.
+
+    Args:
+        folder: The head's folder, for messages.
+        entries: The tensors in the file, by its header.
+        expected: The tensors of a head that is built from the config, on the meta device.
+    """
     missing = expected.keys() - entries.keys()
     unknown = entries.keys() - expected.keys()
     if missing or unknown:
@@ -287,7 +303,7 @@ def _compare_entries(
                 f"{folder} is not this head: {name} is {list(entry.shape)}, expected {list(shape)} by its config.json: "
                 "copy both files again"
             )
-        # weights may be in any precision, indices are exact
+        # weights are converted from any precision; indices, such as d2t, need their own dtype
         if dtype.is_floating_point:
             is_readable = entry.dtype in PLAIN_DTYPES
             wanted: Any = "plain floating-point numbers"
@@ -316,7 +332,7 @@ def _check_finite(folder: Path, weights: dict[str, Tensor]) -> None:
     for name, tensor in weights.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        # both are nan where one value is; no second tensor is made
+        # a single nan makes both nan; unlike isfinite() this makes no second tensor
         minimum, maximum = tensor.aminmax()
         if not (minimum.isfinite() and maximum.isfinite()):
             raise ValueError(
@@ -351,7 +367,7 @@ def load_drafter(
         raise ValueError(
             f"the target is a {type(target).__name__}, expected a Target: load_drafter(name, target)"
         )
-    # an option goes to each drafter that takes it
+    # of several drafters, each gets the options that it takes
     accepted = check_options(name, options)
     drafters = []
     for drafter_name in _split_names(name):
@@ -370,14 +386,17 @@ def load_drafter(
 
 
 def check_drafter(name: Names, options: Iterable[str] = ()) -> None:
-    """Refuse what `load_drafter` would refuse without a look into files, before a target is loaded for it."""
+    """Refuse the names and options that `load_drafter` would refuse; no files are read.
+
+    Programs call it first, so that a typing error does not wait for a target to be loaded.
+    """
     for drafter_name in check_options(name, options):
         if method_without_files(drafter_name) is None:
             _check_name(drafter_name)
 
 
 def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
-    """Return the options of each drafter, by its name; options that no drafter takes are refused."""
+    """Return the options that each drafter takes, by its name; an option that none of them takes is refused."""
     names = _split_names(name)
     accepted: dict[str, list[str]] = {}
     for drafter_name in names:
@@ -398,9 +417,9 @@ def check_options(name: Names, options: Iterable[str]) -> dict[str, list[str]]:
 
 
 def method_without_files(name: str) -> Any:
-    """Return the method of this name, or of `PATH.py:CLASS`, if it needs no files; else None."""
+    """Return the method of this name, or the class at `PATH.py:CLASS`, if it needs no files, as n-grams; else None."""
     is_class = SPELLED.fullmatch(name) is not None
-    # a folder may be called as a method is: a registered name comes first
+    # a registered name comes first, even if a folder has the same name
     if name not in DRAFTERS and (Path(name).is_dir() or ("/" in name and not is_class)):
         return None
     method = DRAFTERS.find(name)
@@ -416,7 +435,15 @@ def method_without_files(name: str) -> Any:
 def _load_one(
     name: str, target: Target, options: dict[str, Any], *, revision: str | None, trust_code: bool
 ) -> Drafter:
-    """Load one drafter by its name, folder or hub id."""
+    """Load one drafter: a method without files by its name, or tables, a language model or a head from their folder.
+
+    Args:
+        name: A method's name, a folder or a hub id.
+        target: The target, which a head is bound to.
+        options: Those of `load_drafter` that this drafter takes.
+        revision: The revision of a head on the hub.
+        trust_code: Whether a head may bring the file of its method, which is run.
+    """
     method = method_without_files(name)
     if method is not None:
         try:
@@ -439,6 +466,7 @@ def _load_one(
     head = from_pretrained(folder, revision, trust_code=trust_code)
     head = in_dtype(head.to(target.device), target.model.dtype)
     check_fit(head, target.config, str(folder))
+    # from here on the head uses the target's embedding and LM head
     bound = head.bind(target.head)
     if draft_vocab is not None:
         restrict_drafts(bound, draft_vocab)
@@ -446,12 +474,14 @@ def _load_one(
 
 
 def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
-    """Let a bound head draft the tokens of a file of `eagle prepare --only draft-vocab` alone.
+    """Let a bound head draft only the tokens of a draft vocabulary, as FR-Spec does (Zhao et al. 2025).
 
-    This is FR-Spec (Zhao et al. 2025).
+    The target's LM head costs a small head most of the time of a level; now only its rows for these tokens are read.
+    Output stays lossless: tokens that cannot be drafted have a draft probability of 0.
 
-    The target's LM head costs a small head most of a level; only its rows for these tokens are then read. Output stays
-    lossless: tokens that cannot be drafted have a draft probability of 0.
+    Args:
+        head: The head, bound to its target; it is changed.
+        draft_vocab: A file that `eagle prepare --only draft-vocab` wrote.
 
     Raises:
         ValueError: if the head's logits are not the target's, or the file belongs to another vocabulary.
@@ -472,7 +502,7 @@ def restrict_drafts(head: TrainableDrafter, draft_vocab: str) -> None:
         )
     tokens = t2d.nonzero()[:, 0].to(frozen.weight.device)
     narrowed = frozen.narrow(tokens)
-    # rows that are faster to read in oneDNN's layout stay so
+    # if the target's LM head was packed into oneDNN's layout, which a CPU reads faster, pack these rows too
     if isinstance(frozen.output, PackedHead):
         pack_head(narrowed.output)
     head.frozen = (narrowed,)
@@ -485,12 +515,12 @@ def _names_that_borrow() -> list[str]:
 
 
 def _method_of_files(folder: Path) -> Any:
-    """Return the method that loads a folder of counted tables or a language model; None for a trained head."""
+    """Return the method that loads a folder of n-gram tables or a language model; None for a trained head."""
     config: dict[str, Any] = {}
     if (folder / "config.json").is_file():
         config = _read_config(folder)
     check_links(folder)
-    # tables name their kind, a language model its architecture, a head its settings
+    # the config of tables has a kind, that of a language model a model_type, and that of a head settings
     kind = config.get("kind")
     if "kind" not in config and "model_type" in config:
         kind = "draft_model"
@@ -505,12 +535,12 @@ def _method_of_files(folder: Path) -> Any:
 
 
 def _names_stored_as(what: str) -> list[str]:
-    """Return the registered methods of which this is on the disk: "head", "files" or "nothing"."""
+    """Return the registered methods that are stored as a trained "head", as other "files", or as "nothing"."""
     return [kind for kind, method in DRAFTERS.items() if method.stored_as == what]
 
 
 def _check_name(name: str) -> None:
-    """Refuse a name that is neither a folder nor may be a hub id."""
+    """Refuse a drafter's name that is neither a folder nor of the form of a hub id, with one slash."""
     if not Path(name).is_dir() and name.count("/") != 1:
         without_files = _names_stored_as("nothing")
         raise ValueError(
@@ -520,8 +550,7 @@ def _check_name(name: str) -> None:
 
 
 def _split_names(name: Any) -> list[str]:
-    """Return the names in a string with commas or in a list; a path is one name."""
-    # a path may hold a comma
+    """Return the names of drafters in a list or in a string with commas; a Path is one name and may hold commas."""
     items = name
     if isinstance(name, str):
         items = name.split(",")

@@ -29,7 +29,10 @@ def generate(model, *args, **kwargs):
 
 
 def write_custom_generate(folder: str | Path) -> None:
-    """Write `custom_generate/generate.py` into a head's folder, which serves it from there and from the hub."""
+    """Write `custom_generate/generate.py` into a head's folder.
+
+    By it transformers' `model.generate(custom_generate=...)` decodes with the head, from the folder or from the hub.
+    """
     if not Path(folder).is_dir():
         raise ValueError(
             f"no folder at {folder}: expected a head's, which training leaves in train.out"

@@ -11,7 +11,7 @@ from typing import Any
 from eagle.disk import LOCK, lock_folder, write_tensors, write_text
 from eagle.formats.engines.registry import ENGINES, write_layout, write_portable
 from eagle.formats.layout import Layout, TargetConfig
-from eagle.formats.notes import write_notes
+from eagle.formats.notes import compose_notes
 
 EXPORTERS: dict[str, Callable[[Any, Any], Layout]] = {
     "portable": write_portable,
@@ -33,7 +33,7 @@ def export(
         target_config: The target's config.
         engine: The name of the layout, one of `EXPORTERS`.
         out: The folder to write.
-        head: The head's folder, for recipe and provenance.
+        head: The head's folder, whose recipe and provenance go into the notes.
     """
     if engine not in EXPORTERS:
         raise ValueError(f"no exporter for {engine!r}: expected one of {', '.join(EXPORTERS)}")
@@ -42,14 +42,14 @@ def export(
     is_replaced = check_replaceable(out)
     target = getattr(target_config, "name_or_path", "")
     folder = Path(head) if head else None
-    texts = write_notes(layout, drafter, engine, out, head=folder, target=target)
-    # refused layouts leave no folder
+    texts = compose_notes(layout, drafter, engine, out, head=folder, target=target)
+    # the folder is made only now, so that a refused layout leaves none
     with lock_folder(out):
-        # the notes first, by which an export that was cut short is known for one
+        # the notes first: by them a later call recognises an export that was cut short, and may replace it
         for name, text in texts.items():
             write_text(out / name, text)
         write_text(out / "config.json", json.dumps(layout.config, indent=2) + "\n")
-        # which older transformers insist on
+        # older transformers refuse tensors without the format entry
         write_tensors(out / layout.file, layout.tensors, {"format": "pt"})
     return is_replaced
 
@@ -61,11 +61,11 @@ def check_replaceable(out: Path) -> bool:
             f"{out} holds a head of this project, which an export would overwrite: name another folder"
         )
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    # what a killed export leaves is a lock that nobody holds
+    # an export that was killed early leaves only its lock
     if not names - {LOCK} and not out.is_file():
         return False
     try:
-        # which every export writes, and names its engine
+        # every export writes this file, with the engine's name
         provenance = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
         is_export = provenance["engine"] in EXPORTERS
     except (OSError, ValueError, LookupError, TypeError):

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
 from eagle.disk import lock_path, sha256
-from eagle.formats.parcel import Parcel, pack_head
+from eagle.formats.parcel import UploadPlan, pack_head
 from eagle.log import first_line
 
 NAME = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?/[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?")
@@ -31,15 +31,8 @@ STATUS = {
     429: "it was asked too often: wait some minutes, and give the same command again",
 }
 AGAIN = "give the same command again: what has arrived is not sent twice"
-# whose errors tell of no answer
-OFFLINE = (
-    "httpx",
-    "httpx2",
-    "httpcore",
-    "httpcore2",
-    "requests",
-    "urllib3",
-)
+# packages whose errors mean that the hub was not reached
+OFFLINE = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 
 def check_name(name: str) -> str:
@@ -70,13 +63,13 @@ def push_to_hub(folder: str | Path, repo_id: str, private: bool = False) -> str:
     return send(pack_head(Path(folder), repo_id).clean(), check_name(repo_id), private=private)
 
 
-def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
-    """Upload a parcel, creating its repository; what is there already is not sent again. Returns its URL."""
+def send(upload: UploadPlan, repo_id: str, *, private: bool = False) -> str:
+    """Upload the files of a plan, creating the repository; what is there already is not sent again. Returns its URL."""
     api = HfApi()
-    repo: dict[str, Any] = {"repo_id": repo_id, "repo_type": parcel.kind}
-    # a folder of links, for the hub's client uploads one folder
-    with TemporaryDirectory() as staged, telling(repo_id):
-        for name, item in parcel.files.items():
+    repo: dict[str, Any] = {"repo_id": repo_id, "repo_type": upload.repo_type}
+    # the hub's client uploads one folder, so gather links to the files in one
+    with TemporaryDirectory() as staged, explaining_hub_errors(repo_id):
+        for name, item in upload.files.items():
             path = Path(staged, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(item.source, bytes):
@@ -84,9 +77,8 @@ def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
             else:
                 path.symlink_to(item.source.resolve())
         url = api.create_repo(**repo, private=private or None, exist_ok=True)
-        if (
-            "index.json" in parcel.files
-        ):  # whatever interrupts it, an index names no shard that is not there
+        # shards before their index: if the upload is interrupted, no index on the hub names a missing shard
+        if "index.json" in upload.files:
             api.upload_folder(
                 **repo,
                 folder_path=staged,
@@ -99,30 +91,39 @@ def send(parcel: Parcel, repo_id: str, *, private: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What lies in a folder now."""
+    """A repository that was fetched into a folder."""
 
-    kind: str
+    kind: str  # "model" or "dataset"
     commit: str
-    files: list[str]
-    new: list[str]  # of them, those that were fetched
+    files: list[str]  # all of its files
+    new: list[str]  # those of them that the folder lacked and that were fetched now
 
 
 def fetch(name: str, out: Path, revision: str | None = None) -> Fetched:
-    """Bring a repository into a folder, every file verified; a folder with anything else in it is refused."""
+    """Bring a repository into a folder, every file verified; a folder with anything else in it is refused.
+
+    Args:
+        name: The repository as OWNER/NAME, or as datasets/OWNER/NAME to look for a dataset alone.
+        out: The folder.
+        revision: A branch, a tag or a commit.
+    """
     repo_id = check_name(name.removeprefix(DATASETS))
     with lock_path(out.absolute()):
         return _fetch_missing(repo_id, out, revision, only_data=name.startswith(DATASETS))
 
 
 def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: bool) -> Fetched:
-    """Fetch what a folder lacks of a repository into a folder beside it, and move it once every file is verified."""
+    """Fetch what a folder lacks of a repository, and move it there once every file has the checksum that the hub lists.
+
+    Until then it lies in a folder beside, `OUT.part`, where a later call goes on.
+    """
     kinds = ["dataset"] if only_data else ["model", "dataset"]
     staging = out.absolute().with_name(f"{out.absolute().name}.part")
-    with telling(repo_id):
+    with explaining_hub_errors(repo_id):
         kind, commit, files = _list_files(repo_id, revision, kinds)
-        missing = _compare(out, files, repo_id)
+        missing = _list_missing(out, files, repo_id)
         if missing:
-            # names of files are patterns to the client
+            # the client takes names for glob patterns: escape them
             patterns = [re.sub(r"([*?[])", r"[\1]", path) for path in missing]
             snapshot_download(
                 repo_id, repo_type=kind, revision=commit, local_dir=staging, allow_patterns=patterns
@@ -137,6 +138,7 @@ def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: 
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / path, out / path)
     shutil.rmtree(staging, ignore_errors=True)
+    # the files are as the hub has them now, but a shard may have been damaged before it was pushed
     torn = list(_find_torn_shards(out, files))
     if torn:
         raise ValueError(
@@ -146,7 +148,14 @@ def _fetch_missing(repo_id: str, out: Path, revision: str | None, *, only_data: 
 
 
 def _refuse_differing(paths: list[str], staging: Path, out: Path, repo_id: str) -> None:
-    """Refuse files that did not come as the hub lists them, and delete them, so that they are fetched again."""
+    """Refuse fetched files whose bytes are not those that the hub lists; delete them, so that the next call retries.
+
+    Args:
+        paths: These files, by their names in the repository; none if all are right.
+        staging: The folder that they were fetched into.
+        out: The folder that they were meant for.
+        repo_id: The repository.
+    """
     for path in paths:
         (staging / path).unlink(missing_ok=True)
     if paths:
@@ -160,14 +169,20 @@ def _refuse_differing(paths: list[str], staging: Path, out: Path, repo_id: str) 
 def _list_files(
     repo_id: str, revision: str | None, kinds: list[str]
 ) -> tuple[str, str, dict[str, RepoFile]]:
-    """Return the kind of a repository, its commit and its files by name; of two kinds the first that is there."""
+    """Return a repository's kind, its commit and its files by name.
+
+    Args:
+        repo_id: The repository.
+        revision: A branch, a tag or a commit.
+        kinds: "model" and "dataset", or one of them: the first that exists under this name is taken.
+    """
     api = HfApi()
     for kind in kinds:
         try:
             commit = api.repo_info(repo_id, revision=revision, repo_type=kind).sha
             break
         except Exception as error:
-            # a hub tells strangers nothing of what is private
+            # the hub answers 401 or 404 if there is no such repository, or only a private one: try the next kind
             if kind == kinds[-1] or _status(error) not in (401, 404):
                 raise
     tree = api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=kind)
@@ -182,13 +197,13 @@ def _list_files(
     return kind, str(commit), files
 
 
-def _compare(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
-    """Return the files that a folder lacks; one that holds anything else is refused, with the names."""
+def _list_missing(out: Path, files: dict[str, RepoFile], repo_id: str) -> list[str]:
+    """Return the files of a repository that a folder lacks; a folder that holds anything else is refused."""
     if not out.exists():
         return sorted(files)
     if not out.is_dir():
         raise ValueError(f"{out} is a file: name a folder")
-    # .lock is our own, while this runs
+    # .lock is held by `fetch` while this runs
     paths = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"]
     names = {path.relative_to(out).as_posix() for path in paths}
     foreign = sorted(names - files.keys())
@@ -210,7 +225,7 @@ def _is_same(path: Path, entry: Any) -> bool:
         return False
     if entry.lfs is not None:
         return sha256(path) == entry.lfs.sha256
-    # the hub stores small files as git does
+    # small files are stored as git blobs, whose id is a SHA-1 over a header with the size, and the bytes
     data = path.read_bytes()
     return (
         hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
@@ -219,29 +234,30 @@ def _is_same(path: Path, entry: Any) -> bool:
 
 
 def _find_torn_shards(out: Path, files: dict[str, RepoFile]) -> Iterator[str]:
-    """Yield shards whose bytes are not those that were stored, by the checksums that lie beside them."""
+    """Yield shards whose bytes do not have the checksum in the file SHARD.sha256, which was written with them."""
     for name in files:
         if not name.endswith(".safetensors.sha256"):
             continue
         shard = name.removesuffix(".sha256")
         words = (out / name).read_text(errors="replace").split()
         entry = files.get(shard)
+        # the shard is missing, or its checksum is empty
         if entry is None or not words:
             yield shard
             continue
-        # the hub's own was compared with the file already
+        # the hub's checksum was compared with the file already, which saves reading it again
         checksum = entry.lfs.sha256 if entry.lfs else sha256(out / shard)
         if checksum != words[0]:
             yield shard
 
 
 @contextmanager
-def telling(repo_id: str) -> Iterator[None]:
-    """Turn what a hub, or the way to it, answers into a sentence."""
+def explaining_hub_errors(repo_id: str) -> Iterator[None]:
+    """Turn errors of the hub, its client or the network into a ValueError that says what to do."""
     try:
         yield
     except Exception as error:
-        # our own sentences, and not those of a library
+        # a plain ValueError without a cause is one of ours, and says it already
         if type(error) is ValueError and error.__cause__ is None:
             raise
         causes = list(_list_causes(error))
@@ -266,7 +282,7 @@ def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that an error, or one of its causes, tells of."""
+    """Return the status of the HTTP response in an error or one of its causes; None if there was no response."""
     for cause in _list_causes(error):
         status: int | None = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:
@@ -275,6 +291,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_offline(error: BaseException) -> bool:
+    """Return whether an error means that the hub was not reached, as its package or its name tells."""
     package = type(error).__module__.split(".")[0]
     is_named = type(error).__name__ in ("OfflineModeIsEnabled", "LocalEntryNotFoundError")
     return package in OFFLINE or isinstance(error, ConnectionError) or is_named

@@ -14,12 +14,8 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.target.stock_head import StockHead
 
 Config = dict[str, Any]  # of config.json, whose values are of any kind
-# heads turn whole vectors in one way
-PER_TARGET = (
-    "partial_rotary_factor",
-    "full_attention",
-    "sliding_attention",
-)
+# rotary parameters of targets that heads ignore: heads rotate whole vectors, in all layers alike
+PER_TARGET = ("partial_rotary_factor", "full_attention", "sliding_attention")
 
 
 class TargetConfig(Protocol):
@@ -39,16 +35,16 @@ class TargetConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The contents of `config.json` and the weight file, and how to start the engine (Markdown)."""
+    """An exported head: the contents of `config.json` and of the weight file, and a guide to serving it."""
 
     config: Config
     tensors: dict[str, Tensor]
-    serve: str = ""  # where HEAD, TARGET and DEPTH stand for themselves
-    # of the weights; one that torch.save writes by any other ending
+    serve: str = ""  # the guide (Markdown), with the placeholders HEAD, TARGET and DEPTH
+    # the weight file; torch.save writes it if it does not end in .safetensors
     file: str = "model.safetensors"
-    deepest: int | None = None  # the longest chain that can be drafted with it
-    at_once: bool = False  # whether one forward drafts all of it
-    whole: bool = False  # whether it guesses otherwise where fewer tokens are asked for
+    max_depth: int | None = None  # the longest chain that it can draft; None for any
+    one_forward: bool = False  # whether one forward drafts the whole chain
+    fixed_length: bool = False  # whether its first tokens change if it is asked for fewer
 
 
 def dtype_of(drafter: TrainableDrafter) -> str:
@@ -57,7 +53,13 @@ def dtype_of(drafter: TrainableDrafter) -> str:
 
 
 def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
-    """Return the keys that any engine reads of Llama blocks."""
+    """Return the config of a head with Llama blocks, as all engines read it.
+
+    Args:
+        drafter: The head.
+        target_config: The target's config.
+        more: Further keys, or other values of these.
+    """
     shape = drafter.shape
     rope = rotary_of(shape)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -73,7 +75,7 @@ def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more:
         "hidden_act": "silu",
         "max_position_embeddings": shape.max_position_embeddings,
         "rms_norm_eps": shape.rms_norm_eps,
-        # older readers know the rotary ones by these names, and newer ones too
+        # the older names of the rotary parameters, which newer readers know too
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "tie_word_embeddings": False,
@@ -87,7 +89,7 @@ def llama_config(drafter: TrainableDrafter, target_config: TargetConfig, **more:
 
 
 def base_config(drafter: TrainableDrafter) -> Config:
-    """Return the config keys for any reader of heads without attention."""
+    """Return the config keys that all heads without attention share."""
     shape = drafter.shape
     return {
         "hidden_size": shape.hidden_size,
@@ -99,7 +101,14 @@ def base_config(drafter: TrainableDrafter) -> Config:
 def check_family(
     drafter: TrainableDrafter, target_config: TargetConfig, families: tuple[str, ...], engine: str
 ) -> None:
-    """Refuse a target that the published code cannot load, and an attention whose sizes it cannot have."""
+    """Refuse a target, or a head's attention, that a method's published code cannot load.
+
+    Args:
+        drafter: The head.
+        target_config: The target's config.
+        families: The model types of targets that the code reads.
+        engine: The code's name, for messages.
+    """
     shape = drafter.shape
     if has_attention(drafter) and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
         raise ValueError(
@@ -114,7 +123,7 @@ def check_family(
 
 
 def tensors_of(drafter: TrainableDrafter) -> dict[str, Tensor]:
-    """Return the head's own tensors under their own names."""
+    """Return the head's tensors on the CPU, by our names, without the target's embedding and LM head that it uses."""
     return {name: tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
 
 
@@ -126,7 +135,7 @@ def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
         )
     target_head = drafter.frozen[0]
     weight = target_head.embedding.get_parameter("weight")
-    # by a lookup, for some targets multiply its rows
+    # a lookup and not the weight, since some targets multiply its rows by a factor
     rows = target_head.embed(torch.arange(len(weight), device=weight.device))
     return rows.detach().to("cpu", next(drafter.parameters()).dtype)
 
@@ -134,13 +143,13 @@ def embedding_of(drafter: TrainableDrafter, engine: str) -> Tensor:
 def output_of(
     drafter: TrainableDrafter, engine: str, advice: str = "no exporter has a layout for it"
 ) -> Tensor:
-    """Return the target's LM head [V, H], in the dtype of the head's weights."""
+    """Return the target's LM head [V, H], in the dtype of the head's weights; ValueError if no matrix is all of it."""
     if not drafter.frozen:
         raise ValueError(
             f"{engine}: the target's LM head is part of this layout: call bind(target.head) first"
         )
     target_head = drafter.frozen[0]
-    # what is not one matrix cannot be copied as one
+    # a StockHead runs the target's own code on the states, and no matrix stands for that
     if isinstance(target_head, StockHead):
         raise ValueError(
             f"{engine}: the target's LM head transforms states, and engines take a matrix: {advice}"
@@ -158,12 +167,12 @@ def scale_of(drafter: TrainableDrafter) -> float:
 
 
 def has_attention(drafter: TrainableDrafter) -> bool:
-    """Return whether any module uses rotary positions."""
+    """Return whether the head has attention, so that it uses rotary positions."""
     return any(".self_attn." in name for name in drafter.state_dict())
 
 
 def rotary_of(shape: Any) -> Config:
-    """Return the head's rotary parameters, without those of its target that it ignores."""
+    """Return the rotary parameters of a head's config of sizes, without those of its target that it ignores."""
     rope = {
         key: value
         for key, value in shape.rope_parameters.items()
@@ -173,10 +182,15 @@ def rotary_of(shape: Any) -> Config:
 
 
 def check_fit(head: TrainableDrafter, target: Any, name: str) -> None:
-    """Refuse a head whose states, tokens or layers a target does not have; `target` is its config, or its files."""
-    if not (
-        head.taps or head.reads.texts
-    ):  # a language model of its own, which reads nothing but tokens
+    """Refuse a head that does not fit a target: another width, another vocabulary, or taps beyond its last layer.
+
+    Args:
+        head: The head.
+        target: The target's config.
+        name: What messages call the head.
+    """
+    # a draft model reads nothing but tokens
+    if not (head.taps or head.reads.texts):
         return
     advice = "name the target that its recipe.yaml names"
     shape = head.shape

@@ -15,12 +15,13 @@ from eagle.formats.layout import Layout
 from eagle.formats.reading.files import CONFIG_BYTES, read_text
 from eagle.recipe.plain_yaml import parse_yaml
 
-USUAL_DEPTH = 3  # tokens of a chain where nothing is known
+USUAL_DEPTH = 3  # draft tokens of a chain for a head that was never measured
 UNMEASURED = "the usual length; nothing was measured with this head"
-WORTH = 1 / 8  # of all drafts must be kept whole, lest a level costs more than it saves
+# a level that a smaller share of drafts is accepted up to costs more than it saves
+MIN_KEPT_SHARE = 1 / 8
 
 
-def write_notes(
+def compose_notes(
     layout: Layout,
     drafter: TrainableDrafter,
     engine: str,
@@ -28,26 +29,27 @@ def write_notes(
     head: Path | None,
     target: str = "",
 ) -> dict[str, str]:
-    """Return the texts of README.md and provenance.json.
+    """Return the texts of an export's README.md and provenance.json by their names; nothing is written.
 
     Args:
-        layout: What is written beside them.
-        drafter: The exported head.
+        layout: The exported head, which is written beside them.
+        drafter: The head.
         engine: The name of its layout.
-        out: The folder of the export.
-        head: The folder that the head came from.
-        target: The path of its target.
+        out: The folder of the export, which the commands name.
+        head: The folder that the head came from, whose recipe and provenance are read; None if there is no folder.
+        target: The path of its target; "" if unknown.
     """
     recipe: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
     if head:
+        # the parser returns None for an empty file
         recipe = _read_mapping(head / "recipe.yaml", lambda text: parse_yaml(text, "it") or {})
         provenance = _read_mapping(head / "provenance.json", json.loads)
-    # by position, the share of drafts of which so many tokens are kept; validation counts levels that the layout lacks
-    shares = chain_rates(provenance.get("validation", {}))[: layout.deepest]
+    # shares[i] of all drafts have their first i + 1 tokens accepted; validation may know more levels than the layout
+    shares = chain_rates(provenance.get("validation", {}))[: layout.max_depth]
     depth, reason = _choose_depth(layout, drafter, shares)
     trained_on = _section(recipe, "target").get("path", "unknown")
-    if trained_on == "unknown":  # as an import writes
+    if trained_on == "unknown":  # `eagle import` writes the word
         trained_on = ""
     base = trained_on or target
     kind = _section(recipe, "drafter").get("kind", "unknown")
@@ -57,7 +59,7 @@ def write_notes(
     sections = [
         f"{front_matter(kind, base, engine)}\n# A draft head for {base or 'a target that is not known'}",
         f"Layout: {engine}. A wrong export changes no word that the target says: it shows in acceptance alone.",
-        f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{_fill_in(layout.serve, depth, out, path)}",
+        f"## How to serve it\n\n{_explain_paths(out, path)}\n\n{_fill_placeholders(layout.serve, depth, out, path)}",
         f"## How long a chain\n\n{depth} tokens: {reason}.",
         f"## What it was trained under\n\n{_describe_template(recipe)}",
         f"## What it accepts\n\n{_describe_acceptance(shares, head)}",
@@ -79,8 +81,11 @@ def write_notes(
     }
 
 
-def _fill_in(serve: str, depth: int, out: Path, path: str) -> str:
-    """Return the commands with their placeholders filled in, in one pass, for a path may hold such a word."""
+def _fill_placeholders(serve: str, depth: int, out: Path, path: str) -> str:
+    """Return the commands with their placeholders filled in.
+
+    All are replaced in one pass, since a path that is filled in may hold the word of another placeholder.
+    """
     words = {
         "DEPTH": str(depth),
         "NODES": str(depth + 1),
@@ -91,7 +96,12 @@ def _fill_in(serve: str, depth: int, out: Path, path: str) -> str:
 
 
 def _explain_paths(out: Path, path: str) -> str:
-    """Explain the placeholders in the commands."""
+    """Return a sentence on the paths in the commands: that of the export may have changed, the target may be unknown.
+
+    Args:
+        out: The folder of the export.
+        path: The target's path, or "TARGET" if it is unknown.
+    """
     if path == "TARGET":
         target = "`TARGET` stands for the folder or the hub id of the target, which the head does not name."
     else:
@@ -102,42 +112,48 @@ def _explain_paths(out: Path, path: str) -> str:
 def _choose_depth(
     layout: Layout, drafter: TrainableDrafter, shares: list[float]
 ) -> tuple[int, str]:
-    """Return the recommended chain length and its reason."""
+    """Return the number of draft tokens to recommend for a chain, and the reason in words.
+
+    Args:
+        layout: The layout, which may limit the number.
+        drafter: The head, which may have a tuned budget.
+        shares: The share of drafts of which the first 1, 2, ... tokens are accepted; empty if unknown.
+    """
     depth = USUAL_DEPTH
     reason = UNMEASURED
     if drafter.budget is not None:
         depth = drafter.budget.depth
         reason = "as deep as the tree that the head was tuned to"
     elif shares:
-        depth = max(sum(share >= WORTH for share in shares), 1)
+        depth = max(sum(share >= MIN_KEPT_SHARE for share in shares), 1)
         share = shares[depth - 1]
         reason = (
             f"on held-out texts {share:.0%} of such drafts are kept whole; longer ones rarely pay"
         )
-    # what the layout can draft comes first
-    if layout.deepest is None:
+    # but no more than the layout can draft, and as many as one forward drafts anyway unless measurements say fewer
+    if layout.max_depth is None:
         return depth, reason
-    if layout.whole:
+    if layout.fixed_length:
         return (
-            layout.deepest,
+            layout.max_depth,
             "as many as the head guesses at once; asked for fewer, it guesses otherwise",
         )
-    if depth > layout.deepest or (layout.at_once and reason == UNMEASURED):
-        return layout.deepest, "as many as the head guesses"
+    if depth > layout.max_depth or (layout.one_forward and reason == UNMEASURED):
+        return layout.max_depth, "as many as the head guesses"
     return depth, reason
 
 
 def _describe_template(recipe: dict[str, Any]) -> str:
-    """Return the chat-template arguments that the server needs to match training."""
+    """Return a sentence on the chat template of training and its arguments, which requests should repeat."""
     data = _section(recipe, "data")
-    # as an import writes
+    # only `eagle import` writes this key
     tool = _section(recipe, "train").get("imported_from")
     if tool:
         return (
             f"Unknown: the head was imported ({tool}). "
             "Ask whoever trained it for the chat template and its arguments."
         )
-    # an older recipe, or none
+    # older recipes lack the keys, and the head may have no recipe
     if not {"template", "template_kwargs"} & data.keys():
         return "Unknown: the head's folder holds no recipe that tells it."
     template = data.get("template")
@@ -151,7 +167,12 @@ def _describe_template(recipe: dict[str, Any]) -> str:
 
 
 def _describe_acceptance(shares: list[float], head: Path | None) -> str:
-    """Return the acceptance predicted by validation, and the one measured in the head's run."""
+    """Return paragraphs on acceptance: as validation predicts it, and as it was measured in the head's run.
+
+    Args:
+        shares: The share of drafts of which the first 1, 2, ... tokens are accepted; empty if unknown.
+        head: The head's folder, inside of its run's.
+    """
     paragraphs = []
     if shares:
         by_position = ", ".join(f"{share:.2f}" for share in shares)
@@ -173,7 +194,8 @@ def _read_mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         return {}
     try:
         value = parse(read_text(path.parent, path.name, CONFIG_BYTES))
-    except ValueError as error:  # a link that leads elsewhere, or text that is no YAML or JSON
+    # a link out of the folder, or text that is neither YAML nor JSON
+    except ValueError as error:
         raise ValueError(
             f"{path} cannot be read: {error}; copy it again, or take it away"
         ) from None

@@ -24,7 +24,7 @@ REASONS = {
     "README.md": "its card",
     METHOD_FILE: "its method, which others run with --trust-code",
 }
-RUN_FILES = {  # files of a run that tell of its head
+RUN_FILES = {  # files in a run's folder that document its head, and the reason to send them
     "report.html": "the report page, with the texts of all answers",
     "results.jsonl": "what was measured, with the texts of all answers",
     "lossless.json": "the comparison with undrafted decoding",
@@ -48,54 +48,67 @@ SECRETS = {  # by what they look like
 }
 
 
-class Sent(NamedTuple):
-    """A file on its way: where it lies here, or its bytes, and why it goes."""
+class UploadFile(NamedTuple):
+    """A file to upload: its path on this machine or its contents, and the reason in words."""
 
     source: Path | bytes
     why: str
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The number of its bytes."""
         if isinstance(self.source, bytes):
             return len(self.source)
         return self.source.stat().st_size
 
     def read(self) -> bytes:
-        """Return its bytes themselves."""
+        """Return its contents."""
         if isinstance(self.source, bytes):
             return self.source
         return self.source.read_bytes()
 
 
 @dataclass
-class Parcel:
-    """The files of a repository by their names in it; what stays here; what was changed on the way."""
+class UploadPlan:
+    """The files to upload to a repository, by their names in it, and what is left out or replaced in them."""
 
-    kind: str  # "model" or "dataset", as a hub calls its repositories
-    home: Path
-    files: dict[str, Sent] = field(default_factory=dict)
-    stays: dict[str, str] = field(default_factory=dict)
-    # what others need not know, and what stands there instead
-    hidden: dict[str, str] = field(default_factory=dict)
-    changed: dict[str, list[str]] = field(default_factory=dict)  # file -> what was hidden in it
+    repo_type: str  # "model" or "dataset"
+    home: Path  # the user's home, whose path is replaced
+    files: dict[str, UploadFile] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)  # path -> why it is not uploaded
+    # private words, such as homes and servers -> what replaces them
+    replacements: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, list[str]] = field(default_factory=dict)  # file -> the words replaced in it
     # file -> paths of this machine that it still names
-    named: dict[str, list[str]] = field(default_factory=dict)
-    # files that go as they are, as checksums or data do
-    frozen: set[str] = field(default_factory=set)
+    remaining_paths: dict[str, list[str]] = field(default_factory=dict)
+    # files in which nothing is replaced, as their checksums are known or they are data
+    verbatim: set[str] = field(default_factory=set)
 
     def add(self, name: str, source: Path | bytes, why: str, root: Path | None = None) -> None:
-        """Add a file; two of one name are refused, and links that leave its root, by default the folder around it."""
+        """Add a file; a second file of the same name, a hollow file and a link that leads outside are refused.
+
+        Args:
+            name: Its name in the repository.
+            source: The file on this machine, or its contents.
+            why: The reason in words, which the user sees.
+            root: The folder that a link must not leave; by default the file's own.
+        """
         if name in self.files:
             raise ValueError(
                 f"two files would be {name} in the repository: name another folder, or rename one of them"
             )
         if isinstance(source, Path):
             check_not_hollow(resolve_inside(source, root or source.parent), source)
-        self.files[name] = Sent(source, why)
+        self.files[name] = UploadFile(source, why)
 
     def add_folder(self, folder: Path, below: str, why: str) -> None:
-        """Add all files of a folder but hidden ones, below a name; links to folders are not followed."""
+        """Add all files of a folder but hidden ones; links to folders are not followed.
+
+        Args:
+            folder: The folder.
+            below: The prefix of their names in the repository, "" or one that ends in a slash.
+            why: The reason in words, which the user sees.
+        """
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder)
             if any(part.startswith(".") for part in name.parts):
@@ -103,72 +116,84 @@ class Parcel:
             if path.is_file():
                 self.add(f"{below}{name.as_posix()}", path, why, folder)
             elif path.is_symlink():
-                self.stays[str(path)] = "is a link to no file, which is not followed"
+                self.left_out[str(path)] = "is a link to no file, which is not followed"
 
     def leave(self, folder: Path) -> None:
-        """Note what stays of a folder, hidden files apart."""
-        # a folder that anything is sent from does not stay
+        """Note what is left out of a folder, hidden files apart, so that the user sees it."""
+        # a folder from which anything is uploaded is not listed as left out
         sent: set[Path] = set()
         for item in self.files.values():
             if isinstance(item.source, Path):
                 sent |= {item.source, *item.source.parents}
         for path in sorted(folder.iterdir()):
             if not path.name.startswith(".") and path not in sent:
-                self.stays.setdefault(str(path), "is not part of what is shared")
+                self.left_out.setdefault(str(path), "is not part of what is shared")
 
-    def clean(self) -> Parcel:
-        """Replace homes and addresses of servers in all texts that are not frozen; refuse what looks like a secret."""
+    def clean(self) -> UploadPlan:
+        """Replace homes and addresses of servers in all text files that are not verbatim; refuse likely secrets.
+
+        Returns:
+            The plan itself.
+        """
         texts: dict[str, bytes] = {}
         for name, item in self.files.items():
             suffix = Path(name).suffix
-            if name in self.frozen or suffix not in {*TEXTS, ".py"}:
+            if name in self.verbatim or suffix not in {*TEXTS, ".py"}:
                 continue
             text = item.read()
             _refuse_secrets(name, text)
-            if suffix != ".py":  # code goes as it is
+            # nothing is replaced in code
+            if suffix != ".py":
                 texts[name] = text
-        # what one file tells is hidden in all of them
+        # what one file shows to be private is replaced in all of them
         for name, text in texts.items():
             for key, value in _read_values(name, text):
-                self._learn(key, value)
+                self._note_private(key, value)
         home = str(self.home)
         if len(home) > 1:
-            self.hidden[home] = "~"
+            self.replacements[home] = "~"
         for name, text in texts.items():
-            self._hide(name, text.decode("utf-8", "surrogateescape"))
+            self._replace_private(name, text.decode("utf-8", "surrogateescape"))
         return self
 
-    def _learn(self, key: str, value: str) -> None:
-        """Note the home or the server that a value names."""
+    def _note_private(self, key: str, value: str) -> None:
+        """Note what a value of some file tells that must be replaced: a home, or a server's address.
+
+        Args:
+            key: The value's key in the file.
+            value: The value.
+        """
         home = HOME.match(value)
         if home:
-            self.hidden[home[0]] = "~"
+            self.replacements[home[0]] = "~"
             return
         address = ADDRESS.match(value)
         if address and not address["host"].startswith(THIS_MACHINE):
             host = address["host"]
-            # a server's, or one with a password or a port, by number or without a domain: no page of the web
+            # a private server and no public page: it is an endpoint, has a password or a port, or has no domain
             if (
                 key == "endpoint"
                 or "@" in host
                 or ":" in host
                 or re.fullmatch(r"[\d.]+|[\w-]+", host)
             ):
-                self.hidden[host] = "SERVER"
+                self.replacements[host] = "SERVER"
 
-    def _hide(self, name: str, text: str) -> None:
-        """Replace in one text what others need not know, and note what it still names."""
-        # the longest first: a home may lie in another one
-        for word in sorted(self.hidden, key=len, reverse=True):
+    def _replace_private(self, name: str, text: str) -> None:
+        """Replace the private words in one file, and note paths of this machine that it still names."""
+        # the longest first, since one home may be a part of another
+        for word in sorted(self.replacements, key=len, reverse=True):
             whole = re.compile(rf"(?<![\w.-]){re.escape(word)}(?![\w.-])")
             if whole.search(text):
-                text = whole.sub(self.hidden[word], text)
-                self.changed.setdefault(name, []).append(word)
-        if name in self.changed:
-            self.files[name] = Sent(text.encode("utf-8", "surrogateescape"), self.files[name].why)
-        paths = sorted({path for path in ABSOLUTE_PATH.findall(text) if _is_here(path)})
+                text = whole.sub(self.replacements[word], text)
+                self.replaced.setdefault(name, []).append(word)
+        if name in self.replaced:
+            self.files[name] = UploadFile(
+                text.encode("utf-8", "surrogateescape"), self.files[name].why
+            )
+        paths = sorted({path for path in ABSOLUTE_PATH.findall(text) if _exists_here(path)})
         if paths:
-            self.named[name] = paths
+            self.remaining_paths[name] = paths
 
 
 def _refuse_secrets(name: str, text: bytes) -> None:
@@ -179,19 +204,24 @@ def _refuse_secrets(name: str, text: bytes) -> None:
             )
 
 
-def _is_here(path: str) -> bool:
+def _exists_here(path: str) -> bool:
     try:
         return Path(path).exists()
-    except OSError:  # as for a name that is too long
+    except OSError:  # such as a name that is too long
         return False
 
 
 def _read_values(name: str, text: bytes) -> Iterator[tuple[str, str]]:
-    """Yield key and text of every value in a file that holds values; of results, in the rows that tell of their run."""
+    """Yield the key and the text of every string in a file of settings or results; nothing of other files.
+
+    Args:
+        name: The file's name in the repository, whose ending tells how it is parsed.
+        text: The file's contents.
+    """
     try:
         if name.endswith("results.jsonl"):
             for line in text.splitlines():
-                # the other rows hold answers, not settings
+                # headers of runs hold settings, the other rows answers
                 if line.startswith(b'{"run": {'):
                     yield from _flatten("", json.loads(line))
         elif Path(name).suffix in PARSERS:
@@ -203,7 +233,12 @@ def _read_values(name: str, text: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _flatten(key: str, values: Any) -> Iterator[tuple[str, str]]:
-    """Yield every string of nested values, with the nearest key above it."""
+    """Yield every string of nested values, with the nearest key above it.
+
+    Args:
+        key: The key of `values`.
+        values: Any value of JSON or YAML.
+    """
     if isinstance(values, str):
         yield key, values
     elif isinstance(values, dict):
@@ -214,33 +249,38 @@ def _flatten(key: str, values: Any) -> Iterator[tuple[str, str]]:
             yield from _flatten(key, value)
 
 
-def pack_head(folder: Path, name: str) -> Parcel:
-    """Pack a trained head, its card, and what its run tells of it; a head that does not load is refused."""
+def pack_head(folder: Path, name: str) -> UploadPlan:
+    """Return the plan to upload a trained head, with its model card and the results in its run's folder.
+
+    Args:
+        folder: The head's folder.
+        name: The repository, which the card names.
+    """
     folder = folder.absolute()
-    # whoever fetches a damaged head would be told of it too late
+    # refuse a damaged head before others fetch it
     from_pretrained(folder)
-    parcel = Parcel("model", Path.home())
+    upload = UploadPlan("model", Path.home())
     for file in ON_HUB:
         if (folder / file).is_file():
-            parcel.add(file, folder / file, REASONS[file])
-    if "README.md" not in parcel.files:  # an edited card stays
-        parcel.add("README.md", model_card(folder, name).encode(), REASONS["README.md"])
-    parcel.leave(folder)
-    if (
-        folder.name == "head"
-    ):  # as training leaves it in a run's folder, and what is told there is of this one
+            upload.add(file, folder / file, REASONS[file])
+    # a card that the user wrote or edited is kept
+    if "README.md" not in upload.files:
+        upload.add("README.md", model_card(folder, name).encode(), REASONS["README.md"])
+    upload.leave(folder)
+    # training writes RUN/head, so that the files of the run's folder are about this head
+    if folder.name == "head":
         for file, why in RUN_FILES.items():
             if (folder.parent / file).is_file():
-                parcel.add(file, folder.parent / file, why)
-        parcel.leave(folder.parent)
-    return parcel
+                upload.add(file, folder.parent / file, why)
+        upload.leave(folder.parent)
+    return upload
 
 
-def pack_export(folder: Path) -> Parcel:
-    """Pack an exported head, or a drafter of counts, as it lies there."""
-    parcel = Parcel("model", Path.home())
-    parcel.add_folder(folder, "", "as it lies there")
-    return parcel
+def pack_export(folder: Path) -> UploadPlan:
+    """Return the plan to upload an exported head or a table of n-gram counts: its whole folder."""
+    upload = UploadPlan("model", Path.home())
+    upload.add_folder(folder, "", "as it lies there")
+    return upload
 
 
 def is_export(folder: Path) -> bool:

@@ -23,7 +23,7 @@ from eagle.disk import lock_path, sha256
 from eagle.formats.checkpoint import from_pretrained, load_head, save_head
 from eagle.formats.custom_generate import write_custom_generate
 from eagle.formats.hub import check_name, push_to_hub
-from eagle.formats.parcel import Parcel
+from eagle.formats.parcel import UploadPlan
 from eagle.recipe import Recipe
 from tests.formats.make_heads import assert_equal, make_head, make_target
 from tests.formats.stub_hub import TOKEN, Repository, StubHub, serving
@@ -565,9 +565,9 @@ def test_what_transformers_runs_goes_with_a_head(folder: Path, tmp_path: Path) -
     write_custom_generate(folder)
     # a user may have changed what generate does
     (folder / name).write_text("my own")
-    parcel = pack(folder, HEAD, [])
-    assert parcel.files[name].read() == b"my own"
-    assert not [path for path in parcel.stays if "custom_generate" in path]
+    upload = pack(folder, HEAD, [])
+    assert upload.files[name].read() == b"my own"
+    assert not [path for path in upload.left_out if "custom_generate" in path]
 
 
 def test_servers_are_hidden_and_pages_are_not() -> None:
@@ -582,10 +582,10 @@ def test_servers_are_hidden_and_pages_are_not() -> None:
         ],
     }
     readme = b"by /home/ann/x and /home/annie at gpu.firm.example:80, gpu.firm.example"
-    parcel = Parcel("model", Path("/home/ann"))
-    parcel.add("config.json", json.dumps(config).encode(), "test")
-    parcel.add("README.md", readme, "test")
-    files = parcel.clean().files
+    upload = UploadPlan("model", Path("/home/ann"))
+    upload.add("config.json", json.dumps(config).encode(), "test")
+    upload.add("README.md", readme, "test")
+    files = upload.clean().files
 
     assert json.loads(files["config.json"].read()) == {
         "endpoint": ["https://SERVER/v1", "http://localhost:8000/v1"],

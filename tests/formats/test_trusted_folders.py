@@ -177,9 +177,9 @@ def test_a_link_inside_of_a_folder_is_followed(place: Place, healthy: Path) -> N
     (place.head / "recipe.yaml").rename(moved)
     # relative, to a file of the same folder
     (place.head / "recipe.yaml").symlink_to("moved.yaml")
-    parcel = pack(place.head, "me/mine", [])
+    upload = pack(place.head, "me/mine", [])
 
-    assert parcel.files["recipe.yaml"].read() == moved.read_bytes()
+    assert upload.files["recipe.yaml"].read() == moved.read_bytes()
 
     (place.run / "latest").symlink_to(place.head)
     assert pack(place.run / "latest", "me/mine", [])
@@ -199,9 +199,9 @@ def test_a_link_that_leaves_a_folder_is_refused_by_its_name(place: Place, health
     (place.outside / "deep").mkdir()
     (exported / "deep").symlink_to(place.outside / "deep")
     # a link to a folder is no file: it stays, and the user is told
-    parcel = pack(exported, "me/mine", [])
+    upload = pack(exported, "me/mine", [])
 
-    assert parcel.stays[str(exported / "deep")] == "is a link to no file, which is not followed"
+    assert upload.left_out[str(exported / "deep")] == "is a link to no file, which is not followed"
 
     (exported / "sub").mkdir()
     (place.outside / "secret.txt").write_text(SECRET)

@@ -11,38 +11,37 @@ from eagle.formats.layout import Config, Layout, TargetConfig, rotary_of
 from eagle.formats.networks.network_layout import NetworkLayout, network_of
 from eagle.formats.reading.faults import Fault
 
-# rotary ones that most engines read; longrope is chosen by length, by none
-SCALINGS = (
-    "linear",
-    "llama3",
-    "yarn",
-)
+# types of rotary scaling that most engines read; no engine reads longrope, which depends on a sequence's length
+SCALINGS = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine: its layouts and known faults."""
+    """One engine, or one project whose code loads heads: what it reads and what it gets wrong."""
 
-    name: str  # as `--to` has it
-    title: str
-    networks: Mapping[str, NetworkLayout]
-    scalings: tuple[str, ...] | None = SCALINGS  # None for all
-    ignored_rotary: tuple[str, ...] = ()  # keys that would change what is computed
-    faults: tuple[Fault, ...] = ()  # of checkpoints that others read as they are meant
-    unknown: str = "no layout for {kind!r}: {advice}"  # of a network that it does not read
-    # which network was served once, and by what
-    past: Mapping[str, str] = field(default_factory=dict)
+    name: str  # as in `eagle export --to NAME`
+    title: str  # as messages and guides call it
+    networks: Mapping[str, NetworkLayout]  # by names of networks, as `network_of` returns them
+    scalings: tuple[str, ...] | None = SCALINGS  # rotary scalings that it reads; None for all
+    ignored_rotary: tuple[
+        str, ...
+    ] = ()  # rotary keys that it leaves out, though they change what is computed
+    faults: tuple[Fault, ...] = ()  # faults of checkpoints that this engine suffers from
+    # the message on a network that it does not read
+    unknown: str = "no layout for {kind!r}: {advice}"
+    # a network that it no longer reads -> which versions did
+    former_support: Mapping[str, str] = field(default_factory=dict)
 
     def layout(self, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
         """Return the head in this engine's layout; ValueError if the engine would serve it badly."""
         network = self.networks[network_of(drafter)]
         blocks = drafter.network.get("blocks", 1)
-        if blocks > network.blocks:
+        if blocks > network.max_blocks:
             raise ValueError(
-                f"{self.name}: the head has {blocks} blocks, expected {network.blocks}: more were never run there"
+                f"{self.name}: the head has {blocks} blocks, expected {network.max_blocks}: more were never run there"
             )
         layout = network.write(drafter, target_config, self.name)
-        # of EAGLE-3 alone, whose config says which layers slide
+        # engines read the sliding window of EAGLE-3 heads alone: `_window_keys` refuses any other
         window = drafter.network.get("window")
         if window:
             layout = replace(
@@ -55,13 +54,19 @@ class Engine:
     def _window_keys(
         self, network: NetworkLayout, window: Mapping[str, int], blocks: int
     ) -> Config:
-        """Return the config's keys for a head's window; ValueError if this engine would ignore the window."""
-        if network.slides and not window["sinks"]:
+        """Return the config keys for a head's sliding window; ValueError if this engine would ignore the window.
+
+        Args:
+            network: The engine's layout of the head's network.
+            window: The head's window: `sinks` (first tokens that stay visible) and `recent`.
+            blocks: The number of the head's blocks.
+        """
+        if network.reads_window and not window["sinks"]:
             return {
                 "sliding_window": window["recent"],
                 "layer_types": ["sliding_attention"] * blocks,
             }
-        if network.slides:
+        if network.reads_window:
             reason = "windows have no sinks"
             advice = "with sinks: 0"
         else:
@@ -82,7 +87,7 @@ class Engine:
             scalings = ", ".join(self.scalings) or "none"
             return f"the head's rotary scaling is {kind!r}, of which this engine knows {scalings}"
         for key in self.ignored_rotary:
-            # true is what an engine computes that does not know the key
+            # an engine that does not know `truncate` computes as if it were true
             is_default = key == "truncate" and rotary.get(key) is True
             if key in rotary and not is_default:
                 silence = "would be left out in silence there, and acceptance lost"

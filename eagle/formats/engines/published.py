@@ -43,7 +43,8 @@ from eagle.formats.networks.level_networks import (
 from eagle.formats.networks.mtp_layers import DEEPSEEK_NAMES, MIMO_NAMES, MTP, MtpLayout
 from eagle.formats.networks.network_layout import NetworkLayout
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")  # it takes every other target for a Mixtral
+# model types of targets that SafeAILab/EAGLE reads; it takes every other target for a Mixtral
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 
 EAGLE_SERVE = """```python
 from eagle.model.ea_model import EaModel  # of SafeAILab/EAGLE
@@ -57,7 +58,10 @@ Not run by this project: names, shapes and keys are those of the published heads
 def _finish_features(
     layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig
 ) -> Layout:
-    """Return a config that says whether `fc` has a bias, which is left out where it is zero."""
+    """Return EAGLE-1's layout for SafeAILab/EAGLE, with the target's embedding and without a bias of zeros.
+
+    The config's `bias` tells that code whether `fc` has a bias.
+    """
     _check_eagle(drafter, target_config)
     tensors = dict(layout.tensors)
     has_bias = bool(tensors["fc.bias"].any())
@@ -69,7 +73,10 @@ def _finish_features(
 
 
 def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """Check that the taps are the published layers."""
+    """Return EAGLE-3's layout for SafeAILab/EAGLE, with the target's embedding; ValueError for other taps than its own.
+
+    That code does not read the layers from the config.
+    """
     layers = target_config.num_hidden_layers
     published = usual_layers(layers)
     if layout.config["eagle_aux_hidden_state_layer_ids"] != [*published]:
@@ -82,7 +89,7 @@ def _finish_fused(layout: Layout, drafter: TrainableDrafter, target_config: Targ
 
 
 def _check_eagle(drafter: TrainableDrafter, target_config: TargetConfig) -> None:
-    """Raise ValueError for a target or head that this code cannot load."""
+    """Raise ValueError for a target or a head that the code of SafeAILab/EAGLE cannot load."""
     if target_config.model_type not in FAMILIES:
         raise ValueError(
             f"eagle: the target is a {target_config.model_type}, and this code reads {', '.join(FAMILIES)}: export to "
@@ -233,7 +240,7 @@ read so by engines alone (vLLM, llama.cpp).
 
 Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=ZLAB_STYLES,
-            causal=True,
+            reads_causal=True,
         )
     },
     scalings=None,
@@ -254,7 +261,7 @@ behind its place. In z-lab's DFlash it names the one at its place: no reader of 
 
 Its heads say here what they say there; generation by that code was not run by this project.""",
             styles=DEEPSPEC_STYLES,
-            copies=True,
+            brings_copies=True,
         )
         for network in (DFLASH, DSPARK)
     },
@@ -308,8 +315,11 @@ SPECULATORS_SERVE_MASKS = explain_serving(
 
 
 def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """Return the block's config nested in the head's; every switch is written, since readers differ in defaults."""
-    # speculators has two configs, the head's and inside of it the block's
+    """Return the layout of EAGLE-3 or P-EAGLE for speculators, which nests the block's config in the head's.
+
+    Every switch is written, since readers have different defaults.
+    """
+    # split the flat config: these keys are the head's and the others the block's
     head = {key: layout.config[key] for key in SPECULATORS_HEAD_KEYS if key in layout.config}
     block = {key: value for key, value in layout.config.items() if key not in head}
     del block["eagle_config"]
@@ -328,9 +338,10 @@ def _nest_block(layout: Layout, drafter: TrainableDrafter, target_config: Target
         "torch_dtype": block["torch_dtype"],
         "transformer_layer_config": block,
         "speculators_config": propose_config(
-            algorithm, layout.deepest or SPECULATORS_DEPTH, target_config
+            algorithm, layout.max_depth or SPECULATORS_DEPTH, target_config
         ),
     }
+    # speculators numbers EAGLE-3's block too
     tensors = {
         name.replace("midlayer.", "layers.0."): tensor for name, tensor in layout.tensors.items()
     }
@@ -381,9 +392,9 @@ transformers was run with this layout, vLLM was not."""
 
 
 def write_model(drafter: Any, target_config: TargetConfig, engine: str) -> Layout:
-    """Return a whole language model under its own names; of tensors that are tied, one."""
+    """Return a draft model, a whole language model, as transformers saves it; of tied tensors only the first."""
     model = drafter.model
-    # by their memory, which tied tensors share
+    # tied tensors share their memory, so its address tells them
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
         tensors.setdefault(tensor.data_ptr(), (name, tensor.detach().cpu()))

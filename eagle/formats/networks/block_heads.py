@@ -19,7 +19,7 @@ from eagle.formats.networks.block_layouts import (
 from eagle.formats.networks.network import ROTARY, Network, keep_names, list_settings
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import short
-from eagle.formats.reading.faults import FoundFault, find
+from eagle.formats.reading.faults import FoundFault, report
 from eagle.formats.reading.files import has
 from eagle.formats.reading.head_folder import (
     EMBEDDING,
@@ -46,19 +46,20 @@ FOREIGN_KEYS = (  # of dflash_config, which change what is computed
     *("use_swa", "attention_value_scale", "conv_kernel_size", "selector_rank", "output_multiplier"),
     *("final_logit_softcapping", "input_embedding_scale"),
 )
-MASK_ROW = "mask_embedding.pt"
+MASK_ROW = "mask_embedding.pt"  # holds a trained embedding of the mask token
+# how `inspect` prints which token a slot of a block predicts
 AT_POSITION = "slot j names the token at its own place (z-lab's DFlash)"
 AFTER_POSITION = "slot k names the token behind its place (DeepSpec's DFlash and DSpark)"
 FROM_RUN = "Take it from the config of the training run"
 
 
-def _read_blocks(head: HeadFolder, anchor_key: str, names_next: bool) -> Config:
-    """Return a head's settings; sizes are those of the tensors, what the slots name stands in the config alone.
+def _read_blocks(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Config:
+    """Return a block head's settings: sizes by its tensors, and by its config which token a slot of a block predicts.
 
     Args:
         head: The checkpoint, with its tensors by our names.
-        anchor_key: The key of the config that says which token a slot names.
-        names_next: Whether a slot names the token after its position where the config does not say.
+        anchor_key: The key of the config that says which token a slot predicts.
+        predicts_next: Whether a slot predicts the token after its position where the config does not say.
     """
     keys = head.keys
     head.nested = keys.section("dflash_config")
@@ -68,7 +69,7 @@ def _read_blocks(head: HeadFolder, anchor_key: str, names_next: bool) -> Config:
     refused = _list_refused(head)
     count = count_indices(head, r"layers\.(\d+)\.")
     blocks = max(compare_count(head, layers, count, "layers"), 1)
-    # the blocks are Qwen3's, which norm queries and keys
+    # the blocks are those of Qwen3, which norms queries and keys
     head.overrides = {"num_hidden_layers": blocks, "qk_norm": True}
     head.refuse(refused, "block")
     if has(head.path, MASK_ROW):
@@ -83,16 +84,16 @@ def _read_blocks(head: HeadFolder, anchor_key: str, names_next: bool) -> Config:
     return {
         "taps": _read_taps(head, count),
         "blocks": blocks,
-        "slots": slots or 2,
-        "sample_from_anchor": _read_anchor(head, anchor_key, names_next),
+        "slots": slots or 2,  # any valid number, as the problem above prevents an import
+        "sample_from_anchor": _read_anchor(head, anchor_key, predicts_next),
         "intermediate_size": head.shape["intermediate_size"],
-        "causal": bool(_first(keys.read("is_causal"), head.nested.read("causal"))),
+        "causal": bool(_first_given(keys.read("is_causal"), head.nested.read("causal"))),
         "mask_token": _read_mask(head),
     }
 
 
 def _find_layout(head: HeadFolder) -> str:
-    """Return the project that writes configs like this one."""
+    """Return which project wrote the checkpoint, by its config."""
     if head.is_of_speculators:
         return SPECULATORS
     # DeepSpec's configs are flat
@@ -103,22 +104,24 @@ def _find_layout(head: HeadFolder) -> str:
 
 
 def _list_refused(head: HeadFolder) -> dict[str, bool]:
-    """Return the settings that no block of this project has, and whether the config has them."""
+    """Return the settings that no block head of this project has, each with whether the config has it."""
     keys, block, nested = head.sections
     slides = "sliding_attention" in (block.read("layer_types") or []) or bool(
         block.read("use_sliding_window")
     )
     draft_vocab = keys.read("draft_vocab_size")
     width = keys.read("target_hidden_size")
-    # the rest does not matter, or is read elsewhere
-    head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *FOREIGN_KEYS)
-    keys.taken |= {
+    # keys that do not matter, or that other functions read, must not count as unknown
+    head.mark_handled(
+        "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", *FOREIGN_KEYS
+    )
+    keys.handled |= {
         "quantization_config",
         "num_anchors",
         "sliding_window_non_causal",
         "speculators_config",
     }
-    nested.taken |= {"projector_type", "attention_mode", "confidence_head_alpha"}
+    nested.handled |= {"projector_type", "attention_mode", "confidence_head_alpha"}
     return {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
         "layer_types": slides,
@@ -130,11 +133,15 @@ def _list_refused(head: HeadFolder) -> dict[str, bool]:
 
 
 def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
-    """Return inputs of layers, of ids that count outputs, or inputs in the layout of speculators."""
-    # a config may tell how deep its target is
+    """Return the layers whose inputs the head reads.
+
+    Configs of speculators count layer inputs, the others layer outputs, to which 1 is added. Where the config names no
+    layers, z-lab's code takes layers that follow from the number of blocks.
+    """
+    # without the target, its config may tell how many layers it has
     layers = head.target.layers if head.target else head.keys.read("num_target_layers")
     inputs = head.keys.read("aux_hidden_state_layer_ids")
-    outputs = _first(head.nested.read("target_layer_ids"), head.keys.read("target_layer_ids"))
+    outputs = _first_given(head.nested.read("target_layer_ids"), head.keys.read("target_layer_ids"))
     if inputs is not None:
         taps = tuple(inputs)
     elif outputs is not None:
@@ -149,7 +156,7 @@ def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
             "config.json: no ids of the layers that it reads",
             "Take them from the config of the training run",
         )
-        return (1,)
+        return (1,)  # any valid tap, as the problem prevents an import
     if layers and not all(0 <= tap < layers for tap in taps):
         head.problem(
             f"it reads the inputs of layers {taps} of {layers}: behind the last layer transformers gives the state "
@@ -160,17 +167,32 @@ def _read_taps(head: HeadFolder, blocks: int) -> tuple[int, ...]:
 
 
 def _usual_taps(layers: int, blocks: int) -> list[int]:
-    """Return the layers' inputs that z-lab's code takes: evenly, from the third to the last but one."""
+    """Return the layers whose inputs z-lab's code reads by default: evenly spread, from the third to the last but one.
+
+    Args:
+        layers: The number of the target's layers.
+        blocks: The number of the head's blocks, which is also that of its taps.
+    """
+    # that code counts outputs of layers, from 1 to layers - 3; the last + 1 makes inputs of them
     if blocks < 2:
         return [layers // 2 + 1]
     return [round(1 + block * (layers - 4) / (blocks - 1)) + 1 for block in range(blocks)]
 
 
-def _read_anchor(head: HeadFolder, key: str, names_next: bool) -> bool:
-    """Return whether the first slot predicts a token; by default as in the layout's own code, with a note."""
+def _read_anchor(head: HeadFolder, key: str, predicts_next: bool) -> bool:
+    """Return `sample_from_anchor`: whether each slot predicts the token after its position, so that the first does too.
+
+    Otherwise a slot predicts the token at its position, and the first, which holds the root, predicts nothing.
+
+    Args:
+        head: The checkpoint.
+        key: The key that its project writes, "sample_from_anchor" or Domino's "shift_label".
+        predicts_next: The answer where the config does not say it, which is noted.
+    """
     keys = head.keys
     shift = head.nested.read("shift_label")
-    anchor = _first(keys.read("sample_from_anchor"), head.nested.read("sample_from_anchor"))
+    anchor = _first_given(keys.read("sample_from_anchor"), head.nested.read("sample_from_anchor"))
+    # DeepSpec's configs may hold the opposite too, which is only compared
     bonus = keys.read("dspark_bonus_anchor")
     if None not in (anchor, bonus) and anchor == bonus:
         head.problem(
@@ -183,19 +205,21 @@ def _read_anchor(head: HeadFolder, key: str, names_next: bool) -> bool:
                 f"config.json: sample_from_anchor is {anchor} and shift_label {shift}",
                 "Correct one of them",
             )
-        anchor = _first(shift, anchor)
+        anchor = _first_given(shift, anchor)
     if anchor is None:
-        # z-lab's DFlash and that of speculators fill positions in; DSpark names what comes after each
-        anchor = head.layout == DEEPSPEC or names_next
+        # DFlash of z-lab and speculators predicts the token at a slot; DSpark, and all of DeepSpec's, the one after it
+        anchor = head.layout == DEEPSPEC or predicts_next
         head.notes.append(f"no {key}: {str(anchor).lower()}, as {head.layout} takes it")
     return bool(anchor)
 
 
 def _read_mask(head: HeadFolder) -> int:
-    """Return the mask token, which only the config gives."""
-    mask: int | None = _first(head.nested.read("mask_token_id"), head.keys.read("mask_token_id"))
+    """Return the mask token's id, which only the config says; 0 and a problem if it does not."""
+    mask: int | None = _first_given(
+        head.nested.read("mask_token_id"), head.keys.read("mask_token_id")
+    )
     size = head.shape["vocab_size"]
-    # no default: a slot that reads another token guesses otherwise
+    # there is no default: a head that reads another token in its slots drafts badly
     if mask is None:
         head.problem("config.json: no mask_token_id", FROM_RUN)
     elif mask >= size:
@@ -205,7 +229,7 @@ def _read_mask(head: HeadFolder) -> int:
     return mask or 0
 
 
-def _first(*values: Any) -> Any:
+def _first_given(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
@@ -213,10 +237,14 @@ def _first(*values: Any) -> Any:
 # -- the correction of a slot's logits --------------------------------------------------------------------------------
 
 
-def _read_corrected(head: HeadFolder, anchor_key: str, names_next: bool) -> Config:
-    """Return the settings of blocks with the correction of their logits; a head without any is one of DFlash."""
-    settings = _read_blocks(head, anchor_key, names_next)
+def _read_corrected(head: HeadFolder, anchor_key: str, predicts_next: bool) -> Config:
+    """Return the settings of a DSpark or Domino head; the arguments are those of `_read_blocks`.
+
+    These are DFlash's blocks with a part that corrects a slot's logits by the tokens drafted before it.
+    """
+    settings = _read_blocks(head, anchor_key, predicts_next)
     correction = _read_correction(head)
+    # DeepSpec and SpecForge write a head without such a part by DSpark's names too: it is one of DFlash
     if not {MARKOV, DOMINO_INPUT, CONFIDENCE} & head.names.keys():
         return settings
     head.method = DSPARK
@@ -224,18 +252,18 @@ def _read_corrected(head: HeadFolder, anchor_key: str, names_next: bool) -> Conf
 
 
 def _read_correction(head: HeadFolder) -> Config:
-    """Return the correction by its tensors; a problem if the config disagrees."""
+    """Return the settings of the part that corrects logits, by its tensors; a problem if the config disagrees."""
     ranks = _read_both(head, "markov_rank")
     kinds = _read_both(head, "markov_head_type")
     flags = _read_both(head, "enable_confidence_head")
     for section in (head.keys, head.nested):
-        section.taken |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
-    # tensors decide, and what the config says of them is checked
+        section.handled |= {"confidence_head_with_markov", "emb_dim", "gru_hidden_dim"}
+    # the tensors decide, and the config's statements are only compared with them
     correction: Config = {"markov": "none", "rank": 1, "confidence": CONFIDENCE in head.names}
     if DOMINO_INPUT in head.names:
         correction |= {"markov": "domino", "rank": _side(head, DOMINO_INPUT, 0), **_read_gru(head)}
     elif MARKOV in head.names:
-        correction |= {"markov": _kind_of_markov(head), "rank": _side(head, MARKOV, 1)}
+        correction |= {"markov": _markov_type(head), "rank": _side(head, MARKOV, 1)}
         compare_size(head, "markov_rank", next(iter(ranks), None), correction["rank"])
     kind = correction["markov"]
     if kinds and kind not in ("domino", "none", kinds[0].lower()):
@@ -255,8 +283,8 @@ def _read_correction(head: HeadFolder) -> Config:
     return correction
 
 
-def _kind_of_markov(head: HeadFolder) -> str:
-    """Return which of DSpark's Markov heads has these tensors."""
+def _markov_type(head: HeadFolder) -> str:
+    """Return which of DSpark's Markov heads the tensors are: "vanilla", "gated" or "rnn"."""
     modules = {name.split(".")[1] for name in head.names if name.startswith("markov_head.")}
     if "gate_proj" in modules:
         return "gated"
@@ -264,7 +292,7 @@ def _kind_of_markov(head: HeadFolder) -> str:
 
 
 def _read_gru(head: HeadFolder) -> Config:
-    """Return the size of Domino's cell, and how many levels it leaves as they are."""
+    """Return Domino's settings: the size of its GRU, and the number of first levels whose logits stay uncorrected."""
     unbiased = head.nested.read("pure_draft_prefix_len")
     if unbiased is None:
         head.notes.append("no pure_draft_prefix_len: 0, as SpecForge takes it")
@@ -272,13 +300,13 @@ def _read_gru(head: HeadFolder) -> Config:
 
 
 def _read_both(head: HeadFolder, name: str) -> list[Any]:
-    """Return the values of a key that stands at the top, in dflash_config or in both."""
+    """Return the values of a key that a config may hold at the top, in dflash_config or in both."""
     values = [section.read(name) for section in (head.keys, head.nested)]
     return [value for value in values if value is not None]
 
 
 def _side(head: HeadFolder, name: str, dim: int) -> int:
-    """Return one side of a matrix; 1 if it is none."""
+    """Return the size of one dimension of a matrix; 1 if the tensor is no matrix, which is a problem later."""
     side = head.side(name, dim)
     if side is None:
         return 1
@@ -289,13 +317,13 @@ def _side(head: HeadFolder, name: str, dim: int) -> int:
 
 
 def _find_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield the default that engines take where a config does not say which token a slot predicts."""
+    """Yield a fault if the config does not say which token a slot predicts, as engines have different defaults."""
     if (
         head.layout == SPECULATORS
         and head.method != DFLASH
         and "sample_from_anchor" not in head.config
     ):
-        yield find(faults.ANCHOR_UNSAID, fatal=False)
+        yield report(faults.ANCHOR_UNSAID, fatal=False)
 
 
 def _list_facts(head: HeadFolder) -> Config:
@@ -319,12 +347,12 @@ DFLASH_HEADS = Network(
     method=DFLASH,
     methods=(DFLASH,),
     tensors=r"hidden_norm\.weight$",
-    words="dflash",
-    keys=("dflash_config",),
-    common=("block_size",),
-    read_settings=partial(_read_blocks, anchor_key="sample_from_anchor", names_next=False),
+    type_words="dflash",
+    config_keys=("dflash_config",),
+    ambiguous_keys=("block_size",),
+    read_settings=partial(_read_blocks, anchor_key="sample_from_anchor", predicts_next=False),
     spellings=((ZLAB, DFLASH_NAMES),),
-    spare={**ROTARY, r"verifier_(norm|lm_head)\.weight": "training alone reads it"},
+    ignored={**ROTARY, r"verifier_(norm|lm_head)\.weight": "training alone reads it"},
     find_faults=_find_faults,
     list_facts=_list_facts,
 )
@@ -333,10 +361,10 @@ DSPARK_HEADS = replace(
     name="a DSpark head",
     methods=(DSPARK,),
     tensors=r"(markov_head|confidence_head)\.",
-    words="dspark",
-    keys=(),
-    common=(),
-    read_settings=partial(_read_corrected, anchor_key="sample_from_anchor", names_next=True),
+    type_words="dspark",
+    config_keys=(),
+    ambiguous_keys=(),
+    read_settings=partial(_read_corrected, anchor_key="sample_from_anchor", predicts_next=True),
     spellings=((ZLAB, DSPARK_NAMES),),
     prefixes=("model.", "logit_head."),
 )
@@ -345,6 +373,6 @@ DOMINO_HEADS = replace(
     name="a Domino head",
     methods=(),
     tensors=r"(logit_head\.)?(prefix_gru|embed_proj)\.",
-    words="domino",
-    read_settings=partial(_read_corrected, anchor_key="shift_label", names_next=False),
+    type_words="domino",
+    read_settings=partial(_read_corrected, anchor_key="shift_label", predicts_next=False),
 )

@@ -28,14 +28,15 @@ CONFIDENCE = "confidence_head.proj.weight"
 MARKOV = "markov_head.markov_w1.weight"
 DOMINO_INPUT = "embed_proj.0.weight"
 GRU = "prefix_gru.weight_hh_l0"
-Style = Callable[[TrainableDrafter, Any], Config]  # the config of a head with these settings
+# (head, the target's config) -> config.json in one project's style
+Style = Callable[[TrainableDrafter, Any], Config]
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------
 
 
 def _count_levels(drafter: TrainableDrafter) -> int:
-    """Return the number of tokens that a block predicts: one less if its first slot only reads the root."""
+    """Return the number of tokens that a block predicts: one less than its slots if the first only reads the root."""
     settings: Any = drafter.settings
     levels = int(settings.slots)
     if not settings.sample_from_anchor:
@@ -44,14 +45,20 @@ def _count_levels(drafter: TrainableDrafter) -> int:
 
 
 def _outputs_of(drafter: TrainableDrafter) -> list[int]:
-    """Return the layers whose outputs it reads, in ascending order."""
+    """Return the layers whose outputs the head reads, in ascending order, as most configs count them."""
     return [tap - 1 for tap in sorted(drafter.taps)]
 
 
 def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more: Any) -> Config:
-    """Return the config of the blocks, which are Qwen3's, for any reader."""
+    """Return the config keys of the head's blocks, which all styles share and which are those of a Qwen3.
+
+    Args:
+        drafter: The head.
+        target_config: The target's config.
+        more: Further keys, of one style.
+    """
     blocks = drafter.shape.num_hidden_layers
-    # which kind of attention each block has is said three times, for old and new readers
+    # full attention is stated in three ways (the types, the window, max_window_layers), for old and new readers
     entries = {
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * blocks,
@@ -67,22 +74,23 @@ def _qwen3_config(drafter: TrainableDrafter, target_config: TargetConfig, **more
 def _nested_config(
     drafter: TrainableDrafter, target_config: TargetConfig, architecture: str, **more: Any
 ) -> Config:
-    """Return a config with everything under `dflash_config`, as z-lab and SpecForge have it."""
+    """Return a config whose keys beyond a Qwen3's are nested in `dflash_config`, as z-lab and SpecForge have it."""
     nested = {"mask_token_id": mask_of(drafter), "target_layer_ids": _outputs_of(drafter), **more}
     return _qwen3_config(drafter, target_config, architectures=[architecture], dflash_config=nested)
 
 
 def _markov_keys(drafter: TrainableDrafter) -> Config:
-    """Return the keys for a head's Markov correction and confidence, common to all readers of DSpark."""
+    """Return the keys for a head's Markov head, its confidence and its slots, which all readers of DSpark share."""
     tensors = drafter.state_dict()
     columns = 0
     if CONFIDENCE in tensors:
-        # it reads the state alone, or what the Markov head reads too
+        # [1, H], or wider where it reads the Markov head's input too
         columns = tensors[CONFIDENCE].shape[1]
     kind = getattr(drafter.settings, "markov", "none")
     rank = 0
     if kind == "none":
-        kind = "vanilla"  # which readers know, of rank 0
+        # readers know no other word: the rank of 0 says that there is no Markov head
+        kind = "vanilla"
     else:
         rank = drafter.settings.rank
     return {
@@ -95,7 +103,7 @@ def _markov_keys(drafter: TrainableDrafter) -> Config:
 
 
 def zlab_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
-    """Return z-lab's config: the first slot reads the root and predicts nothing."""
+    """Return z-lab's config of DFlash, for heads whose first slot reads the root and predicts nothing."""
     causal = bool(drafter.settings.causal)
     return _nested_config(
         drafter, target_config, "DFlashDraftModel", causal=causal, sample_from_anchor=False
@@ -110,14 +118,14 @@ def deepspec_config(drafter: TrainableDrafter, target_config: TargetConfig) -> C
         "num_anchors": drafter.settings.anchors,
         **_markov_keys(drafter),
     }
-    entries["dspark_bonus_anchor"] = not entries["sample_from_anchor"]  # by which vLLM knows it
+    entries["dspark_bonus_anchor"] = not entries["sample_from_anchor"]  # which vLLM reads instead
     if drafter.settings.causal:
         entries["is_causal"] = True
     return _qwen3_config(drafter, target_config, architectures=["Qwen3DSparkModel"], **entries)
 
 
 def specforge_config(drafter: TrainableDrafter, target_config: TargetConfig) -> Config:
-    """Return SpecForge's config of DSpark."""
+    """Return SpecForge's config of DSpark, whose keys are nested like those of z-lab's DFlash."""
     shape = drafter.shape
     markov = _markov_keys(drafter)
     return _nested_config(
@@ -156,7 +164,8 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
         architecture = "DSparkSpeculator"
         markov = _markov_keys(drafter)
     block = _qwen3_config(drafter, target_config, rope_parameters=rotary_of(drafter.shape))
-    for key in ("block_size", "num_target_layers"):  # which stand at the top, or nowhere
+    # block_size stands at the top of this config, and num_target_layers nowhere
+    for key in ("block_size", "num_target_layers"):
         del block[key]
     return {
         "architectures": [architecture],
@@ -177,8 +186,14 @@ def speculators_config(drafter: TrainableDrafter, target_config: TargetConfig) -
 
 
 def propose_config(algorithm: str, tokens: int, target_config: TargetConfig) -> Config:
-    """Return the drafting defaults in a config of `speculators`; a server may override them."""
-    # exact verification: one candidate a position, and no tolerance
+    """Return the section `speculators_config`: the target's name, and defaults for drafting that servers may override.
+
+    Args:
+        algorithm: The method, as `speculators` calls it.
+        tokens: The number of draft tokens.
+        target_config: The target's config.
+    """
+    # lossless verification: one candidate at each position, and no tolerance
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -197,7 +212,7 @@ def propose_config(algorithm: str, tokens: int, target_config: TargetConfig) -> 
     }
 
 
-# which config a head has, by drafter.markov and drafter.sample_from_anchor
+# which style of config a head has, by its settings `markov` and `sample_from_anchor`; others cannot be exported
 MARKOV_KINDS = ("vanilla", "gated", "rnn")  # of DSpark
 ZLAB_STYLES: dict[tuple[str, bool], Style] = {("none", False): zlab_config}
 DEEPSPEC_STYLES = {(kind, True): deepspec_config for kind in ("none", *MARKOV_KINDS)}
@@ -216,18 +231,19 @@ SPECULATORS_STYLES = dict.fromkeys(
 
 @dataclass(frozen=True)
 class InjectedLayout(NetworkLayout):
-    """One reader's layout of block drafters."""
+    """How one engine or project wants block drafters."""
 
-    blocks: int = 64  # all of that code has any number
-    # by drafter.markov and sample_from_anchor
+    max_blocks: int = 64  # all readers take any number
+    # by the settings `markov` and `sample_from_anchor`
     styles: Mapping[tuple[str, bool], Style] = field(default_factory=dict)
-    causal: bool = False  # whether it reads that slots see no later ones
-    confidence: bool = False  # whether it needs one
-    copies: bool = False  # whether embedding and LM head are part of it
+    reads_causal: bool = False  # whether it can attend causally within a block
+    needs_confidence: bool = False  # whether it refuses a DSpark head without a confidence
+    # whether the files hold copies of the target's embedding and LM head
+    brings_copies: bool = False
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return the layout with ascending layer ids; ValueError for settings that the reader would misread."""
-        # what a reader would take for something else is refused first
+        """Return a block head with ascending layer ids; ValueError for settings that the reader would misread."""
+        # first the settings by which a reader would take the head for another kind
         style = self._choose_style(drafter.settings, engine)
         self._check(drafter, engine)
         self._check_confidence(drafter, engine, is_domino=style is domino_config)
@@ -235,7 +251,7 @@ class InjectedLayout(NetworkLayout):
         # readers sort the ids, so fc must read the taps in that order
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
         tensors = reorder_taps(tensors_of(drafter), order)
-        if self.copies:
+        if self.brings_copies:
             tensors |= {
                 EMBEDDING: embedding_of(drafter, engine),
                 OUTPUT: output_of(drafter, engine),
@@ -244,24 +260,26 @@ class InjectedLayout(NetworkLayout):
             style(drafter, target_config),
             tensors,
             self.serve,
-            deepest=_count_levels(drafter),
-            at_once=True,
-            whole=not drafter.settings.causal,  # each slot reads the masks of all
+            max_depth=_count_levels(drafter),
+            one_forward=True,
+            # without causal attention each slot reads all masks of its block, so that their number matters
+            fixed_length=not drafter.settings.causal,
         )
 
     def _choose_style(self, settings: Any, engine: str) -> Style:
-        """Return the config style for these settings; ValueError if readers would take the head for something else."""
+        """Return the style of config for these settings; ValueError if readers would take the head for another kind."""
         kind = getattr(settings, "markov", "none")
         anchor = bool(settings.sample_from_anchor)
         if (kind, anchor) in self.styles:
             return self.styles[kind, anchor]
+        # no other anchor would help, so that the Markov head is the reason
         if (kind, not anchor) not in self.styles:
             readable = ", ".join(sorted({kind for kind, _ in self.styles}))
             raise ValueError(
                 f"{engine}: drafter.markov is {kind}, and this layout knows {readable}: export to another "
                 "(docs/serving.md), or train with one of these"
             )
-        # the one difference between the two methods called DFlash
+        # the two methods called DFlash differ in this alone: which token a slot predicts
         if anchor:
             ours, theirs, fitting = "behind its place", "at its own", "deepspec"
         else:
@@ -273,27 +291,27 @@ class InjectedLayout(NetworkLayout):
         )
 
     def _check(self, drafter: TrainableDrafter, engine: str) -> None:
-        """Raise ValueError for blocks that the reader does not have."""
+        """Raise ValueError for blocks that the reader does not have: without query and key norms, or causal ones."""
         if not getattr(drafter.shape, "qk_norm", False):
             raise ValueError(
                 f"{engine}: drafter.qk_norm is false, and the blocks of this layout norm queries and keys: no exporter "
                 "has a layout for it; train with drafter.qk_norm=true"
             )
-        if drafter.settings.causal and not self.causal:
+        if drafter.settings.causal and not self.reads_causal:
             raise ValueError(
                 f"{engine}: drafter.causal is true, and a slot sees its whole block there: acceptance would be lost in "
                 "silence. Export to zlab, vllm or llamacpp, or train with drafter.causal=false"
             )
 
     def _check_confidence(self, drafter: TrainableDrafter, engine: str, is_domino: bool) -> None:
-        """Raise ValueError for a confidence that the reader does not have, or needs."""
+        """Raise ValueError if the head predicts its confidence and the reader cannot, or the reader needs it."""
         is_there = CONFIDENCE in drafter.state_dict()
         if is_domino and is_there:
             raise ValueError(
                 f"{engine}: the head tells a confidence, and no Domino head does there: train with "
                 "drafter.confidence=false"
             )
-        if self.confidence and not is_domino and not is_there:
+        if self.needs_confidence and not is_domino and not is_there:
             raise ValueError(
                 f"{engine}: the head tells no confidence, without which it is not loaded there: train with "
                 "drafter.confidence=true"
@@ -301,7 +319,7 @@ class InjectedLayout(NetworkLayout):
 
 
 def _check_taps(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
-    """Raise ValueError for layers, or an embedding, that no reader of such heads has."""
+    """Raise ValueError for taps, or a factor on the target's embedding, that no reader of such heads knows."""
     layers = target_config.num_hidden_layers
     if not all(0 < tap < layers for tap in drafter.taps):
         raise ValueError(

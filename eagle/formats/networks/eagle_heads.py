@@ -34,7 +34,7 @@ from eagle.formats.networks.network import (
 from eagle.formats.networks.network_layout import MASK_HIDDEN
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import Keys
-from eagle.formats.reading.faults import FoundFault, find
+from eagle.formats.reading.faults import FoundFault, report
 from eagle.formats.reading.files import has
 from eagle.formats.reading.head_folder import (
     AUTOMODEL,
@@ -75,8 +75,11 @@ ASK = f"Import it with --norm-output={LM_HEAD} if SpecForge trained it, else wit
 
 
 def _read_block(head: HeadFolder) -> int | None:
-    """Mark the keys of the block as used, for its tensors decide; returns its window."""
-    head.keys.taken |= {"mask_token_id", "quantization_config"}
+    """Return the sliding window of the head's block (None for full attention), and mark the block's keys as handled.
+
+    Whether there are biases, and how many layers, is decided by the tensors; the keys only must not count as unknown.
+    """
+    head.keys.handled |= {"mask_token_id", "quantization_config"}
     for name in (
         "tie_word_embeddings",
         "attention_bias",
@@ -93,27 +96,31 @@ def _read_block(head: HeadFolder) -> int | None:
 
 
 def _read_window(block: Keys) -> int | None:
-    """Return the window switched on by `layer_types`, as engines read it; without `layer_types` engines differ."""
-    kinds = block.read("layer_types") or []
-    if "sliding_attention" not in kinds[:1]:
+    """Return the window that `layer_types` switches on for the head's layer; None for full attention.
+
+    All engines read it so. Without `layer_types` they differ, and `_refuse_foreign_settings` refuses such a window.
+    """
+    layer_types = block.read("layer_types") or []
+    if "sliding_attention" not in layer_types[:1]:
         return None
     window: int | None = block.read("sliding_window")
     return window
 
 
 def _slides(block: Keys) -> bool:
+    """Return whether any engine may read a sliding window: by `layer_types`, or without it by the other two keys."""
     window = block.read("sliding_window")
     is_used = block.read("use_sliding_window")
-    kinds = block.read("layer_types")
-    if kinds:
-        return "sliding_attention" in kinds[:1]
+    layer_types = block.read("layer_types")
+    if layer_types:
+        return "sliding_attention" in layer_types[:1]
     return bool(window and is_used is not False)
 
 
 def _refuse_foreign_settings(head: HeadFolder) -> None:
-    """Record the settings that neither EAGLE-1's network nor EAGLE-3's has here."""
+    """Record a problem for each setting in the config that neither EAGLE-1 nor EAGLE-3 heads have here."""
     keys, block, nested = head.sections
-    # each of them changes what is computed, and no tensor shows it
+    # each of them changes what the head computes, though its tensors look the same
     refused = {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
         "sliding_window": _slides(block) and not _read_window(block),
@@ -131,8 +138,7 @@ def _refuse_foreign_settings(head: HeadFolder) -> None:
 
 
 def _find_layout(head: HeadFolder, usual: str) -> str:
-    """Return the layout of a checkpoint, named by the project that writes it; `usual` if nothing tells."""
-    # by keys first, then by names of tensors
+    """Return which project wrote a checkpoint, by its keys and names of tensors; `usual` if nothing tells."""
     if head.is_of_speculators:
         return SPECULATORS
     if any(name.startswith("model.") for name in head.tensors.stored):
@@ -141,6 +147,7 @@ def _find_layout(head: HeadFolder, usual: str) -> str:
         if head.architectures[:1] == ["LlamaForCausalLM"]:
             return REFERENCE
         return MIDLAYER
+    # ModelOpt writes this key
     nested = head.config.get("eagle_config")
     if isinstance(nested, dict) and "next_layer_regular" in nested:
         return MODELOPT
@@ -148,32 +155,42 @@ def _find_layout(head: HeadFolder, usual: str) -> str:
 
 
 def _find_unknown_names(head: HeadFolder, classes: set[str]) -> Iterator[FoundFault]:
-    """Yield names of tensors and architectures that engines do not know."""
+    """Yield a fault for tensor names with the prefix `model.`, and for architectures that no engine knows.
+
+    Args:
+        head: The checkpoint.
+        classes: The architectures that engines know for heads of this network.
+    """
     count = sum(name.startswith("model.") for name in head.tensors.stored)
     if count:
-        # these projects take the prefix off when they load
+        # the projects that write this class or this file remove the prefix themselves when they load
         is_fatal = AUTOMODEL_CLASS not in head.architectures and not has(head.path, "eagle_meta.pt")
-        yield find(faults.MODEL_PREFIX, fatal=is_fatal, count=count)
+        yield report(faults.MODEL_PREFIX, fatal=is_fatal, count=count)
     if not set(head.architectures) & classes:
-        yield find(faults.ARCHITECTURE, names=head.architectures or "missing")
+        yield report(faults.ARCHITECTURE, names=head.architectures or "missing")
 
 
 def _find_broken_promises(head: HeadFolder, is_tied_fatal: bool) -> Iterator[FoundFault]:
-    """Yield keys of the config that promise other tensors."""
+    """Yield a fault for each key of the config that promises tensors other than an EAGLE head's.
+
+    Args:
+        head: The checkpoint.
+        is_tied_fatal: Whether `tie_word_embeddings` makes readers replace an LM head that the file holds.
+    """
     block = head.block.values
     for name in ("attention_bias", "mlp_bias", "qkv_bias"):
         if block.get(name) is True:
-            yield find(faults.PROMISED_BIAS, name=name)
+            yield report(faults.PROMISED_BIAS, name=name)
     if True in (block.get("tie_word_embeddings"), head.keys.values.get("tie_word_embeddings")):
-        yield find(faults.TIED, fatal=is_tied_fatal)
+        yield report(faults.TIED, fatal=is_tied_fatal)
     # a head has one layer, whatever its target has
     layers = block.get("num_hidden_layers")
     if layers != 1 and not (layers is None and head.layout == SPECULATORS):
-        yield find(faults.LAYER_COUNT, layers=layers)
+        yield report(faults.LAYER_COUNT, layers=layers)
 
 
 def _list_block_facts(head: HeadFolder) -> Config:
-    """Return the sizes of a head with one Llama block."""
+    """Return what `eagle inspect` prints of a head with one Llama block: its sizes, rotary parameters, vocabulary."""
     shape = head.shape
     rope = shape["rope_parameters"]
     return {
@@ -185,14 +202,20 @@ def _list_block_facts(head: HeadFolder) -> Config:
 
 
 def _read_settings(head: HeadFolder, usual: str, read_switches: Any) -> Config:
-    """Return the settings that change what is computed; those without a counterpart here are refused."""
+    """Return the head's settings that change what it computes; record a problem for those that no head here has.
+
+    Args:
+        head: The checkpoint.
+        usual: The layout of the checkpoint if nothing in it tells.
+        read_switches: Reads the settings in which EAGLE-1 and EAGLE-3 differ.
+    """
     head.layout = _find_layout(head, usual)
     _refuse_foreign_settings(head)
     window = _read_block(head)
     settings = {"intermediate_size": head.shape["intermediate_size"], **read_switches(head)}
     if window:
         settings["window"] = {"sinks": 0, "recent": window}
-    # read so that it counts as known; it changes nothing here
+    # read only so that it does not count as unknown
     head.nested.read("use_aux_hidden_state")
     return settings
 
@@ -201,29 +224,33 @@ def _read_settings(head: HeadFolder, usual: str, read_switches: Any) -> Config:
 
 
 def _read_fc_bias(head: HeadFolder) -> Config:
-    """Return EAGLE-1's one switch: the file decides whether `fc` has a bias."""
+    """Return EAGLE-1's own setting, `fc_bias`: whether the file holds a bias of `fc`, whatever the config says."""
     head.draft_vocab_size = head.shape["vocab_size"]
-    is_there = "fc.bias" in head.names
-    is_promised = head.keys.read("bias")
-    if is_promised and not is_there:
+    has_bias = "fc.bias" in head.names
+    config_bias = head.keys.read("bias")
+    if config_bias and not has_bias:
         head.problem(
             "config.json says that fc has a bias, and fc.bias is missing", "Export the head again"
         )
-    if is_promised is None:
+    if config_bias is None:
         state = "is there"
-        if not is_there:
+        if not has_bias:
             state = "is not there, and a reader that expects one starts it at random"
         head.notes.append(
             f"no `bias` in config.json, which SafeAILab/EAGLE takes for true: fc.bias {state}"
         )
-    return {"fc_bias": is_there}
+    return {"fc_bias": has_bias}
 
 
 def _settle_eagle1(
     head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
 ) -> list[str]:
-    """Drop a bias of zeros, which is none; what scales the target's embedding comes out of `fc`."""
-    # such heads read the rows as they are stored, heads here as the target multiplies them
+    """Decide whether an EAGLE-1 head has a bias in `fc`: one of zeros is dropped. Return notes for the user.
+
+    ValueError for a bias that the config denies. Neither `taps` nor `norm_output` is open for such a head.
+    """
+    # heads elsewhere read the embedding as it is stored and heads here times the target's factor, as on Gemma:
+    # `_make_eagle1_tensor` divides `fc` by it, so that the product stays the same
     notes = []
     if head.target and head.target.embed_scale != 1.0 and "fc.weight" in head.names:
         notes = [
@@ -240,7 +267,10 @@ def _settle_eagle1(
 
 
 def _make_eagle1_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return one of our tensors; `fc` reads the embedding as the target multiplies it."""
+    """Return one of our tensors; in `fc`, the columns for the embedding are divided by the target's factor on it.
+
+    Heads here read the embedding times this factor, and heads elsewhere do not.
+    """
     tensor = load_or_zeros(head, name, size)
     if name == "fc.weight" and head.target and head.target.embed_scale != 1.0:
         # [H, 2 H], of which the first half reads the embedding
@@ -249,15 +279,16 @@ def _make_eagle1_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor
 
 
 def _find_eagle1_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield names of classes and biases that some engines read in another way."""
+    """Yield what some engines read differently in an EAGLE-1 head: names, the bias of `fc`, and false promises."""
     yield from _find_unknown_names(head, EAGLE1_CLASSES)
+    # a missing bias starts at random where an engine has one; a bias is dropped where an engine has none
     if "fc.bias" not in head.names:
-        yield find(
+        yield report(
             faults.NO_BIAS,
             affects=lambda layout: isinstance(layout, FeatureLayout) and layout.reads_bias,
         )
     elif bool(head.load("fc.bias").any()):
-        yield find(
+        yield report(
             faults.BIAS_DROPPED,
             affects=lambda layout: isinstance(layout, FeatureLayout) and not layout.reads_bias,
         )
@@ -299,14 +330,15 @@ EAGLE1_HEADS = Network(
 
 
 def _read_switches(head: HeadFolder) -> Config:
-    """Return the draft vocabulary, the taps and the switches."""
+    """Return EAGLE-3's own settings: its three switches, the taps and the size of the draft vocabulary."""
     _read_draft_vocab(head)
-    # fc reads the states of all taps side by side
+    # fc [H, taps x H] reads the concatenated states of all taps, by default three
     width = head.shape["hidden_size"]
     columns = head.side("fc.weight", 1)
     if columns is None:
         columns = 3 * width
     head.tap_count, rest = divmod(columns, width)
+    # no head reads 100 layers: such a number comes from a wrong width
     if rest or not 0 < head.tap_count < 100:
         head.problem(
             f"fc.weight reads {columns} numbers, expected a multiple of {width}, the width"
@@ -316,9 +348,9 @@ def _read_switches(head: HeadFolder) -> Config:
         name: _read_switch(head, name)
         for name in ("fc_norm", "norm_output", "norm_before_residual")
     }
-    is_there = "fc_norm.0.weight" in head.names
-    if is_there != switches["fc_norm"]:
-        state = "is" if is_there else "is not"
+    has_norm = "fc_norm.0.weight" in head.names
+    if has_norm != switches["fc_norm"]:
+        state = "is" if has_norm else "is not"
         head.problem(
             f"config.json: fc_norm is {switches['fc_norm']}, and fc_norm.0.weight {state} there"
         )
@@ -326,6 +358,7 @@ def _read_switches(head: HeadFolder) -> Config:
         head.problem(
             "config.json: eagle_config.use_aux_hidden_state is false, but this is EAGLE-3's network"
         )
+    # the same key counts the inputs of layers at the top of the config, and their outputs in eagle_config
     inputs = head.keys.read(LAYER_IDS)
     outputs = head.nested.read(LAYER_IDS)
     if inputs is not None:
@@ -335,22 +368,22 @@ def _read_switches(head: HeadFolder) -> Config:
     draft_vocab = None
     if head.draft_vocab_size < head.shape["vocab_size"]:
         draft_vocab = head.draft_vocab_size
-    # the taps until an import settles them
+    # these taps only have the right number: `_settle_eagle3` finds the layers
     return {**switches, "taps": tuple(range(head.tap_count)), "draft_vocab": draft_vocab}
 
 
 def _read_draft_vocab(head: HeadFolder) -> None:
-    """Read the number of tokens that can be drafted."""
-    output = head.entry(OUTPUT)
+    """Set the size of the draft vocabulary: by the config, else the rows of the LM head, else the whole vocabulary."""
+    lm_head = head.entry(OUTPUT)
     vocab_size = head.shape["vocab_size"]
     size = head.keys.read("draft_vocab_size")
     if size is None:
         size = vocab_size
         where = "the whole vocabulary"
-        if output:
+        if lm_head:
             where = "the rows of lm_head.weight"
-            if output.shape:
-                size = output.shape[0]
+            if lm_head.shape:
+                size = lm_head.shape[0]
         head.notes.append(f"no draft_vocab_size: {size}, {where}")
     if size > vocab_size:
         what = f"draft_vocab_size is {size}, more than the vocabulary of {vocab_size}"
@@ -360,7 +393,12 @@ def _read_draft_vocab(head: HeadFolder) -> None:
 
 
 def _read_switch(head: HeadFolder, name: str) -> bool:
-    """Return a switch at the top of a config or in eagle_config; off if it is in neither."""
+    """Return a boolean setting at the top of the config or in eagle_config; false, with a note, if it is in neither.
+
+    Args:
+        head: The checkpoint, in which a contradiction becomes a problem.
+        name: The config's key, which is also the setting's name here.
+    """
     outer = head.keys.read(name)
     inner = head.nested.read(name)
     if None not in (outer, inner) and outer != inner:
@@ -374,11 +412,11 @@ def _read_switch(head: HeadFolder, name: str) -> bool:
 
 
 def _is_ambiguous(head: HeadFolder) -> bool:
-    """Return whether the config holds `norm_output` and nothing tells whose."""
+    """Return whether the config holds `norm_output`, and nothing tells which of its two meanings it has."""
     keys = head.keys.values.keys() | head.nested.values.keys()
-    # SpecForge never writes norm_before_residual
-    is_from_specforge = "norm_before_residual" not in keys
-    return head.layout in (MIDLAYER, REFERENCE) and "norm_output" in keys and is_from_specforge
+    # SpecForge, which means the LM head by it, never writes norm_before_residual
+    may_be_specforge = "norm_before_residual" not in keys
+    return head.layout in (MIDLAYER, REFERENCE) and "norm_output" in keys and may_be_specforge
 
 
 def _ask_meaning(head: HeadFolder) -> str:
@@ -389,15 +427,25 @@ def _ask_meaning(head: HeadFolder) -> str:
 
 
 def _settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
-    """Set the head's switch by the meaning of `norm_output`; ValueError if it is open or has no counterpart."""
+    """Set the head's `norm_output`, which says whether the next draft step reads the normed state.
+
+    Args:
+        head: The checkpoint.
+        meaning: What the config's key means, NEXT_STEP or LM_HEAD, if the user says so.
+
+    Raises:
+        ValueError: if the meaning is open, or no head here computes what the config says.
+    """
     if meaning is None and _is_ambiguous(head):
         raise ValueError(f"{head.path}: {_ask_meaning(head)}. {ASK}")
     if meaning not in (None, *MEANINGS):
         raise ValueError(
             f"norm_output is {meaning!r}, expected {' or '.join(map(repr, MEANINGS))}: what the key means"
         )
+    # with NEXT_STEP the key means here what it means in the config
     if meaning != LM_HEAD:
         return
+    # LM heads here always read the normed state, so that true of SpecForge's is false of ours
     if head.settings["norm_output"]:
         head.notes.append(f"norm_output is true and means, as asked: {MEANINGS[LM_HEAD]}")
         head.settings["norm_output"] = False
@@ -411,7 +459,11 @@ def _settle_norm_output(head: HeadFolder, meaning: str | None) -> None:
 def _settle_eagle3(
     head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
 ) -> list[str]:
-    """Settle `norm_output` and the taps: as asked, by two statements of the config that must agree, or the usual."""
+    """Decide what the config of an EAGLE-3 head leaves open, `norm_output` and the taps; return notes for the user.
+
+    The user's arguments come first, then the config, then what engines take by default.
+    """
+    # P-EAGLE shares this function and has no such setting
     if "norm_output" in head.settings:
         _settle_norm_output(head, norm_output)
     head.settings["taps"], notes = choose_taps(head, taps)
@@ -425,9 +477,10 @@ def _settle_eagle3(
 
 
 def _make_eagle3_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return offsets as whole numbers, the mask that follows from them, and all else as it is."""
+    """Return one of our tensors: `d2t` as whole numbers, `t2d` made from `d2t`, and any other as the file has it."""
     if name not in INDICES:
         return head.load(name)
+    # draft token i is token i + offsets[i]
     offsets = head.load("d2t").long()  # [D]
     if name == "d2t":
         return offsets
@@ -448,38 +501,38 @@ def _lacks(layout: Any, switch: str) -> bool:
 
 
 def _find_eagle3_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield names, layer ids, the draft vocabulary and switches that engines read in another way."""
+    """Yield what some engines read differently in an EAGLE-3 head: names, layer ids, switches, norms and biases."""
     # in the order in which `inspect` shows them
     yield from _find_unknown_names(head, EAGLE3_CLASSES)
     if head.has_block("layers.0."):
-        yield find(faults.MIDLAYER_ONLY)
+        yield report(faults.MIDLAYER_ONLY)
     yield from find_wrong_ids(head)
     if head.inputs and head.outputs is None:
-        yield find(faults.OUTER_IDS_ALONE)
+        yield report(faults.OUTER_IDS_ALONE)
     elif head.outputs and not head.inputs:
-        yield find(faults.INNER_IDS_ALONE, inputs=list(head.inputs_by_outputs or ()))
+        yield report(faults.INNER_IDS_ALONE, inputs=list(head.inputs_by_outputs or ()))
     for switch, fault in faults.UNKNOWN_SWITCHES.items():
         if head.settings[switch]:
             lacks = partial(_lacks, switch=switch)
-            yield find(fault, affects=lacks, servers=partial(_knows, switch=switch))
+            yield report(fault, affects=lacks, servers=partial(_knows, switch=switch))
     if _is_ambiguous(head):
         readers = partial(_knows, switch="norm_output")
-        yield find(faults.NORM_OUTPUT, affects=readers, question=_ask_meaning(head), ask=ASK)
+        yield report(faults.NORM_OUTPUT, affects=readers, question=_ask_meaning(head), ask=ASK)
     norm = "layers.0.input_layernorm.weight"
     if head.layout == MODELOPT and norm in head.names:
-        # it begins as ones, and training has moved it where they differ
+        # a norm's weights start as ones: if they differ, ModelOpt has trained the norm
         weight = head.load(norm)
         if bool((weight != weight[:1]).any()):
-            yield find(faults.MODELOPT_NORM)
+            yield report(faults.MODELOPT_NORM)
     if head.layout == SPECULATORS and "norm_before_residual" not in head.keys.values:
-        yield find(faults.RESIDUAL_UNSAID)
+        yield report(faults.RESIDUAL_UNSAID)
     if "fc.bias" in head.names:
-        yield find(faults.FUSED_BIAS)
+        yield report(faults.FUSED_BIAS)
     yield from _find_broken_promises(head, is_tied_fatal=True)
 
 
 def _list_eagle3_facts(head: HeadFolder) -> Config:
-    """Return sizes, the layers that are read, and what is switched on."""
+    """Return what `eagle inspect` prints of an EAGLE-3 head: sizes, the layers that it reads, and switches."""
     reads = "layers that are not named"
     # in both ways of counting, to be compared with any config
     inputs = head.inputs or head.inputs_by_outputs
@@ -530,11 +583,12 @@ EAGLE3_HEADS = replace(
 
 
 def _read_peagle(head: HeadFolder) -> Config:
-    """Return EAGLE-3's settings without a window, and the mask token, for which there is no default."""
+    """Return a P-EAGLE head's settings: EAGLE-3's, the number of blocks, and the mask token."""
     _refuse_foreign_peagle(head)
     _read_block(head)
     settings = {"intermediate_size": head.shape["intermediate_size"], **_read_switches(head)}
-    settings.pop("norm_output")  # a state that is never read again
+    # one forward drafts all tokens, so that no later step reads a state of the head
+    settings.pop("norm_output")
     count = count_indices(head, r"layers\.(\d+)\.")
     blocks = max(compare_count(head, head.block.read("num_hidden_layers"), count, "layers"), 1)
     head.overrides["num_hidden_layers"] = blocks
@@ -544,7 +598,7 @@ def _read_peagle(head: HeadFolder) -> Config:
 
 
 def _refuse_foreign_peagle(head: HeadFolder) -> None:
-    """Record the settings that no P-EAGLE head of this project has."""
+    """Record a problem for each setting in the config that no P-EAGLE head of this project has."""
     keys, block, _ = head.sections
     refused = {
         "hidden_act": block.read("hidden_act") not in (None, "silu"),
@@ -556,16 +610,16 @@ def _refuse_foreign_peagle(head: HeadFolder) -> None:
         "quantization_config": bool(keys.values.get("quantization_config")),
     }
     head.refuse(refused)
-    head.take("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window")
-    keys.taken |= {"speculators_config"}
+    head.mark_handled("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window")
+    keys.handled |= {"speculators_config"}
 
 
 def _read_peagle_mask(head: HeadFolder) -> int:
-    """Return the token that stands where none is known, by any of its names."""
+    """Return the mask token's id, for which readers have no default; 0 and a problem if the config does not say it."""
+    # three projects have three names for it
     values = {
         name: head.keys.read(name) for name in ("mask_token_id", "pard_token", "ptd_token_id")
     }
-    # three projects have three names for it
     masks = {name: token for name, token in values.items() if token is not None}
     size = head.shape["vocab_size"]
     if not masks:
@@ -588,10 +642,10 @@ PEAGLE_HEADS = replace(
     method=PEAGLE,
     methods=(PEAGLE,),
     tensors=r"mask_hidden$",
-    words="peagle",
+    type_words="peagle",
     read_settings=_read_peagle,
     spellings=(("P-EAGLE", MIDLAYER_NAMES), ("P-EAGLE", PEAGLE_NAMES)),
-    spare={**ROTARY, r"verifier_(norm|lm_head)\.weight": "training alone reads it"},
+    ignored={**ROTARY, r"verifier_(norm|lm_head)\.weight": "training alone reads it"},
     trains_embedding=False,
     find_faults=find_wrong_ids,
     describe=describe_kind,

@@ -30,18 +30,21 @@ PEAGLE = "peagle"
 
 @dataclass(frozen=True)
 class FeatureLayout(NetworkLayout):
-    """One engine's names for EAGLE-1's network."""
+    """How one engine wants the heads of EAGLE-1, EAGLE-2 and HASS, which are one network."""
 
     architectures: tuple[str, ...] = ("LlamaForCausalLMEagle", "LlamaForCausalLM")
-    reads_bias: bool = True  # of fc
+    reads_bias: bool = True  # whether the engine adds a bias of fc
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return no prefix, one norm, neither embedding nor LM head; what scales the embedding goes into `fc`."""
+        """Return an EAGLE-1 head under our own tensor names, without embedding and LM head, which are the target's.
+
+        Engines leave out a factor on the target's embedding, so `fc` is multiplied by it instead.
+        """
         tensors = tensors_of(drafter)
         # [H, 2 H], of which the first half reads the embedding
         weight = tensors["fc.weight"].clone()
         weight[:, : weight.shape[1] // 2] *= scale_of(drafter)
-        # where there is none, an engine that has one would keep what it started from; others ignore zeros
+        # an engine with a bias would keep random numbers if the file had none; the others ignore zeros
         bias = tensors.get("fc.bias", torch.zeros_like(weight[:, 0]))
         if not self.reads_bias and bool(bias.any()):
             raise ValueError(
@@ -53,16 +56,20 @@ class FeatureLayout(NetworkLayout):
 
 @dataclass(frozen=True)
 class FusedLayout(NetworkLayout):
-    """One engine's names for EAGLE-3's network; in the serve text LAYERS stands for the outputs that are fused."""
+    """How one engine wants EAGLE-3 heads; LAYERS in its guide is a placeholder for the layers whose output is read."""
 
     architectures: tuple[str, ...] = ("LlamaForCausalLMEagle3",)
-    switches: tuple[str, ...] = ()  # that it knows
-    nested_switches: tuple[str, ...] = ()  # that it looks for in eagle_config
-    reads_embedding: bool = False  # one that the head brings
-    needs_offsets: bool = False  # where all tokens can be drafted too
+    switches: tuple[str, ...] = ()  # settings of the head that the engine knows
+    nested_switches: tuple[str, ...] = ()  # those that it looks for in eagle_config
+    reads_embedding: bool = False  # whether it reads the head's embedding in place of the target's
+    needs_offsets: bool = False  # whether it needs d2t even if all tokens can be drafted
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return layer ids in ascending order, twice in the config, each time as those who look there count them."""
+        """Return an EAGLE-3 head with its taps in ascending order, as engines read them.
+
+        The config names the layers twice: some engines read the key at the top, which counts layer inputs, and others
+        the key in eagle_config, which counts layer outputs.
+        """
         self._check(drafter, target_config, engine)
         order = sorted(range(len(drafter.taps)), key=drafter.taps.__getitem__)
         inputs = [drafter.taps[tap] for tap in order]
@@ -83,7 +90,7 @@ class FusedLayout(NetworkLayout):
         if scale_of(drafter) != 1.0:
             tensors[EMBEDDING] = embedding_of(drafter, engine)
         if self.needs_offsets and draft_vocab_size == target_config.vocab_size:
-            # each token is its own draft token
+            # each token is its own draft token, at an offset of 0
             tensors["d2t"] = torch.zeros(draft_vocab_size, dtype=torch.long)
             tensors["t2d"] = torch.ones(draft_vocab_size, dtype=torch.bool)
         serve = self.serve.replace("[LAYERS]", str(outputs)).replace(
@@ -92,7 +99,7 @@ class FusedLayout(NetworkLayout):
         return Layout(config, rename_tensors(tensors, MIDLAYER_NAMES), serve)
 
     def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
-        """Raise ValueError with the reason why the head cannot be served."""
+        """Raise ValueError if the engine cannot serve the head: its switches, its taps, or the target's embedding."""
         # an engine without a switch computes as if it were off
         for switch in SWITCHES:
             if getattr(drafter.settings, switch, False) and switch not in self.switches:
@@ -116,26 +123,34 @@ class FusedLayout(NetworkLayout):
 
 @dataclass(frozen=True)
 class ParallelLayout(FusedLayout):
-    """One engine's names for P-EAGLE's network, whose blocks are all numbered."""
+    """How one engine wants P-EAGLE heads: EAGLE-3's layout, with several numbered blocks and a mask token."""
 
-    blocks: int = 4  # as published
+    max_blocks: int = 4  # of the published heads
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
         """Return EAGLE-3's layout and the mask token, for which readers have no default."""
         layout = super().write(drafter, target_config, engine)
-        # the first block is called as the further ones are
+        # EAGLE-3's name for its only block gives way to a number, as the further blocks have
         tensors = {
             name.replace("midlayer.", "layers.0."): tensor
             for name, tensor in layout.tensors.items()
         }
         config = {**layout.config, "mask_token_id": mask_of(drafter)}
+        # a block that norms queries and keys is a Qwen3's, not a Llama's
         if getattr(drafter.shape, "qk_norm", False):
             config |= {"model_type": "qwen3", "architectures": ["Eagle3Qwen3ForCausalLM"]}
         return replace(
-            layout, config=config, tensors=tensors, deepest=drafter.settings.depths, at_once=True
+            layout,
+            config=config,
+            tensors=tensors,
+            max_depth=drafter.settings.depths,
+            one_forward=True,
         )
 
 
 def add_embedding(layout: Layout, drafter: TrainableDrafter, engine: str) -> Layout:
-    """Return the layout with the target's embedding, which some engines read whatever scales it."""
+    """Return the layout with a copy of the target's embedding, for engines that read it from the head's folder.
+
+    The copy holds the target's factor on it already.
+    """
     return replace(layout, tensors={**layout.tensors, EMBEDDING: embedding_of(drafter, engine)})

@@ -32,7 +32,7 @@ GATES = {"gates.#.weight": "lstm.weight_ih_l#", "gates.#.bias": "lstm.bias_ih_l#
 
 
 def _read_falcon(head: HeadFolder) -> Config:
-    """Return a block of k tokens; EAGLE-1's layer after an LSTM of two."""
+    """Return FALCON's setting `k`, the number of tokens of a block, and note what is left out of the LSTM."""
     k = head.keys.read("k_mask")
     if k is None:
         head.problem(
@@ -40,8 +40,8 @@ def _read_falcon(head: HeadFolder) -> Config:
             "Take it from the config of the training run",
         )
     head.refuse({"hidden_act": head.keys.read("hidden_act") not in (None, "silu")})
-    # a second layer and biases would be tensors that nothing here has
-    head.take(
+    # these keys are not read: a second layer or a bias would be an unknown tensor, which is refused
+    head.mark_handled(
         "bias", "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings"
     )
     head.notes.append(
@@ -52,7 +52,7 @@ def _read_falcon(head: HeadFolder) -> Config:
 
 
 def _size_with_forget_gate(name: str, size: Size) -> Size:
-    """Return the size in the file: an LSTM has a fourth gate, the second of its rows."""
+    """Return the size that our tensor has in the file: torch's LSTM has a fourth gate, the forget gate."""
     if not name.startswith("gates."):
         return size
     return size[0] // 3 * 4, *size[1:]
@@ -63,7 +63,10 @@ def _may_lack(head: HeadFolder, name: str) -> str:
 
 
 def _make_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return the rows of input, cell and output gate; both biases of a gate are one."""
+    """Return one of our tensors; those of the LSTM lose the forget gate's rows, and their two biases are added up.
+
+    The LSTM starts from zeros at every position, so its forget gate has nothing to forget.
+    """
     tensor = load_or_zeros(head, name, size)
     if not name.startswith("gates.") or name not in head.names:
         return tensor
@@ -71,13 +74,16 @@ def _make_tensor(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
         recurrent = head.names[name].replace("_ih_", "_hh_")
         if recurrent in head.tensors.stored:
             tensor = tensor + _load_recurrent_bias(head, recurrent, tensor.shape)
-    # in the order of torch
+    # torch's order: input, forget, cell, output
     input_gate, _, cell_gate, output_gate = tensor.chunk(4)
     return torch.cat([input_gate, cell_gate, output_gate])
 
 
 def _load_recurrent_bias(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return the second bias of a gate, which has no name here and which no other check has seen."""
+    """Return torch's second bias of the gates (`bias_hh`); its dtype and size are checked here.
+
+    The usual check goes by our names, and this tensor has none.
+    """
     bias = head.tensors.load(name)
     is_plain = bias.is_floating_point() and bias.itemsize >= 2
     if bias.shape != size or not is_plain:
@@ -96,15 +102,15 @@ FALCON_HEADS = Network(
     read_settings=_read_falcon,
     spellings=(("Bestpay-inc/Falcon", {**GATES, **keep_names("layers.0.*", EMBEDDING)}),),
     prefixes=(),
-    spare={**ROTARY, r"lstm\.(weight|bias)_hh_l[01]": "the LSTM has no state that it could read"},
-    size_of=_size_with_forget_gate,
+    ignored={**ROTARY, r"lstm\.(weight|bias)_hh_l[01]": "the LSTM has no state that it could read"},
+    stored_size=_size_with_forget_gate,
     may_lack=_may_lack,
     make_tensor=_make_tensor,
 )
 
 
 def write_falcon(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-    """Return Falcon's network as its authors' code names it."""
+    """Return a FALCON head as its authors' code reads it, with the LSTM's fourth gate and its recurrent weights."""
     check_family(drafter, target_config, ("llama", "qwen2"), engine)
     tensors = {EMBEDDING: embedding_of(drafter, engine)}
     for name, tensor in tensors_of(drafter).items():
@@ -112,15 +118,15 @@ def write_falcon(drafter: TrainableDrafter, target_config: TargetConfig, engine:
             tensors[name] = tensor
             continue
         input_gate, cell_gate, output_gate = tensor.chunk(3)
-        # from a state of zeros neither the forget gate nor the recurrent weights matter
+        # neither the forget gate nor the recurrent weights matter, as the LSTM always starts from a state of zeros
         forget_gate = torch.zeros_like(input_gate)
-        read = torch.cat([input_gate, forget_gate, cell_gate, output_gate])
-        # [4 H, H], or of a bias [4 H]
-        recurrent = torch.zeros_like(read)
-        if read.ndim == 2:
-            recurrent = read.new_zeros(len(read), len(input_gate))
-        (theirs,) = rename_tensors({name: read}, GATES)
-        tensors[theirs] = read
+        gates = torch.cat([input_gate, forget_gate, cell_gate, output_gate])
+        # [4 H, H] for weights, [4 H] for a bias
+        recurrent = torch.zeros_like(gates)
+        if gates.ndim == 2:
+            recurrent = gates.new_zeros(len(gates), len(input_gate))
+        (theirs,) = rename_tensors({name: gates}, GATES)
+        tensors[theirs] = gates
         tensors[theirs.replace("_ih_", "_hh_")] = recurrent
     more = {"architectures": ["LlamaForCausalLM"], "bias": True, "k_mask": drafter.settings.k}
     return Layout(llama_config(drafter, target_config, **more), tensors, file="pytorch_model.bin")

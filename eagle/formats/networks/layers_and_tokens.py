@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from eagle.formats.reading import faults
-from eagle.formats.reading.faults import FoundFault, find
+from eagle.formats.reading.faults import FoundFault, report
 from eagle.formats.reading.head_folder import HeadFolder
 
 SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")  # of EAGLE-3's network
-# most engines call the block so, and all of them know it by that name
+# our name of EAGLE-3's block, and the usual name, which all engines know
 MIDLAYER_NAMES = {"layers.0.*": "midlayer.*"}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MIN_VOCAB = 16  # tokens of a draft vocabulary, below which chance may look like ids
@@ -25,9 +25,16 @@ MIN_VOCAB = 16  # tokens of a draft vocabulary, below which chance may look like
 def choose_taps(
     head: HeadFolder, requested: tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the layers whose inputs a head reads, with notes; two statements in its config must agree."""
+    """Return the layers whose inputs the head reads, with notes; ValueError if they are unknown or cannot be right.
+
+    The user's choice comes first, then the config, whose two keys must agree, then what engines take by default.
+
+    Args:
+        head: The checkpoint.
+        requested: The layers that the user names, if any.
+    """
     layers = head.target.layers if head.target else None
-    # what the config says, by its two keys
+    # what the config says: at the top as inputs, in eagle_config as outputs, one less
     explicit = {}
     if head.inputs is not None:
         explicit[LAYER_IDS] = head.inputs
@@ -62,18 +69,27 @@ def choose_taps(
 
 
 def usual_layers(layers: int) -> tuple[int, int, int]:
-    """Return the layers whose inputs EAGLE-3's own code reads, and engines where nothing else is said."""
+    """Return the layers whose inputs EAGLE-3's authors read, and engines too where a config does not name them.
+
+    Args:
+        layers: The number of the target's layers.
+    """
     return 2, layers // 2, layers - 3
 
 
 def _check_taps(taps: tuple[int, ...], count: int, layers: int | None) -> None:
-    """Refuse taps that are not as many as the head reads, or not of this target."""
+    """Refuse taps that are not as many as the head reads, or not layers of this target.
+
+    Args:
+        taps: The layers whose inputs are read; -1 is the state after the last layer.
+        count: The number of layers that the head's `fc` reads.
+        layers: The number of the target's layers; None if there is no target to compare with.
+    """
     end = max(taps, default=0) + 1
     valid = ""
     if layers is not None:
         end = layers
         valid = f" of 0 to {layers - 1}, the inputs of the layers of this target"
-    # -1 is the state after the last layer
     if (
         len(taps) != count
         or len(set(taps)) != len(taps)
@@ -84,8 +100,8 @@ def _check_taps(taps: tuple[int, ...], count: int, layers: int | None) -> None:
 
 
 def find_wrong_ids(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield layer ids that contradict each other, the tensors or the target."""
-    # outer ones count inputs, inner ones outputs
+    """Yield a fault for layer ids that are missing, or that contradict each other, the tensors or the target."""
+    # ids at the top of the config count inputs of layers, those in eagle_config outputs
     inputs = head.inputs
     by_outputs = head.inputs_by_outputs
     target = head.target
@@ -93,68 +109,68 @@ def find_wrong_ids(head: HeadFolder) -> Iterator[FoundFault]:
         same = ""
         if inputs == head.outputs:
             same = " (they are the same numbers, but the inner ones count outputs)"
-        yield find(faults.IDS_DISAGREE, inputs=inputs, outputs=head.outputs, same=same)
+        yield report(faults.IDS_DISAGREE, inputs=inputs, outputs=head.outputs, same=same)
     ids = inputs or by_outputs
     if not ids:
-        yield find(faults.NO_IDS)
+        yield report(faults.NO_IDS)
         if target and len(set(usual_layers(target.layers))) < 3:
-            yield find(faults.USUAL_IDS, layers=target.layers)
+            yield report(faults.USUAL_IDS, layers=target.layers)
         return
     if len(ids) != head.tap_count or len(set(ids)) != len(ids):
-        yield find(faults.IDS_COUNT, ids=ids, count=head.tap_count)
+        yield report(faults.IDS_COUNT, ids=ids, count=head.tap_count)
     if list(ids) != sorted(ids):
-        yield find(faults.IDS_UNSORTED, ids=ids)
+        yield report(faults.IDS_UNSORTED, ids=ids)
     if target and not all(-1 <= layer < target.layers for layer in ids):
-        yield find(faults.IDS_OUTSIDE, ids=ids, layers=target.layers, last=target.layers - 1)
+        yield report(faults.IDS_OUTSIDE, ids=ids, layers=target.layers, last=target.layers - 1)
 
 
 # -- tokens: `d2t`, offsets, and `t2d`, a mask ------------------------------------------------------------------------
 
 
 def find_wrong_vocabulary(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield the faults of `d2t` and `t2d`."""
+    """Yield the faults of the draft vocabulary: `d2t` (offsets of the draft tokens) and `t2d` (a mask of them)."""
     entry = head.entry("d2t")
     vocab_size = head.shape["vocab_size"]
     if entry is None or entry.shape != (head.draft_vocab_size,) or entry.dtype.is_floating_point:
-        return  # which is a problem of its own
+        return  # reported already as a missing or wrong tensor
     offsets = head.load("d2t").long()  # [D]
     if head.draft_vocab_size == vocab_size:
-        yield find(faults.FULL_D2T, fatal=not head.has_block("midlayer."))
+        yield report(faults.FULL_D2T, fatal=not head.has_block("midlayer."))
         if bool(offsets.any()):
-            yield find(faults.FULL_D2T_NOT_ZERO)
+            yield report(faults.FULL_D2T_NOT_ZERO)
         return
-    # ids instead of offsets are the usual mistake
+    # the usual mistake is to write token ids in place of offsets
     tokens, reason = read_draft_tokens(offsets, vocab_size)
     if tokens is None:
-        yield find(faults.NO_OFFSETS, why=reason)
+        yield report(faults.NO_OFFSETS, why=reason)
         return
     if not bool((tokens.diff() > 0).all()):
-        yield find(faults.D2T_UNSORTED)
+        yield report(faults.D2T_UNSORTED)
     mask = head.entry("t2d")
     if mask is not None and mask.shape == (vocab_size,):
         yield from _find_wrong_mask(head.load("t2d").bool(), tokens, offsets)
 
 
 def _find_wrong_mask(mask: Tensor, tokens: Tensor, offsets: Tensor) -> Iterator[FoundFault]:
-    """Yield that `t2d` [V] marks other tokens [D] than the offsets [D] lead to."""
+    """Yield a fault if the mask `t2d` [V] does not mark exactly the tokens [D] that the offsets [D] lead to."""
     if bool(mask[tokens].all()) and int(mask.sum()) == len(tokens):
         return
-    # offsets that are all marked themselves may be ids
+    # if `t2d` marks the offsets themselves, they are probably token ids
     reason = ""
     if bool(((offsets >= 0) & (offsets < len(mask))).all()) and bool(mask[offsets].all()):
         reason = ": d2t holds token ids, expected offsets"
-    yield find(faults.OTHER_T2D, ids=reason)
+    yield report(faults.OTHER_T2D, ids=reason)
 
 
 def check_draft_vocab(head: HeadFolder) -> list[str]:
-    """Refuse a draft vocabulary whose `d2t` holds no offsets, or whose `t2d` marks other tokens; else return notes."""
+    """Refuse a draft vocabulary whose `d2t` and `t2d` cannot be right; else return notes on what is left out."""
     vocab_size = head.shape["vocab_size"]
     if head.draft_vocab_size == vocab_size:
         if "d2t" in head.names and bool(head.load("d2t").any()):
             raise ValueError(
                 "d2t is not zero though the head says all tokens: correct draft_vocab_size, or leave it out"
             )
-        # without a draft vocabulary both say nothing
+        # both are superfluous if every token can be drafted
         return [
             f"{name} is left out: the head says all tokens"
             for name in ("d2t", "t2d")
@@ -178,9 +194,15 @@ def mark_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def read_draft_tokens(d2t: Tensor, vocab_size: int) -> tuple[Tensor | None, str]:
-    """Return the tokens [D] given by offsets, or None and the reason why they cannot be offsets."""
+    """Return the ids [D] of the draft tokens by their offsets, and ""; or None, and why they cannot be offsets.
+
+    Args:
+        d2t: [D], the offset of each draft token: its id less its index.
+        vocab_size: V.
+    """
     tokens = d2t + torch.arange(len(d2t))
-    # ids rise at every position; offsets stay where two tokens that follow each other are both said, as some always are
+    # token ids rise at every index. Offsets are equal for two draft tokens with consecutive ids, and any draft
+    # vocabulary has such.
     rises = bool((d2t.diff() > 0).all())
     if (
         len(d2t) >= MIN_VOCAB

@@ -24,7 +24,7 @@ from eagle.formats.layout import (
 from eagle.formats.networks.network import ROTARY, Network, rename_tensors, usual_shape
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import USUAL_THETA, short
-from eagle.formats.reading.faults import FoundFault, find
+from eagle.formats.reading.faults import FoundFault, report
 from eagle.formats.reading.head_folder import (
     EMBEDDING,
     OUTPUT,
@@ -42,7 +42,15 @@ SPECULATOR = "mlp_speculator"
 
 
 def _count_levels(head: HeadFolder, levels: int | None, layers: int | None) -> Config:
-    """Return levels, and blocks of each, by the file; published configs say two heads where there are five."""
+    """Return the settings `levels` and `layers` (blocks of each level), counted in the file.
+
+    Published configs say two heads where the file holds five, so the file decides.
+
+    Args:
+        head: The checkpoint.
+        levels: The number of levels by the config, if it says one.
+        layers: The number of blocks of each level by the config, if it says one.
+    """
     return {
         "levels": compare_count(head, levels, count_indices(head, r"blocks\.(\d+)"), "heads"),
         "layers": compare_count(
@@ -52,9 +60,15 @@ def _count_levels(head: HeadFolder, levels: int | None, layers: int | None) -> C
 
 
 def _refuse_blocks_that_differ(tensors: Mapping[str, Tensor], first: int, engine: str) -> None:
-    """Refuse different residual blocks where the published code runs one block, the first, again and again."""
+    """Refuse a head whose residual blocks differ: the published code runs one block of a level again and again.
+
+    Args:
+        tensors: The head's tensors, by our names.
+        first: The index of the block that is repeated, in each level.
+        engine: The engine's name, for the message.
+    """
     for name, tensor in tensors.items():
-        # level, block, weight or bias
+        # groups: level, block, weight or bias
         block = re.fullmatch(r"blocks\.(\d+)\.(\d+)\.(weight|bias)", name)
         if block and int(block[2]) > first:
             shared = tensors[f"blocks.{block[1]}.{first}.{block[3]}"]
@@ -67,7 +81,7 @@ def _refuse_blocks_that_differ(tensors: Mapping[str, Tensor], first: int, engine
 
 # -- Medusa: residual blocks and an LM head a level -------------------------------------------------------------------
 
-# both in one row
+# the LM head of a level is the last module of its list, after {layers} blocks
 MEDUSA_AUTHORS = {
     "blocks.#.#.*": "#.#.linear.*",
     "heads.#.weight": "#.{layers}.weight",
@@ -91,17 +105,17 @@ MEDUSA_MODELOPT = (
 
 
 def _read_medusa(head: HeadFolder) -> Config:
-    """Return levels and blocks by the file, and whether each level has an LM head of its own."""
+    """Return a Medusa head's settings: levels and blocks by the file, and whose LM head the levels use."""
     keys = head.keys
     nested = keys.section("medusa")
-    # the first that is given: authors, others, ModelOpt
+    # three names of one key: the authors', another project's, ModelOpt's; the first that is given counts
     levels = [
         keys.read("medusa_num_heads"),
         keys.read("num_heads"),
         nested.read("num_medusa_heads"),
     ]
     layers = [keys.read("medusa_num_layers"), nested.read("num_medusa_layers")]
-    keys.taken |= {
+    keys.handled |= {
         "version",
         "base_model_name_or_path",
         "medusa_fc_bias",
@@ -123,7 +137,7 @@ def _read_medusa(head: HeadFolder) -> Config:
             "it drafts some tokens of the vocabulary alone (token_map), which no Medusa head here can"
         )
     if shares and "heads.0.weight" in head.names:
-        # vLLM's layout has the target's LM head there
+        # in vLLM's layout this is a copy of the target's LM head, which all levels use
         head.names[OUTPUT] = head.names.pop("heads.0.weight")
     read_dimensions(head, "blocks.0.0.weight", OUTPUT if shares else "heads.0.weight")
     counts = _count_levels(head, next(filter(None, levels), None), next(filter(None, layers), None))
@@ -135,23 +149,24 @@ def _biases_of_blocks(head: HeadFolder) -> list[str]:
 
 
 def _may_medusa_lack(head: HeadFolder, name: str) -> str:
-    """Return why biases may be absent, all of them: vLLM's heads have none unless their config says so."""
+    """Return why a bias may be absent, if all of them are: vLLM's heads have none unless their config says so."""
     is_optional = name.endswith(".bias") and not _biases_of_blocks(head)
     return "no biases: zeros, which change nothing" if is_optional else ""
 
 
 def _find_medusa_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield biases that vLLM would not load, and counts that it would read instead of its own."""
+    """Yield biases that vLLM would not load, and keys of the config that it would take for numbers of Medusa heads."""
+    # vLLM loads no other layout, where a fault would only matter after an export
     is_served = head.layout == "vLLM"
     if _biases_of_blocks(head) and head.config.get("medusa_fc_bias") is not True:
-        yield find(faults.MEDUSA_BIAS, fatal=is_served)
-    # vLLM finds its counts by these words in a key
-    its_own = {"medusa_num_heads", "medusa_num_layers", "num_heads"}
+        yield report(faults.MEDUSA_BIAS, fatal=is_served)
+    # vLLM takes any key with these words for one of its own
+    vllm_keys = {"medusa_num_heads", "medusa_num_layers", "num_heads"}
     taken_for_counts = [
-        key for key in head.config if re.search("num.*(heads|layers)", key) and key not in its_own
+        key for key in head.config if re.search("num.*(heads|layers)", key) and key not in vllm_keys
     ]
     if taken_for_counts:
-        yield find(
+        yield report(
             faults.MEDUSA_COUNTS,
             fatal=is_served,
             keys=", ".join(map(ascii, taken_for_counts))[:200],
@@ -163,8 +178,8 @@ MEDUSA_HEADS = Network(
     method=MEDUSA,
     methods=(MEDUSA,),
     tensors=r"(medusa_heads?|lm_heads|blocks\.\d+\.layers)\.|\d+\.\d+\.(linear\.)?(weight|bias)$",
-    words="medusa",
-    keys=("medusa_num_heads", "medusa_num_layers"),
+    type_words="medusa",
+    config_keys=("medusa_num_heads", "medusa_num_layers"),
     read_settings=_read_medusa,
     spellings=(
         ("FasterDecoding/Medusa", MEDUSA_AUTHORS),
@@ -172,7 +187,7 @@ MEDUSA_HEADS = Network(
         *(("ModelOpt", names) for names in MEDUSA_MODELOPT),
     ),
     prefixes=(),
-    spare={r"model\..*": "they are the target's own"},
+    ignored={r"model\..*": "they are the target's own"},
     has_block=False,
     may_lack=_may_medusa_lack,
     find_faults=_find_medusa_faults,
@@ -182,27 +197,31 @@ MEDUSA_HEADS = Network(
 def write_vllm_medusa(
     drafter: TrainableDrafter, target_config: TargetConfig, engine: str
 ) -> Layout:
-    """Return Medusa's heads for vLLM, which drafts the likeliest token of each, whatever scales or caps the logits."""
+    """Return Medusa's heads for vLLM.
+
+    It drafts the likeliest token of each level, so a scale or a cap of the target's logits makes no difference.
+    """
     settings = drafter.settings
     shares = settings.lm_head == "target"
     tensors = rename_tensors(tensors_of(drafter), MEDUSA_VLLM)
+    # with `original_lm_head` vLLM uses the first LM head for all levels
     if shares:
         tensors["lm_heads.0.weight"] = output_of(drafter, engine, "train with drafter.lm_head=own")
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         **base_config(drafter),
-        # of any key with "num" and "heads" or "layers" in it vLLM makes one of these two
+        # no other key may have "num" and "heads" or "layers" in it: vLLM would take it for one of these two
         "medusa_num_heads": settings.levels,
         "medusa_num_layers": settings.layers,
         "medusa_fc_bias": True,
         "original_lm_head": shares,
     }
-    return Layout(config, tensors, deepest=settings.levels)
+    return Layout(config, tensors, max_depth=settings.levels)
 
 
 def write_medusa(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-    """Return Medusa's heads as their authors' code names them."""
+    """Return Medusa's heads as their authors' code (FasterDecoding/Medusa) reads them."""
     settings = drafter.settings
     tensors = tensors_of(drafter)
     check_family(drafter, target_config, ("llama", "mistral"), engine)
@@ -214,10 +233,11 @@ def write_medusa(drafter: TrainableDrafter, target_config: TargetConfig, engine:
         "medusa_num_layers": settings.layers,
         "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
     }
-    if settings.lm_head == "target":  # instead of LM heads of their own
+    # to that code version 2 means that all levels use the target's LM head
+    if settings.lm_head == "target":
         config["version"] = "2"
     tensors = rename_tensors(tensors, MEDUSA_AUTHORS, layers=settings.layers)
-    return Layout(config, tensors, file="medusa_lm_head.pt", deepest=settings.levels)
+    return Layout(config, tensors, file="medusa_lm_head.pt", max_depth=settings.levels)
 
 
 # -- Hydra: heads that read the drafted tokens, after a prefix layer or without one -----------------------------------
@@ -249,17 +269,20 @@ def _renumber_blocks(name: str, renumber: Callable[[int], int]) -> str:
 
 
 def _rename_hydra(head: HeadFolder, name: str, ours: str) -> str:
-    """Return our name: with a prefix layer each block stands after a dropout, which has a number too."""
+    """Return our name. With a prefix layer Hydra's lists have a dropout before each block, so block i is 2 i + 1."""
     if _has_prefix(head) and re.match(r"blocks\.\d+\.\d*[13579]\.", ours):
         return _renumber_blocks(ours, lambda number: number // 2)
     return ours
 
 
 def _read_hydra(head: HeadFolder) -> Config:
-    """Return the settings of heads that read the drafted tokens before the one they predict, and the target's state."""
+    """Return a Hydra head's settings: levels and blocks by the file, and whether it has a prefix layer.
+
+    A level reads the target's state and the tokens drafted before it. Heads of any other kind become problems.
+    """
     keys = head.keys
     prefix = _has_prefix(head)
-    keys.taken |= {"base_model_name_or_path", "hidden_state_offset"}
+    keys.handled |= {"base_model_name_or_path", "hidden_state_offset"}
     arch = keys.read("hydra_head_arch")
     offset = keys.values.get("hidden_state_offset")
     if arch not in (None, "prefix-mlp" if prefix else "mlp"):
@@ -283,6 +306,7 @@ def _read_hydra(head: HeadFolder) -> Config:
             "Name the target with --target",
             fatal=False,
         )
+    # the authors' code runs the second block of a level again for all later ones, which training here would let differ
     layers = count_indices(head, r"blocks\.\d+\.(\d+)")
     if layers > 2:
         head.notes.append(
@@ -295,7 +319,7 @@ def _read_hydra(head: HeadFolder) -> Config:
 
 
 def _hydra_shape(head: HeadFolder) -> Any:
-    """Return the target's sizes, but for the base of its rotary positions, which that code never looked at."""
+    """Return the target's sizes, with the usual rope_theta: Hydra's code has it in its prefix layer for any target."""
     shape = usual_shape(head)
     if head.settings["prefix"] and shape.rope_parameters["rope_theta"] != USUAL_THETA:
         head.note_once(f"rope_theta of the prefix layer: {USUAL_THETA:g} for every target there")
@@ -308,12 +332,12 @@ HYDRA_HEADS = Network(
     method=HYDRA,
     methods=(HYDRA,),
     tensors=r"(hydra_mlp|hydra_lm_head|prefix_embeding_layer)\.",
-    words="hydra",
-    keys=("hydra_num_heads",),
+    type_words="hydra",
+    config_keys=("hydra_num_heads",),
     read_settings=_read_hydra,
     spellings=(("zankner/Hydra", HYDRA_PREFIXED), ("zankner/Hydra", HYDRA_PLAIN)),
     prefixes=(),
-    spare={**ROTARY, r"prefix_embeding_layer\.embed_tokens\.weight": "their code never reads it"},
+    ignored={**ROTARY, r"prefix_embeding_layer\.embed_tokens\.weight": "their code never reads it"},
     has_block=False,
     rotates=False,  # by its config: the prefix layer has one theta for every target
     rename=_rename_hydra,
@@ -322,12 +346,12 @@ HYDRA_HEADS = Network(
 
 
 def write_hydra(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-    """Return Hydra's heads as their authors' code names them; it takes the embedding from the target, and sizes too."""
+    """Return Hydra's heads as their authors' code reads them, which takes embedding and sizes from the target."""
     settings = drafter.settings
     tensors = tensors_of(drafter)
     check_family(drafter, target_config, ("llama",), engine)
     _refuse_blocks_that_differ(tensors, 1, engine)
-    # its own modelling file reads no theta from a config
+    # that code has its own Llama, which reads no rope_theta from a config
     theta = drafter.shape.rope_parameters["rope_theta"]
     names = HYDRA_PLAIN
     if settings.prefix:
@@ -337,6 +361,7 @@ def write_hydra(drafter: TrainableDrafter, target_config: TargetConfig, engine: 
                 "target: train with drafter.prefix=false"
             )
         names = HYDRA_PREFIXED
+        # each block there comes after a dropout, which has a number too
         tensors = {
             _renumber_blocks(name, lambda number: 2 * number + 1): tensor
             for name, tensor in tensors.items()
@@ -351,7 +376,7 @@ def write_hydra(drafter: TrainableDrafter, target_config: TargetConfig, engine: 
         "base_model_name_or_path": getattr(target_config, "name_or_path", "") or None,
     }
     return Layout(
-        config, rename_tensors(tensors, names), file="hydra_lm_head.pt", deepest=settings.levels
+        config, rename_tensors(tensors, names), file="hydra_lm_head.pt", max_depth=settings.levels
     )
 
 
@@ -361,12 +386,17 @@ WRAPPER = "speculator."  # of the class for transformers
 SPECULATOR_NAMES = {
     f"{module}.#.*": f"{WRAPPER}{module}.#.*" for module in ("emb", "proj", "ln", "head")
 }
-TOP_TOKENS = (5, 4, 3, 2)  # of each level of their trees, and one of any later level
-MAX_LEVELS = 64  # that any head has: a config may say anything
+# tokens that their trees take from the first four levels; from later levels they take one
+TOP_TOKENS = (5, 4, 3, 2)
+MAX_LEVELS = 64  # more than any head has: a config of unknown origin may name any number
 
 
 def _is_tied(head: HeadFolder) -> bool:
-    """Return whether levels share tensors: as the config says, else where a file holds fewer than it has levels."""
+    """Return whether the levels share tensors, as the config's `tie_weights` says, else by the tensors.
+
+    Without ties each level has an embedding, a projection and an LM head. Tied levels have one embedding and one LM
+    head, but two projections.
+    """
     tied = head.keys.read("tie_weights")
     if tied is not None:
         return bool(tied)
@@ -378,7 +408,7 @@ def _is_tied(head: HeadFolder) -> bool:
 
 
 def _rename_speculator(head: HeadFolder, name: str, ours: str) -> str:
-    """Return our name: of several tied tensors one, under the first level that has it."""
+    """Return our name; tied levels hold the same tensor several times, which all get the name of the first of them."""
     if not _is_tied(head):
         return ours
     module, level, kind = ours.split(".", 2)
@@ -388,10 +418,10 @@ def _rename_speculator(head: HeadFolder, name: str, ours: str) -> str:
 
 
 def _read_speculator(head: HeadFolder) -> Config:
-    """Return the settings; sizes are those of the tensors, whether the state is scaled stands in the config alone."""
+    """Return an MLP speculator's settings: sizes by its tensors, and by its config whether the state is scaled."""
     keys = head.keys
     tied = _is_tied(head)
-    keys.taken |= {
+    keys.handled |= {
         "top_k_tokens_per_head",
         "n_candidates",
         "num_lookahead_tokens",
@@ -406,7 +436,8 @@ def _read_speculator(head: HeadFolder) -> Config:
         inner_dim = 1
     compare_size(head, "emb_dim", keys.values.get("emb_dim"), width)
     expected = keys.values.get("inner_dim")
-    if expected == 0:  # which says that it is the width
+    # to that code 0 means the width
+    if expected == 0:
         expected = width
     compare_size(head, "inner_dim", expected, inner_dim)
     if n_predict is not None and n_predict > MAX_LEVELS:
@@ -414,16 +445,16 @@ def _read_speculator(head: HeadFolder) -> Config:
             f"config.json: n_predict is {n_predict}, expected at most {MAX_LEVELS}", "Correct it"
         )
         n_predict = None
-    # by the names in the file, for of tied tensors one has our name
+    # count the file's names: only one of several tied tensors has a name of ours
     numbers = (re.search(r"(?:emb|head|ln|proj)\.(\d+)\.", name) for name in head.tensors.stored)
     levels = len({number[1] for number in numbers if number})
-    # no tensor tells the first, and tensors the second only by their number
+    # note the defaults: nothing but the config tells the first, and only the number of tensors the second
     for name, default in {"scale_input": False, "tie_weights": tied}.items():
         if keys.read(name) is None:
             head.notes.append(f"no {name}: {str(default).lower()}")
     if not tied:
         levels = compare_count(head, n_predict, levels, "levels")
-    elif n_predict:  # any number, for the file holds one of each tensor
+    elif n_predict:  # tied levels need no tensors, so that the config may say any number
         levels = n_predict
     return {
         "levels": levels,
@@ -438,20 +469,23 @@ SPECULATOR_HEADS = Network(
     method=SPECULATOR,
     methods=(SPECULATOR,),
     tensors=r"(speculator\.)?(emb|proj|ln|head)\.\d+\.(weight|bias)$",
-    words="mlp_?speculator",
-    keys=("top_k_tokens_per_head",),
-    common=("n_predict",),
+    type_words="mlp_?speculator",
+    config_keys=("top_k_tokens_per_head",),
+    ambiguous_keys=("n_predict",),
     read_settings=_read_speculator,
     spellings=(("fms-extras", SPECULATOR_NAMES),),
     prefixes=(WRAPPER,),
-    spare={},
+    ignored={},
     has_block=False,
     rename=_rename_speculator,
 )
 
 
 def write_speculator(drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-    """Return an MLP speculator for fms-extras; what levels share is written for each, as some readers ask for all."""
+    """Return an MLP speculator for fms-extras, with every tensor for every level, as some readers expect it.
+
+    Levels that share tensors get copies of them.
+    """
     settings = drafter.settings
     tensors = tensors_of(drafter)
     untied = _untie(tensors, settings.levels)
@@ -469,11 +503,11 @@ def write_speculator(drafter: TrainableDrafter, target_config: TargetConfig, eng
         "scale_input": bool(settings.scale_input),
         "torch_dtype": str(tensors["ln.0.weight"].dtype).removeprefix("torch."),
     }
-    return Layout(config, rename_tensors(untied, SPECULATOR_NAMES), deepest=settings.levels)
+    return Layout(config, rename_tensors(untied, SPECULATOR_NAMES), max_depth=settings.levels)
 
 
 def _untie(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
-    """Return a copy for each level of what it shares with an earlier one."""
+    """Return the tensors of all levels, with a copy of each tensor that a level shares with an earlier level."""
     untied = {}
     for name in tensors:
         module, first, kind = name.split(".")
@@ -481,7 +515,7 @@ def _untie(tensors: Mapping[str, Tensor], levels: int) -> dict[str, Tensor]:
             continue
         nearest = tensors[name]
         for level in range(levels):
-            # a level without a tensor shares that of the nearest earlier one
+            # a level without its own tensor shares that of the nearest earlier level
             nearest = tensors.get(f"{module}.{level}.{kind}", nearest)
             untied[f"{module}.{level}.{kind}"] = nearest.clone()
     return untied

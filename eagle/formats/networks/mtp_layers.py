@@ -48,24 +48,21 @@ MIMO_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     OUTPUT: OUTPUT,
 }
-# whose norms multiply with the weight as it is
-PLAIN_FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mimo",
-)
+# families whose norms multiply by the weight, not by 1 + weight
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 
 
 def _find_numbers(head: HeadFolder, pattern: str) -> list[str]:
-    """Return the numbers of layers in the names of tensors."""
+    """Return the number that the pattern's group matches in each tensor's name in the file, such as a layer's."""
     matches = (re.search(pattern, name) for name in head.tensors.stored)
     return [match[1] for match in matches if match]
 
 
 def _layer_of_head(head: HeadFolder) -> str:
-    """Return the number of the layer with a projection of token and state; without such, of the only layer."""
+    """Return the number of the MTP layer in a model's list of layers; "none" if it cannot be told.
+
+    It is the layer with a projection of token and state (eh_proj), or else the only layer in the file.
+    """
     with_projection = _find_numbers(head, r"layers\.(\d+)\.eh_proj\.weight$")
     if with_projection:
         return with_projection[0]
@@ -76,8 +73,8 @@ def _layer_of_head(head: HeadFolder) -> str:
 
 
 def _rename(head: HeadFolder, name: str, ours: str) -> str | None:
-    """Return our name; None for what belongs to another layer of the model."""
-    # found once, for a whole model has many tensors
+    """Return our name; None for a tensor of another layer, as the file may hold the whole model."""
+    # looked up once, as a whole model has many tensors
     head.layer_number = head.layer_number or _layer_of_head(head)
     layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
     if layer and layer[1] != head.layer_number:
@@ -86,7 +83,10 @@ def _rename(head: HeadFolder, name: str, ours: str) -> str | None:
 
 
 def _read_mtp(head: HeadFolder) -> Config:
-    """Return in which order the projection reads state and token, which is the family's."""
+    """Return an MTP layer's setting `hidden_first`: whether its projection reads the state before the token, as MiMo's.
+
+    Whatever the layer has that heads here do not becomes a problem.
+    """
     keys, block, _ = head.sections
     if "speculators_model_type" in head.config:
         head.layout = SPECULATORS
@@ -107,12 +107,13 @@ def _read_mtp(head: HeadFolder) -> Config:
         "quantization_config": bool(keys.values.get("quantization_config")),
     }
     head.refuse(refused, "block")
-    # of a whole model, whose other keys do not matter to this layer
+    # the config is that of the whole model: its other keys do not matter to this layer
     for section in (keys, block):
-        section.taken |= section.values.keys()
+        section.handled |= section.values.keys()
     if "num_nextn_predict_layers" in head.config:
         count = keys.read("num_hidden_layers")
-        if count != 1:  # one layer is the head's own
+        # a count of 1 is that of the head alone, any other that of its target
+        if count != 1:
             head.target_layers = count
     head.overrides = {
         "qk_norm": "layers.0.self_attn.q_norm.weight" in head.names,
@@ -126,33 +127,37 @@ MTP_HEADS = Network(
     method=MTP,
     methods=(MTP,),
     tensors=r"(layers\.\d+\.|mtp\.)?(eh_proj|enorm|hnorm|shared_head)\b|(mtp|mtp_layers|mtp_block)\.",
-    words="mtp",
-    common=("num_nextn_predict_layers", "mtp_num_hidden_layers"),
+    type_words="mtp",
+    ambiguous_keys=("num_nextn_predict_layers", "mtp_num_hidden_layers"),
     read_settings=_read_mtp,
     spellings=((MIMO, MIMO_NAMES), (DEEPSEEK, DEEPSEEK_NAMES)),
-    spare={**ROTARY, r"(model\.)?(layers\..*|norm\.weight)": "it is the target's own"},
+    ignored={**ROTARY, r"(model\.)?(layers\..*|norm\.weight)": "it is the target's own"},
     rename=_rename,
 )
 
 
 @dataclass(frozen=True)
 class MtpLayout(NetworkLayout):
-    """How one family names the layer after its last one."""
+    """How one family of models names its MTP layer, which follows the model's last layer."""
 
-    names: Spelling = field(default_factory=dict)  # patterns of ours, and what they become
-    hidden_first: bool = False  # in which order its projection reads state and token
-    biased: bool = False  # whether queries, keys and values have biases there
-    families: tuple[str, ...] = ()  # of targets beside which it is read; none for any
+    names: Spelling = field(default_factory=dict)  # patterns of our names, and the family's
+    hidden_first: bool = False  # whether its projection reads the state before the token
+    biased: bool = False  # whether its queries, keys and values have biases
+    families: tuple[str, ...] = ()  # model types of targets that it can be read with; empty for any
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:
-        """Return the target's config with one such layer."""
+        """Return the head as the MTP layer of its target: the target's config, and the layer's tensors.
+
+        They include copies of the target's embedding and LM head.
+        """
         self._check(drafter, target_config, engine)
         tensors = tensors_of(drafter)
         if drafter.settings.hidden_first != self.hidden_first:
-            # [H, 2 H], half for the state and half for the token
+            # [H, 2 H]: one half reads the state and the other the token; put them in the family's order
             first, second = tensors["eh_proj.weight"].chunk(2, dim=1)
             tensors["eh_proj.weight"] = torch.cat([second, first], dim=1)
-        if self.biased:  # a bias of zeros changes nothing
+        # the family's code expects biases, and zeros change nothing
+        if self.biased:
             for projection in ("q_proj", "k_proj", "v_proj"):
                 weight = tensors[f"layers.0.self_attn.{projection}.weight"]
                 tensors.setdefault(
@@ -168,8 +173,8 @@ class MtpLayout(NetworkLayout):
         return Layout({**target_config.to_dict(), **more}, renamed, self.serve)
 
     def _check(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> None:
-        """Raise ValueError for settings that the family's code does not support."""
-        # engines read the layer among the tensors of its own family
+        """Raise ValueError for a target or a head that the family's code does not support."""
+        # engines look for the layer among the tensors of a target of its own family
         if self.families and target_config.model_type not in self.families:
             raise ValueError(
                 f"{engine}: the target is a {target_config.model_type}, and such a layer is read there in the files of "

@@ -38,8 +38,10 @@ from eagle.recipe import parse_section
 ROTARY = {r"(.*\.)?(inv_freq|cos_cached|sin_cached)": "follows from the rotary parameters"}
 INDICES = ("d2t", "t2d")  # tensors that hold no weights
 COPY_BOTH = "Correct config.json, or copy both files again"
+# tensors of the target, by our names, and how their names end in the target's own files
 BORROWED = {EMBEDDING: EMBEDDINGS, OUTPUT: LM_HEADS}
-Spelling = Mapping[str, str]  # our names and another tool's
+# patterns of our tensor names, and what another tool calls such tensors
+Spelling = Mapping[str, str]
 Size = tuple[int, ...]
 
 
@@ -47,16 +49,23 @@ Size = tuple[int, ...]
 
 
 def keep_name(head: HeadFolder, name: str, ours: str) -> str | None:
-    """Return our name of a tensor, as its spelling gave it; other networks return None for what is not the head's."""
+    """Return `ours`, the name that the spelling's table gave: the default of `Network.rename`.
+
+    A network's own function may return another name, or None for a tensor that is not the head's.
+    """
     return ours
 
 
 def usual_shape(head: HeadFolder) -> Any:
-    """Return the head's sizes: its config's, or the target's where only width and vocabulary matter."""
+    """Return the config of sizes that the head is built with: the default of `Network.read_shape`.
+
+    `head.shape` holds all sizes of a head with a Llama block. Heads without one (Medusa) have only width and
+    vocabulary there. Nothing computes with their other sizes, which are the target's or placeholders.
+    """
     width = head.shape["hidden_size"]
     if "rope_parameters" in head.shape:
         return head_shape(SimpleNamespace(**head.shape), **head.overrides)
-    # a target whose layers turn in several ways has no one rotary
+    # `rope` is empty for a target whose layers differ in their rotary parameters
     if head.target:
         sizes = {**head.target.config, "rope_parameters": head.target.rope or None}
     else:
@@ -69,31 +78,35 @@ def usual_shape(head: HeadFolder) -> Any:
 
 
 def keep_size(name: str, size: Size) -> Size:
-    """Return the size of the tensor in the file which holds one of ours of this size."""
+    """Return the size that our tensor `name` has in the file, here the same: the default of `Network.stored_size`."""
     return size
 
 
 def lack_nothing(head: HeadFolder, name: str) -> str:
-    """Return why a tensor may be absent from the file; "" if it may not."""
+    """Return why our tensor may be absent from the file, "" if it may not: the default of `Network.may_lack`."""
     return ""
 
 
 def settle_nothing(
     head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
 ) -> list[str]:
-    """Settle for an import what the config leaves open; returns notes on it."""
+    """Decide nothing and return no notes: the default of `Network.settle`.
+
+    A network's own function decides at an import what the config leaves open, changes `head.settings` accordingly
+    and returns notes on it.
+    """
     return []
 
 
 def load_or_zeros(head: HeadFolder, name: str, size: torch.Size) -> Tensor:
-    """Return one of our tensors by the file's; one that may be absent is zeros."""
+    """Return the value of one of our tensors as the file has it; zeros if the file lacks it, as it may."""
     if name not in head.names:
         return torch.zeros(size)
     return head.load(name)
 
 
 def find_no_faults(head: HeadFolder) -> Iterator[FoundFault]:
-    """Yield the faults of this network: settings that engines read differently."""
+    """Yield nothing: the default of `Network.find_faults`, which yields settings that engines read differently."""
     yield from ()
 
 
@@ -103,7 +116,7 @@ def describe_kind(head: HeadFolder) -> str:
 
 
 def list_settings(head: HeadFolder) -> Config:
-    """Return the facts that `inspect` shows."""
+    """Return what `eagle inspect` prints of the head: its settings, width and vocabulary."""
     return {
         **head.settings,
         "width": head.shape["hidden_size"],
@@ -113,41 +126,44 @@ def list_settings(head: HeadFolder) -> Config:
 
 @dataclass(frozen=True)
 class Network:
-    """One method's heads as other tools write them; each fact about their tensors stands in it once."""
+    """How other tools write the heads of one method, as a table.
+
+    Checkpoints are recognised, matched, checked and converted by it, so each fact about their tensors is stated once.
+    """
 
     name: str  # as `inspect` prints it
-    method: str
-    # as a recipe would state them, from tensors and config
+    method: str  # the method of this project that an imported head becomes
+    # returns the settings of the head, as a recipe would state them, from tensors and config
     read_settings: Callable[[HeadFolder], Config]
-    methods: tuple[str, ...] = ()  # of this project whose heads these are
-    # what it is recognised by: any of the four is enough
-    tensors: str = "$^"  # begins the name of one, `model.` taken off
-    # stands in architectures, model_type, speculators_model_type or projector_type
-    words: str = "^$"
-    keys: tuple[str, ...] = ()  # of config.json
-    common: tuple[str, ...] = ()  # keys that a language model may have too
+    methods: tuple[str, ...] = ()  # all methods of this project whose heads have this network
+    # a checkpoint is recognised by any of these four
+    tensors: str = "$^"  # a pattern that the start of some tensor's name matches, without `model.`
+    # a pattern found in architectures, model_type, speculators_model_type or projector_type of the config
+    type_words: str = "^$"
+    config_keys: tuple[str, ...] = ()  # keys of config.json that no other network has
+    ambiguous_keys: tuple[str, ...] = ()  # keys that a language model may have too
     # its tensors
-    spellings: tuple[tuple[str, Spelling], ...] = ()  # by who writes them
-    prefixes: tuple[str, ...] = ("model.",)  # that may stand in front of any name
-    # patterns of what is not needed, and why
-    spare: Mapping[str, str] = field(default_factory=lambda: ROTARY)
-    # of the target, by our names
+    spellings: tuple[tuple[str, Spelling], ...] = ()  # (tool, how it names the tensors)
+    prefixes: tuple[str, ...] = ("model.",)  # some tools write these in front of every name
+    # patterns of tensors that are not needed, and the reason
+    ignored: Mapping[str, str] = field(default_factory=lambda: ROTARY)
+    # the target's tensors, which a head here does not store: our name, and the endings of the target's names for it
     borrowed: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: BORROWED)
-    trains_embedding: bool = False  # whether its copy may differ from the target's
-    # what else may be there, with its sides
+    trains_embedding: bool = False  # whether the head's embedding may differ from the target's
+    # tensors that may be there too: our name, and the sizes of its dimensions by their names in the config
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    remedies: Mapping[str, str] = field(default_factory=dict)  # of missing tensors
+    remedies: Mapping[str, str] = field(default_factory=dict)  # missing tensor -> advice
     # its config
-    has_block: bool = True  # whether the sizes of a Llama block are there
-    rotates: bool = True  # whether the rotary parameters there are those of its attention
-    # whether tensors are compared with its sizes where something else is wrong too
+    has_block: bool = True  # whether it has the sizes of a Llama block
+    rotates: bool = True  # whether its rotary parameters are those of the head's attention
+    # whether the sizes of tensors are checked even after another problem was found
     lists_all: bool = False
-    takes_taps: bool = False  # whether an import may say which layers it reads
+    takes_taps: bool = False  # whether the user of an import may say which layers the head reads
     takes_positions: bool = False  # whether an import takes the target's number of positions
-    # where it differs from most
+    # functions for what differs between networks; the defaults are above
     rename: Callable[[HeadFolder, str, str], str | None] = keep_name
     read_shape: Callable[[HeadFolder], Any] = usual_shape
-    size_of: Callable[[str, Size], Size] = keep_size
+    stored_size: Callable[[str, Size], Size] = keep_size
     may_lack: Callable[[HeadFolder, str], str] = lack_nothing
     settle: Callable[[HeadFolder, tuple[int, ...] | None, str | None], list[str]] = settle_nothing
     make_tensor: Callable[[HeadFolder, str, torch.Size], Tensor] = load_or_zeros
@@ -160,9 +176,12 @@ class Network:
 
 
 def match(network: Network, head: HeadFolder) -> None:
-    """Match each tensor and key of a recognised head; obstacles to an import become problems."""
+    """Fill in the head's tensor names, sizes and settings by its network's table; record all that is wrong.
+
+    Whatever prevents an import becomes an entry of `head.problems`: `inspect` lists them, `convert` raises them.
+    """
     head.method = network.method
-    # a head of this project has our names and its settings as they are
+    # a head of this project has our tensor names, and its config states its settings
     if head.layout == OWN:
         read_own(head)
         # one network may serve several methods
@@ -173,20 +192,28 @@ def match(network: Network, head: HeadFolder) -> None:
             read_sizes(head)
         head.settings = network.read_settings(head)
         compare_copies(head, copies)
+    # a head here uses the target's own embedding and LM head, so copies in the file are compared with these
     for name in sorted(head.names.keys() & network.borrowed.keys()):
-        compare_borrowed(
-            head, name, network.borrowed[name], network.trains_embedding and name == EMBEDDING
-        )
+        may_differ = network.trains_embedding and name == EMBEDDING
+        compare_borrowed(head, name, network.borrowed[name], may_differ)
+    # the config may tell how many layers the head's target has
     if head.target and head.target_layers not in (None, head.target.layers):
         what = f"the head is for a target of {head.target_layers} layers, {head.target.path} has {head.target.layers}"
         head.problem(what, "Name the right target")
     _check_tensors(network, head)
+    # a key that was read twice is listed twice: report it once
     for wrong in dict.fromkeys(head.keys.wrong):
         head.problem(f"config.json: {wrong}", "Correct it by the run that made the head")
 
 
 def _name_tensors(network: Network, head: HeadFolder) -> dict[str, str]:
-    """Set this project's name of each tensor; returns ours of those that stand twice, by theirs."""
+    """Set `head.names` (our name of each tensor -> its name in the file) and `head.layout` (the tool that wrote it).
+
+    Other tensors are noted if the network's table says why they are not needed, and refused if not.
+
+    Returns:
+        The duplicates (name in the file -> our name): tensors whose name of ours an earlier tensor has already.
+    """
     head.names = {}
     copies: dict[str, str] = {}
     left_out: dict[str, list[str]] = {}
@@ -194,14 +221,15 @@ def _name_tensors(network: Network, head: HeadFolder) -> dict[str, str]:
         writer, ours = _find_name(network, head, name)
         if ours is None:
             reasons = (
-                reason for pattern, reason in network.spare.items() if re.fullmatch(pattern, name)
+                reason for pattern, reason in network.ignored.items() if re.fullmatch(pattern, name)
             )
             left_out.setdefault(next(reasons, ""), []).append(name)
         elif ours in head.names:
             copies[name] = ours
         else:
             head.names[ours] = name
-            if ours not in network.borrowed:  # which several writers call alike
+            # several tools give the target's tensors the same names, so these do not tell who wrote the file
+            if ours not in network.borrowed:
                 head.layout = writer
     for reason, names in left_out.items():
         if reason:
@@ -218,17 +246,17 @@ def _find_name(network: Network, head: HeadFolder, name: str) -> tuple[str, str 
         The trainer ("" for none), and this project's name for the tensor (None if there is none).
     """
     bare = _strip(network, name)
-    # the first that fits, even if a later spelling is more specific
+    # the first pattern that fits counts, even if a later one is more specific
     for writer, spelling in network.spellings:
         for ours, theirs in spelling.items():
             parts = match_name(_strip(network, theirs), bare)
             if parts is not None:
                 full_name = fill_name(ours, parts, {})
-                # a tensor of the target's is not renamed: `rename` is for the head's own
+                # `rename` is only for the head's own tensors, not for copies of the target's
                 if full_name in network.borrowed:
                     return writer, full_name
                 return writer, network.rename(head, name, full_name)
-    # some trainers put a copy of the target's LM head beside any network
+    # some trainers add a copy of the target's LM head to any network's tensors
     if name == OUTPUT and OUTPUT in network.borrowed:
         return "", OUTPUT
     return "", None
@@ -242,10 +270,10 @@ def _strip(network: Network, name: str) -> str:
 
 
 def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
-    """Return a head with these settings and sizes, and uninitialised weights."""
+    """Return a head of this project with the checkpoint's settings and sizes; its weights are not the checkpoint's."""
     if head.layout == OWN:
         return build_head(head.config, str(head.path / "config.json"))
-    # settings and sizes of unknown origin, which the method checks itself
+    # settings and sizes come from a file of unknown origin, so the method's own checks may refuse them
     method: Any = DRAFTERS[head.method]
     settings = parse_section(
         method.Settings, head.settings, "no head of these settings can be made"
@@ -253,17 +281,16 @@ def _build(network: Network, head: HeadFolder) -> TrainableDrafter:
     try:
         with bounded_weights():
             drafter: TrainableDrafter = method(settings, network.read_shape(head))
-    except (
-        Exception
-    ) as error:  # of many kinds: pydantic checks the settings, transformers and torch the sizes
+    # errors of many kinds: pydantic checks the settings, transformers and torch the sizes
+    except Exception as error:
         raise ValueError(f"no head of these sizes can be made: {error!r:.300}") from None
     return drafter
 
 
 def _check_tensors(network: Network, head: HeadFolder) -> None:
-    """Check that every expected tensor is present, in its size and a number type, and no other one."""
+    """Check that every expected tensor is present in its size and a number type, and that no other tensor is."""
     if head.problems and not network.lists_all:
-        # earlier problems say more than the sizes that do not fit because of them
+        # sizes that do not fit may only follow from the earlier problems, which say more
         return
     try:
         with torch.device("meta"):  # which takes no memory
@@ -271,36 +298,44 @@ def _check_tensors(network: Network, head: HeadFolder) -> None:
     except ValueError as error:
         head.problem(str(error), "Correct config.json")
         return
-    # the sizes of tensors that may be there come from the config, those of the head's own from a head made of it
-    sides = {**head.shape, "draft_vocab_size": head.draft_vocab_size}
+    # optional tensors: the table names their dimensions, whose sizes the config gives
+    config_sizes = {**head.shape, "draft_vocab_size": head.draft_vocab_size}
     sizes: dict[str, Size] = {}
-    for name, names in network.optional.items():
-        sizes[name] = tuple(sides[side] for side in names)
+    for name, dimensions in network.optional.items():
+        sizes[name] = tuple(config_sizes[dimension] for dimension in dimensions)
+    # the head's own tensors: the sizes are those of a head that is built from the config
     expected = drafter.state_dict()
     for name, tensor in expected.items():
         size = tuple(tensor.shape)
-        sizes[name] = size if head.layout == OWN else network.size_of(name, size)
+        sizes[name] = size if head.layout == OWN else network.stored_size(name, size)
+    # an optional tensor may be absent
     for name, size in sizes.items():
         if name in expected or name in head.names:
             _check_tensor(network, head, name, size)
-    others = [
+    unexpected = [
         head.names[name]
         for name in sorted(head.names.keys() - sizes.keys() - network.borrowed.keys())
     ]
-    # biases and norms of queries and keys are valid, but only as a complete set
+    # a network has biases and norms of queries and keys in every layer or in none: those left over are a part of a set
     partial = [
         name
-        for name in others
+        for name in unexpected
         if not network.lists_all and re.search(r"_proj\.bias|\.[qk]_norm\.", name)
     ]
     if partial:
         head.problem(f"tensors of no part of this head: {list_some(partial)}", COPY_BOTH)
-    refuse_tensors(head, [name for name in others if name not in partial])
+    refuse_tensors(head, [name for name in unexpected if name not in partial])
 
 
 def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> None:
-    """Record what is wrong with one tensor."""
-    # what is missing, of another size or no weights
+    """Record what is wrong with one expected tensor: it is missing, of another size, or holds no plain weights.
+
+    Args:
+        network: The head's network.
+        head: The checkpoint.
+        name: The tensor's name in this project.
+        size: Its expected size in the file.
+    """
     entry = head.entry(name)
     if entry is None:
         reason = network.may_lack(head, name)
@@ -316,6 +351,7 @@ def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> 
     elif name in INDICES:
         if name == "d2t" and entry.dtype.is_floating_point:
             head.problem(f"d2t is in {entry.dtype}, expected whole numbers", "Export again")
+    # float8 has one byte and needs scales, which nothing here applies; a borrowed tensor was compared already
     elif name not in network.borrowed and (
         not entry.dtype.is_floating_point or entry.dtype.itemsize < 2
     ):
@@ -328,14 +364,24 @@ def _check_tensor(network: Network, head: HeadFolder, name: str, size: Size) -> 
 def convert(
     network: Network, head: HeadFolder, taps: tuple[int, ...] | None, norm_output: str | None
 ) -> tuple[TrainableDrafter, list[str]]:
-    """Return the head as one of this project, with notes on all that was assumed or left out."""
+    """Return a matched head as one of this project, with notes on all that was assumed or left out.
+
+    Args:
+        network: The head's network.
+        head: The checkpoint, after `match`.
+        taps: The layers whose inputs the head reads, if the user says so.
+        norm_output: What the config's key `norm_output` means, if the user says so ("next-step" or "lm-head").
+
+    Raises:
+        ValueError: with all problems that prevent it.
+    """
     _check_target_sizes(head)
     positions = []
     if network.takes_positions:
         positions = _take_positions(head)
     if head.problems:
         raise ValueError(describe_problems(head))
-    # without taps a head reads the last state, as -1 says
+    # a method without the setting reads the target's last hidden state, which tap -1 stands for
     reads = tuple(head.settings.get("taps", (-1,)))
     if not network.takes_taps and taps not in (None, reads):
         raise ValueError(f"taps are {taps}, but such heads read {reads}: leave them out")
@@ -345,14 +391,14 @@ def convert(
     if unknown_keys:
         notes.append(f"unknown keys of config.json, not used: {unknown_keys:.400}")
     notes += [*settled, *positions]
-    # by the settings that are settled now
+    # the name may depend on settings that are only final now: EAGLE-3.1 is EAGLE-3 with two switches
     head.kind = network.describe(head)
     drafter = _build(network, head)
     weights = {
         name: network.make_tensor(head, name, tensor.shape)
         for name, tensor in drafter.state_dict().items()
     }
-    # the names are those of the file, which may be a sum or a cut of several tensors
+    # checked only now, for `make_tensor` may add or cut tensors of the file
     for name, weight in weights.items():
         if not bool(weight.float().isfinite().all()):
             raise ValueError(
@@ -369,7 +415,7 @@ def convert(
 
 
 def _check_target_sizes(head: HeadFolder) -> None:
-    """Record that the head is for another target than the one it is compared with."""
+    """Record a problem if the head's width or vocabulary is not that of the target it is compared with."""
     target = head.target
     width = head.shape.get("hidden_size")
     vocab_size = head.shape.get("vocab_size")
@@ -382,10 +428,10 @@ def _check_target_sizes(head: HeadFolder) -> None:
 
 
 def _take_positions(head: HeadFolder) -> list[str]:
-    """Take the target's number of positions where it changes nothing."""
+    """Set the head's `max_position_embeddings` to the target's where that changes no result; return notes on it."""
     ours = head.shape["max_position_embeddings"]
     theirs = head.target.positions if head.target else None
-    # a scaling reads the number, and the default rotary does not
+    # rotary scalings compute with the number, the default rotary embedding does not
     if theirs in (None, ours) or head.shape["rope_parameters"]["rope_type"] != "default":
         return []
     head.shape["max_position_embeddings"] = theirs
@@ -406,35 +452,46 @@ def describe_problems(head: HeadFolder) -> str:
 
 
 def match_name(pattern: str, name: str) -> tuple[str, ...] | None:
-    """Return the parts of a name for which `#` (a number) and `*` (anything) stand; None if the name is another."""
+    """Return the parts of a tensor's name that match `#` (a number) and `*` (anything) in a pattern, else None.
+
+    For example, `layers.#.*` matches `layers.0.mlp.up_proj.weight`: ("0", "mlp.up_proj.weight").
+    """
     match = _compile(pattern).fullmatch(name)
     return None if match is None else match.groups()
 
 
 def fill_name(pattern: str, parts: Iterable[str], numbers: Mapping[str, Any]) -> str:
-    """Return the name with these parts in place of `#` and `*`, and numbers in place of their names in braces."""
+    """Return a pattern as a name: its `#` and `*` become these parts in order, `{layer}` becomes numbers["layer"]."""
     rest = iter(parts)
     return re.sub(r"[#*]", lambda _: next(rest), pattern).format_map(numbers)
 
 
 @cache
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Return a pattern of names as a regular expression; a number in braces may be any."""
-    kinds = {"#": r"(\d+)", "*": r"((?!.*inv_freq).+)"}
+    """Return a pattern of names as a regular expression; a word in braces, such as `{layer}`, matches any number."""
+    # `*` does not match inv_freq, a buffer of rotary embeddings that is no weight
+    wildcards = {"#": r"(\d+)", "*": r"((?!.*inv_freq).+)"}
     expression = ""
     for piece in re.split(r"(#|\*|\{\w+\})", pattern):
-        expression += r"\d+" if piece.startswith("{") else kinds.get(piece, re.escape(piece))
+        expression += r"\d+" if piece.startswith("{") else wildcards.get(piece, re.escape(piece))
     return re.compile(expression)
 
 
 def rename_tensors(
     tensors: Mapping[str, Tensor], spelling: Spelling, **numbers: Any
 ) -> dict[str, Tensor]:
-    """Return tensors under the names of another tool; a name that its spelling lacks stays."""
+    """Return tensors of ours under the names of another tool, for an export; a name that its spelling lacks stays.
+
+    Args:
+        tensors: The tensors by our names.
+        spelling: Patterns of our names, and the tool's.
+        numbers: The numbers for words in braces, such as layer=32.
+    """
     return {_rename(name, spelling, numbers): tensor for name, tensor in tensors.items()}
 
 
 def _rename(name: str, spelling: Spelling, numbers: Mapping[str, Any]) -> str:
+    """Return another tool's name for a tensor by the first pattern that matches ours, else our name."""
     for ours, theirs in spelling.items():
         parts = match_name(ours, name)
         if parts is not None:
@@ -443,5 +500,5 @@ def _rename(name: str, spelling: Spelling, numbers: Mapping[str, Any]) -> str:
 
 
 def keep_names(*names: str) -> Spelling:
-    """Return the spelling of names that are ours."""
+    """Return the spelling of a tool that names these tensors as this project does."""
     return dict(zip(names, names, strict=True))

@@ -16,12 +16,20 @@ MASK_HIDDEN = "mask_hidden"
 
 
 def reorder_taps(tensors: Mapping[str, Tensor], order: list[int]) -> dict[str, Tensor]:
-    """Return tensors with the columns of `fc` and the norms of the taps in another order."""
+    """Return tensors with the columns of `fc` and the norms of the taps in another order.
+
+    Engines read the tapped layers in ascending order, so the export of a head with other taps needs it.
+
+    Args:
+        tensors: The head's tensors, by our names.
+        order: The present index of the tap that becomes the first, the second and so on.
+    """
     reordered = dict(tensors)
-    # fc [H, taps x H] reads the states of all taps side by side
+    # fc [H, taps x H] reads the concatenated states of all taps
     columns = tensors["fc.weight"].chunk(len(order), dim=1)
     reordered["fc.weight"] = torch.cat([columns[tap] for tap in order], dim=1)
-    if MASK_HIDDEN in tensors:  # what stands for taps that are not known
+    # P-EAGLE's mask tokens have no target states: this tensor [..., taps x H] is read in their place
+    if MASK_HIDDEN in tensors:
         masks = tensors[MASK_HIDDEN].chunk(len(order), dim=-1)
         reordered[MASK_HIDDEN] = torch.cat([masks[tap] for tap in order], dim=-1)
     for position, tap in enumerate(order):
@@ -37,7 +45,10 @@ def network_of(drafter: TrainableDrafter) -> str:
 
 
 def mask_of(drafter: TrainableDrafter) -> int:
-    """Return the mask token; written into every config, because readers assume different ones."""
+    """Return the id of the head's mask token, by default the last of the vocabulary.
+
+    It is written into every config, because readers have different defaults.
+    """
     token: int | None = drafter.settings.mask_token
     if token is None:
         token = drafter.shape.vocab_size - 1
@@ -45,7 +56,7 @@ def mask_of(drafter: TrainableDrafter) -> int:
 
 
 def refuse_scale(drafter: TrainableDrafter, engine: str) -> None:
-    """Refuse a target that multiplies its embedding, which no reader of this layout does when it drafts."""
+    """Refuse a target that multiplies its embedding, as Gemma does: readers of this layout draft without the factor."""
     if scale_of(drafter) != 1.0:
         raise ValueError(
             f"{engine}: the target multiplies its embedding with {scale_of(drafter):g}, which is left out when it "
@@ -55,16 +66,19 @@ def refuse_scale(drafter: TrainableDrafter, engine: str) -> None:
 
 @dataclass(frozen=True)
 class NetworkLayout:
-    """One engine's layout of one network: what a function writes, or what a class for several engines does."""
+    """How one engine wants the heads of one network: config keys, tensor names and a guide to serving.
 
-    serve: str  # Markdown, in which HEAD, TARGET and DEPTH stand for themselves
+    Either `writer` produces the files, or a subclass overrides `write` for a network that several engines read.
+    """
+
+    serve: str  # the guide (Markdown), with the placeholders HEAD, TARGET and DEPTH
     architectures: tuple[str, ...] = ()
     until: str = ""  # the last version of the engine that reads it, where a later one does not
-    blocks: int = 1  # the most that a head may have: none of several was run in any engine
-    slides: bool = False  # whether it reads a window without sinks from layer_types
-    # what this engine alone needs
+    max_blocks: int = 1  # of a head: none with several was run in any engine
+    reads_window: bool = False  # whether the engine reads a window without sinks from layer_types
+    # (layout, head, the target's config) -> the layout with what this engine alone needs
     finish: Callable[[Layout, TrainableDrafter, Any], Layout] | None = None
-    # of a head, a target's config and the engine's name
+    # (head, the target's config, the engine's name) -> its layout
     writer: Callable[[Any, Any, str], Layout] | None = None
 
     def write(self, drafter: TrainableDrafter, target_config: TargetConfig, engine: str) -> Layout:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-USUAL_THETA = 10000.0  # of Llama when the first methods were written, which some trainers keep whatever the target has
-MAX_SIZE = 2**31  # of any size
+# rope_theta of Llama when the first methods were written; some trainers keep it whatever the target has
+USUAL_THETA = 10000.0
+MAX_SIZE = 2**31  # above any size, count or token id in a config
 # keys without any bearing on what a head computes, by where they come from
 IGNORED = {
     "any config of transformers": "architectures model_type torch_dtype dtype transformers_version auto_map "
@@ -38,7 +39,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a finite number above 0."""
-    # `type`, for true is an int too
+    # `type` and not isinstance, since true is an int too; the limit keeps absurd numbers out of computations
     return type(value) in (int, float) and 0 < value < 1e30 and math.isfinite(value)
 
 
@@ -89,30 +90,32 @@ KIND_OF = {name: kind for kind, names in KEYS_READ.items() for name in names.spl
 
 @dataclass
 class Keys:
-    """The values of a mapping; a value of a wrong type is reported and treated as absent, like null."""
+    """One section of a config, read key by key; a value of a wrong type is reported and then treated as absent."""
 
     values: dict[str, Any]
-    where: str = ""  # the section, in front of each name
-    wrong: list[str] = field(default_factory=list)
-    taken: set[str] = field(default_factory=set)  # the names that were read, or that do not matter
+    prefix: str = ""  # of a nested section, for messages: "eagle_config."
+    wrong: list[str] = field(default_factory=list)  # faults of values, of all sections together
+    # keys that were read or do not matter; the others are listed as unknown
+    handled: set[str] = field(default_factory=set)
 
     def read(self, name: str) -> Any:
-        """Return the value of a key of the table."""
-        self.taken.add(name)
+        """Return the value of a key, which must be in KEYS_READ; None if it is absent or of a wrong type."""
+        self.handled.add(name)
         value = self.values.get(name)
         kind = KIND_OF[name]
         if value is None or VALUE_KINDS[kind](value):
             return value
-        self.wrong.append(f"{self.where}{name} is {short(value)}, expected {kind}")
+        self.wrong.append(f"{self.prefix}{name} is {short(value)}, expected {kind}")
         return None
 
     def section(self, name: str) -> Keys:
-        """Return a nested mapping, which reports to the same list."""
-        return Keys(self.read(name) or {}, f"{self.where}{name}.", self.wrong)
+        """Return a nested section, empty if it is absent; what is wrong in it is added to the same list."""
+        return Keys(self.read(name) or {}, f"{self.prefix}{name}.", self.wrong)
 
 
 def short(value: Any) -> str:
-    """Return a value, shortened, as an error shows it."""
+    """Return a value of unknown origin for a message, shortened."""
+    # Python refuses to print integers of thousands of digits
     if isinstance(value, int) and abs(value) > 10**30:
         return "an absurd number"
     if isinstance(value, dict | list) and len(value) > 8:
@@ -125,7 +128,15 @@ def short(value: Any) -> str:
 
 
 def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
-    """Return the rotary parameters in any of a config's three spellings; a note or a fault where two disagree."""
+    """Return the rotary parameters of a config, which newer and older configs state in different places.
+
+    These are `rope_parameters`, `rope_scaling`, and `rope_theta` and `partial_rotary_factor` beside them. What they
+    state twice must agree.
+
+    Args:
+        keys: The section of the config; contradictions and wrong values are added to `keys.wrong`.
+        notes: Defaults that were taken are added here.
+    """
     theta = keys.read("rope_theta")
     newer = keys.section("rope_parameters")
     rope = _read_rope_section(keys.section("rope_scaling"))
@@ -153,7 +164,7 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
         keys.wrong.append(
             f"rope_type is {short(rope.pop('rope_type'))}, expected one of {', '.join(ROPE_TYPES)}"
         )
-    # beside the rotary parameters in older configs, among them in newer ones
+    # heads here rotate whole vectors, so this is only checked
     partial = rope.pop("partial_rotary_factor", None) or keys.read("partial_rotary_factor")
     if partial not in (None, 1, 1.0):
         keys.wrong.append(
@@ -164,16 +175,16 @@ def read_rope(keys: Keys, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_rope_section(section: Keys) -> dict[str, Any]:
-    """Return the values of one spelling; none where one of them is of a wrong kind, which is reported."""
+    """Return the values of `rope_parameters` or `rope_scaling`; none if one is of a wrong type, which is reported."""
     values = {name: value for name, value in section.values.items() if value is not None}
-    # older configs say `type`
+    # older configs say `type` for `rope_type`
     kind = values.pop("type", None)
     if kind is not None:
         values.setdefault("rope_type", kind)
     for name, value in values.items():
         if not _is_rotary(value):
             section.wrong.append(
-                f"{section.where}{name} is {short(value)}, expected a number or a word"
+                f"{section.prefix}{name} is {short(value)}, expected a number or a word"
             )
             return {}
     return values

@@ -29,17 +29,24 @@ class FoundFault(NamedTuple):
     fault: Fault
     values: dict[str, Any]
     fatal: bool
-    # engines with such a layout; None for those whose tables name it
+    # whether an engine with this layout is affected; None for the engines whose `faults` list it
     affects: Callable[[Any], bool] | None = None
 
 
-def find(
+def report(
     fault: Fault,
     fatal: bool | None = None,
     affects: Callable[[Any], bool] | None = None,
     **values: Any,
 ) -> FoundFault:
-    """Return a fault in one checkpoint with the values for its text."""
+    """Return a fault as found in one checkpoint.
+
+    Args:
+        fault: The fault.
+        fatal: Whether it is fatal in this checkpoint; None for the fault's default.
+        affects: Whether an engine with a given layout is affected; None for the engines whose `faults` list it.
+        values: The values for the words in braces of the fault's text.
+    """
     return FoundFault(fault, values, fault.fatal if fatal is None else fatal, affects)
 
 

@@ -16,12 +16,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# the longest of its kind
+# limits in bytes, above any honest file of the kind
 CONFIG_BYTES = 1_000_000
 INDEX_BYTES = 16_000_000
 HEADER_BYTES = 4_000_000
 TENSOR_BYTES = 40_000_000_000
-# a name that leads nowhere else
+# a file's name without slashes, which cannot lead out of the folder
 PLAIN_NAME = re.compile(r"[\w][\w.\-+]*")
 # in the order in which they are looked for
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
@@ -36,7 +36,7 @@ DTYPES = {
 
 
 def folder_at(path: str | Path) -> Path:
-    """Return the real folder at a path."""
+    """Return the folder at a path with all links followed; ValueError if there is none."""
     try:
         folder = Path(path).resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
@@ -55,7 +55,7 @@ def check_empty(out: str | Path, source: Path) -> None:
         folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     ):
         raise ValueError(f"{folder} is there already: name a new folder, or take it away")
-    # the head is written beside the folder first
+    # `save_head` writes the head here first and then renames it
     staging = folder.with_name(folder.name + ".part")
     if staging.is_symlink() or staging.exists():
         raise ValueError(f"{staging} is there already: name a new folder, or take it away")
@@ -77,7 +77,10 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def resolve_inside(path: Path, folder: Path) -> Path:
-    """Return where a path really lies, which must be in a folder, or in the hub's cache around it."""
+    """Return a path with all links followed; ValueError if it leads out of the folder.
+
+    If the folder is a snapshot in the hub's cache, its files are links to the cache's `blobs`, which is allowed.
+    """
     try:
         real = path.resolve(strict=True)
         root = folder.resolve(strict=True)
@@ -85,7 +88,7 @@ def resolve_inside(path: Path, folder: Path) -> Path:
         raise ValueError(f"{path} cannot be read: {error}") from None
     allowed = [root]
     for parent in root.parents:
-        # a snapshot in the hub's cache links to the blobs beside it
+        # the cache: models--OWNER--NAME/snapshots/COMMIT/FILE links to models--OWNER--NAME/blobs/HASH
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             allowed.append(parent.parent / "blobs")
     if not any(real.is_relative_to(parent) for parent in allowed):
@@ -112,7 +115,8 @@ def check_not_hollow(path: Path, display_path: Path) -> None:
     """Refuse sparse files: a long file without data on disk would fill memory with zeros."""
     status = path.stat()
     size = status.st_size
-    # blocks of 512 bytes; some file systems compress, so an eighth of the size is enough
+    # st_blocks counts 512 bytes each. File systems that compress may need an eighth of the size, and 4,096 bytes may
+    # be stored without a block
     if getattr(status, "st_blocks", size) * 512 * 8 < size - 4096:
         raise ValueError(
             f"{display_path} says to have {size:,} bytes, and almost none are on the disk: copy it again"
@@ -123,7 +127,7 @@ def check_not_hollow(path: Path, display_path: Path) -> None:
 
 
 def read_bounded(folder: Path, name: str, max_bytes: int) -> bytes:
-    """Return the bytes of a file in a folder; ValueError if there are more than any such file has."""
+    """Return the bytes of a file in a folder; ValueError if there are more than `max_bytes`."""
     path = plain_file(folder, name)
     size = path.stat().st_size
     if size > max_bytes:
@@ -156,7 +160,12 @@ def read_json(folder: Path, name: str, max_bytes: int = CONFIG_BYTES) -> dict[st
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
-    """Return the mapping that JSON bytes hold."""
+    """Return the mapping that JSON bytes hold; NaN, infinities and duplicate keys are refused.
+
+    Args:
+        text: The bytes.
+        source: Where they come from, for messages.
+    """
     try:
         value = json.loads(
             text.decode("utf-8"),
@@ -177,11 +186,12 @@ def _refuse(constant: str) -> Any:
 
 def _parse_float(text: str) -> float:
     value = float(text)
-    # 1e999 is written as a number and read as infinity
+    # Python reads 1e999 as infinity
     return value if math.isfinite(value) else _refuse(text)
 
 
 def _build_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a mapping; a key that occurs twice is refused, as readers disagree which value counts."""
     mapping = dict[str, Any]()
     for name, value in pairs:
         if name in mapping:
@@ -218,9 +228,10 @@ class FolderTensors:
     """All tensors of a folder by name, read on demand."""
 
     stored: dict[str, TensorEntry] = field(default_factory=dict)
-    # of .bin files, mapped and not read
+    # the tensors of .bin and .pt files, memory-mapped
     pickled: dict[Path, dict[str, Tensor]] = field(default_factory=dict)
-    files: list[Path] = field(default_factory=list)  # as they are called in the folder
+    # by their names in the folder, before links are followed
+    files: list[Path] = field(default_factory=list)
 
     def load(self, name: str) -> Tensor:
         """Return the values of one tensor."""
@@ -232,18 +243,23 @@ class FolderTensors:
 
 
 def read_tensors(folder: Path, max_bytes: int | None = TENSOR_BYTES) -> FolderTensors:
-    """Return the entries of the weight files, checked against file sizes; no tensor is read yet."""
+    """Return the tensors of a folder's weight files by their headers, checked against file sizes; none is read yet.
+
+    Args:
+        folder: The folder.
+        max_bytes: A limit on the size of all tensors together; None for none, as for a target.
+    """
     tensors = FolderTensors()
     weight_map = _read_weight_map(folder)
     for name in sorted(set(weight_map.values())):
         _add_file(tensors, folder, name)
-    # without an index the map names a file for no tensor at all
+    # without an index the map is {"": FILE}: there is nothing to compare the file with
     if "" not in weight_map:
         differing = sorted(weight_map.keys() ^ tensors.stored.keys())
         if differing:
-            display_path = ", ".join(map(repr, differing[:4]))
+            some = ", ".join(map(repr, differing[:4]))
             raise ValueError(
-                f"{folder}: index and files differ in {display_path:.300}: copy them all again"
+                f"{folder}: index and files differ in {some:.300}: copy them all again"
             )
     total = sum(entry.bytes for entry in tensors.stored.values())
     if max_bytes is not None and total > max_bytes:
@@ -254,7 +270,7 @@ def read_tensors(folder: Path, max_bytes: int | None = TENSOR_BYTES) -> FolderTe
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index; without an index, the one file with all of them."""
+    """Return the file of each tensor by the index; without an index {"": FILE}, the one file with all tensors."""
     for name in WEIGHT_FILES:
         if has(folder, name):
             return {"": name}
@@ -267,7 +283,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
                     f"{folder / name}.index.json: weight_map must map each tensor to a file"
                 )
             return files
-        # a safetensors file of any name comes before pickles
+        # a single safetensors file of any name is preferred to the pickles that follow
         others = sorted(path.name for path in folder.glob("*.safetensors"))
         if name == "model.safetensors" and len(others) == 1:
             return {"": others[0]}
@@ -278,7 +294,7 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
-    """Add the entries of one weight file."""
+    """Add the entries of one weight file, after checks of the file and of the tensors' names."""
     path = plain_file(folder, name)
     display_path = folder / name
     check_not_hollow(path, display_path)
@@ -293,7 +309,7 @@ def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
         }
     else:
         raise ValueError(f"{display_path}: expected weights in .safetensors, .bin or .pt")
-    # names are shown on a terminal
+    # names are printed on a terminal: refuse control characters
     for key in entries:
         if not key.isprintable() or len(key) > 200:
             raise ValueError(f"{display_path} holds a tensor called {key!r:.200}: this is no name")
@@ -305,8 +321,13 @@ def _add_file(tensors: FolderTensors, folder: Path, name: str) -> None:
 
 
 def read_header(path: Path, display_path: Path) -> dict[str, TensorEntry]:
-    """Return the header of a safetensors file, whose tensors must cover the file exactly and in order."""
-    # 8 bytes with the header's length, the header, the tensors
+    """Return the tensors in the header of a safetensors file; ValueError unless they cover the file exactly.
+
+    Args:
+        path: The file.
+        display_path: Its name for messages, before links are followed.
+    """
+    # the file: 8 bytes with the header's length, the header in JSON, the tensors
     size = path.stat().st_size
     length = int.from_bytes(read_start(path, 8), "little")
     if size < 8 or length > size - 8 or length > HEADER_BYTES:
@@ -327,6 +348,7 @@ def read_header(path: Path, display_path: Path) -> dict[str, TensorEntry]:
             )
         entries[name] = entry
         spans.append((start, stop))
+    # spans that overlap would let a small file claim any number of tensors
     end = 0
     for start, stop in sorted(spans):
         if start != end:
@@ -342,8 +364,12 @@ def read_header(path: Path, display_path: Path) -> dict[str, TensorEntry]:
 
 
 def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Return dtype, shape, start and stop of one entry of a header."""
-    # any JSON may stand here
+    """Return dtype, shape, and start and stop in bytes, of one tensor in a safetensors header.
+
+    Args:
+        entry: The tensor's value in the header, any JSON.
+        where: The file and the tensor, for messages.
+    """
     try:
         dtype = entry["dtype"]
         shape = entry["shape"]
@@ -352,6 +378,7 @@ def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], 
         raise ValueError(f"{where} does not say dtype, shape and two data_offsets") from None
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{where} has dtype {dtype!r:.50}, expected one of {', '.join(DTYPES)}")
+    # generous limits on dimensions, sizes and bytes keep absurd numbers out of all that follows
     if not isinstance(shape, list) or len(shape) > 8 or not _are_counts(shape, 2**40):
         raise ValueError(f"{where} has shape {shape!r:.100}, expected up to 8 sizes")
     if not _are_counts([start, stop], 2**50):
@@ -362,16 +389,21 @@ def _parse_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...], 
 
 
 def _are_counts(values: list[Any], end: int) -> bool:
-    # `type`, for true is an int too
+    # `type` and not isinstance, since true is an int too
     return all(type(value) is int and 0 <= value < end for value in values)
 
 
 def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
-    """Return a .bin file's tensors, memory-mapped, without running code of its pickle."""
+    """Return the tensors of a .bin or .pt file, memory-mapped, without running code of its pickle.
+
+    Args:
+        path: The file.
+        display_path: Its name for messages, before links are followed.
+    """
     size = path.stat().st_size
     _check_uncompressed(path, display_path, size)
     try:
-        # on the device without memory first, for the sizes that the pickle claims
+        # first on the meta device, which takes no memory, to check the sizes that the pickle claims
         for name, tensor in _claimed_tensors(path):
             if (
                 not isinstance(tensor, Tensor)
@@ -386,9 +418,8 @@ def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
                     f"{name[:100]} of shape {list(tensor.shape)} does not lie whole in {size:,} bytes"
                 )
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (
-        Exception
-    ) as error:  # of many kinds: code in the pickle, a torn file, sizes that nothing holds
+    # errors of many kinds: code in the pickle, a torn file, sizes that do not fit into memory
+    except Exception as error:
         raise ValueError(
             f"{display_path} cannot be read as weights alone (torch.load, weights_only=True): {_shorten(error)}; "
             "expected names and plain tensors: save it again, or as safetensors"
@@ -397,6 +428,7 @@ def _map_pickle(path: Path, display_path: Path) -> dict[str, Tensor]:
 
 
 def _claimed_tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield names and tensors as a pickle claims them, on the meta device, where they have sizes and no data."""
     claimed = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(claimed, dict) or not all(isinstance(name, str) for name in claimed):
         raise ValueError(
@@ -406,7 +438,13 @@ def _claimed_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _check_uncompressed(path: Path, display_path: Path, size: int) -> None:
-    """Refuse compressed archives before reading them: a small one may hold any number of zeros."""
+    """Refuse compressed archives before reading them: a small one may hold any number of zeros.
+
+    Args:
+        path: The file.
+        display_path: Its name for messages, before links are followed.
+        size: The file's size in bytes.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()

@@ -30,7 +30,7 @@ __all__ = ["Finding", "Inspection", "import_head", "inspect", "read_head"]
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint's kind and faults."""
+    """What `eagle inspect` prints of a checkpoint: what it is, its facts and its faults."""
 
     folder: str
     kind: str  # the method, or what else it is
@@ -63,7 +63,7 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
         target: The target with which it is compared, a folder or a hub id.
     """
     path = folder_at(folder)
-    # a target that cannot be read is no fault of the checkpoint
+    # read outside of the `try`: a target that cannot be read is no fault of the checkpoint
     target_files = _read_target(target)
     try:
         head, network = read_folder(path)
@@ -94,10 +94,11 @@ def inspect(folder: str | Path, target: str | None = None) -> Inspection:
 
 
 def _try_own(path: Path, target: str | None) -> list[Finding]:
-    """Return what prevents loading a head of this project."""
+    """Load a head of this project, and return what prevents it as findings."""
     try:
         _load_own(path, target)
-    except UntrustedCode as error:  # no fault of the head, of which the files alone were looked at
+    # no fault of the head: inspection runs no code of its folder
+    except UntrustedCode as error:
         return [Finding(f"the head was not loaded: {error}", fatal=False)]
     except ValueError as error:
         return [Finding(str(error), fix="Copy it again, or name its target")]
@@ -107,7 +108,16 @@ def _try_own(path: Path, target: str | None) -> list[Finding]:
 def read_head(
     folder: str | Path, target: str | None = None, taps: tuple[int, ...] | None = None
 ) -> TrainableDrafter:
-    """Return the head of a checkpoint; ValueError with all that is missing, unknown or without counterpart here."""
+    """Return the head of a checkpoint of any tool, without writing it, as `import_head` would.
+
+    Args:
+        folder: The checkpoint.
+        target: The target, where its embedding or sizes are not in the checkpoint: a folder or a hub id.
+        taps: The layers whose inputs the head reads, where its config does not tell.
+
+    Raises:
+        ValueError: with all that is missing, unknown or without a counterpart here.
+    """
     head, network = read_folder(folder_at(folder))
     if head.layout == OWN:
         return _load_own(head.path, target)
@@ -123,7 +133,14 @@ def _read_target(target: str | None) -> TargetFiles | None:
 def _convert(
     head: HeadFolder, network: Network | None, taps: tuple[int, ...] | None, norm_output: str | None
 ) -> tuple[TrainableDrafter, list[str]]:
-    """Return a recognised head as one of this project, with notes."""
+    """Return a recognised head as one of this project, with notes on what was assumed or left out.
+
+    Args:
+        head: The checkpoint.
+        network: Its network; None if no network was recognised, which is refused.
+        taps: As in `import_head`.
+        norm_output: As in `import_head`.
+    """
     if network is None:
         raise ValueError(describe_problems(head))
     match(network, head)
@@ -131,8 +148,9 @@ def _convert(
 
 
 def _load_own(path: Path, target: str | None) -> TrainableDrafter:
-    """Return a head of this project; ValueError if its files do not fit each other, or the target."""
+    """Return a head of this project; ValueError if its files do not fit each other, or the target if one is given."""
     head = load_head(path)
+    # a head without taps reads no states, so that any target fits
     if target is None or not head.taps:
         return head
     try:
@@ -159,7 +177,6 @@ def import_head(
         taps: The layers whose inputs the head reads, where its config does not tell.
         norm_output: What reads the normed state, by the config's `norm_output`: "next-step" or "lm-head".
     """
-    # open and recognise, match and map, save
     with lock_path(out):
         source = folder_at(folder)
         check_empty(out, source)
@@ -169,6 +186,7 @@ def import_head(
             raise ValueError(f"{folder} is a head of this project already: copy it")
         head.target = target_files
         drafter, notes = _convert(head, network, taps, norm_output)
+        # a head of this project has a recipe and a provenance: write what is known of both
         recipe = {
             "target": {"path": target or _named_target(head) or "unknown"},
             "data": {"train": "unknown: the head was imported"},
@@ -191,13 +209,13 @@ def import_head(
 
 
 def _named_target(head: HeadFolder) -> str | None:
-    """Return the target that the checkpoint names."""
+    """Return the target that the config names, as speculators or the authors of Medusa and Hydra write it."""
     verifier = head.keys.section("speculators_config").section("verifier").read("name_or_path")
     return verifier or head.keys.read("base_model_name_or_path")
 
 
 def _kind_of_unreadable(path: Path) -> str:
-    """Return the kind that a folder's config states, if it can be read."""
+    """Return in words what a checkpoint is whose files could not all be read: by its config, if that can be read."""
     try:
         kind = kind_by_config(read_json(path, "config.json"))
     except ValueError:
@@ -208,7 +226,7 @@ def _kind_of_unreadable(path: Path) -> str:
 
 
 def _list_facts(head: HeadFolder) -> dict[str, Any]:
-    """Return the facts of any checkpoint that `inspect` shows."""
+    """Return what `eagle inspect` prints of any checkpoint: who wrote it, its number of tensors, and their dtypes."""
     entries = head.tensors.stored.values()
     dtypes = sorted({str(entry.dtype).removeprefix("torch.") for entry in entries})
     count = sum(math.prod(entry.shape) for entry in entries if entry.dtype.is_floating_point)

@@ -17,7 +17,7 @@ from eagle.formats.reading.config_keys import NO_MATTER, Keys, read_rope, short
 from eagle.formats.reading.files import FolderTensors, TensorEntry
 from eagle.formats.reading.target_files import TargetFiles, count_differing_rows, is_multiple
 
-# layouts, by who writes them
+# layouts of checkpoints, by the project that writes them or by what marks them
 OWN = "this project"
 SPECULATORS = "speculators"
 AUTOMODEL = "Automodel"
@@ -50,7 +50,7 @@ class Finding:
     """A fault of a checkpoint that costs acceptance or prevents loading in some engine."""
 
     what: str
-    engines: tuple[str, ...] = ()  # where it strikes; all readers where none is named
+    engines: tuple[str, ...] = ()  # the engines that it affects; empty for all readers
     fatal: bool = True
     fix: str = ""
 
@@ -71,40 +71,45 @@ class Finding:
 
 @dataclass
 class HeadFolder:
-    """A checkpoint with tensors by this project's names, and the problems that prevent an import."""
+    """A checkpoint while it is read; `read_folder`, `match` and `convert` fill in its fields one after the other.
+
+    Whatever prevents an import is collected in `problems`, so that `inspect` can show all of it.
+    """
 
     path: Path
     config: dict[str, Any]
-    tensors: FolderTensors
-    keys: Keys  # of the whole config
-    block: Keys  # of its Llama block
-    nested: Keys  # of its eagle_config, or of this project's settings
-    target: TargetFiles | None = None  # with which it is compared
-    layout: str = UNKNOWN
-    kind: str = ""  # what it is, by the registry of networks or beside it
-    method: str = ""  # of this project
-    names: dict[str, str] = field(default_factory=dict)  # our names of the tensors, and theirs
+    tensors: FolderTensors  # by their names in the file
+    # sections of the config; without nested sections they are the same
+    keys: Keys  # the whole config
+    block: Keys  # the sizes of the head's Llama block
+    nested: Keys  # eagle_config, dflash_config, or this project's settings
+    target: TargetFiles | None = None  # the target with which it is compared
+    layout: str = UNKNOWN  # who wrote it
+    kind: str = ""  # what it is, in words: the name of a network, or something else
+    method: str = ""  # the method of this project that it becomes
+    # our name of a tensor -> its name in the file
+    names: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # as a recipe would state them
-    shape: dict[str, Any] = field(default_factory=dict)
-    overrides: dict[str, Any] = field(default_factory=dict)  # of the shape, by the tensors
+    shape: dict[str, Any] = field(default_factory=dict)  # sizes, by the names of a Llama's config
+    overrides: dict[str, Any] = field(default_factory=dict)  # sizes that the tensors decide
     draft_vocab_size: int = 0  # D
-    tap_count: int = 1
-    inputs: tuple[int, ...] | None = None  # layer ids that count inputs
-    outputs: tuple[int, ...] | None = None  # layer ids that count outputs
-    target_layers: int | None = None  # where the config tells
-    layer_number: str = ""  # that of a layer of multi-token prediction in its model
-    differing_rows: int = 0  # of its embedding, which are not the target's
+    tap_count: int = 1  # layers that the head reads
+    inputs: tuple[int, ...] | None = None  # layers that the config names by their inputs
+    outputs: tuple[int, ...] | None = None  # layers that the config names by their outputs
+    target_layers: int | None = None  # the target's number of layers, if the config tells
+    layer_number: str = ""  # the number of an MTP layer in its model
+    differing_rows: int = 0  # rows of its embedding that are not the target's
     problems: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what an import assumed or left out
 
     @property
     def sections(self) -> tuple[Keys, Keys, Keys]:
-        """All keys of the config; two of them may be the same."""
+        """All sections of the config; two of them may be the same."""
         return self.keys, self.block, self.nested
 
     @property
     def inputs_by_outputs(self) -> tuple[int, ...] | None:
-        """The layers whose outputs are named, by their inputs."""
+        """The layers that the config names by their outputs, counted by their inputs: the output of 1 is input 2."""
         return None if self.outputs is None else tuple(layer + 1 for layer in self.outputs)
 
     @property
@@ -121,18 +126,19 @@ class HeadFolder:
         return [name[:80] for name in names if isinstance(name, str)][:8]
 
     def unknown_keys(self) -> str:
-        """Return the keys of its config with a value that nothing here reads, and that may matter."""
+        """Return the keys of the config that nothing here reads though they have a value and may matter."""
         shown = []
-        # a config without a nested block is its own block
+        # two sections may be one mapping, which is listed once
         for section in {id(section): section for section in self.sections}.values():
             with_value = {name for name, value in section.values.items() if value is not None}
-            for name in sorted(with_value - section.taken - NO_MATTER):
+            for name in sorted(with_value - section.handled - NO_MATTER):
+                # the file may hold any text, such as control characters of a terminal
                 printable = name if name.isprintable() else ascii(name)
-                shown.append(f"{section.where}{printable}"[:100])
+                shown.append(f"{section.prefix}{printable}"[:100])
         return ", ".join(shown)
 
     def has_block(self, prefix: str) -> bool:
-        """Return whether some tensor's name begins with this prefix."""
+        """Return whether some tensor's name in the file begins with this prefix."""
         return any(name.startswith(prefix) for name in self.names.values())
 
     def entry(self, name: str) -> TensorEntry | None:
@@ -140,7 +146,7 @@ class HeadFolder:
         return self.tensors.stored.get(self.names.get(name, ""))
 
     def side(self, name: str, dim: int) -> int | None:
-        """Return one side of a matrix by this project's name, if present."""
+        """Return the size of one dimension of a matrix by this project's name; None if it is no matrix, or absent."""
         entry = self.entry(name)
         if entry is None or len(entry.shape) != 2:
             return None
@@ -155,12 +161,17 @@ class HeadFolder:
         self.problems.append(Finding(what, (), fatal, fix))
 
     def note_once(self, note: str) -> None:
-        """Record a note that several tensors may give reason to."""
+        """Record a note, once even if several tensors give reason to it."""
         if note not in self.notes:
             self.notes.append(note)
 
     def refuse(self, settings: Mapping[str, bool], what: str = "head") -> None:
-        """Record the settings that no head of this project has, with their values."""
+        """Record a problem for each setting that no head of this project has, with its value.
+
+        Args:
+            settings: Each setting, and whether the config has it.
+            what: What it is a setting of, for the message.
+        """
         for name, is_refused in settings.items():
             if is_refused:
                 values = [
@@ -172,14 +183,14 @@ class HeadFolder:
                     fatal=False,
                 )
 
-    def take(self, *names: str) -> None:
-        """Mark keys that do not matter as used, wherever they stand."""
+    def mark_handled(self, *names: str) -> None:
+        """Mark keys that do not matter as handled in every section, so that they do not count as unknown."""
         for section in self.sections:
-            section.taken |= set(names)
+            section.handled |= set(names)
 
 
 def describe_tensor(name: str) -> str:
-    """Return what a tensor is that no network here has; "" if unknown."""
+    """Return in words what a tensor is that no network here has, by its name; "" if unknown."""
     return next(
         (meaning for pattern, meaning in FOREIGN_TENSORS.items() if re.match(pattern, name)), ""
     )
@@ -200,7 +211,12 @@ def list_some(names: Iterable[str]) -> str:
 
 
 def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
-    """Record tensors that no network here has, by what they are."""
+    """Record a problem for tensors that no network here has, with what they are where that is known.
+
+    Args:
+        head: The checkpoint.
+        names: The tensors' names in the file.
+    """
     by_meaning: dict[str, list[str]] = {}
     for name in names:
         by_meaning.setdefault(describe_tensor(usual_name(name)), []).append(name)
@@ -217,9 +233,14 @@ def refuse_tensors(head: HeadFolder, names: Iterable[str]) -> None:
 
 
 def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
-    """Record tensors that stand twice and differ."""
+    """Record a problem for duplicates that differ; equal ones are only noted as left out.
+
+    Args:
+        head: The checkpoint.
+        copies: The name of each duplicate in the file, and our name, which another tensor has.
+    """
     for theirs, ours in copies.items():
-        # as floats, for there is no comparison of float8
+        # as float32, since torch cannot compare float8
         if not torch.equal(head.tensors.load(theirs).float(), head.load(ours).float()):
             head.problem(
                 f"{theirs} differs from {head.names[ours]}, and both are {ours} here",
@@ -232,7 +253,14 @@ def compare_copies(head: HeadFolder, copies: dict[str, str]) -> None:
 def compare_borrowed(
     head: HeadFolder, name: str, known_as: tuple[str, ...], may_differ: bool
 ) -> None:
-    """Compare the checkpoint's copy of a target's tensor with the target's, which a head here borrows."""
+    """Compare the checkpoint's copy of a target's tensor with the target's own, which a head here uses in its place.
+
+    Args:
+        head: The checkpoint.
+        name: Our name of the tensor.
+        known_as: The endings of the names that targets have for it.
+        may_differ: Whether such heads may train their copy: a difference is then noted, and no problem.
+    """
     stored = head.names[name]
     target = head.target
     left_out = f"{stored} is left out, heads here use the target's"
@@ -251,7 +279,7 @@ def compare_borrowed(
             "Another target?",
         )
     elif name == EMBEDDING and is_multiple(ours, theirs, target.embed_scale):
-        # engines know nothing of the factor, so exports hold the product
+        # engines do not multiply by the factor, so that exports hold the product
         head.notes.append(
             f"{left_out}; they are equal but for the target's own factor, {target.embed_scale:g}"
         )
@@ -260,7 +288,14 @@ def compare_borrowed(
 
 
 def _compare_rows(head: HeadFolder, stored: str, differing: int, may_differ: bool) -> None:
-    """Record how many rows of a copy are not the target's."""
+    """Record how many rows of the checkpoint's copy differ from the target's tensor.
+
+    Args:
+        head: The checkpoint.
+        stored: The copy's name in the file.
+        differing: The number of rows that differ.
+        may_differ: As in `compare_borrowed`.
+    """
     total = head.tensors.stored[stored].shape[0]
     left_out = f"{stored} is left out, heads here use the target's"
     if not differing:
@@ -277,13 +312,23 @@ def _compare_rows(head: HeadFolder, stored: str, differing: int, may_differ: boo
 
 
 def count_indices(head: HeadFolder, pattern: str) -> int:
-    """Return the number of different indices at one position of our names."""
+    """Return how many different numbers the pattern's group matches in our names of tensors: how many layers there are.
+
+    For example, `layers\\.(\\d+)\\.` counts layers.
+    """
     matches = (re.match(pattern, name) for name in head.names)
     return len({match[1] for match in matches if match})
 
 
 def compare_count(head: HeadFolder, expected: int | None, count: int, what: str) -> int:
-    """Return the count found in the file; a note if the config expects another one."""
+    """Return the count in the file; a problem if the config says more, a note if it says fewer.
+
+    Args:
+        head: The checkpoint.
+        expected: The count by the config, if it says one.
+        count: The count in the file.
+        what: What is counted, for the message.
+    """
     if expected is not None and expected > count:
         head.problem(f"config.json says {expected} {what}, the file holds {count}", "Copy it again")
     elif expected not in (None, count):
@@ -294,7 +339,7 @@ def compare_count(head: HeadFolder, expected: int | None, count: int, what: str)
 
 
 def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) -> None:
-    """Record a size in the config that differs from the tensors'."""
+    """Record a problem if the config states another size than the tensors have; None means that one does not tell."""
     if None not in (expected, size) and expected != size:
         head.problem(
             f"config.json: {key} is {short(expected)}, the tensors have {size}",
@@ -303,8 +348,14 @@ def compare_size(head: HeadFolder, key: str, expected: Any, size: int | None) ->
 
 
 def read_dimensions(head: HeadFolder, width_of: str, rows_of: str) -> None:
-    """Read width and vocabulary by the tensors that have them, else as the config or the target says."""
-    # tensors are what they are; a config may be copied from another head
+    """Set the width and the vocabulary of a head without a Llama block: by its tensors, its config, or the target.
+
+    Args:
+        head: The checkpoint.
+        width_of: Our name of a matrix with the width as its second dimension.
+        rows_of: Our name of a matrix with a row for each token.
+    """
+    # the tensors come first: a config may be copied from another head
     by_tensors = {"hidden_size": head.side(width_of, 1), "vocab_size": head.side(rows_of, 0)}
     by_target = {}
     if head.target:
@@ -320,7 +371,7 @@ def read_dimensions(head: HeadFolder, width_of: str, rows_of: str) -> None:
 
 
 def read_sizes(head: HeadFolder) -> None:
-    """Read the block's sizes from the config, else from its tensors, else take Llama's defaults."""
+    """Set `head.shape`, the sizes of a head with a Llama block, by its config, its tensors or Llama's defaults."""
     block = head.block
     width = _read_size(head, "hidden_size", "fc.weight")
     heads = block.read("num_attention_heads")
@@ -337,7 +388,7 @@ def read_sizes(head: HeadFolder) -> None:
         ),
         "rope_parameters": read_rope(block, head.notes),
     }
-    # false turns neighbours, and heads here turn halves
+    # false rotates pairs of neighbouring elements; heads here rotate the first half of a vector with the second
     interleaved = {}
     for name in ("is_neox_style", "rope_is_neox_style"):
         interleaved[name] = False in (head.keys.read(name), block.read(name))
@@ -363,8 +414,14 @@ def read_sizes(head: HeadFolder) -> None:
 
 
 def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
-    """Return a size by the config, else the rows of a tensor."""
-    # some trainers leave out what tensors tell
+    """Return a size by the config, else the number of rows of a tensor; 1 and a problem if neither tells.
+
+    Args:
+        head: The checkpoint.
+        name: The config's key.
+        tensor: Our name of a tensor whose number of rows is this size.
+    """
+    # some trainers leave out of the config what the tensors tell
     size: int | None = head.block.read(name)
     entry = head.entry(tensor)
     if size is None and entry is not None and entry.shape:
@@ -379,7 +436,7 @@ def _read_size(head: HeadFolder, name: str, tensor: str) -> int:
 
 
 def read_own(head: HeadFolder) -> None:
-    """Read the settings and sizes of a head of this project, under its own names."""
+    """Set names, sizes and settings of a head of this project, whose config states them under our names."""
     head.names = {name: name for name in head.tensors.stored}
     read_sizes(head)
     head.settings = dict(head.config["settings"])
@@ -388,6 +445,6 @@ def read_own(head: HeadFolder) -> None:
     if isinstance(taps, list) and all(type(tap) is int for tap in taps):
         head.inputs = tuple(taps)
     head.tap_count = len(head.inputs or (1,))
-    # whoever loads it checks them all
+    # `load_head` checks every key of these sections: none counts as unknown here
     for section in (head.nested, head.block):
-        section.taken |= section.values.keys()
+        section.handled |= section.values.keys()

@@ -11,21 +11,24 @@ from eagle.formats.networks.layers_and_tokens import find_wrong_vocabulary
 from eagle.formats.networks.network import Network
 from eagle.formats.reading import faults
 from eagle.formats.reading.config_keys import USUAL_THETA
-from eagle.formats.reading.faults import FoundFault, find
+from eagle.formats.reading.faults import FoundFault, report
 from eagle.formats.reading.files import TensorEntry, has, read_json
 from eagle.formats.reading.head_folder import EMBEDDING, MODELOPT, OWN, Finding, HeadFolder
 from eagle.recipe import TargetSection
 
 
 def check_network(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check what engines read differently in heads of this network, which are of no matter to one of this project."""
+    """Check what engines read differently in heads of this network, and the draft vocabulary.
+
+    No engine reads a head in this project's own layout, so the first does not concern it.
+    """
     if head.layout != OWN:
         yield from network.find_faults(head)
     yield from find_wrong_vocabulary(head)
 
 
 def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the rotary parameters."""
+    """Check the rotary parameters: how the config states them, and whether they are the target's."""
     rope = head.shape.get("rope_parameters")
     has_attention = any(".self_attn." in name for name in head.names)
     if rope is None or not has_attention or not (network.rotates or head.layout == OWN):
@@ -33,26 +36,27 @@ def check_rotary(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
     theta = rope["rope_theta"]
     kind = rope["rope_type"]
     if head.block.values.get("rope_theta") is None and theta != USUAL_THETA:
-        yield find(faults.ROPE_THETA_NESTED, theta=theta)
-    # empty where the target turns each kind of layer in its own way
+        yield report(faults.ROPE_THETA_NESTED, theta=theta)
+    # empty for a target whose kinds of layers have different rotary parameters
     theirs = head.target.rope if head.target else None
     if theirs:
         if theirs["rope_theta"] != theta:
+            # some trainers keep Llama's 10,000 for any target, and their heads are trained with it
             is_usual = theta == USUAL_THETA and head.layout != OWN
             reason = "; some trainers do that on purpose" if is_usual else ""
             values = {"theta": theta, "theirs": theirs["rope_theta"], "why": reason}
-            yield find(faults.OTHER_THETA, fatal=not is_usual, **values)
+            yield report(faults.OTHER_THETA, fatal=not is_usual, **values)
         if {**rope, "rope_theta": 0} != {**theirs, "rope_theta": 0}:
-            yield find(faults.OTHER_SCALING, kind=kind, theirs=theirs["rope_type"])
+            yield report(faults.OTHER_SCALING, kind=kind, theirs=theirs["rope_type"])
     if kind != "default" and head.layout == MODELOPT:
-        yield find(faults.MODELOPT_SCALING, kind=kind)
+        yield report(faults.MODELOPT_SCALING, kind=kind)
 
 
 def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check config keys that contradict the tensors, and those that nothing here knows."""
+    """Check the dtype that the config states against the tensors', and list keys that nothing here knows."""
     block = head.block.values
     config = head.config
-    # newer configs say `dtype`
+    # older configs say torch_dtype, newer ones dtype, in either section
     dtype = (
         block.get("torch_dtype")
         or block.get("dtype")
@@ -65,10 +69,10 @@ def check_config(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
         and head.layout != OWN
         and set(stored) - {dtype.removeprefix("torch.")}
     ):
-        yield find(faults.DTYPE, dtype=dtype, stored=", ".join(stored))
+        yield report(faults.DTYPE, dtype=dtype, stored=", ".join(stored))
     keys = head.unknown_keys()
     if keys:
-        yield find(faults.UNKNOWN_KEYS, keys=keys)
+        yield report(faults.UNKNOWN_KEYS, keys=keys)
 
 
 def _list_dtypes(entries: list[TensorEntry]) -> list[str]:
@@ -77,74 +81,75 @@ def _list_dtypes(entries: list[TensorEntry]) -> list[str]:
 
 
 def check_numbers(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check for tensors that are zero or not finite."""
+    """Check for tensors that are all zeros or not finite."""
+    # our names by those in the file
     ours = {stored: name for name, stored in head.names.items()}
     for stored, entry in head.tensors.stored.items():
-        # the target's own, in the same file
+        # tensors of the target, which some files hold beside the head's
         is_of_target = stored.startswith("model.") and stored not in ours
         if not entry.dtype.is_floating_point or is_of_target or stored.endswith("inv_freq"):
             continue
         values = head.tensors.load(stored).float()
         count = int((~values.isfinite()).sum())
         if count:
-            yield find(faults.NOT_FINITE, name=stored, count=count, total=values.numel())
+            yield report(faults.NOT_FINITE, name=stored, count=count, total=values.numel())
             continue
-        # a bias of zeros is none
+        # zeros are normal in a bias, and no fault in a tensor that is not the head's
         may_be_zero = stored not in ours or ours[stored].endswith(".bias") or not values.numel()
         if not may_be_zero and not bool(values.any()):
-            yield find(faults.ALL_ZEROS, name=stored)
+            yield report(faults.ALL_ZEROS, name=stored)
 
 
 def check_target(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the head against the given target."""
+    """Check the head's sizes and its embedding against the target, if there is one."""
     if head.target is None:
         return
-    # an import refuses these, and inspection goes on
+    # `convert` raises the same, which `inspect` never reaches
     for name, theirs in (
         ("hidden_size", head.target.width),
         ("vocab_size", head.target.vocab_size),
     ):
         if head.shape[name] != theirs:
-            yield find(faults.OTHER_SIZE, name=name, size=head.shape[name], theirs=theirs)
+            yield report(faults.OTHER_SIZE, name=name, size=head.shape[name], theirs=theirs)
     embedding = head.entry(EMBEDDING)
     if head.differing_rows and embedding:
         name = head.names[EMBEDDING]
-        yield find(
+        yield report(
             faults.OTHER_ROWS, count=head.differing_rows, total=embedding.shape[0], name=name
         )
 
 
 def check_origin(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check the target recorded in the head's provenance."""
+    """Check whether the head was trained on this target, by the checksums that its provenance.json records."""
     if head.target is None or not has(head.path, "provenance.json"):
         return
     try:
         made_for = read_json(head.path, "provenance.json").get("target")
     except ValueError as error:
-        yield find(faults.TORN_PROVENANCE, error=error)
+        yield report(faults.TORN_PROVENANCE, error=error)
         return
     if not isinstance(made_for, dict):
         return
-    # by checksums, as training writes them
+    # the checksums of the target's files, computed as training computes them
     identity = target_identity(TargetSection(path=head.target.path))
     for part in ("weights", "config"):
         recorded = made_for.get(part)
         if isinstance(recorded, str) and recorded != identity[part]:
             values = {"part": part, "stated": recorded, "theirs": identity[part]}
-            yield find(faults.OTHER_TARGET, fatal=part == "weights", **values)
+            yield report(faults.OTHER_TARGET, fatal=part == "weights", **values)
 
 
 def check_masked(head: HeadFolder, network: Network) -> Iterator[FoundFault]:
-    """Check what heads that draft several tokens at once say of their taps and their mask token."""
+    """Check the taps, and the mask token of a head that drafts several tokens in one forward."""
     taps = head.settings.get("taps")
     token = head.settings.get("mask_token")
     if taps and list(taps) != sorted(taps):
-        yield find(faults.TAPS_UNSORTED, ids=list(taps))
-    # the last token of a vocabulary is in no text
+        yield report(faults.TAPS_UNSORTED, ids=list(taps))
+    # the vocabulary's last token, the default, occurs in no sequence
     if token is not None and head.target and token < head.target.vocab_size - 1:
         ordinary = head.target.ordinary_tokens()
         if token in ordinary:
-            yield find(faults.ORDINARY_MASK, token=f"{token} ({ordinary[token]!r})")
+            yield report(faults.ORDINARY_MASK, token=f"{token} ({ordinary[token]!r})")
 
 
 CHECKS = (
@@ -168,21 +173,22 @@ def lint(head: HeadFolder, network: Network | None) -> list[Finding]:
             except Exception as error:  # of many kinds: a tensor that cannot be read after all, or of other dimensions
                 what = check.__name__.removeprefix("check_").replace("_", " ")
                 findings.append(Finding(f"{what} could not be looked at: {error!r:.200}"))
-    # each once, in the words of the last
+    # a fault may be found twice: list it once, as it was found last
     unique = list({finding.what: finding for finding in findings}.values())
     return sorted(unique, key=lambda finding: not finding.fatal)
 
 
 def describe_fault(found: FoundFault) -> Finding:
-    """Return a fault as `inspect` shows it, for the engines whose tables name it or whose layouts it strikes."""
+    """Return a fault as `inspect` shows it, with the engines that it affects."""
+    # picked by their layouts, or by their lists of faults
     if found.affects:
         engines = _name_engines(found.affects)
     else:
         engines = tuple(engine.title for engine in SERVERS if found.fault in engine.faults)
-    # a value may be a question to the engines' tables
     values = dict(found.values)
     for key, value in values.items():
-        if callable(value):  # which engines can serve it
+        # a function picks engines by their layouts, which the text then names, such as those that can serve the head
+        if callable(value):
             values[key] = ", ".join(_name_engines(value))
     return Finding(
         found.fault.what.format(**values), engines, found.fatal, found.fault.fix.format(**values)
@@ -190,5 +196,5 @@ def describe_fault(found: FoundFault) -> Finding:
 
 
 def _name_engines(affects: Callable[[Any], bool]) -> tuple[str, ...]:
-    """Return the engines one of whose layouts is such."""
+    """Return the engines that have a layout for which this function is true."""
     return tuple(engine.title for engine in SERVERS if any(map(affects, engine.networks.values())))

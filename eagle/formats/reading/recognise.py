@@ -18,8 +18,9 @@ from eagle.formats.reading.files import read_json, read_tensors
 from eagle.formats.reading.head_folder import OWN, HeadFolder, describe_tensor, usual_name
 
 NOT_YET = "Heads of this kind are not readable here yet: serve it with an engine that knows it"
+# advice on a language model
 AS_DRAFT = "load_drafter takes it as a draft model, for a target with the same vocabulary (docs/drafters.md)"
-# in the order in which their signs are looked for: some networks have those of later ones too
+# networks with tensors or keys that no other has, in the order of the search: some have those of a later one too
 WITH_SIGNS = (
     DSPARK_HEADS,
     DOMINO_HEADS,
@@ -49,6 +50,7 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
     """
     config = read_json(path, "config.json")
     keys = Keys(config)
+    # heads of this project have two sections of their own, and configs of speculators nest the sizes of the block
     is_own = isinstance(config.get("settings"), dict) and isinstance(config.get("shape"), dict)
     block_key = "shape" if is_own else "transformer_layer_config"
     head = HeadFolder(
@@ -59,6 +61,7 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
         block=keys.section(block_key) if block_key in config else keys,
         nested=keys.section("settings" if is_own else "eagle_config"),
     )
+    # until a network is recognised, whose spellings decide
     for name in head.tensors.stored:
         head.names[usual_name(name)] = name
     network = _recognise_own(head) if is_own else _recognise_foreign(head)
@@ -66,7 +69,7 @@ def read_folder(path: Path) -> tuple[HeadFolder, Network | None]:
 
 
 def _recognise_own(head: HeadFolder) -> Network | None:
-    """Return the network of a head of this project, by the method that its settings name."""
+    """Return the network of a head of this project, by the method in its settings; None and a problem without one."""
     head.layout = OWN
     method = head.config["settings"].get("kind")
     head.kind = f"a {short(method)} of this project".replace("'", "")
@@ -78,9 +81,9 @@ def _recognise_own(head: HeadFolder) -> Network | None:
 
 
 def _recognise_foreign(head: HeadFolder) -> Network | None:
-    """Return the network of another tool's checkpoint, by its tensors and its config."""
+    """Return the network of another tool's checkpoint, by its tensors and its config; None and a problem if unknown."""
     head.kind, advice = kind_by_tensors(head.names, head.config)
-    # EAGLE's two networks have the same names but for a few tensors
+    # EAGLE-1 and EAGLE-3 share the names of most tensors
     if not head.kind and any(name.startswith("layers.0.") for name in head.names):
         network = EAGLE3_HEADS if _is_fused(head) else EAGLE1_HEADS
         head.kind = network.name
@@ -96,10 +99,18 @@ def _refuse_kind(head: HeadFolder, advice: str) -> None:
 
 
 def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, str]:
-    """Return the kind of a checkpoint with these tensors, and what to do with it; empty strings for an EAGLE head."""
+    """Return in words what a checkpoint is, by its tensors and its config, and advice on it.
+
+    The words are a network's name where one is recognised. Both are empty for EAGLE-1 and EAGLE-3, and for what is
+    unknown.
+
+    Args:
+        names: The tensors' names, as most trainers have them.
+        config: The config.
+    """
     names = list(names)
     words = _read_words(config)
-    # tensors or config, for either may be of an older release
+    # either sign is enough, as tensors or config may be those of an older release
     for network in WITH_SIGNS:
         if any(re.match(network.tensors, name) for name in names) or _is_named(
             network, words, config
@@ -117,8 +128,8 @@ def kind_by_tensors(names: Iterable[str], config: dict[str, Any]) -> tuple[str, 
 
 
 def _kind_of_model(names: list[str], config: dict[str, Any]) -> tuple[str, str]:
-    """Return the kind of a checkpoint that may be a language model, or a part of one."""
-    # in a whole model too, of which the rest is not looked at
+    """Return what a checkpoint is that may be a language model or a part of one, and advice on it, else ("", "")."""
+    # an MTP layer may be stored among all layers of its model, and only the layer is read then
     if any(MTP_PROJECTION.match(name) for name in names):
         return MTP_HEADS.name, ""
     matches = (LAYER_NUMBER.search(name) for name in names)
@@ -127,23 +138,23 @@ def _kind_of_model(names: list[str], config: dict[str, Any]) -> tuple[str, str]:
     if len(layers) > 1 or (not has_mtp and _is_whole_model(set(names))):
         facts = [_architecture(config), f"{len(layers)} layers here"]
         return f"a causal language model ({', '.join(filter(None, facts))})", AS_DRAFT
-    if has_mtp or any(config.get(key) for key in MTP_HEADS.common):
+    if has_mtp or any(config.get(key) for key in MTP_HEADS.ambiguous_keys):
         return MTP_HEADS.name, ""
     for network in WITH_SIGNS:
-        if any(key in config for key in network.common):
+        if any(key in config for key in network.ambiguous_keys):
             return network.name, ""
     return "", ""
 
 
 def kind_by_config(config: dict[str, Any]) -> str:
-    """Return the kind that the config states, for a checkpoint with unreadable weights; "" if unknown."""
+    """Return in words what a checkpoint with unreadable weights is, by its config alone; "" if unknown."""
     words = _read_words(config)
     for network in (*WITH_SIGNS, MTP_HEADS):
         if _is_named(network, words, config):
             return network.name
     layers = config.get("num_hidden_layers")
     architecture = _architecture(config)
-    # a head has one layer
+    # a head has one layer, so several are a language model's
     is_deep = isinstance(layers, int) and layers > 1
     if is_deep and LANGUAGE_MODEL.search(architecture) and not _is_eagle([], words, config):
         return f"a causal language model ({architecture})"
@@ -151,13 +162,13 @@ def kind_by_config(config: dict[str, Any]) -> str:
 
 
 def _is_named(network: Network, words: list[str], config: dict[str, Any]) -> bool:
-    return any(re.search(network.words, word) for word in words) or any(
-        key in config for key in network.keys
+    return any(re.search(network.type_words, word) for word in words) or any(
+        key in config for key in network.config_keys
     )
 
 
 def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> bool:
-    """Return whether there is any sign of an EAGLE head, complete or not."""
+    """Return whether a key, a word of the config or a tensor belongs to an EAGLE head, which may be incomplete."""
     keys = {"draft_vocab_size", "eagle_config", "speculators_config"} & config.keys()
     return (
         bool(keys)
@@ -167,13 +178,13 @@ def _is_eagle(names: list[str], words: list[str], config: dict[str, Any]) -> boo
 
 
 def _is_whole_model(names: set[str]) -> bool:
-    """Return whether a single layer has what a head lacks: input norm, embedding, and final norm or LM head."""
+    """Return whether the tensors are a whole model of one layer: no head has all of these norms and matrices."""
     has_output = bool(names & {"norm.weight", "lm_head.weight"})
     return has_output and {"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= names
 
 
 def _read_words(config: dict[str, Any]) -> list[str]:
-    """Return the names of model and method in a config, in lower case."""
+    """Return the words in a config that may name a network, in lower case: types, method and architecture."""
     nested = config.get("dflash_config")
     projector = nested.get("projector_type") if isinstance(nested, dict) else None
     # any of these may be missing or of another type
@@ -187,6 +198,7 @@ def _read_words(config: dict[str, Any]) -> list[str]:
 
 
 def _architecture(config: dict[str, Any]) -> str:
+    """Return the first of the config's architectures, shortened; "" if there is none or it is no printable string."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         return ""
@@ -197,17 +209,17 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _is_fused(head: HeadFolder) -> bool:
-    """Return whether there is any sign of EAGLE-3's network."""
+    """Return whether an EAGLE head is an EAGLE-3 head: one sign is enough."""
     words = f"{head.architectures[:1]} {head.config.get('speculators_model_type')}".lower()
     is_named = head.has_block("midlayer.") or "draft_vocab_size" in head.config or "eagle3" in words
-    # its attention reads the embedding beside the state
+    # its attention reads embedding and state concatenated: q_proj is [..., 2 H]
     width = head.config.get("hidden_size")
     is_wide = type(width) is int and head.side("layers.0.self_attn.q_proj.weight", 1) == 2 * width
     return bool(FUSED_TENSORS & head.names.keys()) or is_named or is_wide
 
 
 def _describe(head: HeadFolder) -> str:
-    """Return the keys and tensors that may help to identify a checkpoint."""
+    """Return the keys and tensors by which a user may identify a checkpoint that is not known here."""
     keys = (
         "architectures",
         "speculators_model_type",

@@ -22,16 +22,16 @@ LM_HEADS = ("lm_head.weight", "embed_out.weight")
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """The target that a head is meant for."""
+    """What the files of the target tell, with which a head for it is compared; no model is loaded."""
 
     path: str
     layers: int
     width: int
     vocab_size: int
     positions: int | None
-    rope: dict[str, Any]  # empty where it is not one for all layers
-    tied: bool
-    config: dict[str, Any]  # of the text model
+    rope: dict[str, Any]  # rotary parameters; empty if they differ between layers
+    tied: bool  # whether its LM head is its embedding
+    config: dict[str, Any]  # of its language model
     tensors: FolderTensors
 
     @classmethod
@@ -40,7 +40,7 @@ class TargetFiles:
         folder = folder_at(folder_of(path, None, ("*.safetensors", "*.bin", "*.json")))
         config = read_json(folder, "config.json")
         tensors = read_tensors(folder, max_bytes=None)
-        # a model that sees has one config for each of its models
+        # a vision model nests the config of its language model
         text_config = config.get("text_config")
         keys = Keys(text_config if isinstance(text_config, dict) else config)
         layers = keys.read("num_hidden_layers")
@@ -52,7 +52,8 @@ class TargetFiles:
             )
         tied = keys.read("tie_word_embeddings")
         rope = read_rope(keys, [])
-        if keys.wrong:  # some targets turn each kind of layer in its own way
+        # a target whose kinds of layers have different rotary parameters nests one mapping for each, a wrong value here
+        if keys.wrong:
             rope = {}
         return cls(
             path=path,
@@ -68,25 +69,34 @@ class TargetFiles:
 
     @property
     def embed_scale(self) -> float:
-        """The factor on its embedding's rows, of which heads elsewhere know nothing."""
+        """The factor by which the target multiplies its embedding; heads of other projects read the rows without it."""
         usual = 1.0
-        if "gemma" in str(self.config.get("model_type")):  # whose configs do not say it
+        # Gemma's configs do not state its factor
+        if "gemma" in str(self.config.get("model_type")):
             usual = math.sqrt(self.width)
         return float(self.config.get("embedding_multiplier") or usual)
 
     def ordinary_tokens(self) -> dict[int, str]:
-        """Return the tokens that texts are made of, without special ones; empty where no tokenizer.json tells."""
+        """Return the ordinary tokens and their spellings, without special ones; empty without a tokenizer.json.
+
+        The check of a head's mask token needs them: an ordinary token is an unlikely mask.
+        """
         try:
             folder = folder_at(folder_of(self.path, None, ("*.json",)))
             tokenizer = read_json(folder, "tokenizer.json")
             special = {token["id"] for token in tokenizer.get("added_tokens", [])}
             pieces = tokenizer["model"]["vocab"]
             return {token: piece for piece, token in pieces.items() if token not in special}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # only asked for a hint
+        # the tokens only serve a hint, which is not worth a failure
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
     def matrix(self, names: tuple[str, ...]) -> Tensor | None:
-        """Return its embedding or its LM head, [V, H]; None where no tensor, or several, are called so."""
+        """Return the target's embedding or LM head [V, H]; None if not exactly one tensor's name ends so.
+
+        Args:
+            names: EMBEDDINGS or LM_HEADS, the endings of names in any family of models.
+        """
         matching = [name for name in self.tensors.stored if name.endswith(names)]
         if not matching and names is LM_HEADS and self.tied:
             return self.matrix(EMBEDDINGS)
@@ -96,10 +106,10 @@ class TargetFiles:
 
 
 def embedding_dtype(path: str) -> torch.dtype:
-    """Return the precision in which a target's files hold its embedding, or float32, which rounds none."""
+    """Return the dtype of the embedding in a target's files; float32, which rounds nothing, if it is not clear."""
     try:
         folder = folder_at(folder_of(path, None, ("*.safetensors", "*.json")))
-        # headers alone: no tensor is read
+        # this reads the headers of the files and no tensor
         stored = read_tensors(folder, max_bytes=None).stored
     except (OSError, ValueError):  # whoever loads the target says what is wrong with it
         return torch.float32
@@ -110,13 +120,14 @@ def embedding_dtype(path: str) -> torch.dtype:
 
 
 def count_differing_rows(ours: Tensor, theirs: Tensor) -> int:
-    """Return the number of rows that differ after rounding to the coarser dtype."""
+    """Return how many rows of two matrices [V, H] differ after both are rounded to the coarser of their dtypes."""
     coarser = max(ours.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     return int((ours.to(coarser) != theirs.to(coarser)).any(1).sum())
 
 
 def is_multiple(ours: Tensor, theirs: Tensor, factor: float) -> bool:
     """Return whether our rows are a target's times a factor; it and the products may be rounded to bfloat16."""
+    # a rounding to bfloat16 changes a number by up to 2**-8 of it, so two by 2**-7
     return factor != 1.0 and torch.allclose(
         ours.float(), theirs.float() * factor, rtol=2**-7, atol=0.0
     )

@@ -279,7 +279,7 @@ def test_a_layout_says_whether_shorter_blocks_guess_otherwise(name: str, target:
         weight.data.add_(torch.randn_like(weight), alpha=0.3)
     layout = EXPORTERS["vllm"](head.bind(target.head), target.config)
 
-    assert layout.whole == expected
+    assert layout.fixed_length == expected
 
     differ = draft_tokens(head, 6, target) != draft_tokens(head, 2, target)
     assert differ == expected
