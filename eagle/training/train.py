@@ -33,7 +33,7 @@ from eagle.training.choice import (
     Choice,
     Counts,
     Decoding,
-    acceptance,
+    acceptance_length,
     decode_once,
     describe_predicted,
     describe_tau,
@@ -249,7 +249,7 @@ class _Run:
             with accelerator.accumulate(self.model):
                 losses = self.model(batch.to(accelerator.device), self.target_head)
                 # processes are averaged over, accumulated parts too
-                accelerator.backward(losses["total"] * (share * self.dealer.count))
+                accelerator.backward(losses["total"] * (share * self.dealer.part_count))
             self.loss_names = list(losses)
             self.parts.append((step, conversations, losses["total"].detach()))
             tokens += len(batch.tokens)
@@ -371,7 +371,7 @@ class _Run:
         metrics = self._compute_figures(head)
         start = perf_counter()
         counts = self._decode(head)
-        metrics |= {f"decoded_{name}": acceptance(rows) for name, rows in counts.items()}
+        metrics |= {f"decoded_{name}": acceptance_length(pairs) for name, pairs in counts.items()}
         is_best = self.choice.add(self.step, counts, metrics) or self.settings.choose == "last"
         if self.decoding and counts:
             self.decoding_seconds += perf_counter() - start
@@ -399,7 +399,7 @@ class _Run:
         accelerator = self.accelerator
         held_out = self.plan.validation
         # as many conversations as a step's part, so that what trains on a GPU is validated there
-        size = ceil(self.settings.batch_size / self.dealer.count)
+        size = ceil(self.settings.batch_size / self.dealer.part_count)
         groups = [held_out[start : start + size] for start in range(0, len(held_out), size)]
         sums: dict[str, Tensor] = {}
         for first in range(0, len(groups), accelerator.num_processes):

@@ -115,7 +115,7 @@ class _JointRun:
             target.model, self.head.to(accelerator.device), target_head, self.settings
         ).train()
         # adapters and vectors learn at `lr`, the heads' matrices at a multiple of it
-        groups = self.joint.groups(self.section.lr)
+        groups = self.joint.parameter_groups(self.section.lr)
         self.trained = list(chain.from_iterable(group["params"] for group in groups))
         self.optimizer = torch.optim.AdamW(
             groups,
@@ -193,7 +193,7 @@ class _JointRun:
             self.prepared.param_groups, (1.0, self.settings.head_lr), strict=True
         ):
             group["lr"] = lr * scale
-        parts = self.plan.parts(step, self.dealer.count)
+        parts = self.plan.parts(step, self.dealer.part_count)
         weights = self.plan.weights(step, parts)
         # dropout is the same in a run that goes on
         torch.manual_seed(self.section.seed + step)
