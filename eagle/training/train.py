@@ -435,8 +435,8 @@ class _Run:
         groups = [held_out[start : start + size] for start in range(0, len(held_out), size)]
         sums: dict[str, Tensor] = {}
         for first in range(0, len(groups), accelerator.num_processes):
-            # All processes must read equally often, or a sharded target would wait for ever. A process that has no group
-            # left reads the last one, and does not use it.
+            # All processes must read equally often, or a sharded target would wait for ever. A process without a group
+            # reads the last one, and does not use it.
             group_index = first + accelerator.process_index
             batch = self.dealer.load(groups[min(group_index, len(groups) - 1)], pin=self.pins)
             if group_index < len(groups):

@@ -245,7 +245,7 @@ class _JointRun:
         return dict(zip(names, finite.mean(0).tolist(), strict=True))
 
     def _validate(self) -> dict[str, float]:
-        """Return figures on the held-out conversations: the heads' acceptance, and the KL from the old target to the new.
+        """Return figures on the held-out conversations: the heads' acceptance, and KL(old target, new target).
 
         Each process computes a share of them; all get the same figures, {} if none are held out.
         """
