@@ -177,8 +177,8 @@ def read_reusing_prefixes(
     state = TargetState(target, taps)
     groups = group_texts(shared)
     states: dict[int, Tensor] = {}
-    # A group of sequences with a common prefix has one cache row. First the first sequence of every group is read, then
-    # the second ones: when a row is admitted again, the cache keeps the prefix that it has already.
+    # A group of sequences with a common prefix has one row. First the first sequence of every group is read, then the
+    # second ones, and so on: a released row keeps its keys and values, and the next sequence reuses their prefix.
     for turn in zip_longest(*groups):
         text_of_row = {}
         for i, group in zip(turn, groups, strict=True):
