@@ -152,6 +152,7 @@ def stop_ids(section: TargetSection) -> list[int]:
             raise ValueError(
                 f"{path} is no generation config: {error}; expected an object of JSON"
             ) from None
+        # a config may name no EOS token, one, or a list of them
         if eos is None:
             return []
         return eos if isinstance(eos, list) else [eos]

@@ -210,6 +210,7 @@ class Recorder(Drafter):
     """A drafter that passes on another one's chains, and records them with the target's states at `taps`."""
 
     def __init__(self, drafter: Drafter, taps: tuple[int, ...]) -> None:
+        """Wrap a bound drafter; `taps` are the target's layer inputs whose states are recorded, each of them once."""
         self.drafter = drafter
         # the taps to record come first, then those that only the drafter reads
         self.taps = tuple(dict.fromkeys((*taps, *drafter.taps)))

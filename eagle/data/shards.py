@@ -112,7 +112,7 @@ class StoredPlan(Sequence[list[list[int]]]):
 
     @classmethod
     def tensors_of(cls, plan: ShardPlan) -> dict[str, Tensor]:
-        """Return the tensors of a plan by their names."""
+        """Return the three tensors that store a plan, by the names of this class's arguments."""
         batches = list(chain.from_iterable(plan))
         return {
             "order": torch.tensor(list(chain.from_iterable(batches))),
@@ -124,6 +124,7 @@ class StoredPlan(Sequence[list[list[int]]]):
         return len(self.ends)
 
     def __getitem__(self, shard: int) -> list[list[int]]:  # type: ignore[override]
+        """Return the batches of a shard, as lists of indices of examples; a negative index counts from the end."""
         if not -len(self) <= shard < len(self):
             raise IndexError(shard)
         shard %= len(self)
@@ -308,6 +309,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, header: bytes) -> None:
+        """Begin the file of a shard under a temporary name, with its safetensors header."""
         self.path = path
         self.part = part_file(path)
         self.digest = hashlib.sha256()
@@ -353,6 +355,7 @@ class ShardWriter:
         self.part.unlink(missing_ok=True)
 
     def _write(self, data: Any) -> None:
+        """Write bytes to the file, and add them to its checksum."""
         view = memoryview(data).cast("B")
         while len(view):
             # an unbuffered file may write less than asked

@@ -73,7 +73,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 def _check_index(index: dict[str, Any]) -> None:
-    """Raise an error if a field that a reader needs is missing or has a wrong value."""
+    """Raise an error of any kind, which the caller reports, if a field of an index is missing or has a wrong value."""
     identity = index["identity"]
     if identity["dtype"] not in DTYPES:
         raise ValueError(f"dtype is {identity['dtype']!r}")
@@ -296,8 +296,9 @@ class FeatureStore:
             self.served = is_served.nonzero()[:, 0]
 
     def discard(self, shards: Sequence[int]) -> None:
-        """Remove these shards, so that they are computed again."""
+        """Remove the files of these shards, so that extraction computes them again."""
         for shard in shards:
+            # the checksum first: without it a shard counts as incomplete
             checksum_file(self.path(shard)).unlink(missing_ok=True)
             self.path(shard).unlink(missing_ok=True)
             self._checked.discard(shard)

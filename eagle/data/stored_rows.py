@@ -263,7 +263,7 @@ def mean_bytes(parts: Sequence[Part], dtype: str, width: int, sizes: TextSizes) 
 
 
 def check_width(dtype: str, width: int) -> None:
-    """Refuse a width that a storage dtype cannot cut into blocks."""
+    """Refuse a target's width (numbers of a state) that a storage dtype cannot cut into whole blocks."""
     if dtype == "float6" and width % BLOCK:
         raise ValueError(
             f"features.dtype is float6, in which {BLOCK} numbers share a scale, and this target's states have {width}: "

@@ -421,6 +421,7 @@ class ProgressLines:
         clock: Callable[[], float] = monotonic,
         every: float = EVERY,
     ) -> None:
+        """Start the clock; the lines begin with the block."""
         self.what = what
         self.unit = unit
         self.total = total

@@ -401,7 +401,12 @@ OTHER_NAMES = {
 
 
 def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
-    """Return the values as an instance of `model`.
+    """Return plain values, as read from YAML, as an instance of a section's class.
+
+    Args:
+        model: The class of the section.
+        values: Its keys and values.
+        source: The name of the file or section, which begins every message.
 
     Raises:
         ValueError: It names each mistake, and the nearest key to an unknown one.
@@ -410,6 +415,7 @@ def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
         return model.model_validate(values)
     except ValidationError as error:
         mistakes = [_explain(model, mistake, source) for mistake in error.errors()]
+        # a value may be an address with a password, which no message may show
         raise ValueError(hide_users("\n".join(mistakes))) from None
 
 

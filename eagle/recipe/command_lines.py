@@ -128,7 +128,7 @@ def command_line(program: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def parse_train(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of `eagle train`; `recipe` is None, for the tiny one, if the command line names no recipe."""
+    """Return the arguments of `eagle train`; `recipe` is None if the command line names none: the tiny one is meant."""
     # the first word that is no option is the recipe, unless its equals sign shows an override
     words = [word for word in argv if not word.startswith("-")]
     has_recipe = bool(words) and "=" not in words[0]

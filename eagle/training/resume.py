@@ -105,6 +105,7 @@ class Checkpoints:
         temporary = self.folder / f"step-{step}.part"
         is_main = self.accelerator.is_main_process
 
+        # the stages run on every process; only the main one makes, completes and removes folders
         def begin() -> None:
             if is_main:
                 # an earlier process was ended while it wrote these
@@ -224,7 +225,7 @@ class Checkpoints:
             )
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest complete checkpoint and its state; damaged ones are reported and passed over."""
+        """Return the newest complete checkpoint and its state, or None. Damaged ones are reported and passed over."""
         for step in self._steps():
             path = self.folder / f"step-{step}"
             fault, state = _read_state(path)

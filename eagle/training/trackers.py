@@ -259,7 +259,7 @@ class Trackers:
                 self._try(tracker, lambda tracker: tracker.log(values, step=step))
 
     def send(self, paths: Sequence[Path], text: str) -> None:
-        """Log files as artefacts; trackers that keep no files get the text."""
+        """Log report files as artefacts; trackers that keep no files but show texts get `text`, the same report."""
         for tracker in list(self.running):
             keeper = KEEPERS.get(tracker.name)
             if keeper is not None:

@@ -488,7 +488,11 @@ class _Run:
         return self.mirror
 
     def _provenance(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the provenance of a head: code, versions, what the run has done, and the features' identity."""
+        """Return the provenance that is saved with a head: code, versions, the run so far, and the features' identity.
+
+        Args:
+            metrics: The figures of the validation after which it is saved.
+        """
         return {
             "commit": self.commit,
             "eagle": __version__,
@@ -505,7 +509,7 @@ class _Run:
         return run_identity(self.recipe, self.features.identity, self.accelerator.num_processes)
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+        """Write a checkpoint to one of the run's two folders; a full disk costs the checkpoint, not the run."""
         state = {
             "step": self.step,
             "best": asdict(self.choice),
