@@ -178,7 +178,7 @@ def train(
     launch = import_module("eagle.training.launch")
     recipe = launch.resolve_dtype(Recipe.parse(values, "eagle.train"))
     # a later run in this process may have another precision
-    with launch.own_state():
+    with launch.isolated_accelerate_state():
         import_module("recipes.train_eagle").train_head(recipe, "eagle.train")
     return out / "head"
 

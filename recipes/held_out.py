@@ -23,7 +23,7 @@ from eagle.recipe import Recipe
 from eagle.target.borrowed import Borrowed
 from eagle.target.talk import prepare_media
 from eagle.target.target import Target
-from eagle.training.choice import Counts, judged
+from eagle.training.choice import Counts, group_by_prompt
 from eval.result_files.statistics import estimate_difference
 
 PROMPTS = 24  # decoded by default, in one batch
@@ -87,7 +87,9 @@ class HeldOut:
 
     def compare(self, first: Counts, second: Counts) -> tuple[float, float, float]:
         """Return by how much the second acceptance length is longer, with its interval, paired by prompt."""
-        difference = estimate_difference(judged(first), judged(second), cluster=itemgetter(1))
+        difference = estimate_difference(
+            group_by_prompt(first), group_by_prompt(second), cluster=itemgetter(1)
+        )
         return tuple(difference.estimate)  # type: ignore[return-value]
 
 

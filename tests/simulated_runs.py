@@ -323,7 +323,7 @@ def train(
         for step in range(3):
             run._advance(step, batches)
     batches.close()
-    logged = [losses for _, losses in run.window]
+    logged = [losses for _, losses in run.unlogged_steps]
     return [tensor.detach().cpu() for tensor in [*logged, *network.parameters()]], crossed
 
 

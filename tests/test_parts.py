@@ -193,7 +193,7 @@ def learn(
         return head(batch, target_head, count=True)["divisor"]
 
     def deal(dealer: Dealer, add_up: Callable[[Tensor], Tensor]) -> Any:
-        chunks = plan.parts(STEP, dealer.count)[dealer.rank :: processes]
+        chunks = plan.parts(STEP, dealer.part_count)[dealer.rank :: processes]
         batches = iter([dealer.load(texts, STEP) for texts in chunks])
         return dealer.deal(STEP, batches, count, add_up)
 
@@ -204,7 +204,7 @@ def learn(
         counted.append(counts)
         raise _AllCounted
 
-    if dealers[0].counts_batches:
+    if dealers[0].must_count_first:
         for dealer in dealers:
             with pytest.raises(_AllCounted):
                 next(deal(dealer, note))
@@ -279,7 +279,7 @@ def own_counts(patch: pytest.MonkeyPatch) -> None:
 
     def begin(dealer: Dealer, *args: Any, **options: Any) -> None:
         honest(dealer, *args, **options)
-        dealer.counts_batches = False
+        dealer.must_count_first = False
         dealer.divisors_of = lambda step: None  # type: ignore[assignment]
 
     patch.setattr(Dealer, "__init__", begin)

@@ -1,6 +1,6 @@
 """Compute the target's hidden features of examples, with the same code for stored and live features."""
 
-# N rows, T tokens of a text, L taps, D target width
+# N stored rows, M positions of all sequences, B sequences, T tokens of one, L taps, D target width
 
 from __future__ import annotations
 
@@ -46,23 +46,25 @@ from eagle.target.talk import prepare_media
 from eagle.target.taps import find_feature_fault
 from eagle.target.target import Target
 
-# tokens of one forward on an accelerator; a CPU is fastest with one text at a time
+# tokens of one forward on an accelerator; a CPU is fastest with one sequence at a time
 BATCH_TOKENS = 8192
 SHARDS_EACH = 4  # the fewest for each of several processes, so that they end at about the same time
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors after which room must be made
+# a forecast times this many batches, or as many as this many seconds allow
 FORECAST_BATCHES = 64
 FORECAST_SECONDS = 5.0
 
 
 def world() -> tuple[int, int, Callable[[], None]]:
-    """Return this process's index, the number of processes, and a barrier."""
-    # without cpu=True each process on a CPU takes itself for the only one; tokenising alone may take hours
+    """Return this process's index, the number of processes, and a barrier that waits for all of them."""
+    # Without cpu=True each process on a CPU takes itself for the only one. The timeout is long, as the others may wait
+    # for hours while one process tokenises.
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=1))
     return state.process_index, state.num_processes, state.wait_for_everyone
 
 
 def roles_of(settings: Any, target_config: Any) -> TapRoles:
-    """Return the layer inputs that a head with these settings reads, by the slots where training needs them."""
+    """Return the taps that training a head with these settings needs: at every slot, and before learned tokens."""
     method: type[TrainableDrafter] = DRAFTERS[settings.kind]
     taps = method.taps_for(settings, target_config)
     return TapRoles(method.context_taps(settings, target_config), (*taps, *method.teacher_taps))
@@ -73,7 +75,7 @@ def taps_of(settings: Any, target_config: Any) -> tuple[int, ...]:
     return roles_of(settings, target_config).taps
 
 
-# -- states of texts --------------------------------------------------------------------------------------------------
+# -- states of sequences ----------------------------------------------------------------------------------------------
 
 
 def compute_rows(
@@ -85,18 +87,24 @@ def compute_rows(
     shared: Sequence[int] | None = None,
     shown: Sequence[Shown | None] = (),
 ) -> list[tuple[Tensor, ...]]:
-    """Return the packed rows [N, L, ..] of every part, those of one text after those of another.
+    """Compute the target's states of sequences, and return of every part the rows that a store keeps, packed.
+
+    The rows of one sequence follow those of the one before it.
 
     Args:
         target: The model whose states are computed.
-        texts: [T] of each text.
-        loss_masks: [T] of each text.
+        texts: The tokens [T] of each sequence.
+        loss_masks: [T] of each sequence.
         parts: Which taps are kept, and at which slots.
         dtype: The storage dtype.
-        shared: How many of its first tokens each text shares with the one before it, whose rows are kept there.
-        shown: The texts with images, which are read by forwards of their own.
+        shared: How many of its first tokens each sequence shares with the one before it, which has their rows. None: 0.
+        shown: The conversation with images of each sequence, or None; () if no sequence has images.
+
+    Returns:
+        The tensors [N, L, ..] of each part, one for each field of the storage dtype.
     """
     taps = _taps_in(parts)
+    # cast on the way where storage is bfloat16 anyway; None keeps the model's dtype
     precision = torch.bfloat16 if dtype == "bfloat16" else None
     if shared is None:
         shared = [0] * len(texts)
@@ -117,9 +125,15 @@ def _compute_states(
     shared: Sequence[int],
     shown: Sequence[Shown | None],
 ) -> tuple[Tensor, list[int]]:
-    """Return the states [M, L, D] of all texts, and where each text begins in them."""
-    if any(shared) and can_read_on(target):
-        states_by_text = read_on(target, [text.tolist() for text in texts], shared, taps)
+    """Return the states [M, L, D] of all sequences, one after the other, and the index at which each begins.
+
+    There may be padding between them. Sequences with shared prefixes are read with a KV cache, those with images one by
+    one, and others in one padded forward.
+    """
+    if any(shared) and can_reuse_prefixes(target):
+        states_by_text = read_reusing_prefixes(
+            target, [text.tolist() for text in texts], shared, taps
+        )
     elif any(shown):
         states_by_text = []
         for text, text_shown in zip(texts, shown, strict=True):
@@ -135,28 +149,36 @@ def _compute_states(
     return torch.cat(states_by_text).to(precision), starts
 
 
-def can_read_on(target: Target) -> bool:
-    """Return whether states of a text that is read on from its prefix are those of its plain forward, up to rounding.
+def can_reuse_prefixes(target: Target) -> bool:
+    """Return whether `read_reusing_prefixes` gives the states of plain forwards, up to rounding, and saves time.
 
-    Where layers keep a state, nothing would be saved: it can be taken up only where an earlier text ended.
+    It saves nothing with recurrent layers: their state can be taken up only where an earlier sequence ended.
     """
     try:
         with target.lock:
             target.reader.check(rows=2)
     except ValueError:
-        # it cannot read trees
+        # the check refuses models that cannot read several rows with a cache and masks
         return False
     return not (target.sharded or target.reader.mixers.mixers or target.reader.follows_steps)
 
 
-def read_on(
+def read_reusing_prefixes(
     target: Target, texts: Sequence[list[int]], shared: Sequence[int], taps: tuple[int, ...]
 ) -> list[Tensor]:
-    """Return [T, L, D] of each text; tokens that it shares with the one before it are read once."""
+    """Return the states [T, L, D] of each sequence, reading a prefix that it shares with the one before only once.
+
+    Args:
+        target: The model whose states are computed.
+        texts: The tokens of each sequence.
+        shared: How many of its first tokens each sequence shares with the one before it.
+        taps: The layer inputs that are returned.
+    """
     state = TargetState(target, taps)
     groups = group_texts(shared)
     states: dict[int, Tensor] = {}
-    # the first text of every group, then the second ones: a row of the cache belongs to a group
+    # A group of sequences with a common prefix has one row. First the first sequence of every group is read, then the
+    # second ones, and so on: a released row keeps its keys and values, and the next sequence reuses their prefix.
     for turn in zip_longest(*groups):
         text_of_row = {}
         for i, group in zip(turn, groups, strict=True):
@@ -174,9 +196,10 @@ def read_on(
 
 
 class LiveFeatures:
-    """Features computed when they are read, equal to those that `extract` stores; what it leaves out is NaN.
+    """Features that are computed when they are read, as a source of training examples without a store.
 
-    Each example is read from its beginning: where `extract` reads on from an earlier one, they are equal to rounding.
+    They are equal to those that `extract` stores, and NaN where it stores none. Each example is read from its start:
+    where `extract` reuses a shared prefix, they are equal up to rounding.
     """
 
     sampled = False
@@ -188,6 +211,14 @@ class LiveFeatures:
         identity: dict[str, Any],
         batch_tokens: int | None = None,
     ) -> None:
+        """Check the target and the examples; nothing is computed yet.
+
+        Args:
+            target: The model whose states are computed.
+            examples: The conversations, without features.
+            identity: What decides the features, among it their taps and dtype.
+            batch_tokens: The most tokens of one forward, padding included; None for a default of the device.
+        """
         self.target = target
         self.examples = examples
         self.identity = identity
@@ -196,8 +227,10 @@ class LiveFeatures:
         self.parts = parts_of(identity)
         check_width(self.dtype, target.width_of(self.taps))
         self.together = target.sharded
-        # with a sharded target all processes must compute equally often: one forward for whatever is read at once
-        self.slots = sys.maxsize if self.together else batch_slots(target, batch_tokens)
+        # With a sharded target all processes must run equally many forwards: each `read` is one forward, of any size.
+        self.batch_tokens = resolve_batch_tokens(target, batch_tokens)
+        if self.together:
+            self.batch_tokens = sys.maxsize
         check_lengths(target, max(lengths_of(examples)))
         check_causal(target)
 
@@ -216,7 +249,8 @@ class LiveFeatures:
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples at these indices, with their features."""
         examples = [self.examples[index] for index in indices]
-        for batch in make_batches([len(example.tokens) for example in examples], self.slots):
+        lengths = [len(example.tokens) for example in examples]
+        for batch in make_batches(lengths, self.batch_tokens):
             texts = [examples[i].tokens for i in batch]
             masks = [examples[i].loss_mask for i in batch]
             shown = [examples[i].shown for i in batch]
@@ -233,9 +267,13 @@ class LiveFeatures:
 
 
 def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Iterator[int]:
-    """Compute and write these shards, yielding the tokens of each batch; a thread writes while the next is computed."""
+    """Compute and write these shards of a store. Yield the number of tokens of each batch, for a progress bar.
+
+    A thread writes a batch to the disk while the next one is computed.
+    """
     writers: list[ShardWriter] = []
 
+    # this generator computes, and the jobs that it yields write: `run_ahead` runs them in the thread
     def write_jobs() -> Iterator[Callable[[], int]]:
         for shard in shards:
             check_room(store, [shard])
@@ -248,12 +286,14 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
                 rows = compute_rows(
                     target, texts, masks, store.parts, dtype=store.dtype, shared=shared, shown=shown
                 )
-                # the copy runs on while the next batch is computed
+                # the copy to the host goes on while the next batch is computed
                 host_rows, copied = _copy_to_host(rows)
-                yield partial(_append, writer, host_rows, copied, sum(map(len, texts)))
+                token_count = sum(map(len, texts))
+                yield partial(_append, writer, host_rows, copied, token_count)
             yield writer.close
 
     try:
+        # closed, so that the thread ends before the files of unfinished shards are removed
         with closing(run_ahead(write_jobs())) as written:
             yield from written
     except OSError as error:
@@ -270,7 +310,11 @@ def extract(target: Target, store: FeatureStore, shards: Sequence[int]) -> Itera
 
 
 def _append(writer: ShardWriter, rows: Sequence[Sequence[Tensor]], copied: Any, tokens: int) -> int:
-    """Append a batch's packed rows to a shard; returns its number of tokens."""
+    """Append a batch's packed rows to a shard, once the event `copied` says that they are on the host.
+
+    Returns:
+        `tokens`, the batch's number of tokens.
+    """
     if copied is not None:
         copied.synchronize()
     writer.append(rows)
@@ -285,6 +329,7 @@ def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence
     for tensors in packed:
         copies = []
         for tensor in tensors:
+            # only a copy to pinned memory runs beside the computation
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies.append(copy.copy_(tensor, non_blocking=True))
         host_rows.append(copies)
@@ -293,10 +338,14 @@ def _copy_to_host(packed: Sequence[Sequence[Tensor]]) -> tuple[Sequence[Sequence
     return host_rows, copied
 
 
-def batch_slots(target: Target, batch_tokens: int | None) -> int:
-    """Return the tokens (padding included) of one forward: `batch_tokens`, else a default for the device."""
-    if (target.device.type == "cpu" and batch_tokens is None) or target.border < math.inf:
-        # a longer text in the batch could change the rotary frequencies of a shorter one
+def resolve_batch_tokens(target: Target, batch_tokens: int | None) -> int:
+    """Return the most tokens (padding included) of one forward: `batch_tokens`, else a default for the device.
+
+    1 stands for batches of one sequence.
+    """
+    # a longer sequence in the batch could change the rotary frequencies of a shorter one
+    has_length_border = target.border < math.inf
+    if has_length_border or (target.device.type == "cpu" and batch_tokens is None):
         return 1
     return batch_tokens or BATCH_TOKENS
 
@@ -308,24 +357,34 @@ def plan_extraction(
     features: FeaturesSection,
     processes: int = 1,
 ) -> ShardPlan:
-    """Return the batches and shards of a feature store for texts of these sizes.
+    """Return the batches and shards of a feature store for sequences of these sizes.
 
-    Processes compute whole shards, so several get smaller ones: few large shards would leave some without work.
+    Args:
+        sizes: The sizes of all sequences.
+        target: The model whose states are stored.
+        parts: Which taps are kept, and at which slots.
+        features: The section of the recipe, with the sizes of batches and shards.
+        processes: How many processes extract. Each computes whole shards, so that several processes get smaller ones:
+            a few large shards would leave some processes without work.
     """
     lengths = sizes.tokens.tolist()
     check_lengths(target, max(lengths))
     check_causal(target)
     token_bytes = mean_bytes(parts, features.dtype, target.width_of(_taps_in(parts)), sizes)
     shard_tokens = max(int(features.shard_bytes / token_bytes), 1)
+    # -(-a // b) is a / b rounded up
     if processes > 1:
         shard_tokens = min(shard_tokens, -(-sum(lengths) // (SHARDS_EACH * processes)))
     return plan_shards(
-        lengths, batch_slots(target, features.batch_tokens), shard_tokens, sizes.shared.tolist()
+        lengths,
+        resolve_batch_tokens(target, features.batch_tokens),
+        shard_tokens,
+        sizes.shared.tolist(),
     )
 
 
 def check_lengths(target: Target, longest: int) -> None:
-    """Refuse texts longer than the target's number of positions."""
+    """Refuse sequences longer than the target's number of positions."""
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
             f"the longest text has {longest} tokens, this target has {target.max_positions} positions: "
@@ -334,9 +393,9 @@ def check_lengths(target: Target, longest: int) -> None:
 
 
 def check_causal(target: Target) -> None:
-    """Refuse a target whose states at a token depend on later ones.
+    """Refuse a target whose states at a token depend on later tokens.
 
-    A head would learn from the tokens that it is to draft.
+    A head would learn to draft tokens from states that have seen them.
     """
     with target.lock:
         fault = find_feature_fault(target.reader)
@@ -348,7 +407,12 @@ def check_causal(target: Target) -> None:
 
 
 def check_room(store: FeatureStore, shards: Iterable[int] | None = None) -> None:
-    """Refuse to write shards, by default all that are absent, that do not fit on the disk."""
+    """Refuse to write shards for which the disk has no room.
+
+    Args:
+        store: The feature store.
+        shards: The shards that are to be written; None for all that are absent.
+    """
     if shards is None:
         shards = store.absent
     if sum(map(store.shard_bytes, shards)) > shutil.disk_usage(store.folder).free:
@@ -367,19 +431,29 @@ def forecast(
     parts: Sequence[Part],
     dtype: str,
 ) -> str:
-    """Return a line with the tokens, bytes and time of an extraction, measured on a few seconds of it."""
+    """Return a line with the tokens, bytes and time of an extraction. The speed is measured on a few seconds of it.
+
+    Args:
+        target: The model whose states are to be stored.
+        examples: The sequences.
+        sizes: Their sizes.
+        plan: The batches of each shard.
+        parts: Which taps are kept, and at which slots.
+        dtype: The storage dtype.
+    """
     batches = list(chain.from_iterable(plan))
-    # from the longest to the shortest; the first forward only warms up
+    # batches come from the longest sequences to the shortest: an even sample of them has the mean speed
     sample = [batches[i * len(batches) // FORECAST_BATCHES] for i in range(FORECAST_BATCHES)]
     measured_tokens = 0
     start = 0.0
+    # the first forward only warms up: time starts after it
     for batch in [sample[-1], *sample]:
         texts = [examples[i].tokens for i in batch]
         masks = [examples[i].loss_mask for i in batch]
         shown = [examples[i].shown for i in batch]
         shared = sizes.shared[batch].tolist()
         rows = compute_rows(target, texts, masks, parts, dtype=dtype, shared=shared, shown=shown)
-        # waits for the device
+        # reading a number waits for the device
         rows[0][0].flatten()[-1:].sum().item()
         if not start:
             start = perf_counter()
@@ -387,7 +461,6 @@ def forecast(
         measured_tokens += sum(map(len, texts))
         if perf_counter() - start > FORECAST_SECONDS:
             break
-    # without the first forward
     tokens_per_second = measured_tokens / (perf_counter() - start)
     tokens = int(sizes.tokens.sum())
     shared_tokens = int(sizes.shared.sum())

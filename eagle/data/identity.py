@@ -28,11 +28,11 @@ TOKENIZER = (
     "merges.txt",
     "*.model",
 )
-LONG = 5_000_000_000  # bytes, from which on a progress bar is shown
+LONG = 5_000_000_000  # bytes: more than this takes long to read, so that a progress bar is shown
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TEMPLATE = ("chat_template*", "tokenizer_config.json")
-# keys of `data` that decide no token, or by files
+# keys of `data` that decide no token, or that decide them by files whose fingerprints are taken
 NOT_IDENTITY = {
     "train",
     "heldout",
@@ -58,7 +58,10 @@ MASK_RULES = 3
 
 
 def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
-    """Return all settings and fingerprints that decide the features of a recipe."""
+    """Return all settings and fingerprints that decide the features of a recipe.
+
+    A feature store keeps its identity, and is refused by a run that needs another one.
+    """
     return {
         "target": target_identity(recipe.target),
         **data_identity(recipe),
@@ -69,20 +72,20 @@ def identity(recipe: Recipe, roles: TapRoles) -> dict[str, Any]:
 
 
 def tap_identity(roles: TapRoles) -> dict[str, Any]:
-    """Return the taps, and those of them that are kept at every slot that heads read."""
+    """Return the taps, and those of them that are kept at every slot and not only before learned tokens (`inputs`)."""
     return {"taps": list(roles.taps), "inputs": list(roles.inputs)}
 
 
 def target_identity(section: TargetSection) -> dict[str, Any]:
-    """Return the target's weights, config, precision, quantisation and adapter."""
+    """Return what identifies a target: fingerprints of weights, config and adapter, its precision and quantisation."""
     folder = folder_of(section.path, section.revision, (*WEIGHTS, "config.json"))
-    # a folder may hold the same weights in both formats
+    # a folder may hold the same weights in both formats, and transformers loads safetensors first
     weights = sorted(folder.glob(WEIGHTS[0])) or sorted(folder.glob(WEIGHTS[1]))
     config = json.loads((folder / "config.json").read_text())
     adapter = None
     if section.adapter:
         adapter = fingerprint(_matching(section.adapter, None, (*WEIGHTS, "adapter_config.json")))
-    # the float weights of a GGUF target are made from its file
+    # the weights of a GGUF target were unpacked from its file, whose checksum says more than theirs
     checksum = gguf_checksum(folder)
     return {
         "weights": checksum[:16] if checksum else fingerprint(weights),
@@ -94,7 +97,7 @@ def target_identity(section: TargetSection) -> dict[str, Any]:
 
 
 def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
-    """Return the identity with the target dtype "auto" replaced by `dtype`."""
+    """Return the identity with the target dtype "auto" replaced by the one that the target was loaded in."""
     target = fields.get("target", {})
     if target.get("dtype") != "auto":
         return fields
@@ -102,14 +105,16 @@ def in_precision(fields: dict[str, Any], dtype: object) -> dict[str, Any]:
 
 
 def data_identity(recipe: Recipe) -> dict[str, Any]:
-    """Return the conversations, tokenizer and chat template."""
+    """Return what identifies the tokens of a recipe: its conversations, tokenizer and chat template."""
     data = recipe.data
     target = recipe.target
-    # a dataset of the hub is known by its name and revision
-    source: Any = fingerprint(files_of(data.train)) if Path(data.train).exists() else data.train
+    # a dataset of the hub is identified by its name and revision, local files by their bytes
+    source: Any = data.train
+    if Path(data.train).exists():
+        source = fingerprint(files_of(data.train))
     conversations = {"source": source, **data.model_dump(mode="json", exclude=NOT_IDENTITY)}
     if data.drop_duplicates:
-        # older stores do not name it
+        # stores of earlier releases do not have this key, so it is left out where it is false
         conversations["drop_duplicates"] = True
     if data.images is not None:
         conversations["images"] = images_identity(recipe)
@@ -122,7 +127,10 @@ def data_identity(recipe: Recipe) -> dict[str, Any]:
 
 
 def images_identity(recipe: Recipe) -> dict[str, str]:
-    """Return fingerprints of the images' names and sizes, and of the processor; bytes are checked as they are read."""
+    """Return fingerprints of the names and sizes of the images, and of the target's processor.
+
+    The bytes of an image are checked when it is read, by the checksum that its conversation carries.
+    """
     assert recipe.data.images is not None
     folder = Path(recipe.data.images)
     files = sorted(
@@ -144,6 +152,7 @@ def stop_ids(section: TargetSection) -> list[int]:
             raise ValueError(
                 f"{path} is no generation config: {error}; expected an object of JSON"
             ) from None
+        # a config may name no EOS token, one, or a list of them
         if eos is None:
             return []
         return eos if isinstance(eos, list) else [eos]
@@ -151,7 +160,7 @@ def stop_ids(section: TargetSection) -> list[int]:
 
 
 def fingerprint(files: Sequence[Path]) -> str:
-    """Return one checksum of the names and bytes of some files."""
+    """Return one checksum of the names and bytes of some files, as the identity of a store shows it."""
     is_long = sum(path.stat().st_size for path in files) > LONG
     lines = []
     for path in progress(files, "fingerprint", len(files), unit="files", show=is_long):
@@ -170,21 +179,25 @@ def assets_folder(kind: str, name: str) -> Path:
 
 def _checksum(path: Path) -> str:
     """Return a file's sha256."""
-    # large files of the hub's cache are links to files named by it
+    # large files of the hub's cache are links to files that are named by their sha256, which has 64 digits
     name = path.resolve().name
     if path.is_symlink() and len(name) == 64:
         return name
     state = path.stat()
-    return _read_once(path, state.st_size, state.st_mtime_ns)
+    return _sha256_once(path, state.st_size, state.st_mtime_ns)
 
 
 @lru_cache(1024)
-def _read_once(path: Path, size: int, changed: int) -> str:
-    """Return the checksum of a file in this state, which the features of a command and its tokens both ask for."""
+def _sha256_once(path: Path, size: int, changed: int) -> str:
+    """Return the sha256 of a file, read once as long as its size and its time of change are the same.
+
+    A command asks for it twice, for its features and for its tokens.
+    """
     return sha256(path)
 
 
 def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> list[Path]:
+    """Return the files of a model that match one of the patterns, in order, each once."""
     folder = folder_of(path, revision, patterns)
     files: set[Path] = set()
     for pattern in patterns:
@@ -193,9 +206,12 @@ def _matching(path: str, revision: str | None, patterns: tuple[str, ...]) -> lis
 
 
 def folder_of(path: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """Return the local folder of a model, downloading the files that match if it is a hub id.
+    """Return the local folder of a model.
 
-    A GGUF file is unpacked whole.
+    Args:
+        path: A folder, a hub id of which the matching files are downloaded, or a GGUF file, which is unpacked whole.
+        revision: A branch, tag or commit of the hub id; None for its newest.
+        patterns: The files that are needed.
     """
     if is_gguf(path):
         return Path(model_folder(path, revision))
@@ -215,18 +231,26 @@ def target_name(recipe: Recipe) -> dict[str, Any]:
 
 
 def differences(got: Any, expected: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted name, got, expected) of every leaf in which two nested dicts differ."""
+    """Yield (dotted name, got, expected) of every leaf in which two nested dicts differ; None for a missing one.
+
+    `name` is the prefix of the names, which only the recursion gives.
+    """
     if isinstance(got, dict) and isinstance(expected, dict):
         for key in sorted({*got, *expected}):
-            yield from differences(
-                got.get(key), expected.get(key), f"{name}.{key}" if name else key
-            )
+            dotted = f"{name}.{key}" if name else key
+            yield from differences(got.get(key), expected.get(key), dotted)
     elif got != expected:
         yield name, got, expected
 
 
 def describe_difference(name: str, got: Any, needed: Any) -> str:
-    """Return one difference between a store and a run, with the files that its fingerprint is of."""
+    """Return a phrase on one difference between a store and a run; for a fingerprint it names the files.
+
+    Args:
+        name: The dotted name of the difference.
+        got: What the store has.
+        needed: What the run needs.
+    """
     line = f"the store has {got!r}, this run needs {needed!r}"
     if name in FINGERPRINTS:
         line += f" as the fingerprint of {FINGERPRINTS[name]}"

@@ -34,17 +34,18 @@ def open_features(
     *,
     main: bool = True,
 ) -> tuple[Target | Borrowed, Features]:
-    """Return the target and the features of its states.
+    """Return the target and the features that a recipe trains on.
 
     Args:
-        recipe: Where target, data and features are.
-        settings: Of the drafter, which decide the taps.
-        read_examples: Returns the tokens of the data. It is called where features are computed while training.
-        main: Whether this is the main process, whose comparison of all weights is enough for all processes.
+        recipe: It says where target, data and features are.
+        settings: The settings of the drafter, which decide the taps.
+        read_examples: Returns the tokens of the data. It is called only if features are computed while training.
+        main: Whether this is the main process, whose comparison of the target's files is enough for all processes.
 
     Returns:
         The target, of which only embedding and LM head are loaded if nothing needs more, and the features.
     """
+    # the whole target is needed to decode during training, to compute features, and by methods that read its weights
     decodes = recipe.train.decode or recipe.train.on_policy
     if recipe.features.store and not decodes and not DRAFTERS[settings.kind].reads.weights:
         store = FeatureStore(recipe.features.store)
@@ -65,11 +66,12 @@ def open_features(
     if shard:
         target.shard()
     roles = roles_of(settings, target.config)
-    # a default set may lie outside: the config of some types counts other layers
+    # even default taps may not exist: the config of some model types counts other layers
     target.check_taps(roles.taps)
     expected = identity(recipe, roles)
     if recipe.features.store:
         return target, FeatureStore(recipe.features.store, expected)
+    # a store keeps the precision in which it was computed, and features that are computed now have the target's
     expected = in_precision(expected, target.model.dtype)
     return target, LiveFeatures(target, read_examples(), expected, recipe.features.batch_tokens)
 
@@ -85,8 +87,16 @@ def follow_head(
 ) -> Features:
     """Return the features that the head learns from.
 
-    They are those given, unless the head samples answers (`drafter.samples: own`) or helps to write them by its drafts
-    (`train.on_policy`).
+    They are `features` itself, unless the head samples answers (`drafter.samples: own`) or the target writes answers
+    with the head's drafts (`train.on_policy`).
+
+    Args:
+        recipe: The recipe of the run.
+        settings: The settings of the drafter.
+        target: The target, as `open_features` returned it.
+        features: The features that it returned.
+        head: The head that is trained.
+        weights_split: Whether each process holds only a share of the head's weights, so that it cannot decode.
     """
     # the settings of most methods have no such key
     samples_own = getattr(settings, "samples", "data") == "own"
@@ -100,7 +110,7 @@ def follow_head(
     if recipe.train.on_policy is not None:
         return _with_drafts(recipe, target, features, head, weights_split=weights_split)
     if weights_split:
-        # processes read weights together, and answers differ
+        # a forward of split weights needs all processes at once, and their answers differ in length
         raise ValueError(
             "drafter.samples is own, which needs all weights on every process, and ZeRO-3 and train.shard_head split "
             "them: launch with recipes/accelerate/ddp.yaml or zero2.yaml, without train.shard_head"
@@ -116,9 +126,10 @@ def follow_head(
 def _with_drafts(
     recipe: Recipe, target: Target | Borrowed, features: Features, head: Any, *, weights_split: bool
 ) -> OwnDrafts:
-    """Return the features of a run that learns from the head's own drafts."""
+    """Return the features of a run with `train.on_policy`, or refuse settings that exclude it."""
     policy = recipe.train.on_policy
     assert policy is not None
+    # the method has not defined it
     if type(head).draft_levels is TrainableDrafter.draft_levels:
         raise ValueError(
             f"train.on_policy replays drafts by `draft_levels`, which {type(head).__name__} does not have: leave it "
@@ -137,7 +148,11 @@ def _with_drafts(
 
 
 def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> dict[str, Any]:
-    """Return the identity that a store must have; without the target's files only its name is compared."""
+    """Return the identity that a store must have for a recipe.
+
+    Where the target's files are not on this machine, its name is compared instead, and the identity takes from the
+    store whatever those files would decide.
+    """
     if is_local_model(recipe.target.path, recipe.target.revision):
         return identity(recipe, roles)
     name = target_name(recipe)
@@ -150,11 +165,10 @@ def _expected_identity(recipe: Recipe, roles: TapRoles, store: FeatureStore) -> 
     print(
         f"no target at {recipe.target.path}: its files could not be compared with what made {store.folder}"
     )
-    # what needs the target's files is taken from the store, and so is equal
     stored = store.identity
-    # the store's folder stands for the target's: `data_identity` finds no tokenizer there, and downloads nothing
+    # with the store's folder in place of the target's, `data_identity` finds no tokenizer and downloads nothing
     store_as_target = recipe.target.model_copy(update={"path": str(store.folder)})
-    # a template that the recipe names is compared, one that comes with the target is not
+    # a template file that the recipe names can be compared, one that comes with the target cannot
     uncompared = ["tokenizer"] if recipe.data.template else ["tokenizer", "template"]
     return {
         **data_identity(recipe.model_copy(update={"target": store_as_target})),

@@ -1,6 +1,6 @@
 """Training texts that the target writes with drafts of the head in training, whose rejected tokens are kept too."""
 
-# A drafts, K tokens of each, N nodes, L taps, D target width
+# K tokens of a draft, L taps, D target width
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ Key = tuple[int, int]
 
 
 class OwnDrafts:
-    """Features of which some are of answers that the target writes again, with drafts of a head.
+    """Features of conversations, some of whose answers the target writes anew, with drafts of the head in training.
 
-    `write` writes the answers of several steps with the head as it is then; `read` gives those of a step, by the seed
-    that torch then has. Seed and index decide which texts they are, which answer is written, and its noise. While the
-    head is evaluated, all texts are those of the data.
+    `write` writes the answers of several steps in advance, with the head's weights of that time. `read` returns those
+    of the present step, which it knows by torch's seed. The step's seed and the example's index decide which
+    conversations get a new answer, which of their answers it is, and its noise. With the head in evaluation mode all
+    conversations are those of the data.
     """
 
     sampled = True
@@ -45,6 +46,14 @@ class OwnDrafts:
     def __init__(
         self, features: Features, target: Target, head: Any, policy: OnPolicySection
     ) -> None:
+        """Wrap features; nothing is written yet.
+
+        Args:
+            features: Those of the data, stored or live.
+            target: The model that writes the answers.
+            head: The head that is trained and drafts.
+            policy: The section `train.on_policy` of the recipe.
+        """
         self.features = features
         self.target = target
         self.head = head
@@ -67,15 +76,16 @@ class OwnDrafts:
     def read(self, indices: Sequence[int]) -> list[Example]:
         """Return the examples with their features.
 
-        An example whose answer was written again for this step comes as it was written, with features computed now.
+        An example whose answer was written anew for this step has that answer, with features computed now.
         """
         if not self.head.training:
             return self.features.read(indices)
-        # training seeds torch before every step, so that the seed names the step in all processes
+        # training seeds torch before every step, so that the seed identifies the step in all processes
         step_seed = torch.initial_seed()
         written: dict[int, Example] = {}
         unchanged = []
-        for index in dict.fromkeys(indices):  # each once
+        # an index may come twice, as a part may repeat an example: dict.fromkeys keeps it once, in order
+        for index in dict.fromkeys(indices):
             if (step_seed, index) in self.written:
                 written[index] = self.written[step_seed, index]
             else:
@@ -89,29 +99,36 @@ class OwnDrafts:
         return [examples[index] for index in indices]
 
     def write(self, steps: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Write the answers of the steps with these seeds and examples; those written before are dropped."""
+        """Let the target write new answers for some steps, and drop those of earlier steps.
+
+        Args:
+            steps: The seed of each step, and the indices of its examples, of which a share gets a new answer.
+        """
         chosen = []
         for seed, indices in steps:
             for index in dict.fromkeys(indices):
-                if _draw((seed, index)) < self.policy.share * 2**64:
+                # true with the probability `share`
+                if _draw_number((seed, index)) < self.policy.share * 2**64:
                     chosen.append((seed, index))
-        self.written = dict(zip(chosen, self._write(chosen), strict=True)) if chosen else {}
+        self.written = {}
+        if chosen:
+            self.written = dict(zip(chosen, self._write_answers(chosen), strict=True))
 
-    def _write(self, keys: Sequence[Key]) -> list[Example]:
-        """Return the conversations cut at one of their answers, which is written again."""
+    def _write_answers(self, keys: Sequence[Key]) -> list[Example]:
+        """Return the conversations of these keys, each cut at one of its answers, which the target writes anew."""
         prompts = []
         limits = []
         samplings = []
         for seed, index in keys:
             tokens, mask = self.features.text(index)
-            # another number than the one that chose the conversation
-            start, end = choose_answer(mask, mix64(_draw((seed, index))))
+            # mix64 makes a number that is independent of the one that chose the conversation
+            start, end = choose_answer(mask, mix64(_draw_number((seed, index))))
             prompts.append(tokens[:start].tolist())
             limits.append(end - start)
             samplings.append(
                 Sampling(temperature=self.policy.temperature, seed=seed, request=index)
             )
-        # a fixed chain: every cycle drafts as many tokens
+        # a chain of fixed length, so that all cycles draft equally many tokens
         recorder = Recorder(self._decoding_head(), self.taps)
         traces = generate(
             self.target,
@@ -124,20 +141,22 @@ class OwnDrafts:
         )
         examples = []
         for row, trace in enumerate(traces):
-            examples.append(
-                self._example(trace.checked().prompt, trace.tokens, recorder.records[row])
-            )
+            prompt = trace.checked().prompt
+            examples.append(self._make_example(prompt, trace.tokens, recorder.records[row]))
         return examples
 
     def _decoding_head(self) -> Any:
-        """Return a copy of the head as it is now, that drafts."""
+        """Return a copy of the head with its present weights, in the target's dtype, ready to draft."""
         head = in_dtype(copy.deepcopy(self.head).to(self.target.device), self.target.model.dtype)
-        # a target in training has other weights
+        # the caller may have changed the target's weights, of which it has cached results
         self.target.forget()
         return head.bind(self.target.head)
 
-    def _example(self, prompt: list[int], answer: list[int], record: Record) -> Example:
-        """Return a written text, with the drafts of all its cycles but the last, which no draft follows."""
+    def _make_example(self, prompt: list[int], answer: list[int], record: Record) -> Example:
+        """Return a written conversation as a training example, with the drafts that were recorded while it was written.
+
+        The last cycle's draft is missing: a recorder learns what became of a draft when the next one is asked for.
+        """
         tokens = torch.tensor(prompt + answer)
         mask = torch.arange(len(tokens)) >= len(prompt)
         cycles = record.cycles
@@ -145,19 +164,20 @@ class OwnDrafts:
             return Example(tokens, mask)
         depth = self.policy.depth
         stop_tokens = set(self.target.stop_tokens)
-        no_tokens = torch.zeros(depth, dtype=torch.long)
+        padding = torch.zeros(depth, dtype=torch.long)
         drafted = []
         draft_tokens = []
         for cycle in cycles:
             draft = cycle.tokens.tolist()
-            # after a stop token nothing is drafted
+            # what follows a stop token is no draft to learn from
             length = next(
                 (count for count, token in enumerate(draft, start=1) if token in stop_tokens),
                 len(draft),
             )
             drafted.append(length)
-            draft_tokens.append(torch.cat([cycle.tokens, no_tokens])[:depth])
-        states = torch.stack([_pad(cycle.states, depth) for cycle in cycles])
+            draft_tokens.append(torch.cat([cycle.tokens, padding])[:depth])
+        # [cycles, depth, L, D], rounded as those of the other examples
+        states = torch.stack([_pad_states(cycle.states, depth) for cycle in cycles])
         drafts = Drafts(
             slots=torch.tensor([cycle.slot for cycle in cycles]),
             accepted=torch.tensor([cycle.accepted for cycle in cycles]),
@@ -170,64 +190,67 @@ class OwnDrafts:
 
 @dataclass(frozen=True, slots=True)
 class DraftedCycle:
-    """A chain that was drafted, and what became of it."""
+    """A chain that was drafted, and how far the target accepted it."""
 
-    slot: int  # the token after it is the draft's root
-    tokens: Tensor  # [K]
-    states: Tensor  # [K, L, D], the target's after each
+    slot: int  # the index in the sequence whose next token is the draft's root
+    tokens: Tensor  # [K], without the root
+    states: Tensor  # [K, L, D], the target's states after each
     accepted: int  # how many tokens the target accepted
 
 
 @dataclass(slots=True)
 class Record:
-    """The cycles of one text."""
+    """The decoding cycles of one sequence."""
 
-    committed: int = 0  # tokens so far
+    committed: int = 0  # tokens of the sequence so far, the root not counted
     cycles: list[DraftedCycle] = field(default_factory=list)
 
 
 class Recorder(Drafter):
-    """Drafts as another drafter does, and records its chains with the target's states after their tokens."""
+    """A drafter that passes on another one's chains, and records them with the target's states at `taps`."""
 
     def __init__(self, drafter: Drafter, taps: tuple[int, ...]) -> None:
+        """Wrap a bound drafter; `taps` are the target's layer inputs whose states are recorded, each of them once."""
         self.drafter = drafter
+        # the taps to record come first, then those that only the drafter reads
         self.taps = tuple(dict.fromkeys((*taps, *drafter.taps)))
-        # the first of `self.taps`
         self.recorded_taps = len(taps)
+        # asks the loop for the target's states after each node of a tree
         self.reads = replace(drafter.reads, states=True)
         self.rates_nodes = drafter.rates_nodes
         self.records: dict[int, Record] = {}
 
     def open(self) -> RecorderState:
-        """Return the state for several texts drafted together."""
+        """Return the state for several sequences that are drafted together."""
         return RecorderState(self, self.drafter.open())
 
     def open_with(self, texts: Any) -> RecorderState:
-        """Return the state for several texts, with access to the target's cache rows."""
+        """Return the state for several sequences, with access to the target's cache rows."""
         return RecorderState(self, self.drafter.open_with(texts))
 
     def bind_target(self, view: Any) -> None:
-        """Pass the target's layers on."""
+        """Pass the target's layers on to the wrapped drafter."""
         self.drafter.bind_target(view)
 
 
 class RecorderState:
-    """The texts of a `Recorder`."""
+    """The state of a `Recorder` for the sequences of a batch, by row, around the wrapped drafter's state."""
 
     def __init__(self, recorder: Recorder, drafts: Any) -> None:
         self.recorder = recorder
         self.drafts = drafts
 
     def admit(self, row: int, noise: Noise | None = None) -> None:
-        """Begin a text in a row."""
+        """Begin a sequence in a row, with an empty record."""
         self.recorder.records[row] = Record()
         self.drafts.admit(row, noise)
 
     def propose(
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
-        """Return the other drafter's trees, after what became of its last ones is recorded."""
+        """Record how far the target accepted the last trees, and return the wrapped drafter's next ones."""
         drafter_taps = self.recorder.drafter.taps
+        # where the wrapped drafter's taps are among all taps
         columns = [self.recorder.taps.index(tap) for tap in drafter_taps]
         passed_on = {}
         for row, update in updates.items():
@@ -235,14 +258,19 @@ class RecorderState:
             features = None
             if drafter_taps and update.features is not None:
                 features = update.features[:, columns]
+            # the tree and the states are there for the recorder alone
             passed_on[row] = replace(update, features=features, tree=None, states=None)
         return self.drafts.propose(passed_on, budgets)
 
     def _record(self, record: Record, update: Committed) -> None:
-        """Record the cycle that this update ends."""
+        """Add the cycle that this update ends to a sequence's record, and count its tokens.
+
+        The first update brings the prompt and ends no cycle.
+        """
+        # node 0 is the root, which the target chose itself; a tree of the root alone has no draft
         if update.tree is not None and update.states is not None and len(update.tree) > 1:
-            # the root is no draft
             cycle = DraftedCycle(
+                # the root is the first of the newly committed tokens, and a draft's slot is the token before it
                 slot=record.committed - 1,
                 tokens=update.tree.tokens[1:],
                 states=update.states[1:, : self.recorder.recorded_taps].clone(),
@@ -252,7 +280,7 @@ class RecorderState:
         record.committed += len(update.tokens)
 
     def fork(self, row: int, other: int) -> None:
-        """Copy a row."""
+        """Copy the state and the record of `row` to the new row `other`."""
         self.recorder.records[other] = copy.deepcopy(self.recorder.records[row])
         self.drafts.fork(row, other)
 
@@ -261,14 +289,14 @@ class RecorderState:
         self.drafts.release(row)
 
 
-def _draw(key: Key) -> int:
-    """Return a number below 2^64 that belongs to an example in a step."""
+def _draw_number(key: Key) -> int:
+    """Return a random number below 2^64 for an example in a step, always the same for the same key."""
     seed, index = key
     return mix64(mix64(seed) + index)
 
 
-def _pad(states: Tensor, depth: int) -> Tensor:
-    """Return [depth, L, D], the states with the last one repeated."""
-    # zeros have no norm, and their gradients would be NaN
+def _pad_states(states: Tensor, depth: int) -> Tensor:
+    """Return the states [K, L, D] of a draft padded to [depth, L, D] by repeating the last one."""
+    # padding with zeros would give NaN gradients, as a norm of zeros has none
     padding = states[-1:].expand(depth, *states.shape[1:])
     return torch.cat([states, padding])[:depth]

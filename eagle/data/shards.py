@@ -1,6 +1,6 @@
 """The files of a feature store: which examples a shard holds in which batches, how files are written, and checked."""
 
-# N examples, T tokens of one
+# N examples, T tokens of one. A row is one slot's states; a part is a set of taps kept at the same slots.
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ from eagle.disk import part_file, sha256, write_whole
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
-ShardPlan = Sequence[list[list[int]]]  # shards of batches of example numbers
+ShardPlan = Sequence[
+    list[list[int]]
+]  # of each shard its batches, of each batch the indices of its examples
 
 
 def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Return indices of examples, longest first, in batches of at most `batch_tokens` tokens with their padding."""
+    """Return the indices of examples in batches, longest first, for forwards of at most `batch_tokens` tokens.
+
+    Padding counts. An example that is longer than that has a batch for itself.
+    """
     batches: list[list[int]] = []
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     for i in longest_first:
-        # an example is padded to the first of its batch
+        # all examples of a batch are padded to its first one, the longest
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
             batches[-1].append(i)
         else:
@@ -41,10 +46,14 @@ def make_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
 
 
 def group_texts(shared: Sequence[int]) -> list[list[int]]:
-    """Return groups of indices; each text but the first of a group shares tokens with the one before it."""
+    """Return the indices of sequences in groups with a common prefix, which one batch must hold together.
+
+    Args:
+        shared: How many of its first tokens each sequence shares with the one before it; 0 begins a new group.
+    """
     groups: list[list[int]] = []
-    for i, count in enumerate(shared):
-        if count:
+    for i, shared_count in enumerate(shared):
+        if shared_count:
             groups[-1].append(i)
         else:
             groups.append([i])
@@ -57,20 +66,23 @@ def plan_shards(
     shard_tokens: int,
     shared: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
-    """Return the batches, grouped into shards; the plan depends on the lengths alone.
+    """Return the batches of each shard, as indices of sequences. They depend on the lengths alone, not on the machine.
 
     Args:
-        lengths: The tokens of each text.
+        lengths: The tokens of each sequence.
         batch_tokens: The most tokens of a batch, padding included.
         shard_tokens: About how many tokens a shard holds.
-        shared: How many tokens each text shares with the one before it, which is then in the same batch.
+        shared: How many of its first tokens each sequence shares with the one before it, which is then in the same
+            batch. None: no tokens are shared.
     """
     shared = shared or [0] * len(lengths)
     groups = group_texts(shared)
+    # of each group, the tokens that are read: shared ones only once
     new_tokens = [0] * len(groups)
     for i, group in enumerate(groups):
         new_tokens[i] = sum(lengths[index] - shared[index] for index in group)
     shards: list[list[list[int]]] = []
+    # the tokens in the last shard; the first batch begins a shard
     filled = shard_tokens
     for group_indices in make_batches(new_tokens, batch_tokens):
         batch = list(chain.from_iterable(groups[i] for i in group_indices))
@@ -83,10 +95,10 @@ def plan_shards(
 
 
 class StoredPlan(Sequence[list[list[int]]]):
-    """A plan in the tensors of a store, which take a few bytes an example; a shard becomes lists when it is asked for.
+    """A `ShardPlan` in three tensors of a store, which take a few bytes an example. Indexing it makes a shard's lists.
 
     Args:
-        order: The examples' numbers, shard by shard.
+        order: The indices of the examples, shard by shard and batch by batch.
         batch_sizes: How many examples each batch has.
         shard_batches: How many batches each shard has.
     """
@@ -94,13 +106,13 @@ class StoredPlan(Sequence[list[list[int]]]):
     def __init__(self, order: Tensor, batch_sizes: Tensor, shard_batches: Tensor) -> None:
         self.order = order
         self.batch_sizes = batch_sizes
+        # where each shard ends among all batches, and in `order`
         self.batch_ends = shard_batches.cumsum(0)
-        # where each shard ends in `order`
         self.ends = batch_sizes.cumsum(0)[self.batch_ends - 1]
 
     @classmethod
     def tensors_of(cls, plan: ShardPlan) -> dict[str, Tensor]:
-        """Return the tensors of a plan by their names."""
+        """Return the three tensors that store a plan, by the names of this class's arguments."""
         batches = list(chain.from_iterable(plan))
         return {
             "order": torch.tensor(list(chain.from_iterable(batches))),
@@ -112,6 +124,7 @@ class StoredPlan(Sequence[list[list[int]]]):
         return len(self.ends)
 
     def __getitem__(self, shard: int) -> list[list[int]]:  # type: ignore[override]
+        """Return the batches of a shard, as lists of indices of examples; a negative index counts from the end."""
         if not -len(self) <= shard < len(self):
             raise IndexError(shard)
         shard %= len(self)
@@ -120,29 +133,33 @@ class StoredPlan(Sequence[list[list[int]]]):
         if shard:
             first_batch = int(self.batch_ends[shard - 1])
             first = int(self.ends[shard - 1])
+        # batch sizes and examples of this shard
         sizes = self.batch_sizes[first_batch : self.batch_ends[shard]]
-        numbers = self.order[first : self.ends[shard]]
-        return [batch.tolist() for batch in numbers.split(sizes.tolist())]
+        indices = self.order[first : self.ends[shard]]
+        return [batch.tolist() for batch in indices.split(sizes.tolist())]
 
     @property
     def shards(self) -> Tensor:
-        """Return [N], the shard of each example."""
+        """Return [N], the index of each example's shard."""
         sizes = _sizes_of(self.ends)
+        # examples lie in `order` shard by shard: write each shard's index to the examples that it holds
         shards = torch.empty(len(self.order), dtype=torch.int32)
         shards[self.order] = torch.arange(len(self), dtype=torch.int32).repeat_interleave(sizes)
         return shards
 
     def place_rows(self, counts: Tensor) -> tuple[Tensor, list[int]]:
-        """Return [N], where the rows of each example begin in its shard, and the rows of every shard.
+        """Return [N], the first row of each example within its shard, and the number of rows of every shard.
 
         Args:
-            counts: [N], how many rows each example has.
+            counts: [N], how many rows each example has. In a shard they lie one after the other, in the plan's order.
         """
+        # all in the plan's order: where each example's rows end among those of all shards
         ordered_counts = counts[self.order]
         ends = ordered_counts.long().cumsum(0)
         shard_ends = ends[self.ends - 1]
         shard_rows = _sizes_of(shard_ends)
         shard_starts = (shard_ends - shard_rows)[self.shards[self.order]]
+        # back to the data's order
         starts = torch.empty(len(self.order), dtype=torch.int32)
         starts[self.order] = (ends - ordered_counts - shard_starts).int()
         return starts, shard_rows.tolist()
@@ -153,46 +170,56 @@ def _sizes_of(ends: Tensor) -> Tensor:
 
 
 class RowPlaces:
-    """Where in its shard the rows of each text are; the first `shared` are those of the text before it."""
+    """Where in its shard the rows of each sequence are. Rows of a shared prefix are those of an earlier sequence.
+
+    Args:
+        plan: The plan of the store.
+        counts: [N], how many rows each sequence has.
+        shared: [N], how many of them, from its beginning, are those of the sequence before it.
+    """
 
     def __init__(self, plan: StoredPlan, counts: Tensor, shared: Tensor) -> None:
         self.counts = counts
         self.shared = shared
         self.starts, self.totals = plan.place_rows(counts - shared)
 
-    def __getitem__(self, number: int) -> list[tuple[int, int]]:
-        """Return the first row and the end of each piece of a text, in their order."""
+    def __getitem__(self, index: int) -> list[tuple[int, int]]:
+        """Return the pieces of a sequence in order, each as its first row in the shard and the row after its last."""
         pieces: list[tuple[int, int]] = []
-        end = int(self.counts[number])
-        # from the text itself back to the one that shares nothing with its predecessor
+        # rows from `end` on are found already
+        end = int(self.counts[index])
+        # from the sequence itself back to one that shares nothing with the sequence before it
         while True:
-            shared = int(self.shared[number])
+            shared = int(self.shared[index])
+            # this sequence stores the rows from `shared` on
             if shared < end or not shared:
-                offset = int(self.starts[number]) - shared
+                offset = int(self.starts[index]) - shared
                 pieces.append((offset + shared, offset + end))
                 end = shared
             if not shared:
                 return pieces[::-1]
-            number -= 1
+            index -= 1
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 CODES = {torch.int64: "I64", torch.int32: "I32"}  # the names of dtypes in a safetensors header
-SHOWN_ENTRY = 8  # bytes of an entry, by which tensors of a file are aligned
+SHOWN_ENTRY = (
+    8  # bytes: packed texts are stored as int64, so that the tensors after them are aligned
+)
 
 
 def shard_header(
     parts: Sequence[Part], rows: Sequence[int], dtype: str, width: int, metadata: dict[str, str]
 ) -> bytes:
-    """Return the safetensors header of a shard, which can be written before its tensors.
+    """Return the safetensors header of a shard. It follows from the shapes, so it can be written before the tensors.
 
     Args:
         parts: The parts of the store.
         rows: How many rows each part has in this shard.
         dtype: The storage dtype, one of `DTYPES`.
-        width: The numbers of a state.
-        metadata: What else the header holds.
+        width: The width of the target, the length of a state vector.
+        metadata: Further entries of the header, texts by name.
     """
     tensors = {}
     for part, count in zip(parts, rows, strict=True):
@@ -205,11 +232,11 @@ def shard_header(
 def tensor_header(
     tensors: Mapping[str, tuple[str, list[int], int]], metadata: dict[str, str]
 ) -> bytes:
-    """Return the safetensors header of tensors in their order.
+    """Return the safetensors header of tensors that follow it in this order.
 
     Args:
-        tensors: The name of each tensor's dtype, its shape, and the bytes of an entry.
-        metadata: What else the header holds.
+        tensors: By name of the tensor: the header's name of its dtype, its shape, and the bytes of an entry.
+        metadata: Further entries of the header, texts by name.
     """
     entries: dict[str, Any] = {"__metadata__": metadata}
     start = 0
@@ -218,6 +245,7 @@ def tensor_header(
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries).encode()
+    # the format: the length in 8 bytes, then JSON, padded with spaces so that the tensors begin at a multiple of 8
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -225,12 +253,19 @@ def tensor_header(
 def write_texts(
     path: Path, examples: Sequence[Example], count: int, tensors: dict[str, Tensor]
 ) -> None:
-    """Write tensors, then the `count` tokens and loss masks of all examples, of which one is in memory at a time."""
+    """Write the safetensors file of a store's examples: some tensors, then the tokens and loss masks of all examples.
+
+    Args:
+        path: The file.
+        examples: The examples, which may be on disk: only one is in memory at a time.
+        count: The number of tokens of all examples.
+        tensors: The tensors that come first, by name.
+    """
     shapes = {
         name: (CODES[tensor.dtype], list(tensor.shape), tensor.itemsize)
         for name, tensor in tensors.items()
     }
-    # tokens follow entries of eight bytes and single bytes come last: a tensor begins where its dtype may
+    # every tensor begins at a multiple of its entry's bytes: tokens (four bytes) after the others, masks (one) last
     shapes |= {"tokens": ("I32", [count], 4), "loss_mask": ("BOOL", [count], 1)}
     tokens = (example.tokens.int() for example in examples)
     masks = (example.loss_mask for example in examples)
@@ -239,18 +274,23 @@ def write_texts(
 
 
 def pack_shown(texts: Iterable[Shown | None]) -> dict[str, Tensor]:
-    """Return the texts with images among some texts in one tensor, and where each ends; {} where none has any."""
+    """Return the conversations with images packed in one tensor, and where each ends in it; {} if no one has images.
+
+    Args:
+        texts: Of every example, None where it has no images.
+    """
     lines = [json.dumps([text.text, text.images]).encode() if text else b"" for text in texts]
     if not any(lines):
         return {}
     packed = b"".join(lines)
+    # to whole entries of int64
     packed += b" " * (-len(packed) % SHOWN_ENTRY)
     ends = torch.tensor(list(accumulate(map(len, lines))), dtype=torch.long)
     return {"shown": torch.frombuffer(bytearray(packed), dtype=torch.long), "shown_ends": ends}
 
 
 def unpack_shown(tensors: Mapping[str, Tensor], number: int) -> Shown | None:
-    """Return one of the texts that `pack_shown` packed; None where it has no image."""
+    """Return the conversation with images of example `number` from what `pack_shown` packed; None if it has none."""
     if "shown" not in tensors:
         return None
     ends = tensors["shown_ends"]
@@ -269,16 +309,19 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, header: bytes) -> None:
+        """Begin the file of a shard under a temporary name, with its safetensors header."""
         self.path = path
         self.part = part_file(path)
         self.digest = hashlib.sha256()
-        self.pending: list[list[Tensor]] = []  # what each tensor but the first consists of
+        # Of every tensor but the first, the chunks that were appended. They wait in memory until the shard is closed,
+        # as tensors lie one after the other in the file.
+        self.pending: list[list[Tensor]] = []
         self.file = self.part.open("xb", buffering=0)
         self._write(header)
 
     def append(self, packed: Sequence[Sequence[Tensor]]) -> None:
-        """Append the packed rows of each part, of the next examples."""
-        # states that are not finite show in a part's last tensor, which holds scales where a dtype has them
+        """Append the packed rows of the next examples: the tensors of each part, whose fields the dtype decides."""
+        # a state that is not finite shows in the last tensor of its part, which holds the scales if the dtype has any
         if not all(tensors[-1].sum(dtype=torch.float32).isfinite() for tensors in packed):
             raise ValueError(
                 "the target's hidden states are not finite: load it in another target.dtype"
@@ -291,7 +334,11 @@ class ShardWriter:
             chunks.append(tensor)
 
     def close(self) -> int:
-        """Write the other tensors and the checksum, and rename the shard into place; returns 0, as no token is new."""
+        """Write the other tensors and the checksum file, and rename the shard into place.
+
+        Returns:
+            0: it is a job among those that append batches and return their tokens, and it adds no token.
+        """
         for tensor in chain.from_iterable(self.pending):
             self._write(_bytes_of(tensor))
         self.pending.clear()
@@ -308,6 +355,7 @@ class ShardWriter:
         self.part.unlink(missing_ok=True)
 
     def _write(self, data: Any) -> None:
+        """Write bytes to the file, and add them to its checksum."""
         view = memoryview(data).cast("B")
         while len(view):
             # an unbuffered file may write less than asked
@@ -326,7 +374,14 @@ CHANGED = "its bytes are not those that were written"
 
 
 def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | None:
-    """Return the fault of a shard by its expected header and size, or None; `read` also checks every byte."""
+    """Return the fault of a shard as a phrase, or None.
+
+    Args:
+        path: The shard.
+        header: The header that it must begin with, by which shards of other stores are told apart.
+        size: The size that it must have, in bytes.
+        read: Whether to read the whole file and compare its checksum.
+    """
     if not path.is_file():
         return "missing"
     if path.stat().st_size != size:
@@ -345,16 +400,17 @@ def shard_fault(path: Path, header: bytes, size: int, *, read: bool) -> str | No
 
 
 def changed_bytes(path: Path) -> str | None:
-    """Return the fault of a shard whose bytes are not those that were written, or None.
+    """Return a fault if the bytes of a shard are not those that were written, or None.
 
-    A shard that was found right is not read again on this machine until its file changes.
+    A shard whose checksum was right is not read again on this machine until its file changes: a note in the cache of
+    Hugging Face's assets keeps its checksum, size, time of change and inode.
     """
     state = path.stat()
     checksum = checksum_file(path).read_text().split()[0]
     content = f"{checksum} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
     name = hashlib.sha256(str(path.resolve()).encode(errors="surrogateescape")).hexdigest()[:32]
+    # if the cache cannot be read or written, the shard is read in every run
     with suppress(OSError):
-        # without a folder for such notes it is read in every run
         note = assets_folder("shards", "checked") / name
         if note.is_file() and note.read_text() == content:
             return None

@@ -46,7 +46,7 @@ VERSION = 3  # of the layout; the second shares no states between texts, and the
 
 
 class Absent(ValueError):
-    """There is no store."""
+    """The folder has no feature store."""
 
 
 class Damaged(ValueError):
@@ -54,9 +54,10 @@ class Damaged(ValueError):
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    """Return the index of a store, with the fields that a reader needs checked."""
+    """Return the index of a store; raise Damaged if a field that a reader needs is missing or wrong."""
     try:
         index: dict[str, Any] = json.loads(path.read_text())
+        # the first version did not name itself; the fields of newer versions are not known, so they are not checked
         version = index.get("version", 1)
         is_known = version in range(1, VERSION + 1)
         if is_known:
@@ -72,7 +73,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 def _check_index(index: dict[str, Any]) -> None:
-    """Raise an error if a field that a reader needs is missing or has a wrong value."""
+    """Raise an error of any kind, which the caller reports, if a field of an index is missing or has a wrong value."""
     identity = index["identity"]
     if identity["dtype"] not in DTYPES:
         raise ValueError(f"dtype is {identity['dtype']!r}")
@@ -92,6 +93,7 @@ class FeatureStore:
     The folder may also hold the target's embedding and LM head: `head.safetensors` and `config.json`.
     """
 
+    # a process reads by itself, and the loss masks are those of the data: see `eagle.core.examples.Features`
     together = False
     sampled = False
 
@@ -101,9 +103,9 @@ class FeatureStore:
         """Open a store.
 
         Args:
-            folder: Where it lies.
-            expected: The identity that it must have.
-            partial: Whether shards may be absent. Their examples are left out.
+            folder: The folder of the store.
+            expected: The identity that it must have; None for any.
+            partial: Whether shards may be absent, as while a store is written. Their examples are left out.
         """
         self.folder = Path(folder)
         if not (self.folder / "index.json").is_file():
@@ -111,7 +113,7 @@ class FeatureStore:
                 f"no feature store at {folder}: run `eagle prepare RECIPE`, then `eagle extract RECIPE`"
             )
         self.index = _read_index(self.folder / "index.json")
-        # older stores have dtype "auto" and the precision beside it
+        # older stores have the dtype "auto", and the precision of the target among the notes
         self.identity = in_precision(self.index["identity"], self.index["made"].get("precision"))
         if expected is not None:
             self.expect(expected)
@@ -119,7 +121,7 @@ class FeatureStore:
         self.dtype: str = self.identity["dtype"]
         self.width: int = self.index["made"]["width"]
         self.parts = parts_of(self.identity)
-        # the shards whose every byte was verified
+        # the shards whose bytes this process has verified
         self._checked = set[int]()
         self._load_examples()
         self.refresh()
@@ -136,19 +138,19 @@ class FeatureStore:
         sizes: TextSizes | None = None,
         **made: Any,
     ) -> FeatureStore:
-        """Write a store without features yet.
+        """Write the index and the examples of a store, and return it. Its shards are absent until they are extracted.
 
         Args:
-            folder: Where it is to lie.
-            examples: The texts, which may be on disk.
-            identity: What decides the features.
+            folder: The folder of the store.
+            examples: The conversations, which may be on disk.
+            identity: The settings and fingerprints that decide the features.
             plan: The examples of each batch of each shard.
-            sizes: The sizes of the examples, where they are known.
+            sizes: The sizes of the examples; None to count them.
             **made: The target's `width` and other notes. An entry `borrowed` maps files that are in the folder already
-                to their checksums.
+                (the target's embedding and LM head) to their checksums.
         """
         folder = Path(folder)
-        # refused before anything is written
+        # an error must come before anything is written
         check_width(identity["dtype"], made["width"])
         sizes = sizes or TextSizes.of((example.loss_mask, example.shared) for example in examples)
         lengths = sizes.tokens.long()
@@ -157,6 +159,7 @@ class FeatureStore:
         tensors = {"lengths": lengths, **plan_tensors}
         if "images" in identity.get("data", {}):
             tensors |= pack_shown(example.shown for example in examples)
+        # an identity without `inputs` makes a store of the first version, which keeps all slots
         if "inputs" in identity:
             tensors |= {"read": sizes.read, "taught": sizes.taught, "shared": sizes.shared}
         path = folder / "examples.safetensors"
@@ -172,10 +175,10 @@ class FeatureStore:
         return cls(folder, partial=True)
 
     def expect(self, identity: dict[str, Any]) -> None:
-        """Refuse a store whose identity makes it unfit for a run, naming every difference that does."""
+        """Refuse this store if a run needs features with another identity; the error names every difference."""
         wrong = []
         for name, stored, needed in differences(self.identity, identity):
-            # the recipe may leave the precision open
+            # a run that leaves the precision open takes the store's
             is_open = name == "target.dtype" and needed == "auto"
             if not is_open and not _suffices(name, stored, needed):
                 wrong.append(f"{name}: {describe_difference(name, stored, needed)}")
@@ -186,7 +189,10 @@ class FeatureStore:
             )
 
     def borrowed_folder(self) -> Path | None:
-        """Return the folder with the target's config, embedding and LM head, checksums verified; None without them."""
+        """Return the folder with the target's config, embedding and LM head, or None if the store has no copy of them.
+
+        With it training needs no other weights of the target. The checksums of these files are verified.
+        """
         files = self.index["made"].get("borrowed", {})
         for name, checksum in files.items():
             self._check_file(name, checksum)
@@ -203,12 +209,14 @@ class FeatureStore:
         return [self._read(self.number(index)) for index in indices]
 
     def _read(self, number: int) -> Example:
+        """Return an example with its features, by its index in the data."""
         tokens, mask = self.text(number)
         packed = []
         with safe_open(self._checked_path(int(self.shards[number])), "pt") as file:
             for part in self.parts:
                 tensors = []
                 for field in DTYPES[self.dtype]:
+                    # only the rows of this example are read; a shared prefix makes several pieces
                     rows = file.get_slice(part.prefix + field.name)
                     pieces = [rows[start:stop] for start, stop in self.places[part.slots][number]]
                     tensors.append(torch.cat(pieces))
@@ -217,11 +225,11 @@ class FeatureStore:
         return Example(tokens, mask, features, shown=self.shown(number))
 
     def verify(self, shards: Iterable[int]) -> Iterator[Path]:
-        """Yield the files of these shards as each is verified; raises Damaged at the first that is not whole."""
+        """Verify every byte of these shards and yield each file once it is verified; raise Damaged at a fault."""
         return map(self._checked_path, shards)
 
     def _checked_path(self, shard: int) -> Path:
-        """Return the file of a shard; its bytes are verified at the first read, which raises Damaged if one differs."""
+        """Return the file of a shard, after its bytes were verified at the first call; raise Damaged if they differ."""
         path = self.path(shard)
         if shard not in self._checked:
             fault = changed_bytes(path)
@@ -234,7 +242,10 @@ class FeatureStore:
         return path
 
     def number(self, index: int) -> int:
-        """Return the number in the data of the example at an index; examples of absent shards have no index."""
+        """Return the index in the data of the example at an index of this store.
+
+        They differ where shards are absent: a store serves only the examples of whole shards.
+        """
         return int(self.served[index])
 
     def mask(self, index: int) -> Tensor:
@@ -252,36 +263,42 @@ class FeatureStore:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def faults(self, *, read: bool = False) -> Iterator[tuple[int, str | None]]:
-        """Yield every shard and its fault or None, by its header and size or, with `read`, by every byte."""
+        """Yield every shard and its fault, or None. `read` checks all its bytes, not only header and size."""
         for shard in range(len(self.plan)):
             header = self._header(shard)
             size = len(header) + self.shard_bytes(shard)
             yield shard, shard_fault(self.path(shard), header, size, read=read)
 
     def refresh(self) -> None:
-        """Check again which shards are complete, and serve their examples."""
+        """Check again which shards are complete, and serve the examples of these."""
         self.serve_all_but({shard: fault for shard, fault in self.faults() if fault})
 
     def describe_absent(self) -> str:
         """Return the absent shards and their faults in one sentence."""
         faults = [f"{self.path(shard).name} ({fault})" for shard, fault in self.absent.items()]
+        # a store may have thousands of shards
         listed = ", ".join(faults[:5])
         if len(faults) > 5:
             listed += f" and {len(faults) - 5} more"
         return f"{len(faults)} of {len(self.plan)} shards in {self.folder} are not whole: {listed}"
 
     def serve_all_but(self, absent: dict[int, str]) -> None:
-        """Serve the examples of all other shards, in the data's order."""
+        """Serve the examples of all shards but some, in the data's order.
+
+        Args:
+            absent: The fault of each shard that is left out.
+        """
         self.absent = absent
-        self.served: Sequence[int] | Tensor = range(len(self.shards))  # numbers of the examples
+        # the index in the data of each example that is served
+        self.served: Sequence[int] | Tensor = range(len(self.shards))
         if absent:
-            self.served = torch.isin(self.shards, torch.tensor([*absent]), invert=True).nonzero()[
-                :, 0
-            ]
+            is_served = torch.isin(self.shards, torch.tensor([*absent]), invert=True)
+            self.served = is_served.nonzero()[:, 0]
 
     def discard(self, shards: Sequence[int]) -> None:
-        """Remove these shards, so that they are computed again."""
+        """Remove the files of these shards, so that extraction computes them again."""
         for shard in shards:
+            # the checksum first: without it a shard counts as incomplete
             checksum_file(self.path(shard)).unlink(missing_ok=True)
             self.path(shard).unlink(missing_ok=True)
             self._checked.discard(shard)
@@ -322,13 +339,15 @@ class FeatureStore:
         return table(rows.items())
 
     def _header(self, shard: int) -> bytes:
-        # so that a shard of another store is refused
+        """Return the header that a shard's file begins with."""
+        # the fingerprint is in it so that a shard of another store is refused
         metadata = {"store": self._fingerprint, "shard": str(shard)}
         rows = [self.places[part.slots].totals[shard] for part in self.parts]
         return shard_header(self.parts, rows, self.dtype, width=self.width, metadata=metadata)
 
     @cached_property
     def _fingerprint(self) -> str:
+        """A checksum of all that decides the shards of this store."""
         content = [self.index[key] for key in ("identity", "examples", "shard_tokens")]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -342,7 +361,7 @@ class FeatureStore:
         return path
 
     def _load_examples(self) -> None:
-        """Open the texts, which stay on the disk: safetensors maps its tensors into memory."""
+        """Open the examples and the plan of the shards. They stay on the disk: safetensors maps tensors into memory."""
         path = self._check_file("examples.safetensors", self.index["examples"]["sha256"])
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
@@ -350,18 +369,20 @@ class FeatureStore:
         self.loss_mask = tensors["loss_mask"]
         self.lengths = tensors["lengths"]
         self.ends = self.lengths.cumsum(0)
-        # takes an example's number in the data
+        # a method: the conversation with images of an example, by its index in the data
         self.shown = partial(unpack_shown, tensors)
         self.plan = StoredPlan(tensors["order"], tensors["batch_sizes"], tensors["shard_batches"])
         self.shards = self.plan.shards
+        # one zero for all examples, which takes no memory; older stores share nothing
         nothing = torch.zeros(1, dtype=torch.int32).expand(len(self.lengths))
         self.shared = tensors.get("shared", nothing)
         self.places: dict[str, RowPlaces] = {}
         for part in self.parts:
             counts = self.lengths if part.slots == "all" else tensors[part.slots]
-            # of the rows of taught taps each text has its own
+            # only "read" parts share rows of common prefixes
             shared = self.shared if part.slots == "read" else nothing
             self.places[part.slots] = RowPlaces(self.plan, counts, shared)
+        # the plan, counted in tokens, must give the tokens of every shard that the index has
         if self.plan.place_rows(self.lengths)[1] != self.index["shard_tokens"]:
             raise Damaged(
                 f"{self.folder / 'index.json'} is not of these examples: --repair makes it anew"
@@ -369,8 +390,14 @@ class FeatureStore:
 
 
 def _suffices(name: str, stored: Any, needed: Any) -> bool:
-    """Return whether a difference is only that a store has more taps than needed, or has them at more slots."""
+    """Return whether a run can do with a difference: the store has more taps than needed, or has them at more slots.
+
+    Args:
+        name: The dotted name of the difference.
+        stored: The store's value, None if it has no such key.
+        needed: The run's value, None if it has no such key.
+    """
     if name == "inputs":
-        # a store without them has every tap at every slot; a reader without them reads inputs alone
+        # a store without this key has every tap at every slot, and a run without it needs every tap at every slot
         return stored is None or (needed is not None and set(needed) <= set(stored))
     return name == "taps" and set(needed) <= set(stored)

@@ -1,6 +1,7 @@
 """Which states of a text are kept, and how they are packed: rows of each tap that heads read, in a storage dtype."""
 
-# N rows, T tokens, L taps, D target width
+# N sequences or rows (one slot's states), T tokens, L taps, L' taps of a part, M positions of all sequences,
+# D target width
 
 from __future__ import annotations
 
@@ -17,22 +18,25 @@ from eagle.core.examples import gate_mask, trim_mask
 from eagle.device import upload
 
 Slots = Literal["all", "read", "taught"]
-"""All tokens; those of a batch, up to the last that is learned; or the two before each learned token."""
+"""Which slots of a sequence are kept: all of them; those that a batch reads, up to the last learned token; or only the
+two before each learned token, at which the target teaches it."""
 
 # -- which rows -------------------------------------------------------------------------------------------------------
 
 
 def _sort_taps(taps: Iterable[int]) -> tuple[int, ...]:
-    # -1, the LM head's input, comes behind the last layer
+    # -1, the LM head's input, comes after the last layer
     return tuple(sorted({*taps}, key=lambda tap: (tap == -1, tap)))
 
 
 @dataclass(frozen=True, slots=True)
 class TapRoles:
-    """What heads read of a target: taps at every slot, and taps at the slots before learned tokens."""
+    """The taps that training needs of a target."""
 
-    inputs: tuple[int, ...]
-    taught: tuple[int, ...]
+    inputs: tuple[int, ...]  # at every slot, as the head reads them
+    taught: tuple[
+        int, ...
+    ]  # at the slots before learned tokens alone, as the head learns from them
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -41,7 +45,7 @@ class TapRoles:
 
     @classmethod
     def join(cls, roles: Iterable[TapRoles]) -> TapRoles:
-        """Return what several heads read together."""
+        """Return the taps that several heads need, so that one store serves all of them."""
         inputs: set[int] = set()
         taught: set[int] = set()
         for role in roles:
@@ -60,9 +64,9 @@ class Part:
 
 
 def parts_of(identity: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Return the parts of a store with this identity."""
+    """Return the parts of a store with this identity: taps at every slot, and taps before learned tokens."""
     taps = tuple(identity["taps"])
-    # stores of the first version name no inputs, and keep all taps of all tokens
+    # stores of the first version have no key `inputs`, and keep all taps of all tokens
     if "inputs" not in identity:
         return (Part("", taps, "all"),)
     inputs = tuple(tap for tap in taps if tap in identity["inputs"])
@@ -72,17 +76,23 @@ def parts_of(identity: Mapping[str, Any]) -> tuple[Part, ...]:
 
 
 def slots_of(loss_mask: Tensor, slots: Slots) -> Tensor:
-    """Return the slots of a text that are kept.
+    """Return the slots of a sequence whose states a store keeps.
 
-    Token t is learned if it is supervised or, with `train.gate: read`, token t - 2 is. The target's state at slot t - 1
-    predicts it, and a head begins from slot t - 2. Heads with attention read all of a batch, which ends with the last
-    learned token.
+    A token t counts as learned if it is supervised, or if token t - 2 is: training may be run with `train.gate: read`,
+    which learns these tokens, too, so that a store keeps what they need. The target's state at slot t - 1 predicts
+    token t, and a head drafts it from slot t - 2.
+
+    Args:
+        loss_mask: [T], true at supervised tokens.
+        slots: "all": all slots. "read": those up to the last learned token, where a batch ends, as heads with attention
+            read all of a batch. "taught": only slots t - 1 and t - 2 of every learned token t.
     """
     if slots == "all":
         return torch.arange(len(loss_mask))
     learned = trim_mask(loss_mask | gate_mask(loss_mask, "read"))
     if slots == "read":
         return torch.arange(len(learned))
+    # slot s is needed if token s + 1 or s + 2 is learned
     padded = torch.cat([learned, learned.new_zeros(2)])
     is_kept = padded[1:-1] | padded[2:]
     return is_kept.nonzero()[:, 0]
@@ -90,28 +100,33 @@ def slots_of(loss_mask: Tensor, slots: Slots) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TextSizes:
-    """[N], of each text: its tokens, its slots of each kind, and its first tokens that the text before it has too."""
+    """The sizes of sequences, as tensors [N], from which a store and its shards are planned."""
 
-    tokens: Tensor
-    read: Tensor
-    taught: Tensor
-    shared: Tensor
+    tokens: Tensor  # how many tokens each has
+    read: Tensor  # how many slots are kept of each as "read"
+    taught: Tensor  # and as "taught"
+    shared: Tensor  # how many of its first "read" slots the sequence before it has, too
 
     @classmethod
     def of(cls, texts: Iterable[tuple[Tensor, int]]) -> TextSizes:
-        """Return the sizes of texts by their loss masks and the tokens that each shares with the one before it."""
-        # an array holds four bytes a number, as there may be ten million texts
+        """Return the sizes of sequences.
+
+        Args:
+            texts: The loss mask of each sequence, and how many of its first tokens the sequence before it has, too.
+        """
+        # there may be ten million sequences, and an array takes four bytes a number
         sizes = array("i")
         read = 0
         for loss_mask, shared in texts:
             previous_read = read
             read = len(slots_of(loss_mask, "read"))
             taught = len(slots_of(loss_mask, "taught"))
+            # only slots that both sequences keep are shared
             sizes.extend((len(loss_mask), read, taught, min(shared, previous_read, read)))
         return cls(*(torch.tensor(sizes[field::4], dtype=torch.int32) for field in range(4)))
 
     def rows(self, slots: Slots) -> Tensor:
-        """Return [N], the rows that a store keeps of each text. What the text before has is kept there."""
+        """Return [N], how many rows a store keeps for each sequence, without those that the one before has."""
         return {"all": self.tokens, "read": self.read - self.shared, "taught": self.taught}[slots]
 
 
@@ -123,19 +138,20 @@ def pick_rows(
     loss_masks: Sequence[Tensor],
     shared: Sequence[int],
 ) -> Tensor:
-    """Return [N, L', D], the rows of a part.
+    """Return the rows [N, L', D] that a store keeps of a part, those of one sequence after those of another.
 
     Args:
-        states: [M, L, D], the states of texts.
-        starts: Where each text begins in `states`.
+        states: [M, L, D], the states of all sequences.
+        starts: The index in `states` at which each sequence begins.
         taps: The L taps of `states`.
-        part: The taps L' to pick, and at which slots.
-        loss_masks: [T] of each text.
-        shared: The first tokens of each text whose rows the text before it has.
+        part: The L' taps to pick, and at which slots.
+        loss_masks: [T] of each sequence.
+        shared: How many of its first tokens each sequence shares with the one before it, which has their rows.
     """
     rows = []
     for start, loss_mask, shared_count in zip(starts, loss_masks, shared, strict=True):
         slots = slots_of(loss_mask, part.slots)
+        # only "read" parts share the rows of common prefixes
         if part.slots == "read":
             slots = slots[shared_count:]
         rows.append(start + slots)
@@ -151,13 +167,22 @@ def restore_features(
     taps: Sequence[int],
     loss_masks: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return [T, L, D] of each text from the packed rows of the parts."""
+    """Return the features [T, L, D] of each sequence from the rows of a store; NaN where the store keeps none.
+
+    Args:
+        parts: The parts of the store.
+        packed: Of each part, the packed rows of these sequences, one tensor for each field of the storage dtype.
+        taps: The L taps of the features, in order.
+        loss_masks: [T] of each sequence.
+    """
+    # of each part [N, L', D]
     values = [unpack_features(*tensors) for tensors in packed]
     lengths = [len(loss_mask) for loss_mask in loss_masks]
+    # a store of the first version keeps everything
     if [part.slots for part in parts] == ["all"]:
         return list(values[0].split(lengths))
     width = values[0].shape[-1]
-    # what is not kept is NaN, so that nobody uses it
+    # NaN and not 0, so that a loss that reads a state which is not kept shows it
     texts = [values[0].new_full((length, len(taps), width), torch.nan) for length in lengths]
     for part, rows in zip(parts, values, strict=True):
         slots = [slots_of(loss_mask, part.slots) for loss_mask in loss_masks]
@@ -171,8 +196,8 @@ def restore_features(
 
 # -- packing ----------------------------------------------------------------------------------------------------------
 
-MAX_FLOAT8 = 448.0
-MAX_FLOAT6 = 7.5
+MAX_FLOAT8 = 448.0  # the largest number of E4M3
+MAX_FLOAT6 = 7.5  # and of E2M3
 BLOCK = 32  # numbers of a float6 state that share a scale; 64 would make rows 2% smaller and the error 3% larger
 # E2M3 has the lowest four of E4M3's exponents, 64 times as large: the cast to float8 rounds to float6 as well
 FLOAT6_UNIT = 64.0
@@ -185,12 +210,12 @@ class Field(NamedTuple):
     name: str
     dtype: torch.dtype
     code: str  # of safetensors
-    # numbers of a state that `entries` entries hold; None: one entry for each state
+    # `entries` entries of the tensor hold `per` numbers of a state; None: one entry for each state
     per: int | None = 1
     entries: int = 1
 
     def shape(self, rows: int, taps: int, width: int) -> list[int]:
-        """Return the shape of the tensor of so many rows."""
+        """Return the shape of this tensor for `rows` rows of `taps` states, each of `width` numbers."""
         if self.per is None:
             return [rows, taps]
         return [rows, taps, width * self.entries // self.per]
@@ -214,24 +239,31 @@ DTYPES: dict[str, tuple[Field, ...]] = {
 
 
 def row_bytes(part: Part, dtype: str, width: int) -> int:
-    """Return the bytes of a slot's row of a part."""
+    """Return the bytes of one row of a part, the states at one slot. `width` is the target's."""
     return sum(field.row_bytes(len(part.taps), width) for field in DTYPES[dtype])
 
 
 def token_bytes(parts: Iterable[Part], dtype: str, width: int, supervised: float) -> float:
-    """Return the bytes on disk of a token, by the share of tokens that are supervised; texts end with such a token."""
+    """Estimate the bytes on disk of a token, for forecasts that know no data.
+
+    Args:
+        parts: The parts of the store.
+        dtype: The storage dtype.
+        width: The target's width.
+        supervised: The share of tokens that are supervised. The last token of a sequence is taken to be one of them.
+    """
     shares = {"all": 1.0, "read": 1.0, "taught": supervised}
     return sum(row_bytes(part, dtype, width) * shares[part.slots] for part in parts)
 
 
 def mean_bytes(parts: Sequence[Part], dtype: str, width: int, sizes: TextSizes) -> float:
-    """Return the bytes on disk of a token of these texts, a mean over all of them."""
+    """Return the mean bytes on disk of a token of sequences with these sizes."""
     total = sum(row_bytes(part, dtype, width) * int(sizes.rows(part.slots).sum()) for part in parts)
     return total / max(int(sizes.tokens.sum()), 1)
 
 
 def check_width(dtype: str, width: int) -> None:
-    """Refuse a width that a storage dtype cannot cut into blocks."""
+    """Refuse a target's width (numbers of a state) that a storage dtype cannot cut into whole blocks."""
     if dtype == "float6" and width % BLOCK:
         raise ValueError(
             f"features.dtype is float6, in which {BLOCK} numbers share a scale, and this target's states have {width}: "
@@ -240,17 +272,18 @@ def check_width(dtype: str, width: int) -> None:
 
 
 def round_features(features: Tensor, dtype: str) -> Tensor:
-    """Return features [.., D] as a store of this dtype gives them back."""
+    """Return features [.., D] with the rounding of a store of this dtype, so that they equal stored ones."""
     return unpack_features(*pack_features(features, dtype))
 
 
 def pack_features(features: Tensor, dtype: str) -> tuple[Tensor, ...]:
-    """Return features [.., D] in their storage dtype, as the tensors of its fields.
+    """Return features [.., D] in a storage dtype, as one tensor for each of its fields (`DTYPES`).
 
     float8 is E4M3 with a scale for each state. float6 is E2M3 with a scale for each block of numbers, which is itself
     E4M3 with a scale for the whole state.
     """
     if dtype == "float8":
+        # [..]; clamped, so that a state of zeros is not divided by 0
         scales = (features.abs().amax(-1).float() / MAX_FLOAT8).clamp_min(TINY)
         return (features / scales[..., None]).to(torch.float8_e4m3fn), scales
     if dtype == "float6":
@@ -259,7 +292,10 @@ def pack_features(features: Tensor, dtype: str) -> tuple[Tensor, ...]:
 
 
 def unpack_features(values: Tensor, *scales: Tensor) -> Tensor:
-    """Return features [.., D] in their training dtype; float8 and float6 are scaled back to bfloat16."""
+    """Return features [.., D] from the tensors of `pack_features`; float8 and float6 are scaled back to bfloat16.
+
+    The number of scales says which dtype it is: float8 has one tensor of them, float6 has two.
+    """
     if len(scales) == 2:
         return _unpack_float6(values, *scales)
     if scales:
@@ -272,20 +308,22 @@ def _pack_float6(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     A number is E2M3, times its block's scale, times its state's scale. Four numbers take three bytes.
     """
+    # [.., D / BLOCK, BLOCK]
     blocks = features.float().unflatten(-1, (-1, BLOCK))
+    # the scale that each block should have; it is stored as E4M3, relative to the scale of the whole state
     wanted_scales = blocks.abs().amax(-1) / MAX_FLOAT6
     scales = (wanted_scales.amax(-1) / MAX_FLOAT8).clamp_min(TINY)
     block_scales = (wanted_scales / scales[..., None]).to(torch.float8_e4m3fn)
     units = _float8_units(block_scales, scales)
-    # numbers up to `limit` have 0 in the upper two exponent bits of E4M3, and its other bits are those of E2M3, so that
-    # the cast rounds to E2M3. A scale may have been rounded down, and then the largest numbers are cut.
+    # Numbers up to `limit` have 0 in the upper two exponent bits of E4M3, and its other bits are those of E2M3, so that
+    # the cast to E4M3 rounds to E2M3. The clamp is for scales that were rounded down: the largest numbers are cut off.
     limit = MAX_FLOAT6 / FLOAT6_UNIT
     scaled = (blocks / units.clamp_min(TINY)[..., None]).clamp(-limit, limit).flatten(-2)
     float8 = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     # the sign, and the lower five of E4M3's seven other bits
     codes = (float8 & 0b11111) | (float8 >> 2 & 0b100000)
-    # number i of the four quarters lies in the same three bytes, the first quarter's bits lowest; shifts of uint8 drop
-    # the bits above the eighth
+    # A state is cut into four quarters. Number i of each quarter lies in byte i of `low`, `middle` and `high`, the
+    # first quarter's bits lowest. Shifts of uint8 drop the bits above the eighth.
     first, second, third, fourth = codes.chunk(4, dim=-1)
     low = first | second << 6
     middle = second >> 2 | third << 4
@@ -294,9 +332,10 @@ def _pack_float6(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _unpack_float6(packed: Tensor, block_scales: Tensor, scales: Tensor) -> Tensor:
-    """Return [.., D], the numbers that `_pack_float6` packed, rounded."""
+    """Return the states [.., D] that `_pack_float6` packed, as bfloat16, by the same steps backwards."""
     low, middle, high = packed.chunk(3, dim=-1)
     quarters = [low, low >> 6 | middle << 2, middle >> 4 | high << 4, high >> 2]
+    # the masks below drop the upper two bits, which belong to other quarters
     codes = torch.cat(quarters, dim=-1)
     float8 = ((codes & 0b11111) | (codes & 0b100000) << 2).view(torch.float8_e4m3fn)
     blocks = float8.float().unflatten(-1, (-1, BLOCK))
@@ -305,5 +344,5 @@ def _unpack_float6(packed: Tensor, block_scales: Tensor, scales: Tensor) -> Tens
 
 
 def _float8_units(block_scales: Tensor, scales: Tensor) -> Tensor:
-    """Return [.., D / BLOCK], what a float8 of 1.0 stands for in each block."""
+    """Return [.., D / BLOCK], what the E4M3 number 1.0 stands for in each block: the unit times both scales."""
     return FLOAT6_UNIT * block_scales.float() * scales[..., None]

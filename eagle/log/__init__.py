@@ -39,28 +39,35 @@ from rich.text import Text
 from eagle.web import hide_users
 
 Item = TypeVar("Item")
-OURS = {"eagle", "data_prep", "eval", "recipes", "tests", "__main__"}
-LOST_AFTER = 10.0  # seconds after which a Ctrl-C that ended nothing comes again
+OURS = {
+    "eagle",
+    "data_prep",
+    "eval",
+    "recipes",
+    "tests",
+    "__main__",
+}  # the packages of this project
+LOST_AFTER = 10.0  # seconds after which a Ctrl-C that did not end the program is sent again
 STOPPED_BY_SIGINT = 130  # the exit status that shells give to Ctrl-C
 MESSAGES = "EAGLE_MESSAGES"  # the folder in which each process that `eagle` launched leaves its last sentence
 QUIET = "EAGLE_QUIET"  # set where nothing tells of progress
 JSON_HELP = "print the result as one JSON object; all other text goes to stderr"
-# in gloo's and NCCL's words
+# parts of the messages of gloo and NCCL when another process has ended
 LOST = (
     "Connection reset by peer",
     "Connection closed by peer",
     "remote process exited",
 )
-# whose errors in LOADING are of what they load
-LOADERS = {
+# packages that load models; an error below one of their LOADING_FUNCTIONS is a fault of what was to be loaded
+LOADER_PACKAGES = {
     "transformers",
     "huggingface_hub",
     "peft",
     "tokenizers",
 }
-LOADING = {"from_pretrained", "snapshot_download", "cached_files"}
-# as they call it
-LOADED = (
+LOADING_FUNCTIONS = {"from_pretrained", "snapshot_download", "cached_files"}
+# the names of their arguments that say what is loaded
+LOADED_ARGUMENTS = (
     "pretrained_model_name_or_path",
     "repo_id",
     "path_or_repo_id",
@@ -86,37 +93,39 @@ ADVICE = {
 def script(
     main: Callable[[list[str]], Any], argv: list[str] | None = None, status: int = 1
 ) -> None:
-    """Run a command's `main`.
+    """Run a command's `main`, and end the process as a command should: errors that a user can mend have no traceback.
 
     Args:
-        main: Takes the arguments.
+        main: The command. It takes the arguments.
         argv: The arguments; by default those of the process.
-        status: What the process ends with after an error that its user can mend, told in a sentence.
+        status: The exit status after an error that its user can mend.
     """
     try:
         with interrupted_by_user(lambda: "give the same command again"):
             try:
                 main(sys.argv[1:] if argv is None else argv)
             except SystemExit:
-                # as argparse ends after a help
+                # argparse ends so after it has printed a help
                 sys.stdout.flush()
                 raise
+            # a broken pipe must show here, where it is handled, and not at the exit of the interpreter
             sys.stdout.flush()
     except BrokenPipeError:
-        # the reader, as `head`, has seen enough
+        # The reader of the output, such as `head`, has seen enough. What is still buffered goes to /dev/null, or the
+        # interpreter would report the broken pipe at its exit. An output that is no file has no descriptor to replace.
         with suppress(OSError, ValueError):
-            # an output that is no file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (Exception, SystemExit) as error:
-        if MESSAGES in os.environ and has_lost_others(error):
-            # the launcher tells which process was the first to end, and how
+        # another process ended first, and the launcher reports that one
+        if MESSAGES in os.environ and is_peer_failure(error):
             sys.exit(status)
         sentence = describe_error(error)
+        # a bug, whose traceback is wanted, or a SystemExit with a status
         if sentence is None:
-            # a bug, not a message; or an end with a status
             raise
         sentence = hide_users(sentence)
+        # the launcher prints messages that are left for it, each once
         if not leave_message(sentence):
             print(f"error: {sentence}", file=sys.stderr, flush=True)
         sys.exit(status)
@@ -124,10 +133,12 @@ def script(
 
 @contextmanager
 def json_alone(asked: bool) -> Iterator[Callable[[Any], None]]:
-    """Yield what writes a value as JSON; where that is asked for, all other text goes to stderr, or nowhere.
+    """Yield a function that prints a value as JSON, for the option `--json`.
+
+    In the block all other text goes to stderr, or nowhere if the user wants quiet, so that stdout has JSON alone.
 
     Args:
-        asked: Whether the command line has `--json`; without it, what is yielded writes nothing.
+        asked: Whether the command line has `--json`. Without it the function prints nothing, and text goes to stdout.
     """
     out = sys.stdout
 
@@ -135,20 +146,22 @@ def json_alone(asked: bool) -> Iterator[Callable[[Any], None]]:
         if asked:
             print(json.dumps(as_json(value)), file=out, flush=True)
 
-    rest: TextIO = out
+    other_text: TextIO = out
     if asked:
-        # who wants quiet wants no text beside the object
-        rest = io.StringIO() if QUIET in os.environ else sys.stderr
-    with redirect_stdout(rest):
+        other_text = io.StringIO() if QUIET in os.environ else sys.stderr
+    with redirect_stdout(other_text):
         yield write
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON holds it: what is neither a number nor a container as text, and no infinite numbers."""
+    """Return a value in the types of JSON.
+
+    Dataclasses and named tuples become objects, NaN and infinite numbers null, and values of other types their text.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     elif hasattr(value, "_asdict"):
-        # a named tuple
+        # only named tuples have it
         value = value._asdict()
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
@@ -159,26 +172,27 @@ def as_json(value: Any) -> Any:
     return value if isinstance(value, int | None) else str(value)
 
 
-def has_lost_others(error: BaseException) -> bool:
-    """Return whether a collective operation failed because another process has ended."""
+def is_peer_failure(error: BaseException) -> bool:
+    """Return whether an error says only that a collective operation failed because another process has ended."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
 
 
 def describe_error(error: BaseException) -> str | None:
-    """Return a sentence on what a user can mend: what was got, what is expected, what to do; None for a bug."""
+    """Return a sentence on an error that a user can mend (what was got, expected, and to be done); None for a bug."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, str) else None
+    # the outermost first
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    # errors of values that this project raised are sentences already
+    # a ValueError that this project raised has such a sentence already
     if isinstance(error, ValueError) and _package_of(frames[-1]) in OURS:
         return str(error)
     for frame in frames:
-        if frame.f_code.co_name in LOADING and _package_of(frame) in LOADERS:
+        if frame.f_code.co_name in LOADING_FUNCTIONS and _package_of(frame) in LOADER_PACKAGES:
             return _describe_loading(error, frame)
     if isinstance(error, OSError) and error.errno is not None:
         advice = ADVICE.get(error.errno, "mend that, and give the same command again")
         return f"{error.filename or 'the disk'}: {error.strerror}: {advice}"
-    # by their names, as their packages take long to import
+    # these classes are known by their names, as their packages take long to import
     name = type(error).__name__
     if name == "SafetensorError":
         return f"a safetensors file cannot be read or written: {error}; is it cut off, or the disk full? Make it anew"
@@ -186,18 +200,24 @@ def describe_error(error: BaseException) -> str | None:
         return f"this is no YAML: {' '.join(str(error).split())}"
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return f"out of memory: {first_line(error)}. Lower batch_size or max_length, or raise train.accumulation"
-    if has_lost_others(error):
+    if is_peer_failure(error):
         return f"another process of this run has ended, which says why: {first_line(error)}"
     return str(error) if isinstance(error, ConnectionError) else None
 
 
 def _describe_loading(error: BaseException, frame: FrameType) -> str:
-    """Return a sentence on what a library of models could not load; its outermost frame tells what."""
+    """Return a sentence on a model or file that a library could not load.
+
+    Args:
+        error: What the library raised.
+        frame: The outermost of its frames, whose local variables say what was to be loaded.
+    """
     name = "what was named"
-    for variable in LOADED:
+    for variable in LOADED_ARGUMENTS:
         if frame.f_locals.get(variable):
             name = str(frame.f_locals[variable])
             break
+    # a name that begins like a path is no hub id
     if name.startswith(("/", ".", "~")) and not Path(name).exists():
         return f"no folder at {name}: expected a model that save_pretrained wrote, or a hub id; check the path"
     reason = (
@@ -223,7 +243,11 @@ def _package_of(frame: FrameType) -> str:
 
 
 def leave_message(sentence: str) -> bool:
-    """Leave what ends this process to the launcher, which tells it once for all; False where none of ours waits."""
+    """Leave the sentence that ends this process for this project's launcher, which prints equal sentences once.
+
+    Returns:
+        Whether it was left. It was not if no such launcher waits, or if the file cannot be written.
+    """
     folder = os.environ.get(MESSAGES)
     if not folder:
         return False
@@ -236,17 +260,22 @@ def leave_message(sentence: str) -> bool:
 
 @contextmanager
 def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
-    """Let Ctrl-C in the block end the program with `stopped; HINT` and status 130; nested, the inner hint counts."""
+    """Let Ctrl-C in the block end the program with `stopped; HINT` and status 130, and no traceback.
+
+    Args:
+        hint: Returns what the user can do next. Of nested blocks the hint of the inner one is printed.
+    """
     received: list[int] = []
     try:
         with _note_interrupts(received):
             yield
     except (KeyboardInterrupt, Exception) as error:
-        # after a Ctrl-C any error is taken for its effect: an import, say, may turn the interrupt into another error
+        # after a Ctrl-C every error is taken for its effect, as an import may turn the interrupt into another error
         if not received and not isinstance(error, KeyboardInterrupt):
             raise
-        # a launcher sends SIGINT once more, which must not cut the message off
+        # a launcher sends SIGINT once more, which must not interrupt the message
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # one of several processes prints it
         if os.environ.get("RANK", "0") == "0":
             sentence = f"stopped; {hint()}"
             leave_message(sentence)  # for the launcher, where there is one
@@ -256,8 +285,13 @@ def interrupted_by_user(hint: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def _note_interrupts(received: list[int]) -> Iterator[None]:
-    """Note each Ctrl-C of the block, as what is raised inside an import may come out of it as another error."""
+    """Append to `received` at each Ctrl-C in the block, and send those again that did not end the program.
+
+    Python raises KeyboardInterrupt wherever it happens to be. Raised in an import it may come out as another error, and
+    raised in a `__del__` it is dropped.
+    """
     handler = signal.getsignal(signal.SIGINT)
+    # an outer block or the caller handles SIGINT, and only the main thread may set handlers
     if (
         handler is not signal.default_int_handler
         or threading.current_thread() is not threading.main_thread()
@@ -275,12 +309,12 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        # code of an extension module that is being imported may swallow what is raised here
+        # an extension module that is being imported may swallow what is raised here, so it comes again
         send_after(LOST_AFTER)
         signal.default_int_handler(number, frame)
 
     def send_again(lost: sys.UnraisableHookArgs) -> None:
-        # Python drops what is raised inside a `__del__`: the interrupt comes again once that has returned
+        # Python drops what is raised in a `__del__`, and calls this hook: it comes again once that has returned
         if issubclass(lost.exc_type, KeyboardInterrupt):
             send_after(0.01)
         else:
@@ -299,7 +333,7 @@ def _note_interrupts(received: list[int]) -> Iterator[None]:
 
 # -- progress ---------------------------------------------------------------------------------------------------------
 
-WIDE = 100  # columns of a terminal that has room for a bar
+WIDE = 100  # columns that a terminal must have to show a bar
 EVERY = 60.0  # seconds between two lines of a log
 PER_MINUTE = 60
 PER_HOUR = 3600
@@ -328,21 +362,21 @@ def progress(
     done: int = 0,
     note: Callable[[], str] = str,
 ) -> Iterator[Item]:
-    """Yield the items while showing a progress bar; in a log file, lines.
+    """Yield the items while a progress bar is shown on stderr, or lines of text where stderr is no terminal.
 
     Args:
-        items: What is worked on.
-        what: The work's name.
-        total: The size of all items, where it is known.
-        unit: What sizes count.
-        size: Returns the size of an item.
+        items: The items to work on.
+        what: The name of the work.
+        total: The size of all items together; None if it is not known.
+        unit: What sizes count, such as "steps".
+        size: Returns the size of an item; by default each counts 1.
         show: Whether anything is shown.
-        done: The size of what was done before.
-        note: Returns what is shown beside.
+        done: The size of the items that were done earlier, before a resumption.
+        note: Returns a text that is shown beside the progress.
     """
     console = Console(stderr=True)
     show = show and QUIET not in os.environ
-    # outside a terminal a bar would be shown at its end alone
+    # outside of a terminal rich would show a bar only at its end
     if show and not console.is_terminal and not console.is_jupyter:
         with ProgressLines(what, unit, total, done, note=note, out=console.file) as lines:
             for item in items:
@@ -351,8 +385,8 @@ def progress(
         return
     columns: list[ProgressColumn] = [TextColumn("{task.description}")]
     elapsed: list[ProgressColumn] = []
+    # in a narrow terminal these would wrap the line
     if console.width >= WIDE:
-        # else they would wrap the line
         columns.append(BarColumn())
         elapsed = [TimeElapsedColumn(), TextColumn("elapsed")]
     columns += [
@@ -370,7 +404,10 @@ def progress(
 
 
 class ProgressLines:
-    """A line a minute with what is done, how fast, and the time left; and one at the end."""
+    """Prints a line a minute with what is done, how fast, and the time left, and one at the end of the block.
+
+    The arguments are those of `progress`; `clock` and `every` (seconds between lines) are for tests.
+    """
 
     def __init__(
         self,
@@ -384,18 +421,19 @@ class ProgressLines:
         clock: Callable[[], float] = monotonic,
         every: float = EVERY,
     ) -> None:
+        """Start the clock; the lines begin with the block."""
         self.what = what
         self.unit = unit
         self.total = total
         self.done = done
-        self.done_before = done
+        self.done_before = done  # the speed counts from here
         self.note = note
         self.out = out or sys.stderr
         self.clock = clock
         self.every = every
         self.begun = clock()
         self.ended = threading.Event()
-        # a single item may take longer than a minute
+        # a thread, as a single item may take longer than a minute
         self.thread = threading.Thread(target=self._print_regularly, daemon=True)
 
     def __enter__(self) -> ProgressLines:
@@ -408,7 +446,7 @@ class ProgressLines:
         self._print()
 
     def describe(self) -> str:
-        """Return the line at this time."""
+        """Return the line to print now, such as "train: 10 of 20 (50%) steps, 2.0 steps/s, 0:00:05 elapsed"."""
         seconds = self.clock() - self.begun
         speed = 0.0
         if seconds > 0:
@@ -433,7 +471,7 @@ class ProgressLines:
 
 
 def describe_done(done: int, total: int | None) -> str:
-    """Return how much is done, of how much where that is known."""
+    """Return "DONE of TOTAL (PERCENT)", or without a total only how much is done."""
     if total is None:
         return f"{done:,}"
     line = f"{done:,} of {total:,}"
@@ -443,7 +481,12 @@ def describe_done(done: int, total: int | None) -> str:
 
 
 def describe_rate(speed: float, unit: str) -> str:
-    """Return a speed a second in figures that are read at a glance; of slow work a minute's, or an hour's."""
+    """Return a speed with at least two figures; slow work is counted per minute or per hour.
+
+    Args:
+        speed: Units per second.
+        unit: What is counted.
+    """
     value = speed
     per = "s"
     if speed * PER_MINUTE < 1:
@@ -452,7 +495,7 @@ def describe_rate(speed: float, unit: str) -> str:
     elif speed < 1:
         value = speed * PER_MINUTE
         per = "min"
-    # at least two figures
+    # as many decimals as two figures need
     decimals = max(0, 2 - len(str(int(value))))
     return f"{value:,.{decimals}f} {unit}/{per}"
 
@@ -467,24 +510,31 @@ def describe_seconds(seconds: float) -> str:
 
 def memory_gb() -> float:
     """Return the peak memory of this process in GB, on the accelerator where it has one."""
-    # its import takes seconds, and progress does without it
+    # imported late, as it takes seconds and commands that only show progress do without it
     import torch
 
+    # bytes, while ru_maxrss counts KiB
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 class Metrics:
-    """Metrics as JSON lines, flushed at once; rows from `before` on, which will be told again, are `dropped`."""
+    """A file of metrics, one JSON object a line, flushed after every row."""
 
     def __init__(self, path: Path, *, before: int = 0) -> None:
+        """Open a file to append to it.
+
+        Rows of the step `before` and later ones are removed, as a run that resumes there writes them again. The removed
+        lines are kept in `dropped`.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = []
         if path.is_file():
             lines = path.read_text().splitlines()
         kept = [line for line in lines if _step_of(line) < before]
         self.dropped = [line for line in lines if _step_of(line) >= before]
+        # replaced in one step, so that a killed process leaves the old file or the new one
         temporary = path.with_name(f"{path.name}.part")
         temporary.write_text("".join(f"{line}\n" for line in kept))
         os.replace(temporary, path)
@@ -501,7 +551,7 @@ class Metrics:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a row; infinity for a torn line."""
+    """Return the step of a row; infinity, so that it is dropped, for a line that was cut off."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -113,7 +113,7 @@ class RegenerateSection(Section):
 
     @model_validator(mode="after")
     def _check_addresses(self) -> RegenerateSection:
-        """A recipe is copied to runs and cards: it names servers, and never holds their keys."""
+        """Refuse addresses with a password: a recipe is copied to runs and model cards, and must hold no secrets."""
         addresses = self.endpoint
         if addresses is None:
             return self
@@ -229,13 +229,14 @@ class TrainSection(Section):
     @field_validator("log_with", mode="before")
     @classmethod
     def _as_names(cls, value: Any) -> Any:
-        """Return names from a list or a string with commas, spelled as accelerate spells them."""
+        """Return the names of trackers from a list or a string with commas, spelled as accelerate spells them."""
         names = () if value is None else value
         if isinstance(value, str):
             names = value.split(",")
+        # pydantic refuses such a value with a better message
         if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-            return value  # which pydantic refuses
-        # a dict keeps the order and each name once
+            return value
+        # a dict, as it keeps the order and has each name once
         spelled: dict[str, None] = {}
         for name in names:
             key = name.strip().lower().replace("-", "_")
@@ -245,7 +246,7 @@ class TrainSection(Section):
 
     @property
     def trackers(self) -> dict[str, str]:
-        """Map the name of every tracker to its project."""
+        """The project of every tracker that the run is logged in, by the tracker's name."""
         projects = dict.fromkeys(self.log_with, self.project)
         if self.wandb is not None:
             projects["wandb"] = self.wandb
@@ -336,7 +337,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _let_target_see(cls, values: Any) -> Any:
-        """Load the class that sees where the data have images."""
+        """Set `target.images` where the data have images, so that the model's class with vision is loaded."""
         if not isinstance(values, dict):
             return values
         data = values.get("data")
@@ -351,11 +352,12 @@ class Recipe(Section):
 
         Args:
             path: A YAML file, or a name that `eagle recipes` lists.
-            overrides: Values as `section.key=value`. Another target moves the recipe's files to its own folder.
+            overrides: Values as `section.key=value`. Another target moves the paths of the run to a folder for it.
         """
         file = find_recipe(path)
         values = read_yaml(file)
-        # what the file says itself tells whose code it names, and which files lie in its target's folder
+        # The values of the file alone: code that it names is not trusted, unlike code that an override names, and paths
+        # that it gives in its target's folder are moved with another target.
         original = copy.deepcopy(values)
         for override in overrides:
             lay_over(values, override)
@@ -399,7 +401,12 @@ OTHER_NAMES = {
 
 
 def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
-    """Return the values as an instance of `model`.
+    """Return plain values, as read from YAML, as an instance of a section's class.
+
+    Args:
+        model: The class of the section.
+        values: Its keys and values.
+        source: The name of the file or section, which begins every message.
 
     Raises:
         ValueError: It names each mistake, and the nearest key to an unknown one.
@@ -408,16 +415,24 @@ def parse_section(model: type[BaseModel], values: Any, source: str) -> Any:
         return model.model_validate(values)
     except ValidationError as error:
         mistakes = [_explain(model, mistake, source) for mistake in error.errors()]
+        # a value may be an address with a password, which no message may show
         raise ValueError(hide_users("\n".join(mistakes))) from None
 
 
 def _explain(model: type[BaseModel], mistake: Any, source: str) -> str:
+    """Return the message for one of pydantic's errors, with the nearest key for an unknown one.
+
+    Args:
+        model: The class of the section that was parsed.
+        mistake: An entry of `ValidationError.errors()`.
+        source: The name of the file or section, which begins the message.
+    """
     path = ".".join(map(str, mistake["loc"]))
     if mistake["type"] != "extra_forbidden":
-        # pydantic puts a prefix before a sentence of this project
+        # pydantic puts this prefix before the message of a validator of this project
         reason = mistake["msg"].removeprefix("Value error, ")
         return f"{source}: {path}: got {_shorten(mistake['input'])}; {reason}"
-    # the section in which the unknown key stands
+    # follow the path to the section that holds the unknown key
     owner: Any = model
     for key in mistake["loc"][:-1]:
         owner = type_of_key(owner, key)
@@ -437,7 +452,8 @@ def _shorten(value: Any) -> str:
 
 
 def _nearest_key(name: str, keys: Iterable[str]) -> str | None:
-    """Return the key that a name resembles, by its own name or that of other trainers, or None."""
+    """Return the key that a wrong name resembles, or the key of that name in other trainers; None without either."""
+    # by the names to compare with: the key that is meant
     names = {alias: key for alias, key in OTHER_NAMES.items() if key in keys}
     names |= {key: key for key in keys}
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
@@ -445,14 +461,18 @@ def _nearest_key(name: str, keys: Iterable[str]) -> str | None:
 
 
 def type_of_key(owner: Any, key: Any) -> Any:
-    """Return the type of section or mapping that `owner` holds under a key."""
-    annotation = (
-        get_args(owner)[1] if get_origin(owner) is dict else owner.model_fields[key].annotation
-    )
+    """Return the type that a section has under a key, to find the section that a dotted name means.
+
+    Args:
+        owner: The class of a section, or a type `dict[str, X]`, under whose every key is an X.
+        key: The key.
+    """
+    is_mapping = get_origin(owner) is dict
+    annotation = get_args(owner)[1] if is_mapping else owner.model_fields[key].annotation
     if get_origin(annotation) is dict:
         return annotation
-    # the first of `Section | None`
-    return next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
+    # of `Section | None` the section
+    return next((arm for arm in get_args(annotation) if arm is not type(None)), annotation)
 
 
 # -- recipes of strangers ---------------------------------------------------------------------------------------------
@@ -467,8 +487,14 @@ class Trust:
 
 
 def check_code(values: dict[str, Any], path: Path, overridden: Iterable[str]) -> None:
-    """Refuse a recipe beside a head's weights that names code in a key which the command line does not set."""
-    # whoever made the head made the recipe, too
+    """Refuse a recipe in a head's folder that would run code, unless the user trusts it or names the code himself.
+
+    Args:
+        values: The values of the recipe's file, before overrides.
+        path: The file.
+        overridden: The keys that the command line sets, and so does not take from the file.
+    """
+    # a recipe beside a head's weights came with the head, maybe from a stranger
     is_beside_head = (path.parent / "model.safetensors").exists() and (
         path.parent / "config.json"
     ).exists()
@@ -484,7 +510,7 @@ def check_code(values: dict[str, Any], path: Path, overridden: Iterable[str]) ->
 
 
 def list_code(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys, with their values, by which a recipe runs code that is not this package's own."""
+    """Yield (dotted key, value) of every key by which a recipe would run code from outside of this package."""
     target = _get_mapping(values, "target")
     if target.get("trust_remote_code"):
         yield "target.trust_remote_code", target["trust_remote_code"]
@@ -496,13 +522,14 @@ def list_code(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in measured:
         drafters[f"eval.drafters.{name}.head"] = _get_mapping(measured, name).get("head")
     for key, value in drafters.items():
-        if isinstance(value, str) and any(
-            CODE.fullmatch(name.strip()) for name in value.split(",")
-        ):
+        if not isinstance(value, str):
+            continue
+        # several drafters are separated by commas
+        if any(CODE.fullmatch(name.strip()) for name in value.split(",")):
             yield key, value
 
 
 def _get_mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the mapping under a key. The values are not validated yet, so that something else may be there."""
+    """Return the mapping under a key, or {}: the values are not validated yet, so that it may be of another type."""
     value = values.get(key)
     return value if isinstance(value, dict) else {}

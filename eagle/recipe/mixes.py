@@ -28,22 +28,24 @@ def is_mix(source: str | Path) -> bool:
 
 
 def read_mix(path: str | Path) -> list[SourceSection]:
-    """Return the sources that a mix lists."""
+    """Return the sources that a mix lists; the errors name the file and the source."""
     if not Path(path).is_file():
         raise ValueError(
             f"no mix at {path}: expected a YAML file that lists sources, each with a path"
         )
-    # the name does not say what is in the file
+    # the extension alone does not say that it is a list of sources
     values = parse_yaml(Path(path).read_bytes(), str(path))
     if not isinstance(values, list) or not values:
-        kind = "a mapping" if isinstance(values, dict) else "no list"
+        got = "a mapping" if isinstance(values, dict) else "no list"
         raise ValueError(
-            f"{path} holds {kind}, expected a list of sources, as '- {{path: my/chats.jsonl, weight: 2}}'"
+            f"{path} holds {got}, expected a list of sources, as '- {{path: my/chats.jsonl, weight: 2}}'"
         )
+    # counted from 1, as people count the entries of a list
     sources = [
         parse_section(SourceSection, value, f"{path}, source {number}")
         for number, value in enumerate(values, start=1)
     ]
+    # a mix in a mix could contain itself
     for source in sources:
         if is_mix(source.path):
             raise ValueError(f"{path} lists the mix {source.path}: list its sources instead")
@@ -51,12 +53,12 @@ def read_mix(path: str | Path) -> list[SourceSection]:
 
 
 def files_of(source: str | Path) -> list[Path]:
-    """Return all local files of a source; those of a mix's sources follow the mix itself."""
+    """Return all local files of a source of conversations; for a mix, its own file and those of its sources."""
     path = Path(source)
     if is_mix(path):
         files = [path]
         for listed in read_mix(path):
-            # what is not here is a dataset of the hub
+            # a source that is not on this machine is a dataset of the hub
             if Path(listed.path).exists():
                 files += files_of(listed.path)
         return files

@@ -9,18 +9,22 @@ import yaml
 
 from eagle.web import hide_users
 
-MAX_VALUES = 1_000_000  # of one file, each reference counted as often as it stands
+MAX_VALUES = 1_000_000  # of one file; a value counts again for every reference (`*name`) to it
 
 
 def parse_yaml(text: str | bytes, source: str) -> Any:
-    """Return the values of a YAML text.
+    """Return the values of a YAML text of unknown origin.
+
+    Args:
+        text: The text.
+        source: Its name in error messages, such as a path.
 
     Raises:
-        ValueError: The text is no YAML, its values hold themselves, or references multiply to too many values.
+        ValueError: The text is no YAML, its values contain themselves, or its references multiply to too many values.
     """
     try:
         values = yaml.safe_load(text)
-        # a few lines of references to references stand for billions of values
+        # a few lines of references to references can stand for billions of values (a "billion laughs" attack)
         count_values(values, {})
     except RecursionError:
         raise ValueError(f"{source} is no YAML that can be read: it is nested too deeply") from None
@@ -32,11 +36,12 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
 
 
 def count_values(values: Any, counts: dict[int, int | None]) -> int:
-    """Return how many values nested values hold.
+    """Return how many values nested values hold, and refuse too many of them, or values that contain themselves.
 
     Args:
         values: Mappings, lists and scalars.
-        counts: The count of every container that was visited, by its id. None marks one that is still open.
+        counts: The count of every container that was visited, by its id; None for one that is being counted now. It
+            saves counting a container again for every reference to it.
     """
     if not isinstance(values, dict | list):
         return 1
@@ -47,9 +52,11 @@ def count_values(values: Any, counts: dict[int, int | None]) -> int:
                 "its values hold themselves, expected plain values without `*` references to what is open"
             )
         return known
-    # keys count too: they may be long texts
     counts[id(values)] = None
-    children = [*values.keys(), *values.values()] if isinstance(values, dict) else values
+    children: Any = values
+    # keys count, too: they may be long texts
+    if isinstance(values, dict):
+        children = [*values.keys(), *values.values()]
     total = 1 + sum(count_values(child, counts) for child in children)
     if total > MAX_VALUES:
         raise ValueError(
@@ -60,7 +67,7 @@ def count_values(values: Any, counts: dict[int, int | None]) -> int:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the sections of a YAML file. The error names the file and, where it can, the line."""
+    """Return the top-level keys and values of a recipe's YAML file. Errors name the file, and a line if known."""
     values = parse_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict):
         got = "an empty file" if values is None else f"a {type(values).__name__}"
@@ -71,10 +78,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def lay_over(values: dict[str, Any], override: str) -> None:
-    """Set one `key.sub=value` in nested values, in place."""
+    """Set the value of one override, `key.sub=value`, in nested values, in place; missing sections are made."""
     key, equals, value = override.partition("=")
     if not equals:
-        # an override may hold the password of a server
+        # an override may hold the password of a server, which no message may show
         raise ValueError(f"override {hide_users(override)!r}: expected key.sub=value")
     *parents, last = key.split(".")
     for parent in parents:

@@ -14,7 +14,7 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Features
 from eagle.core.tree import Paths
 
-# by temperature, as metrics name them: tokens and cycles of each prompt
+# by temperature, named as in the metrics: for each prompt, the pair [generated tokens, decoding cycles]
 Counts = dict[str, list[list[int]]]
 
 
@@ -22,10 +22,13 @@ class Decoding(Protocol):
     """Decodes held-out prompts with a head in training."""
 
     def decode(self, head: TrainableDrafter, features: Features, held_out: Sequence[int]) -> Counts:
-        """Return what the head's drafts bring on prompts of these conversations."""
+        """Decode prompts of the held-out conversations (indices) with the head's drafts; return tokens and cycles."""
 
     def compare(self, first: Counts, second: Counts) -> tuple[float, float, float]:
-        """Return how much longer the second's acceptance length is, and its interval's ends, paired by prompt."""
+        """Return the difference of acceptance length, second minus first, and the ends of its confidence interval.
+
+        Both decoded the same prompts, which are compared in pairs.
+        """
 
 
 def decode_once(
@@ -35,61 +38,67 @@ def decode_once(
     features: Features,
     held_out: list[int],
 ) -> Counts:
-    """Return what the main process decodes on all processes; {} where nothing is held out."""
+    """Decode held-out prompts on the main process and return the counts on all; {} where nothing is to be decoded."""
     if decoding is None or not held_out:
         return {}
     counts = [decoding.decode(head, features, held_out) if accelerator.is_main_process else {}]
+    # all processes must judge the head alike, or they would disagree on when to stop
     broadcast_object_list(counts)
     return counts[0]
 
 
-def judged(counts: Counts) -> dict[tuple[str, int], list[int]]:
-    """Return tokens and cycles of each prompt at every temperature, which decide between heads."""
+def group_by_prompt(counts: Counts) -> dict[tuple[str, int], list[int]]:
+    """Return [tokens, cycles] by (temperature, index of the prompt): the samples by which heads are compared."""
     by_prompt = {}
-    for temperature, rows in counts.items():
-        for i, row in enumerate(rows):
-            by_prompt[temperature, i] = row
+    for temperature, pairs in counts.items():
+        for i, pair in enumerate(pairs):
+            by_prompt[temperature, i] = pair
     return by_prompt
 
 
-def acceptance(rows: Iterable[Sequence[int]]) -> float:
-    """Return the tokens per cycle of rows of tokens and cycles."""
-    tokens, cycles = (sum(column) for column in zip(*rows, strict=True))
+def acceptance_length(pairs: Iterable[Sequence[int]]) -> float:
+    """Return the mean acceptance length, tokens per cycle, over pairs [tokens, cycles]."""
+    tokens, cycles = (sum(column) for column in zip(*pairs, strict=True))
     return tokens / max(cycles, 1)
 
 
 @dataclass
 class Choice:
-    """The best head of a run so far."""
+    """The best head of a run so far, and how long ago it was found. Checkpoints keep it."""
 
-    step: int = 0
-    score: float = -inf
-    # what it was judged by; nothing where nothing is decoded
+    step: int = 0  # after which it was validated
+    score: float = -inf  # its acceptance length, decoded or else predicted
+    # what it decoded; {} where validation decodes nothing
     counts: Counts = field(default_factory=dict)
     loss: float = nan  # its cross-entropy on the held-out conversations
-    stale: int = 0  # validations since
+    stale: int = 0  # validations since then, which brought no better head
     # what the head of `train.init` decoded, before the first step
     start: Counts = field(default_factory=dict)
 
     @classmethod
     def parse(cls, state: Any) -> Choice:
-        """Return a choice from a checkpoint; those of earlier releases hold the score alone."""
+        """Return the choice that a checkpoint holds; checkpoints of earlier releases hold its score alone."""
         return cls(**state) if isinstance(state, dict) else cls(score=state)
 
     def add(self, step: int, counts: Counts, metrics: Mapping[str, float]) -> bool:
-        """Judge the head of a step; returns whether it is the best.
+        """Keep the head of a step if it is the best so far, and return whether it is.
 
-        It is judged by what it decoded or else by the predicted acceptance. Without held-out conversations the last
-        head is the best.
+        A head's score is its decoded acceptance length, or else the predicted one.
+
+        Args:
+            step: The step after which the head was validated.
+            counts: What it decoded, or {}.
+            metrics: The figures of its validation, {} without held-out conversations.
         """
+        # without held-out conversations the score is the step, so that the last head is the best
         score = metrics.get("tree/tau", float(step))
         if counts:
-            score = acceptance(judged(counts).values())
-        # what is decoded and what is predicted cannot be compared
+            score = acceptance_length(group_by_prompt(counts).values())
+        # decoded and predicted acceptance lengths cannot be compared: the first score of another kind wins
         if bool(counts) != bool(self.counts):
             self.score = -inf
+        # `not >` and not `<=`, so that a score of NaN never wins
         if not score > self.score:
-            # a score that is not a number is no better one
             self.stale += 1
             return False
         self.step = step
@@ -100,44 +109,53 @@ class Choice:
         return True
 
     def has_ended(self, patience: int | None) -> bool:
-        """Return whether so many validations in a row brought no better head."""
+        """Return whether `patience` validations in a row brought no better head, which ends the run; None: never."""
         return patience is not None and self.stale >= patience
 
     def describe(
         self, step: int, counts: Counts, metrics: Mapping[str, float], decoding: Decoding
     ) -> str:
-        """Return a sentence that compares what was just decoded with the best."""
+        """Return a line for the log that compares the head just decoded with the best one; call `add` first."""
         line = f"step {step}: {describe_tau(counts)}"
         if self.step == step:
             return f"{line}, the best so far"
         difference, low, high = decoding.compare(counts, self.counts)
         line += f", {difference:.2f} ({low:.2f} to {high:.2f}) below that of step {self.step}"
+        # a falling loss with a shorter acceptance length shows that the loss no longer measures what counts
         loss = metrics.get("cross_entropy", nan)
         if loss < self.loss:
             line += f", while the cross-entropy fell from {self.loss:.3f} to {loss:.3f}"
         return line
 
     def describe_gain(self, decoding: Decoding) -> str:
-        """Return what training brought to the head that it began from, and which of both to use."""
-        before = acceptance(judged(self.start).values())
-        after = acceptance(judged(self.counts).values())
+        """Return a line that compares the best head with the head of `train.init`, and says which of them to use."""
+        before = acceptance_length(group_by_prompt(self.start).values())
+        after = acceptance_length(group_by_prompt(self.counts).values())
         gain, low, high = decoding.compare(self.start, self.counts)
         interval = f"{gain:+.2f}, {low:+.2f} to {high:+.2f}"
         line = f"from the head of train.init to step {self.step}: τ {before:.2f} -> {after:.2f} ({interval})"
+        # the interval of the gain includes zero
         if not low > 0:
             line += ", no sure gain: keep the old head, or train on with more conversations"
         return line
 
 
 def describe_tau(counts: Counts) -> str:
-    """Return the acceptance length of decoded prompts, and their number."""
+    """Return the acceptance length of decoded prompts, and their number, as a phrase for the log."""
+    # every temperature decodes the same prompts
     prompts = len(next(iter(counts.values())))
-    return f"τ {acceptance(judged(counts).values()):.2f} on {prompts} held-out prompts"
+    tau = acceptance_length(group_by_prompt(counts).values())
+    return f"τ {tau:.2f} on {prompts} held-out prompts"
 
 
 def describe_predicted(metrics: Mapping[str, float], trees: Mapping[str, Paths]) -> str:
-    """Return the acceptance lengths that validation predicts without decoding, each with the tree that it is of."""
-    parts = []
+    """Return the acceptance lengths that validation predicts without decoding, as a phrase for the log.
+
+    Args:
+        metrics: The figures of validation, among them "NAME/tau" for each tree.
+        trees: The trees that a prediction was made for, by name.
+    """
+    predictions = []
     for name, paths in trees.items():
-        parts.append(f"{metrics[f'{name}/tau']:.2f} with a {name} of {len(paths)}")
-    return f"predicted τ {', '.join(parts)}, on held-out conversations"
+        predictions.append(f"{metrics[f'{name}/tau']:.2f} with a {name} of {len(paths)}")
+    return f"predicted τ {', '.join(predictions)}, on held-out conversations"

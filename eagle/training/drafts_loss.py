@@ -1,6 +1,6 @@
 """The loss on a head's own drafts: what it learns from the target's probs after every token that it drafted."""
 
-# A drafts, V vocabulary
+# A drafts, H hidden size, V vocabulary (of the draft, where it has a smaller one)
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from eagle.recipe import OnPolicySection
 
 
 class DraftsLoss:
-    """A forward hook of a head, which adds the loss on the drafts of a batch: so every data-parallel wrapper sees it.
+    """A forward hook that adds the loss on a batch's drafts to the losses of a head's forward.
 
-    `dtype` is that of the products.
+    It is a hook and no second call, because data-parallel wrappers synchronise the gradients of one forward alone.
+
+    Args:
+        policy: The section `train.on_policy` of the recipe.
+        dtype: That of the matrix products: "bfloat16" turns autocast on.
     """
 
     def __init__(self, policy: OnPolicySection, dtype: str) -> None:
@@ -29,9 +33,9 @@ class DraftsLoss:
     def __call__(
         self, head: Any, inputs: tuple[Batch, TargetHead], losses: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the losses of the head's forward with those of the drafts."""
+        """Return the losses of the head's forward plus those of the drafts: the signature of a torch forward hook."""
+        # a forward with `count=True` returns its divisor and no loss
         if "total" not in losses:
-            # a forward that only counts
             return losses
         batch, target_head = inputs
         with torch.autocast(
@@ -39,62 +43,73 @@ class DraftsLoss:
         ):
             terms = losses_of_drafts(head, batch, target_head, self.policy)
         total = losses["total"] + self.policy.weight * (terms["accepted"] + terms["rejected"])
-        return {
-            **losses,
-            "total": total,
-            **{f"drafts/{name}": term.detach() for name, term in terms.items()},
-        }
+        logged = {f"drafts/{name}": term.detach() for name, term in terms.items()}
+        return {**losses, "total": total, **logged}
 
 
 def losses_of_drafts(
     head: TrainableDrafter, batch: Batch, target_head: TargetHead, policy: OnPolicySection
 ) -> dict[str, Tensor]:
-    """Return how the head's probs diverge from the target's where tokens were accepted, and where not.
+    """Return two losses on the chains that the head drafted: of its accepted tokens, and of its rejected ones.
 
-    Both are per supervised token. The head drafts each chain again, with gradients: from the slot where it began,
-    reading the tokens that it drafted.
+    The head drafts each chain of `batch.drafts` again, now with gradients: it starts from the same slot and reads the
+    tokens that it drafted then. Each level's probs are compared with the target's after the same tokens.
+
+    Returns:
+        "accepted" and "rejected", divergences summed over drafts and divided by the number of supervised tokens.
     """
     device = batch.tokens.device
     terms = {name: torch.zeros((), device=device) for name in ("accepted", "rejected")}
     drafts = batch.drafts
     if drafts is None:
         return terms
+    # the drafts' tokens and states are appended to the batch, and only their slots are supervised
     draft_batch = batch.on_drafts()
+    # tap -1 is the LM head's input, [N, H]
     target_hidden = draft_batch.select_taps((-1,))[:, 0]
     slots = upload(drafts.slots, device)
     divisor = drafts.divisor or max(batch.slots, 1)
     levels = head.draft_levels(draft_batch, target_head, drafts.tokens.shape[1])
     for level, (states, logits_of) in enumerate(levels):
-        # [A], all on the host: which drafts reach this level, and how far it is behind the accepted tokens
+        # These are [A] and on the host. A draft may be shorter than this level. Level `accepted` holds the first
+        # rejected token, and the weight decays with the distance from it.
         is_drafted = level < drafts.drafted
-        rejected_by = level - drafts.accepted
-        weights = policy.decay ** rejected_by.clamp(min=0).double() / divisor
+        distance = level - drafts.accepted
+        weights = policy.decay ** distance.clamp(min=0).double() / divisor
+        # [A, H], the target's states that predict the tokens of this level
         level_hidden = target_hidden.index_select(0, draft_batch.places_behind(slots, 1 + level))
         chosen = {
-            "accepted": is_drafted & (rejected_by < 0),
-            "rejected": is_drafted & (rejected_by >= 0),
+            "accepted": is_drafted & (distance < 0),
+            "rejected": is_drafted & (distance >= 0),
         }
         for name, is_chosen in chosen.items():
             index = upload(is_chosen.nonzero()[:, 0], device)
             if not len(index):
                 continue
+            # [A', V] at the chosen drafts
             logits = logits_of(states.index_select(0, index)).float()
             with torch.no_grad():
                 target_logits = target_head.logits(level_hidden.index_select(0, index)).float()
+                # a head with a draft vocabulary has logits of its tokens alone
                 if head.drafts is not None:
                     target_logits = target_logits[:, head.drafts]
                 target_probs = target_logits.softmax(-1)
             objective = Objective(getattr(policy, name))
             level_weights = upload(weights[is_chosen].float(), device)
-            terms[name] = terms[name] + diverge(logits, target_probs, objective, level_weights)
+            terms[name] = terms[name] + weighted_divergence(
+                logits, target_probs, objective, level_weights
+            )
     return terms
 
 
-def diverge(logits: Tensor, probs: Tensor, objective: Objective, weights: Tensor) -> Tensor:
-    """Return the divergence of logits [A, V] from a teacher's probs [A, V], summed by weights [A]."""
+def weighted_divergence(
+    logits: Tensor, probs: Tensor, objective: Objective, weights: Tensor
+) -> Tensor:
+    """Return the divergence of the student's logits [A, V] from the teacher's probs [A, V], summed by weights [A]."""
+    # `compare_with` returns losses [A] and their gradients by the logits [A, V], and may overwrite what it gets
     with torch.no_grad():
         losses, slopes = compare_with(probs, objective)(logits.clone(), logits.softmax(-1))
     slopes = slopes * weights[:, None]
-    # the value is that of the losses, the gradient that which they have at the logits
+    # d(surrogate)/d(logits) = slopes; subtracting its detached value leaves the gradient, and adds the losses' value
     surrogate = (logits * slopes).sum()
     return surrogate - surrogate.detach() + (losses * weights).sum()

@@ -21,15 +21,23 @@ from eagle.target.target import Target
 def first_head(
     recipe: Recipe, settings: Any, target: Target | Borrowed, features: Features
 ) -> TrainableDrafter:
-    """Return a new head, or the one that `train.init` names, which must be of the same network and sizes.
+    """Return the head that training starts from: a new one, or one with the weights of `train.init`.
 
-    Its window may differ, because a window changes no weights.
+    The head of `train.init` must have the same network and sizes. Its attention window may differ, because a window
+    changes no weights.
+
+    Args:
+        recipe: The recipe of the run.
+        settings: The settings of the drafting method, checked by it.
+        target: Its config, embedding and LM head fix the head's sizes.
+        features: Its supervised tokens are counted for a draft vocabulary.
     """
     draft_vocab = getattr(settings, "draft_vocab", None)
     if isinstance(draft_vocab, str):
-        # refuses the vocabulary of another tokenizer
+        # the result is not used here: the call refuses a vocabulary file that was made with another tokenizer
         load_draft_vocab(draft_vocab, {"tokenizer": features.identity["tokenizer"]})
     method = DRAFTERS[settings.kind]
+    # only methods that read the target's weights take this argument
     weights = {"weights": target.tensor} if method.reads.weights else {}
     head: TrainableDrafter = method.for_target(
         settings, target.config, target.head, _supervised_tokens(features), **weights
@@ -38,7 +46,8 @@ def first_head(
         return head
     initial = load_head(recipe.train.init)
     wrong = []
-    for name, found, needed in differences(_describe_network(initial), _describe_network(head)):
+    differing = differences(_describe_network(initial), _describe_network(head))
+    for name, found, needed in differing:
         wrong.append(f"{name}: {found!r}, needed {needed!r}")
     if wrong:
         raise ValueError(
@@ -49,13 +58,14 @@ def first_head(
 
 
 def _supervised_tokens(features: Features) -> Iterator[Tensor]:
-    """Yield the supervised tokens of every example, of which a draft vocabulary is counted."""
+    """Yield the supervised tokens of every example; the most frequent ones become a draft vocabulary."""
     for index in range(len(features)):
         tokens, loss_mask = features.text(index)
         yield tokens[loss_mask]
 
 
 def _describe_network(head: TrainableDrafter) -> dict[str, Any]:
-    """Return the network, the sizes and the shape of every weight of a head."""
+    """Return what two heads must have in common to exchange weights: network, sizes, and shapes of all weights."""
     shapes = {name: tuple(weight.shape) for name, weight in head.state_dict().items()}
+    # the window may differ, so all windows compare as None
     return {**head.network, "window": None, **head.shape.to_dict(), **shapes}

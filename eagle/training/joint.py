@@ -1,6 +1,6 @@
 """Train a target with adapters together with heads on its states (Medusa-2): the model and the joint loss."""
 
-# B texts, T tokens of the longest, S supervised slots, D target width
+# B sequences, T tokens of the longest, N tokens of all, S supervised tokens, D target width
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ from eagle.target.structure import base_of
 
 
 class AdapterDropout(nn.Dropout):
-    """An adapter's dropout: of padded texts [B, T, ..] as their seeds decide, of other rows at random."""
+    """An adapter's dropout, which is drawn by each sequence's seed, so that a resumed run repeats it.
 
-    texts: TextDropout | None = None  # of the batch that is read
+    An input that is no padded batch of these sequences gets plain dropout.
+    """
+
+    texts: TextDropout | None = None  # draws for the sequences of the batch that is read now
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, ..]."""
+        """Return the adapter's input [B, T, ..] with dropout."""
+        # experts of a mixture, for one, read rows that are no padded sequences
         if (
             self.texts is None
             or not self.training
@@ -42,11 +46,11 @@ class AdapterDropout(nn.Dropout):
 
 
 class StepPart(NamedTuple):
-    """The facts of a step that its parts need."""
+    """What a part of a step (the sequences of one forward) must know of the whole step."""
 
-    seeds: tuple[int, ...] | None  # of its texts
-    divisors: tuple[float, ...] | None  # of the heads, over the whole step
-    share: float  # of the step's supervised slots
+    seeds: tuple[int, ...] | None  # one of each sequence of the part
+    divisors: tuple[float, ...] | None  # those of the heads' loss, summed over the whole step
+    share: float  # of the step's supervised tokens that are in this part
 
 
 class Joint(nn.Module):
@@ -55,6 +59,14 @@ class Joint(nn.Module):
     def __init__(
         self, model: Any, head: TrainableDrafter, frozen: TargetHead, settings: JointSection
     ) -> None:
+        """Add the adapters to the model, in place.
+
+        Args:
+            model: The target's transformers model.
+            head: The heads, which may read tap -1 of the target alone.
+            frozen: The target's embedding and LM head, which are not trained.
+            settings: The section `joint` of the recipe.
+        """
         super().__init__()
         if {*head.taps, *head.teacher_taps} != {-1}:
             raise ValueError(
@@ -65,9 +77,11 @@ class Joint(nn.Module):
         self.head = head
         self.frozen = frozen
         self.settings = settings
-        # in a tuple, as it is a part of `adapted` already
+        # The model without its LM head. It is in a tuple so that torch does not register it as a submodule: it is one
+        # of `adapted` already.
         self.body = (base_of(model),)
         self.register_state_dict_post_hook(_drop_frozen)
+        # the frozen weights, which the state dict leaves out, are not missing
         self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
 
     def forward(
@@ -76,11 +90,12 @@ class Joint(nn.Module):
         """Return the target's loss plus `heads_weight` times that of the heads, and its terms.
 
         Args:
-            examples: The texts, without features.
+            examples: The sequences, without features.
             heads_weight: The weight of the heads' loss.
-            part: What the texts count in their step; None where they are a whole one.
+            part: The share of the sequences in their step; None where they are the whole step.
         """
         part = part or StepPart(seeds=None, divisors=None, share=1.0)
+        # without seeds the adapters draw plain dropout
         dropout = None
         if part.seeds:
             counts = [len(example.tokens) for example in examples]
@@ -92,14 +107,18 @@ class Joint(nn.Module):
         batch, original_states = self.read(examples, compare=self.settings.loss == "kl")
         target = part.share * self.target_loss(batch, original_states)
         batch = replace(batch, seeds=part.seeds or batch.seeds, divisors=part.divisors)
-        # a loss that is divided by the step's divisors is a share already; what is repeated still weighs nothing
+        # With the step's divisors the heads' loss is this part's share of the step's loss already. A part with share 0
+        # only repeats an example, so that every process has a part, and counts nothing.
         share = part.share if part.divisors is None else float(part.share > 0)
         losses = {name: share * loss for name, loss in self.head(batch, self.frozen).items()}
         heads = losses.pop("total")
         return {"total": target + heads_weight * heads, "target": target, "heads": heads, **losses}
 
     def read(self, examples: Sequence[Example], *, compare: bool) -> tuple[Batch, Tensor | None]:
-        """Return a batch with the adapted target's states, and the original target's [N, D] for comparison."""
+        """Return a batch with the adapted target's states, and with `compare` the original target's states [N, D].
+
+        The original target is the same model with its adapters switched off.
+        """
         tokens = pad_sequence([example.tokens for example in examples], batch_first=True)
         tokens = upload(tokens, self.frozen.weight.device)
         batch = self.collate(examples, self.states(tokens))
@@ -110,22 +129,30 @@ class Joint(nn.Module):
         return batch, original.features[:, 0]
 
     def states(self, tokens: Tensor) -> Tensor:
-        """Return [B, T, D], the LM head's input at right-padded tokens [B, T]."""
+        """Return [B, T, D], the LM head's input at right-padded tokens [B, T], with gradients."""
         (body,) = self.body
         states: Tensor = body(input_ids=tokens, use_cache=False).last_hidden_state
         return states
 
     def collate(self, examples: Sequence[Example], states: Tensor) -> Batch:
         """Return a batch of examples with these states [B, T, D]."""
-        texts = []
+        with_features = []
         for example, padded in zip(examples, states, strict=True):
-            texts.append(replace(example, features=padded[: len(example.tokens), None]))
-        return collate(texts, (-1,)).to(states.device)
+            # [T, 1, D] without the padding, one tap
+            features = padded[: len(example.tokens), None]
+            with_features.append(replace(example, features=features))
+        return collate(with_features, (-1,)).to(states.device)
 
     def target_loss(self, batch: Batch, original_states: Tensor | None) -> Tensor:
-        """Return the target's loss at the supervised tokens: their cross-entropy, or KL(original, adapted)."""
+        """Return the target's mean loss over the supervised tokens: their cross-entropy, or KL(original, adapted).
+
+        Args:
+            batch: With the adapted target's states.
+            original_states: [N, D] of the original target, for the KL; None for the cross-entropy.
+        """
+        # [S], the supervised tokens
         slots = upload(batch.loss_mask.nonzero()[:, 0], batch.tokens.device)
-        # [1, S, D], one level of states, each of which predicts the token of the next slot
+        # [1, S, D], one draft step for `distillation_loss`; a token is predicted by the state at the token before it
         states = batch.features[:, 0].index_select(0, slots - 1)[None]
         dtype = torch.promote_types(states.dtype, torch.float32)
         weights = torch.full(
@@ -137,7 +164,8 @@ class Joint(nn.Module):
         original = original_states.index_select(0, slots - 1)
         heads = (self.frozen, self.frozen)
         with torch.no_grad():
-            # by the same products as the cross-entropy, so that equal states give exactly 0
+            # KL(p, q) = cross-entropy(p, q) - entropy(p). The entropy is computed as cross-entropy(p, p), by the same
+            # products, so that equal states give exactly 0.
             entropy = distillation_loss(original[None], original, weights, heads)[0]
         return distillation_loss(states, original, weights, heads)[0] - entropy
 
@@ -145,17 +173,23 @@ class Joint(nn.Module):
     def validate(self, examples: Sequence[Example], trees: dict[str, Paths]) -> dict[str, Tensor]:
         """Return validation sums of the heads on the adapted target, and of its KL from the original target."""
         batch, original_states = self.read(examples, compare=True)
+        # a sum over the supervised tokens, like the heads' sums
         kl = self.target_loss(batch, original_states) * batch.slots
         return {**self.head.validate(batch, self.frozen, trees), "kl": kl}
 
-    def groups(self, lr: float) -> list[dict[str, Any]]:
-        """Return the trained parameters in groups, with the learning rates of a step."""
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+        """Return the trained parameters in two groups for the optimizer, with their learning rates.
+
+        The heads' matrices learn at `lr * joint.head_lr`; the adapters and the heads' vectors (biases, norms) at `lr`,
+        as in Medusa's own code.
+        """
         head_matrices = {id(weight) for weight in self.head.parameters() if weight.ndim > 1}
         slow: list[Tensor] = []
         fast: list[Tensor] = []
         for weight in self.parameters():
             if weight.requires_grad:
-                (fast if id(weight) in head_matrices else slow).append(weight)
+                group = fast if id(weight) in head_matrices else slow
+                group.append(weight)
         return [{"params": slow, "lr": lr}, {"params": fast, "lr": lr * self.settings.head_lr}]
 
     def merge(self) -> Any:
@@ -164,18 +198,21 @@ class Joint(nn.Module):
 
 
 def _replace_dropouts(adapted: nn.Module) -> tuple[AdapterDropout, ...]:
-    """Give the adapters dropouts that know texts."""
+    """Replace the adapters' dropout modules, in place, by ones that draw by sequence, and return them."""
     for layer in adapted.modules():
         dropouts: Any = getattr(layer, "lora_dropout", {})
         for name, module in dropouts.items():
+            # an adapter without dropout has an nn.Identity here, which stays
             if isinstance(module, nn.Dropout):
-                # an adapter without dropout has an identity here
                 dropouts[name] = AdapterDropout(module.p)
     return tuple(module for module in adapted.modules() if isinstance(module, AdapterDropout))
 
 
 def heads_weight(settings: JointSection, step: int, steps: int) -> float:
-    """Return the weight of the heads' loss in a step: 1, or a share that rises as a quarter sine over the run."""
+    """Return the weight of the heads' loss in a step.
+
+    It is `joint.heads`, or with `joint.rise` it rises to that from 0 over the run: heads * sin(pi / 2 * step / steps).
+    """
     if not settings.rise:
         return settings.heads
     return settings.heads * math.sin(math.pi / 2 * step / steps)

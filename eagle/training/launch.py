@@ -53,24 +53,29 @@ FSDP = "heads are sharded by train.shard_head=true, launched with recipes/accele
 
 
 def launch(settings: TrainSection) -> Accelerator:
-    """Return the accelerator of this process, with mixed precision, accumulation and DeepSpeed set by the recipe."""
+    """Return the accelerator of this process, with mixed precision, accumulation and DeepSpeed set by the recipe.
+
+    It refuses launches whose settings contradict the recipe, before anything is loaded.
+    """
     _refuse_other_settings(settings)
     check_trackers(settings)
     cpu = not torch.accelerator.is_available()
     zero = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    # every launcher (accelerate, torchrun) sets it; without one there is no process group
     launched = "LOCAL_RANK" in os.environ
     bf16 = settings.dtype == "bfloat16"
-    # a rank may load or decode for long while the others wait
+    # a rank may load or decode for hours while the others wait, and the default timeout is minutes
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=timedelta(days=1))
     if zero:
         if find_spec("deepspeed") is None:
             raise ValueError(NO_DEEPSPEED)
-        _quiet_deepspeed(cpu)
+        _silence_deepspeed_warnings(cpu)
+    # with DeepSpeed autocast is set by its own options: "bf16" here would hold the weights in bf16, too
+    mixed_precision = "bf16" if bf16 and not zero else "no"
     accelerator = Accelerator(
-        cpu=cpu and not zero,  # either mistake on a CPU would silently drop the ranks or ZeRO
-        mixed_precision="bf16"
-        if bf16 and not zero
-        else "no",  # DeepSpeed would hold the weights in bf16 too
+        # on a CPU, DDP without cpu=True would silently drop the ranks, and DeepSpeed with cpu=True would drop ZeRO
+        cpu=cpu and not zero,
+        mixed_precision=mixed_precision,
         gradient_accumulation_steps=settings.accumulation,
         kwargs_handlers=[group] if launched else [],
     )
@@ -82,14 +87,15 @@ def launch(settings: TrainSection) -> Accelerator:
 
 
 def _configure_deepspeed(accelerator: Accelerator, settings: TrainSection) -> None:
-    """Set the options of the DeepSpeed engine by the recipe."""
+    """Set the options of the DeepSpeed engine by the recipe, and refuse a file of options that contradicts it."""
     plugin = accelerator.state.deepspeed_plugin
-    # else transformers splits the target too, and loads it without weights
+    # the handle by which transformers learns of ZeRO: it would split the target as well, and load it without weights
     plugin.dschf = None
     engine = plugin.deepspeed_config
     refuse_other_engine(engine, settings)
+    # accelerate would read the micro-batch size from a prepared dataloader, but batches come from a `Dealer`
     engine.update(train_micro_batch_size_per_gpu=1, gradient_clipping=settings.clip)
-    # products in bf16, weights and the sums of their gradients in fp32: as without DeepSpeed
+    # matrix products in bf16, weights and the sums of their gradients in fp32: as without DeepSpeed
     engine["torch_autocast"] = {
         "enabled": settings.dtype == "bfloat16",
         "dtype": "bfloat16",
@@ -100,45 +106,55 @@ def _configure_deepspeed(accelerator: Accelerator, settings: TrainSection) -> No
 
 
 def launch_processes(options: list[str], program: list[str]) -> None:
-    """Run a program on several processes by accelerate's launcher; how it ends is told once, without a traceback."""
+    """Run a program on several processes by accelerate's launcher, and report a failure once, without a traceback.
+
+    Args:
+        options: Options of `accelerate launch`.
+        program: The program and its arguments.
+    """
     args = launch_command_parser().parse_args([*options, *program])
-    # launchers would add lines to what their processes have said
+    # the launcher would log the failure again that its processes have reported
     logging.disable()
     if not torch.accelerator.is_available():
         # accelerate imports DeepSpeed, which warns of a CPU otherwise
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with TemporaryDirectory() as folder:
+        # each process leaves the sentence that ends it in this folder, in a file named by its rank
         os.environ[MESSAGES] = folder
         try:
             launch_command(args)
         except ImportError as error:
-            # accelerate raises it before it starts a process
+            # accelerate raises this before it starts a process, and only a missing DeepSpeed is explained
             if "deepspeed" not in str(error).lower() or find_spec("deepspeed") is not None:
                 raise
             raise ValueError(NO_DEEPSPEED) from error
         except ChildFailedError as failed:
             files = sorted(Path(folder).iterdir(), key=lambda path: int(path.name))
-            end_as_the_first(failed.get_first_failure(), [path.read_text() for path in files])
+            messages = [path.read_text() for path in files]
+            exit_like_first_failure(failed.get_first_failure(), messages)
         except SignalException as ended:
+            # Ctrl-C came before a process could say from which checkpoint the run goes on, so this process says it
             if ended.sigval == signal.SIGINT and not any(Path(folder).iterdir()):
-                # before the first process could tell what is kept
                 raise KeyboardInterrupt from None
+            # the status that shells give to a program ended by a signal
             sys.exit(128 + ended.sigval)
 
 
-def end_as_the_first(failure: tuple[int, ProcessFailure], messages: list[str]) -> None:
-    """End this process as that which failed first.
+def exit_like_first_failure(failure: tuple[int, ProcessFailure], messages: list[str]) -> None:
+    """End this process, the launcher, with the message or the status of the process that failed first.
 
     Args:
         failure: The rank that failed first, and how.
-        messages: The sentences that processes have left. Each is told once; without any the status says it.
+        messages: The sentences that processes have left. Equal ones are told once; without any, the status is told.
     """
     rank, process = failure
     status = process.exitcode
+    # the process has told the user already that it was stopped
     if status == STOPPED_BY_SIGINT:
         sys.exit(status)
     if messages:
         raise ValueError("\n".join(dict.fromkeys(messages)))
+    # a negative status is minus the number of a signal
     if status < 0:
         hint = "; so a system ends what takes too much memory" if status == -signal.SIGKILL else ""
         raise ValueError(f"process {rank} was ended by {signal.Signals(-status).name}{hint}")
@@ -147,7 +163,10 @@ def end_as_the_first(failure: tuple[int, ProcessFailure], messages: list[str]) -
 
 
 def resolve_dtype(recipe: Recipe) -> Recipe:
-    """Return the recipe with `train.dtype: auto` replaced by the dtype for this device."""
+    """Return the recipe with `train.dtype: auto` replaced by the fastest dtype of this device.
+
+    It also refuses decoding during training with a sharded target.
+    """
     if recipe.train.decode and recipe.features.shard_target:
         raise ValueError(
             "a sharded target cannot decode while a head is trained: set train.decode=0"
@@ -159,8 +178,11 @@ def resolve_dtype(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def own_state() -> Iterator[None]:
-    """A context after whose end another run in this process may launch with other settings, as another precision."""
+def isolated_accelerate_state() -> Iterator[None]:
+    """Forget accelerate's global state at the end of the block.
+
+    Else the next run in this process could not launch with other settings, such as another precision.
+    """
     try:
         yield
     finally:
@@ -169,25 +191,31 @@ def own_state() -> Iterator[None]:
 
 
 class _DataParallel(DistributedDataParallelKwargs):
-    """How DDP runs: without sending buffers, which are constants, and with gradients as views of what is sent."""
+    """The arguments of DDP: do not send buffers, which are constants, and share memory of gradients and messages."""
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments by the names that this torch has: of the old one newer versions warn."""
-        known = signature(DistributedDataParallel).parameters
-        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        """Return the arguments by their names in this version of torch, as newer ones warn of the old name."""
+        parameters = signature(DistributedDataParallel).parameters
+        name = "broadcast_buffers"
+        if "forward_sync_buffers" in parameters:
+            name = "forward_sync_buffers"
         return {name: False, "gradient_as_bucket_view": True}
 
 
-def _quiet_deepspeed(cpu: bool) -> None:
-    """Spare the user warnings that DeepSpeed causes: of a CPU that is meant, and of names that torch has replaced."""
+def _silence_deepspeed_warnings(cpu: bool) -> None:
+    """Silence two warnings of DeepSpeed: of the CPU that the user asked for, and of functions that torch renamed."""
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def _refuse_other_settings(settings: TrainSection) -> None:
-    """Refuse accelerate settings that contradict the recipe, which decides how a head is trained."""
+    """Refuse settings of accelerate that contradict the recipe, which decides how a head is trained.
+
+    `accelerate launch` passes its config and options to the processes in ACCELERATE_ variables.
+    """
     precision = "bf16" if settings.dtype == "bfloat16" else "no"
+    # by variable: the values that agree with the recipe, and the reason for a refusal of all others
     accepted = {
         "MIXED_PRECISION": (
             {"no", precision},
@@ -206,7 +234,7 @@ def _refuse_other_settings(settings: TrainSection) -> None:
 
 
 def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
-    """Refuse a DeepSpeed configuration that contradicts the recipe."""
+    """Refuse a DeepSpeed configuration, given in a file, that contradicts the recipe."""
     accumulation = engine.get("gradient_accumulation_steps")
     _refuse_unless(
         "gradient_accumulation_steps",
@@ -230,6 +258,7 @@ def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
             "heads are trained without offloading",
         )
     for section in ("fp16", "bf16", "optimizer", "scheduler"):
+        # a section without the key `enabled` is switched on by being there
         options = engine.get(section)
         enabled = options.get("enabled", True) if options else None
         _refuse_unless(
@@ -241,7 +270,7 @@ def refuse_other_engine(engine: dict[str, Any], settings: TrainSection) -> None:
 
 
 def _refuse_unless(name: str, got: object, accepted: set[str], reason: str) -> None:
-    """Refuse a setting that is given and contradicts the recipe."""
+    """Raise if a setting was given (not None) and its value is not accepted; `reason` says what the recipe has."""
     if got is not None and str(got).lower() not in accepted:
         raise ValueError(
             f"accelerate was given {name} = {got}, which the recipe does not follow: {reason}. Leave it out of the "
@@ -250,7 +279,13 @@ def _refuse_unless(name: str, got: object, accepted: set[str], reason: str) -> N
 
 
 def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: bool) -> None:
-    """Refuse too few or unconnected processes, which launchers start silently if a flag is missing."""
+    """Refuse too few or unconnected processes, which launchers start silently if a flag is missing.
+
+    Args:
+        accelerator: Of this process, already joined with the others.
+        settings: Of the recipe.
+        zero: Whether the launcher asked for DeepSpeed.
+    """
     got = accelerator.num_processes
     kind = accelerator.distributed_type
     if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
@@ -282,7 +317,7 @@ def _check_processes(accelerator: Accelerator, settings: TrainSection, zero: boo
 
 
 def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
-    """Return whether every process holds a share of the head's weights, as under ZeRO-3."""
+    """Return whether every process holds only a share of the head's weights, by FSDP2 or ZeRO-3."""
     engine = accelerator.state.deepspeed_plugin
     return settings.shard_head or (engine is not None and engine.zero_stage == 3)
 
@@ -290,8 +325,8 @@ def splits_weights(accelerator: Accelerator, settings: TrainSection) -> bool:
 def shard_head(head: nn.Module) -> None:
     """Spread a head's weights over all processes; each gathers them for a step and keeps its share of the gradients.
 
-    The head is one unit, as drafters read weights outside of their modules' forwards. `state_dict` gathers whole
-    tensors, so all processes must call it together; `load_state_dict` takes whole ones.
+    The head is one FSDP unit, because drafters read weights outside of their modules' forwards. `state_dict` gathers
+    whole tensors, so all processes must call it together; `load_state_dict` takes whole ones.
     """
     device = next(head.parameters()).device
     fully_shard(head, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
@@ -305,22 +340,24 @@ def prepare_sharded(
     """Return a sharded head in the accelerator's precision, without DDP, and its optimizer with whole state dicts."""
     optimizer.register_state_dict_post_hook(lambda _, state: tree_map(gather, state))
     optimizer.register_load_state_dict_post_hook(_split_moments)
-    return accelerator.prepare_model(head, evaluation_mode=True), accelerator.prepare_optimizer(
-        optimizer
-    )
+    # in "evaluation mode" accelerate sets the precision and does not wrap the head in DDP
+    model = accelerator.prepare_model(head, evaluation_mode=True)
+    return model, accelerator.prepare_optimizer(optimizer)
 
 
 def gather(value: Any) -> Any:
-    """Return the whole of a sharded tensor, and anything else as it is."""
+    """Return a sharded tensor as a whole tensor, and any other value unchanged. All processes must call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _gather_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """Replace the sharded weights of a head's state dict by whole ones, in place."""
     for name, tensor in state.items():
         state[name] = gather(tensor)
 
 
 def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
+    """Replace the whole weights of a state dict by this process's shares, in place, before the head loads them."""
     weights = dict(head.named_parameters())
     for name, tensor in state.items():
         if name in weights:
@@ -328,17 +365,20 @@ def _split_weights(head: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 def _split_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Replace the whole moments that an optimizer has loaded by this process's shares, in place."""
     for weight, moments in optimizer.state.items():
         for name, moment in moments.items():
+            # the optimizer's count of steps is no moment and stays whole
             if moment.shape == weight.shape:
-                # the number of steps, which is no moment, stays whole
                 moments[name] = _split_like(moment, weight)
 
 
 def _split_like(whole: Tensor, weight: Tensor) -> Tensor:
-    """Return this process's share of a tensor, split as a weight is."""
+    """Return this process's share of a whole tensor, split like a weight of the same shape."""
+    # an unsharded weight, or a tensor that is split already
     if not isinstance(weight, DTensor) or isinstance(whole, DTensor):
         return whole
+    # every process has the whole tensor: without a source rank each takes its own share and nothing is sent
     return distribute_tensor(
         whole.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None
     )

@@ -1,6 +1,6 @@
-"""Which examples a step reads, as a function of the seed and the step's number, and how they are dealt to processes."""
+"""Which examples a step reads, as a function of the seed and the step's index, and how they are dealt to processes."""
 
-# N divisors
+# N divisors of the head's loss
 
 from __future__ import annotations
 
@@ -19,25 +19,36 @@ from eagle.core.drafter import TrainableDrafter
 from eagle.core.examples import Batch, Features, collate, gate_mask, run_ahead, trim_mask
 from eagle.recipe import TrainSection
 
-# more than a run has, so that no two draws share a seed
+# The strides of seeds: more epochs and more examples than a run has, so that no two random draws share a seed.
 EPOCHS = 1_000_003
 EXAMPLES = 1_000_000_007
 
 
 class Plan:
-    """The steps of a run over examples with `slots` supervised tokens each; examples without any are left out."""
+    """Which examples each step of a run reads, and its learning rate: a function of the data and the settings.
+
+    Every process makes the same plan, and a resumed run makes it again. Steps are counted from 0, and an example is
+    named by its index.
+    """
 
     def __init__(self, slots: Sequence[int], settings: TrainSection) -> None:
+        """Split the examples into those to train on and those that are held out for validation.
+
+        Args:
+            slots: The number of supervised tokens of each example. Examples without any are left out.
+            settings: The section `train` of the recipe.
+        """
         self.slots = slots
         self.settings = settings
         usable = [i for i, count in enumerate(slots) if count]
         self.unusable = len(slots) - len(usable)
-        # at least one conversation is learned from
+        # at least one conversation is trained on
         held_out = min(math.ceil(settings.validation * len(usable)), len(usable) - 1)
         order = _permute(len(usable), settings.seed * EPOCHS)
         self.validation = sorted(usable[i] for i in order[:held_out])
         self.training = sorted(usable[i] for i in order[held_out:])
         self.steps_an_epoch = math.ceil(len(self.training) / settings.batch_size)
+        # the orders of two epochs are kept, as loading ahead may have begun the next one
         self.epoch = lru_cache(2)(self._order_of)
 
     def __len__(self) -> int:
@@ -45,29 +56,33 @@ class Plan:
         return min(steps, self.settings.max_steps or steps)
 
     def _order_of(self, epoch: int) -> list[int]:
-        # the first draw of the seed splits off what is held out
+        # + 1: seed * EPOCHS itself has decided which examples are held out
         return _permute(len(self.training), self.settings.seed * EPOCHS + 1 + epoch)
 
-    def step(self, number: int) -> list[int]:
-        """Return the examples of a step."""
-        epoch, step_in_epoch = divmod(number, self.steps_an_epoch)
+    def step(self, step: int) -> list[int]:
+        """Return the indices of a step's examples."""
+        epoch, step_in_epoch = divmod(step, self.steps_an_epoch)
         start = step_in_epoch * self.settings.batch_size
         order = self.epoch(epoch)[start : start + self.settings.batch_size]
         return [self.training[i] for i in order]
 
     def learned(self, steps: int) -> int:
-        """Return the supervised tokens of the first steps."""
+        """Return how many supervised tokens the first `steps` steps read, for provenance and forecasts."""
         whole_epochs, rest = divmod(steps, self.steps_an_epoch)
         tokens = whole_epochs * sum(self.slots[index] for index in self.training)
-        for number in range(steps - rest, steps):
-            tokens += sum(self.slots[index] for index in self.step(number))
+        for step in range(steps - rest, steps):
+            tokens += sum(self.slots[index] for index in self.step(step))
         return tokens
 
-    def parts(self, number: int, count: int) -> list[list[int]]:
-        """Return a step's examples in `count` parts of about equal work; an empty part repeats an example."""
-        examples = sorted(self.step(number), key=lambda index: -self.slots[index])
+    def parts(self, step: int, count: int) -> list[list[int]]:
+        """Return a step's examples in `count` parts, one for each forward, of about equally many supervised tokens.
+
+        Where a step has fewer examples than parts, a part that would be empty repeats an example: every process must
+        run a forward. `weights` lets such a part count nothing.
+        """
+        examples = sorted(self.step(step), key=lambda index: -self.slots[index])
         parts: list[list[int]] = [[] for _ in range(count)]
-        # the longest first, each to the part with the least work
+        # greedy balancing: the longest example first, each to the part with the fewest tokens, kept in a heap
         work = [(0, i) for i in range(count)]
         for index in examples:
             slots, lightest = work[0]
@@ -75,51 +90,62 @@ class Plan:
             heapreplace(work, (slots + self.slots[index], lightest))
         return [part or examples[:1] for part in parts]
 
-    def weights(self, number: int, parts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the share of a step's slots in each part, or of its texts; a repeated example weighs nothing."""
+    def weights(self, step: int, parts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the factor of each part's mean loss in the step's mean loss; the factors sum to 1.
+
+        It is the part's share of the step's supervised tokens, or of its examples with `mean_over: texts`. An example
+        counts in the first part that has it, so that a part which repeats one weighs nothing.
+        """
         by_text = self.settings.mean_over == "texts"
-        remaining = {index: 1 if by_text else self.slots[index] for index in self.step(number)}
+        remaining = {index: 1 if by_text else self.slots[index] for index in self.step(step)}
         total = sum(remaining.values())
         weights = []
         for part in parts:
             weights.append(sum(remaining.pop(index, 0) for index in part) / total)
         return weights
 
-    def seeds(self, number: int, part: Sequence[int]) -> list[int]:
-        """Return a seed for each example, different in each epoch."""
-        epoch = number // self.steps_an_epoch
+    def seeds(self, step: int, part: Sequence[int]) -> list[int]:
+        """Return a seed for each example of a part, for its noise and dropout: it differs between epochs.
+
+        It does not depend on the part, so that a run with other processes draws the same.
+        """
+        epoch = step // self.steps_an_epoch
         epoch_seed = self.settings.seed * EPOCHS + epoch
         return [(epoch_seed * EXAMPLES + index) % 2**63 for index in part]
 
     @property
     def stem_steps(self) -> int:
-        """Return the steps before `wsd` falls, which a longer run has in common with this one."""
+        """Return the number of steps before the learning rate of `wsd` falls.
+
+        A longer run has these steps in common with this one, so it can start from their checkpoint (`train.stem`).
+        """
         steps = self.settings.schedule_steps or len(self)
         return steps - math.ceil(self.settings.decay_share * steps)
 
-    def lr(self, number: int) -> float:
+    def lr(self, step: int) -> float:
         """Return the learning rate of a step: a linear warm-up, then the schedule."""
         settings = self.settings
         steps = settings.schedule_steps or len(self)
         warmup = settings.warmup
-        # below 1 it is a share of the steps
+        # below 1 the warm-up is a share of the steps
         if warmup < 1:
             warmup *= steps
-        if number + 1 < warmup:
-            return settings.lr * (number + 1) / warmup
+        if step + 1 < warmup:
+            return settings.lr * (step + 1) / warmup
+        # where the rate is between its end (0) and its peak (1); 1 for the schedule "constant"
         height = 1.0
         if settings.schedule == "linear":
-            height = _share_left(number, steps, steps - warmup)
+            height = _share_left(step, steps, steps - warmup)
         elif settings.schedule == "cosine":
-            height = 0.5 - 0.5 * math.cos(math.pi * _share_left(number, steps, steps - warmup))
+            height = 0.5 - 0.5 * math.cos(math.pi * _share_left(step, steps, steps - warmup))
         elif settings.schedule == "wsd":
-            height = _share_left(number, steps, steps - self.stem_steps)
+            height = _share_left(step, steps, steps - self.stem_steps)
         return settings.lr * (settings.final_lr + (1 - settings.final_lr) * height)
 
 
-def _share_left(number: int, steps: int, falling_steps: float) -> float:
-    """Return what is left of the last steps, in which the rate falls: 1 before them, 0 after the last."""
-    return min(max((steps - number) / max(falling_steps, 1), 0.0), 1.0)
+def _share_left(step: int, steps: int, falling_steps: float) -> float:
+    """Return how much is left of the last `falling_steps` of the steps: 1 before they begin, 0 after the last step."""
+    return min(max((steps - step) / max(falling_steps, 1), 0.0), 1.0)
 
 
 def _permute(count: int, seed: int) -> list[int]:
@@ -127,44 +153,61 @@ def _permute(count: int, seed: int) -> list[int]:
 
 
 class Part(NamedTuple):
-    """A part of a step."""
+    """One forward and backward of a step: a process reads one part, or several in turn (accumulation)."""
 
-    texts: Sequence[int]
+    indices: Sequence[int]  # of its examples
     batch: Batch
-    share: float  # the factor of its loss in the step's
+    share: float  # the factor of its loss in the step's loss
 
 
 class Dealer:
-    """Deals each step's texts to processes and accumulated parts, so that their losses add up to the step's.
+    """Deals each step's examples to processes and accumulated parts, so that their losses add up to the step's loss.
 
-    A head that divides by something else than supervised slots is given the step's divisors with every batch. They
-    follow from the texts' masks, which all processes know. But where texts are sampled within the step, or weights
-    depend on the head's states, a process reads all of its parts first, and the divisors are summed over all processes.
+    A head whose loss is no mean over supervised tokens is given the step's divisors with every batch. They follow from
+    the loss masks, which all processes know. But where answers are sampled within the step, or the loss's weights
+    depend on the head's states, a process loads all of its parts first, and the divisors are summed over all processes.
     """
 
     def __init__(
         self, head: TrainableDrafter, features: Features, plan: Plan, rank: int, processes: int
     ) -> None:
+        """Deal for one process.
+
+        Args:
+            head: The head that trains, which says how its loss is divided.
+            features: The source of examples.
+            plan: The run's plan, the same in every process.
+            rank: The index of this process.
+            processes: How many processes there are.
+        """
         self.head = head
-        self.features: Any = features  # those of written texts have `write`
+        # Any, as only features of answers that are written with the head's drafts have the method `write`
+        self.features: Any = features
         self.plan = plan
         self.rank = rank
         self.processes = processes
-        self.count = processes * plan.settings.accumulation
+        self.part_count = processes * plan.settings.accumulation
         self.by_text = plan.settings.mean_over == "texts"
-        if self.by_text and self.count < plan.settings.batch_size:
+        if self.by_text and self.part_count < plan.settings.batch_size:
             texts = plan.settings.batch_size
             raise ValueError(
                 f"train.mean_over=texts takes the mean of one text at a time, and the {texts} texts of a step lie in "
-                f"{self.count} parts: give train.accumulation={math.ceil(texts / processes)}"
+                f"{self.part_count} parts: give train.accumulation={math.ceil(texts / processes)}"
             )
-        self.counts_batches = (
-            (head.counts_by_forward or features.sampled) and self.count > 1 and not self.by_text
+        # whether a part's loss terms are known only once it is loaded, and the divisors need those of all other parts
+        self.must_count_first = (
+            (head.counts_by_forward or features.sampled)
+            and self.part_count > 1
+            and not self.by_text
         )
+        # all parts of a step ask for them, and loading ahead asks for those of the next step
         self.divisors_of = lru_cache(2)(self._divisors_of)
 
     def batches(self, first: int, pin: bool = False) -> Iterator[Batch]:
-        """Return this process's batches from a step on, loaded ahead by a thread."""
+        """Return this process's batches from step `first` on, loaded ahead by a thread where that is possible.
+
+        With `pin` they lie in pinned memory, from which an accelerator copies while it computes.
+        """
         policy = self.plan.settings.on_policy
         if policy is not None:
             return self._written_batches(first, policy.every, pin)
@@ -177,86 +220,105 @@ class Dealer:
     def _load_jobs(self, first: int, pin: bool) -> Iterator[Callable[[], Batch]]:
         """Yield a job that loads each of this rank's batches, from step `first` on."""
         for step in range(first, len(self.plan)):
-            for texts in self._rank_batches(step):
-                yield partial(self.load, texts, step, pin)
+            for indices in self._rank_parts(step):
+                yield partial(self.load, indices, step, pin)
 
     def _written_batches(self, first: int, every: int, pin: bool) -> Iterator[Batch]:
-        """Yield the batches of texts that are written with the head's drafts, those of `every` steps at once."""
+        """Yield batches for `train.on_policy`, whose answers are written with the head's drafts before they are read.
+
+        The answers of `every` steps are written at once, with the head's weights of that time, so nothing is loaded
+        ahead.
+        """
         for start in range(first, len(self.plan), every):
             steps = range(start, min(start + every, len(self.plan)))
             written = []
             for step in steps:
-                texts = list(chain.from_iterable(self._rank_batches(step)))
-                written.append((self.plan.settings.seed + step, texts))
+                indices = list(chain.from_iterable(self._rank_parts(step)))
+                # the loop seeds torch with the same number in this step, by which the answers are found again
+                written.append((self.plan.settings.seed + step, indices))
             self.features.write(written)
             for step in steps:
-                for texts in self._rank_batches(step):
-                    yield self.load(texts, step, pin)
+                for indices in self._rank_parts(step):
+                    yield self.load(indices, step, pin)
 
-    def _rank_batches(self, step: int) -> list[list[int]]:
-        """Return the batches of a step that this process computes."""
-        return self.plan.parts(step, self.count)[self.rank :: self.processes]
+    def _rank_parts(self, step: int) -> list[list[int]]:
+        """Return the parts of a step that this process computes, as indices of examples."""
+        return self.plan.parts(step, self.part_count)[self.rank :: self.processes]
 
-    def load(self, texts: Sequence[int], number: int | None = None, pin: bool = False) -> Batch:
-        """Return the batch of a step's part; without a step's number, of held-out texts, whatever the gate is."""
-        examples = self.features.read(texts)
-        if number is None:
+    def load(self, indices: Sequence[int], step: int | None = None, pin: bool = False) -> Batch:
+        """Return the batch of a part's examples, on the host.
+
+        Args:
+            indices: The examples.
+            step: The step that they are trained in; None for held-out examples, which are only measured.
+            pin: Whether the batch is put in pinned memory.
+        """
+        examples = self.features.read(indices)
+        if step is None:
             batch = collate(examples, self.features.taps)
         else:
             gate = self.plan.settings.gate
-            # the gate decides what is learned, not what is measured
+            # `train.gate` changes which tokens are learned, never those that are measured
             examples = [
                 replace(example, loss_mask=gate_mask(example.loss_mask, gate))
                 for example in examples
             ]
-            batch = collate(examples, self.features.taps, self.plan.seeds(number, texts))
-            batch = replace(
-                batch, progress=number / len(self.plan), divisors=self.divisors_of(number)
-            )
+            batch = collate(examples, self.features.taps, self.plan.seeds(step, indices))
+            batch = replace(batch, progress=step / len(self.plan), divisors=self.divisors_of(step))
         if pin:
             batch = batch.pin_memory()
         return batch
 
-    def _divisors_of(self, number: int) -> tuple[float, ...] | None:
-        """Return the head's divisors over all texts of a step; None where a batch's own are right or not known yet."""
-        if self.counts_batches or self.count == 1 or self.by_text:
+    def _divisors_of(self, step: int) -> tuple[float, ...] | None:
+        """Return the head's divisors, summed over all examples of a step.
+
+        None where each batch is divided by its own (a step is one part, or the loss is a mean over each sequence), and
+        where the divisors must be counted first.
+        """
+        if self.must_count_first or self.part_count == 1 or self.by_text:
             return None
-        # all processes know the masks, so that nothing is exchanged
-        texts = self.plan.step(number)
+        # all processes know all masks, so that nothing is exchanged
+        indices = self.plan.step(step)
         gate = self.plan.settings.gate
-        masks = [trim_mask(gate_mask(self.features.mask(index), gate)) for index in texts]
-        return self.head.divisors(masks, self.plan.seeds(number, texts))
+        masks = [trim_mask(gate_mask(self.features.mask(index), gate)) for index in indices]
+        return self.head.divisors(masks, self.plan.seeds(step, indices))
 
     def deal(
         self,
-        number: int,
+        step: int,
         batches: Iterator[Batch],
-        count: Callable[[Batch], Tensor],
-        add_up: Callable[[Tensor], Tensor],
+        count_divisor: Callable[[Batch], Tensor],
+        sum_over_processes: Callable[[Tensor], Tensor],
     ) -> Iterator[Part]:
-        """Yield this process's parts of a step.
+        """Yield this process's parts of a step, each with the factor of its loss.
 
         Args:
-            number: The step.
-            batches: This process's batches from the step on.
-            count: Returns the divisor that only the head's forward knows.
-            add_up: Sums over all processes.
+            step: The step.
+            batches: This process's batches from this step on; as many are taken as it has parts.
+            count_divisor: Returns a batch's divisor where only the head's forward knows it.
+            sum_over_processes: Returns the sum of a tensor over all processes.
         """
-        parts = self.plan.parts(number, self.count)
-        weights = self.plan.weights(number, parts)[self.rank :: self.processes]
+        parts = self.plan.parts(step, self.part_count)
+        weights = self.plan.weights(step, parts)[self.rank :: self.processes]
         own_parts = parts[self.rank :: self.processes]
-        supervised = self._supervised_share(number)
-        if self.counts_batches:
+        supervised = self._supervised_share(step)
+        if self.must_count_first:
             own_batches = [next(batches) for _ in own_parts]
             yield from self._deal_counted(
-                own_parts, weights, own_batches, supervised, count=count, add_up=add_up
+                own_parts,
+                weights,
+                own_batches,
+                supervised,
+                count_divisor=count_divisor,
+                sum_over_processes=sum_over_processes,
             )
             return
-        for texts, weight in zip(own_parts, weights, strict=True):
+        for indices, weight in zip(own_parts, weights, strict=True):
             batch = next(batches)
-            # a loss that is divided by the step's divisors is a share already; what is repeated still weighs nothing
+            # a loss that is divided by the step's divisors is a share of the step's loss already, so its factor is 1,
+            # or 0 for a part that only repeats an example
             share = weight if batch.divisors is None else float(weight > 0)
-            yield Part(texts, batch, supervised * share)
+            yield Part(indices, batch, supervised * share)
 
     def _deal_counted(
         self,
@@ -265,46 +327,60 @@ class Dealer:
         batches: Sequence[Batch],
         supervised: float,
         *,
-        count: Callable[[Batch], Tensor],
-        add_up: Callable[[Tensor], Tensor],
+        count_divisor: Callable[[Batch], Tensor],
+        sum_over_processes: Callable[[Tensor], Tensor],
     ) -> Iterator[Part]:
-        """Yield parts whose divisors are known once all processes have read theirs."""
+        """Yield this process's parts where the divisors are known only once all processes have loaded theirs.
+
+        Args:
+            parts: The indices of each part's examples.
+            weights: The factor of each part; 0 for one that only repeats an example.
+            batches: The batch of each part.
+            supervised: A factor of every part's loss, from `_supervised_share`.
+            count_divisor: As in `deal`.
+            sum_over_processes: As in `deal`.
+        """
+        # of each part [N]; a part that only repeats an example adds nothing
         counts = []
         slots = 0
         for batch, weight in zip(batches, weights, strict=True):
-            counts.append(self._count(batch, count) * (weight > 0))
+            counts.append(self._count_divisors(batch, count_divisor) * (weight > 0))
             slots += batch.slots * (weight > 0)
-        # one exchange for all: the divisors [N], and the supervised slots
-        sums = add_up(
+        # one exchange for the divisors [N] and the number of supervised tokens
+        sums = sum_over_processes(
             torch.cat([torch.stack(counts).sum(0), torch.tensor([slots], dtype=torch.float64)])
         )
         *divisors, step_slots = sums.tolist()
+        # such a head's loss is a mean over the supervised tokens of a part: it is weighted by their share in the step
         is_mean = (
             not self.head.counts_by_forward
             and self.head.divisors(batches[0].masks, batches[0].seeds) is None
         )
-        for texts, weight, batch, own_count in zip(parts, weights, batches, counts, strict=True):
+        for indices, weight, batch, own_count in zip(parts, weights, batches, counts, strict=True):
             if is_mean:
-                yield Part(texts, batch, supervised * float(own_count) / max(divisors[0], 1.0))
+                yield Part(indices, batch, supervised * float(own_count) / max(divisors[0], 1.0))
                 continue
+            # the loss on drafts is a mean over the step's supervised tokens, whatever the head's own loss is
             drafts = batch.drafts
             if drafts is not None:
                 drafts = replace(drafts, divisor=max(step_slots, 1.0))
             batch = replace(batch, divisors=tuple(divisors), drafts=drafts)
-            yield Part(texts, batch, supervised * (weight > 0))
+            yield Part(indices, batch, supervised * (weight > 0))
 
-    def _supervised_share(self, number: int) -> float:
-        """Return what of a step's tokens is supervised, where its loss is divided by all of them."""
+    def _supervised_share(self, step: int) -> float:
+        """Return the factor by which `mean_over: all` turns a mean over supervised tokens into one over all tokens.
+
+        It is the share of a step's tokens that are supervised; 1 for other means.
+        """
         if self.plan.settings.mean_over != "all":
             return 1.0
-        texts = self.plan.step(number)
-        return sum(self.plan.slots[index] for index in texts) / sum(
-            len(self.features.mask(index)) for index in texts
-        )
+        indices = self.plan.step(step)
+        supervised = sum(self.plan.slots[index] for index in indices)
+        return supervised / sum(len(self.features.mask(index)) for index in indices)
 
-    def _count(self, batch: Batch, count: Callable[[Batch], Tensor]) -> Tensor:
-        """Return [N], the divisors of one batch; of a mean, its supervised slots."""
+    def _count_divisors(self, batch: Batch, count_divisor: Callable[[Batch], Tensor]) -> Tensor:
+        """Return the divisors [N] of one batch; a head whose loss is a mean has one, its supervised tokens."""
         if self.head.counts_by_forward:
-            return count(batch).double().cpu().reshape(1)
+            return count_divisor(batch).double().cpu().reshape(1)
         divisors = self.head.divisors(batch.masks, batch.seeds) or (batch.slots,)
         return torch.tensor(divisors, dtype=torch.float64)

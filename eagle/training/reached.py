@@ -14,22 +14,26 @@ from eagle.shipped import STAGES
 
 # `eagle compare recipes/compare/curves.yaml` writes it
 CURVES = STAGES / "docs/results/compare_curves.json"
-COLUMN = "tree of 25, T = 1"
-WORTH = 0.04  # of what drafts bring, a doubling: below it more tokens cost more than they bring
-FAR = 4  # doublings ahead
+COLUMN = "tree of 25, T = 1"  # of those results
+# More tokens are advised where a doubling of them adds at least this share of the tokens that drafts bring.
+MIN_GAIN = 0.04
+DOUBLINGS = 4  # how far up the curve the run is compared, at most
 MORE = "add data or epochs"
 
 
 class Curve(NamedTuple):
     """Acceptance lengths of a method, from few tokens per weight to many."""
 
-    per_weight: tuple[float, ...]
-    taus: tuple[float, ...]
+    per_weight: tuple[float, ...]  # training tokens per weight of the head, ascending
+    taus: tuple[float, ...]  # the acceptance length after each
 
     def at(self, per_weight: float) -> float:
-        """Return the acceptance length after so many tokens per weight, linear in their logarithm between points."""
+        """Return the acceptance length after `per_weight` training tokens per weight of the head.
+
+        Between the measured points it is linear in the logarithm of the tokens.
+        """
         positions = [log2(point) for point in self.per_weight]
-        # beyond the ends it is that of the end
+        # beyond the ends of the curve it is the value at the end
         position = min(max(log2(per_weight), positions[0]), positions[-1])
         right = next(i for i in range(1, len(positions)) if positions[i] >= position)
         left = right - 1
@@ -41,7 +45,8 @@ class Curve(NamedTuple):
 def read_curves(path: Path = CURVES) -> dict[str, Curve]:
     """Return each method's curve of acceptance length over training tokens per weight of the head.
 
-    The lengths are those in COLUMN of a comparison's results; there are none where the file is missing.
+    Args:
+        path: The results of a comparison, of which COLUMN is read. Without this file there are no curves.
     """
     if not path.is_file():
         return {}
@@ -51,7 +56,7 @@ def read_curves(path: Path = CURVES) -> dict[str, Curve]:
     curves = {}
     for method, curve in column["curves"].items():
         points = curve["points"]
-        # one point is no curve
+        # a single point gives no slope
         if len(points) > 1:
             # an arm is named "METHOD, N tokens"; all arms of a method have heads of one size, so that any gives it
             head_weights = weights[f"{method}, {points[0]['tokens']:,} tokens"]
@@ -61,7 +66,17 @@ def read_curves(path: Path = CURVES) -> dict[str, Curve]:
 
 
 def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) -> str | None:
-    """Return what so many supervised tokens brought on the reference target; None for methods without a curve."""
+    """Return a sentence on how far training has come, for the log at the end of a run; None without a curve.
+
+    It compares the run with the measured curve of the same method at the same number of tokens per weight, and says
+    whether more tokens would help.
+
+    Args:
+        kind: The method.
+        tokens: The supervised tokens that the head was trained on, repeated ones included.
+        head: The head, whose trainable weights are counted.
+        path: Where the curves are read from.
+    """
     weights = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     curve = read_curves(path).get(kind)
     if curve is None or not tokens or not weights:
@@ -81,15 +96,16 @@ def describe_reached(kind: str, tokens: int, head: Module, path: Path = CURVES) 
             f"{counted} are as many as {kind} was measured with {source}, or more: {_round(last * weights)}, counted "
             f"for a head of this size ({weights:,} weights)"
         )
-    ahead = min(last, per_weight * 2**FAR)
-    # of each cycle one token is the target's own
+    # a point further up the curve, and the gain of each doubling of the tokens up to it
+    later = min(last, per_weight * 2**DOUBLINGS)
+    # one token of each cycle is the target's own and no draft
     accepted = curve.at(per_weight) - 1
-    accepted_later = curve.at(ahead) - 1
-    slope = (accepted_later - accepted) / log2(ahead / per_weight)
-    advice = MORE if slope > WORTH * accepted else "more tokens bring little"
+    accepted_later = curve.at(later) - 1
+    slope = (accepted_later - accepted) / log2(later / per_weight)
+    advice = MORE if slope > MIN_GAIN * accepted else "more tokens bring little"
     return (
         f"{counted} for {weights:,} weights: {source}, {kind} had {accepted / accepted_later:.0%} of the accepted "
-        f"drafts that it had with {ahead / per_weight:.3g} times as many; a doubling brought {slope:+.2f} accepted "
+        f"drafts that it had with {later / per_weight:.3g} times as many; a doubling brought {slope:+.2f} accepted "
         f"tokens: {advice}"
     )
 

@@ -21,8 +21,9 @@ from eagle.training.drafts_loss import DraftsLoss
 class Refresh:
     """A head and its optimizer; in each `step` the target answers prompts with the head's drafts, to learn from both.
 
-    The head, as `eagle.formats.checkpoint.load_head` gives it, is trained in place. `steps` counts, and with `seed`
-    decides what is drawn; with the states of head and optimizer they are all that a continuation needs.
+    The head, as `eagle.formats.checkpoint.load_head` returns it, is trained in place. The attribute `steps` counts the
+    steps, and with `seed` it decides all that is sampled. To continue later, keep `steps` and the state dicts of the
+    head and the optimizer.
     """
 
     def __init__(
@@ -33,6 +34,14 @@ class Refresh:
         policy: OnPolicySection | None = None,
         seed: int = 0,
     ) -> None:
+        """Make the optimizer.
+
+        Args:
+            head: The head to train.
+            lr: The learning rate, the same in all steps.
+            policy: How answers are written and learned from; by default all of them are written with drafts.
+            seed: Of the sampling and the noise.
+        """
         self.head = head.train()
         self.seed = seed
         self.steps = 0
@@ -41,6 +50,7 @@ class Refresh:
         self.optimizer = torch.optim.AdamW(
             weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
+        # limit on the norm of the gradients, the default of `train.clip`
         self.clip = 0.5
 
     def step(
@@ -51,7 +61,7 @@ class Refresh:
         max_new_tokens: int = 128,
         dtype: str = "float32",
     ) -> dict[str, float]:
-        """Learn from the target's answers to these prompts, one step.
+        """Take one optimizer step on the target's answers to these prompts.
 
         Args:
             target: The target as it is now, on the head's device.
@@ -63,9 +73,11 @@ class Refresh:
             The losses and the acceptance length.
         """
         seed = self.seed + self.steps
-        features = self._write(target, prompts, max_new_tokens, seed)
+        features = self._write_answers(target, prompts, max_new_tokens, seed)
+        # `read` finds the answers of a step by torch's seed
         torch.manual_seed(seed)
         count = len(prompts)
+        # a seed for each example, unlike all others as long as every step has as many prompts
         seeds = [seed * count + i for i in range(count)]
         batch = collate(features.read(range(count)), features.taps, seeds).to(target.device)
         target_head = target.head.cast(getattr(torch, dtype))
@@ -77,7 +89,7 @@ class Refresh:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
-        # each cycle commits its accepted tokens and one of the target's
+        # each decoding cycle commits its accepted tokens and one token of the target
         acceptance_length = 1.0
         if batch.drafts is not None:
             acceptance_length += float(batch.drafts.accepted.float().mean())
@@ -85,20 +97,20 @@ class Refresh:
         return {"acceptance_length": acceptance_length, **figures}
 
     def drafter(self, target: Target) -> Any:
-        """Return a copy of the head that drafts for the target, as it is now."""
+        """Return a copy of the head in its present state, in the target's dtype, ready to draft for it."""
         return in_dtype(copy.deepcopy(self.head), target.model.dtype).bind(target.head)
 
-    def _write(
+    def _write_answers(
         self, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
     ) -> OwnDrafts:
-        """Return the target's answers to the prompts, written with drafts of the head."""
+        """Let the target answer the prompts with drafts of the head, and return the answers as features to train on."""
         examples = []
         for prompt in prompts:
-            # the positions of an answer
+            # `OwnDrafts` replaces the answer of an example: zeros hold the room for the longest answer
             tokens = torch.tensor([*prompt, *[0] * max_new_tokens])
             examples.append(Example(tokens, torch.arange(len(tokens)) >= len(prompt)))
         taps = taps_of(self.head.settings, target.config)
-        # states are kept in the target's precision, or without rounding
+        # a storage dtype that does not round the states of this target
         dtype = "float32"
         if target.model.dtype == torch.bfloat16:
             dtype = "bfloat16"

@@ -23,10 +23,11 @@ from eagle.drafters import DRAFTERS
 from eagle.drafters.outside import describe_code
 from eagle.recipe import Recipe, TrainSection
 
-MARK = "complete.json"
-WHOLE = "model.safetensors"  # all weights, beside all moments: read by any number of processes
+MARK = "complete.json"  # marks a checkpoint as complete: the checksums of its files, and the state of the run
+# The file with all weights, which only a checkpoint without DeepSpeed has: any number of processes can load it.
+WHOLE = "model.safetensors"
 MAKE_ROOM = "Make room on the disk, and give the same command again"
-# what the writers raise on a full disk
+# what torch, safetensors and this project raise when they write to a full disk
 DISK_FAULTS = (
     OSError,
     RuntimeError,
@@ -51,18 +52,25 @@ FREE |= {"processes", "shard_head", "compile", "log_with", "project"}
 
 
 def decisive_settings(train: dict[str, Any]) -> dict[str, Any]:
-    """Return the training settings that decide what a head becomes."""
+    """Return the training settings that decide what a head becomes, so that a resumed run must have the same."""
     unused = set(FREE)
+    # only the schedule wsd reads it
     if train["schedule"] != "wsd":
         unused.add("decay_share")
-    # older runs do not name it
+    # checkpoints of earlier releases do not have this key
     if not train["on_policy"]:
         unused.add("on_policy")
     return {key: value for key, value in train.items() if key not in unused}
 
 
 def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Return the identity of a run, which a continuation must share."""
+    """Return the identity of a run: all settings and data that decide its result. A run that resumes it has the same.
+
+    Args:
+        recipe: The recipe of the run.
+        features: The identity of the features.
+        processes: The number of processes.
+    """
     values = recipe.model_dump(mode="json")
     identity = {
         "processes": processes,
@@ -71,7 +79,7 @@ def run_identity(recipe: Recipe, features: dict[str, Any], processes: int) -> di
         "train": decisive_settings(values["train"]),
     }
     method = DRAFTERS.find(recipe.drafter.kind)
-    # a method of the user's own is known by its code
+    # a method that the user has written is identified by its code
     code = describe_code(method) if method is not None else None
     if code is not None:
         identity["code"] = code
@@ -87,16 +95,20 @@ class Checkpoints:
         self.keep = keep
 
     def write(self, step: int, state: dict[str, Any]) -> str | None:
-        """Write what the accelerator prepared, and `state`.
+        """Write a checkpoint: all that the accelerator prepared (head, optimizer), and `state`.
+
+        All processes must call it together. They agree after each of its three stages on whether the disk failed.
 
         Returns:
-            None, or the message of a disk fault, which leaves nothing behind.
+            None, or the message of a disk fault, after which the unfinished checkpoint is removed.
         """
         temporary = self.folder / f"step-{step}.part"
         is_main = self.accelerator.is_main_process
 
+        # the stages run on every process; only the main one makes, completes and removes folders
         def begin() -> None:
             if is_main:
+                # an earlier process was ended while it wrote these
                 for torn in self.folder.glob("*.part"):
                     shutil.rmtree(torn)
                 self._check_room()
@@ -106,8 +118,8 @@ class Checkpoints:
             try:
                 self.accelerator.save_state(str(temporary))
             except DISK_FAULTS as error:
+                # the other ranks wait within DeepSpeed's save for this one, so the run cannot go on
                 if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-                    # other ranks wait inside of it
                     raise ValueError(
                         f"no checkpoint in {temporary}: {error}. {MAKE_ROOM}"
                     ) from error
@@ -117,6 +129,7 @@ class Checkpoints:
             if is_main:
                 self._complete(temporary, step, state)
 
+        # `or`: a stage is run only if no process failed in the one before
         faults = _run_on_all(begin) or _run_on_all(save) or _run_on_all(complete)
         if not faults:
             return None
@@ -125,7 +138,10 @@ class Checkpoints:
         return faults[0]
 
     def _check_room(self) -> None:
-        """Refuse a checkpoint for which the disk has no room, by the size of the one before; the first is not known."""
+        """Raise a DiskError if the disk has no room for another checkpoint of the newest one's size.
+
+        Before the first checkpoint the size is not known, and nothing is checked.
+        """
         steps = self._steps()
         if not steps:
             return
@@ -138,15 +154,16 @@ class Checkpoints:
             )
 
     def _complete(self, temporary: Path, step: int, state: dict[str, Any]) -> None:
-        """Flush a checkpoint's files, mark it complete, rename it into place and remove the oldest."""
+        """Flush a checkpoint's files, mark it complete, rename it into place and remove all but the newest `keep`."""
         apply_umask(temporary)
+        # the size and the checksum of each file
         files = {}
         for path in sorted(temporary.rglob("*")):
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
                 files[str(path.relative_to(temporary))] = [path.stat().st_size, sha256(path)]
-        # the mark comes last: what has none is not whole
+        # the mark is written last, so that a checkpoint without it is known to be incomplete
         write_whole(
             temporary / MARK, [json.dumps({"files": files, "state": state}, indent=1).encode()]
         )
@@ -157,39 +174,47 @@ class Checkpoints:
             shutil.rmtree(self.folder / f"step-{older}")
 
     def load(self, run: dict[str, Any], apart_from: Collection[str] = ()) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint into what is prepared.
+        """Load the newest complete checkpoint into what the accelerator has prepared (head, optimizer).
 
         Args:
             run: The identity of this run, which the checkpoint's must equal.
-            apart_from: Training settings that may differ.
+            apart_from: Training settings that may differ, without their prefix "train.".
 
         Returns:
             The state that was written with it, or None without a checkpoint.
         """
         newest = [self.newest() if self.accelerator.is_main_process else None]
-        # one process chooses, so that all load the same
+        # one process verifies and chooses, so that all load the same checkpoint
         broadcast_object_list(newest)
         if newest[0] is None:
             return None
         path, state = newest[0]
-        # a round trip, as the checkpoint's run has made
+        # the checkpoint's identity went through JSON, which turns tuples into lists: do the same to compare
         run = json.loads(json.dumps(run))
         self._check_launcher(path, state["run"]["processes"], run["processes"])
-        other = []
-        for name, old, new in differences({**state["run"], "processes": run["processes"]}, run):
+        # _check_launcher has compared the numbers of processes, which may differ without DeepSpeed
+        old_run = {**state["run"], "processes": run["processes"]}
+        changes = []
+        for name, old, new in differences(old_run, run):
             if name.removeprefix("train.") not in apart_from:
-                other.append(f"{name} = {old!r}, this one has {new!r}")
-        if other:
+                changes.append(f"{name} = {old!r}, this one has {new!r}")
+        if changes:
             raise ValueError(
-                f"{self.folder.parent} holds a run with {'; '.join(other)}: continue with what it had, give another "
+                f"{self.folder.parent} holds a run with {'; '.join(changes)}: continue with what it had, give another "
                 "train.out, or remove it"
             )
         self.accelerator.load_state(str(path))
         return state
 
     def _check_launcher(self, path: Path, old: int, new: int) -> None:
-        """Refuse another launcher or number of processes if either run uses DeepSpeed."""
-        # DeepSpeed keeps a part of the moments for each process
+        """Refuse another launcher or number of processes if either run uses DeepSpeed.
+
+        Args:
+            path: The checkpoint.
+            old: The number of processes that wrote it.
+            new: The number of processes of this run.
+        """
+        # DeepSpeed writes a file of moments for each process, and only as many processes can read them
         was_split = not (path / WHOLE).is_file()
         is_split = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if was_split != is_split or (was_split and old != new):
@@ -200,7 +225,7 @@ class Checkpoints:
             )
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest complete checkpoint and its state; damaged ones are reported and passed over."""
+        """Return the newest complete checkpoint and its state, or None. Damaged ones are reported and passed over."""
         for step in self._steps():
             path = self.folder / f"step-{step}"
             fault, state = _read_state(path)
@@ -229,14 +254,19 @@ def load_stem(
     steps: int,
     run: dict[str, Any],
 ) -> dict[str, Any]:
-    """Load what the shorter run `train.stem` was before its learning rate fell.
+    """Load the checkpoint that the shorter run `train.stem` kept of the step before its learning rate fell.
+
+    This run then goes on from there, as if it had trained those steps itself.
 
     Args:
-        accelerator: It has prepared the head and its optimizer.
+        accelerator: It has prepared the head and its optimizer, into which the checkpoint is loaded.
         head: The head that trains.
         settings: Of this run.
         steps: The steps before this run's learning rate falls.
-        run: The identity of this run.
+        run: The identity of this run, which the shorter one must share but for its length.
+
+    Returns:
+        The state that was written with the checkpoint.
     """
     if head.follows_progress:
         raise ValueError(
@@ -266,7 +296,7 @@ def _describe_launcher(deepspeed: bool, processes: int) -> str:
 
 
 def _run_on_all(work: Callable[[], None]) -> list[str]:
-    """Run `work` on every process and gather their disk faults, so that no process waits for one that failed."""
+    """Run `work` on every process and return the disk faults of all, so that no process waits for one that failed."""
     fault = ""
     try:
         work()
@@ -276,7 +306,7 @@ def _run_on_all(work: Callable[[], None]) -> list[str]:
 
 
 def _read_state(path: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return a checkpoint's fault (every checksum verified) or None, and its state."""
+    """Return a checkpoint's fault, or None if all checksums are right, and its state ({} with a fault)."""
     try:
         mark: dict[str, Any] = json.loads((path / MARK).read_text())
         state: dict[str, Any] = mark["state"]

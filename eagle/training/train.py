@@ -33,7 +33,7 @@ from eagle.training.choice import (
     Choice,
     Counts,
     Decoding,
-    acceptance,
+    acceptance_length,
     decode_once,
     describe_predicted,
     describe_tau,
@@ -45,12 +45,12 @@ from eagle.training.reached import describe_reached
 from eagle.training.resume import DISK_FAULTS, Checkpoints, load_stem, run_identity
 from eagle.training.trackers import TrackedMetrics
 
-# validation predicts their acceptance lengths
+# the trees whose acceptance lengths validation predicts
 TREES = {
     "chain": chain_paths(4),
     "tree": PUBLISHED_TREE,
 }
-DECODING_SHARE = 0.05  # of a run's time: beyond it the log says how to spend less
+DECODING_SHARE = 0.05  # of a run's time: if decoding takes more, the log says how to spend less
 LOG_EVERY = 10  # steps; only then does the host wait for the device
 
 
@@ -84,8 +84,8 @@ def train(
         with interrupted_by_user(run.checkpoints.describe_resume):
             run.resume()
             run.train()
+    # threads of a DeepSpeed engine that is not destroyed sometimes abort the interpreter's exit
     if run.deepspeed:
-        # else its threads sometimes abort the interpreter's exit
         accelerator.wait_for_everyone()
         run.model.destroy()
         accelerator.free_memory()
@@ -94,6 +94,8 @@ def train(
 
 @dataclass
 class _Run:
+    """The state of one training run in one process; `resume` and `train` do the work, in this order."""
+
     accelerator: Accelerator
     recipe: Recipe
     head: TrainableDrafter
@@ -103,10 +105,11 @@ class _Run:
     commit: str
 
     def __post_init__(self) -> None:
+        """Plan the steps and prepare head and optimizer. Nothing is trained or loaded yet."""
         accelerator = self.accelerator
         self.settings = self.recipe.train
         self.out = Path(self.settings.out)
-        self.plan = Plan(self._count_learned(), self.settings)
+        self.plan = Plan(self._count_supervised(), self.settings)
         self.print(
             f"{len(self.plan.training)} conversations to learn from, {len(self.plan.validation)} held out, "
             f"{self.plan.unusable} left out because nothing in them is supervised; {len(self.plan)} steps"
@@ -125,21 +128,21 @@ class _Run:
         self._prepare()
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", self.settings.keep)
         self.stems = Checkpoints(accelerator, self.out / "stem", keep=1)
-        # how far the run is, which a checkpoint brings back
-        self.step = 0
-        self.skipped = 0
+        # how far the run is, which a checkpoint restores
+        self.step = 0  # steps that are done
+        self.skipped = 0  # of them, those whose gradients were not finite
         self.choice = Choice()
-        # Since the last line of the log: each step with its norm, tokens and losses, and this process's parts with
-        # their losses. They stay on the device, so that no step waits for the host.
-        self.window: list[tuple[int, Tensor]] = []
-        self.parts: list[tuple[int, Sequence[int], Tensor]] = []
+        # Since the last line of the log: (step, [norm, tokens, *losses]) of each step, and (step, indices of the
+        # examples, loss) of this process's parts. The tensors stay on the device, so that no step waits for the host.
+        self.unlogged_steps: list[tuple[int, Tensor]] = []
+        self.unlogged_parts: list[tuple[int, Sequence[int], Tensor]] = []
         self.loss_names: list[str] = []
         self.decoding_seconds = 0.0
-        self.metrics: TrackedMetrics | None = None
-        self.note = ""
+        self.metrics: TrackedMetrics | None = None  # of the main process alone
+        self.note = ""  # shown beside the progress bar
 
-    def _count_learned(self) -> list[int]:
-        """Return how many tokens of each conversation are learned."""
+    def _count_supervised(self) -> list[int]:
+        """Return how many tokens of each conversation are learned, after `train.gate` has changed its loss mask."""
         counts = []
         for index in range(len(self.features)):
             mask = gate_mask(self.features.mask(index), self.settings.gate)
@@ -153,7 +156,7 @@ class _Run:
             self.head.compile_parts()
         if settings.on_policy is not None:
             self.head.register_forward_hook(DraftsLoss(settings.on_policy, settings.dtype))
-        # holds whole weights, where the head that trains holds a share of each
+        # a copy that gets the whole weights for validation and saving, where the head in training holds a share of each
         self.mirror = copy.deepcopy(self.head) if self.deepspeed or self.sharded else self.head
         prepare = self.accelerator.prepare
         if self.sharded:
@@ -181,6 +184,7 @@ class _Run:
             self.metrics = TrackedMetrics(self.recipe, before=self.step)
         batches = self.dealer.batches(self.step, self.pins)
         self.begun = self.log_time = perf_counter()
+        # the head of `train.init` is the baseline that the best head is compared with at the end
         if settings.init is not None and not self.step:
             self._decode_start()
         steps = range(self.step, len(self.plan))
@@ -198,17 +202,20 @@ class _Run:
             is_last = self.step == len(self.plan)
             validates = is_last or self._is_due(settings.validate_every)
             checkpoints = is_last or self._is_due(settings.checkpoint_every)
-            # before each checkpoint too, so that a run that goes on logs the same rows
+            # a checkpoint holds no unlogged steps: with a row before it, a resumed run logs the same rows
             if validates or checkpoints or self.step % LOG_EVERY == 0:
                 self._log()
             if validates:
                 self._validate(is_last)
+            # early stopping
             ends = validates and self.choice.has_ended(settings.patience)
             if checkpoints or ends:
                 self._checkpoint(self.checkpoints)
+                # A run resumed from this checkpoint writes the answers of the next steps with the head of this step.
+                # Write them again here too, so that both runs are equal.
                 if settings.on_policy is not None:
-                    # a run that goes on from here writes its texts again
                     batches = self.dealer.batches(self.step, self.pins)
+            # kept for longer runs that start from it (`train.stem`)
             if settings.schedule == "wsd" and self.step == self.plan.stem_steps:
                 self._checkpoint(self.stems)
             if ends:
@@ -217,11 +224,11 @@ class _Run:
         self._report()
 
     def _is_due(self, interval: int | None) -> bool:
-        """Return whether something is due after this step that is done every `interval` steps, or once an epoch."""
+        """Return whether this step is a multiple of `interval`, or without one the last of an epoch."""
         return self.step % (interval or self.plan.steps_an_epoch) == 0
 
     def _report(self) -> None:
-        """Say how far the run came beside published ones, and what it gained over the head of `train.init`."""
+        """Print how far training came on the method's measured curve, and the gain over the head of `train.init`."""
         reached = describe_reached(
             self.recipe.drafter.kind, self.plan.learned(self.step), self.mirror
         )
@@ -233,53 +240,58 @@ class _Run:
             self.metrics.close()
 
     def _advance(self, step: int, batches: Iterator[Batch]) -> None:
-        """Take one step: forward and backward of this process's parts of the batch, clip, update."""
+        """Take one step: forward and backward of this process's parts of the batch, clip, update.
+
+        Args:
+            step: The index of the step, from 0.
+            batches: This process's batches from this step on.
+        """
         accelerator = self.accelerator
         for group in self.prepared.param_groups:
             group["lr"] = self.plan.lr(step)
         tokens = 0
         sums = torch.zeros((), device=accelerator.device)
-        # for texts that are sampled now
+        # the sources of features sample by this seed when they read the step's examples, and name the step by it
         torch.manual_seed(self.settings.seed + step)
-        for conversations, batch, share in self.dealer.deal(
-            step, batches, self._count, self._add_up
-        ):
-            # what no text's seed decides is sampled alike in all parts
+        parts = self.dealer.deal(step, batches, self._count_divisor, self._sum_over_processes)
+        for indices, batch, share in parts:
+            # noise that has no seed by example is the same in every part, on any number of processes
             torch.manual_seed(self.settings.seed + step)
             with accelerator.accumulate(self.model):
                 losses = self.model(batch.to(accelerator.device), self.target_head)
-                # processes are averaged over, accumulated parts too
-                accelerator.backward(losses["total"] * (share * self.dealer.count))
+                # DDP takes the mean over processes, and accelerate that over accumulated parts: undo both, as `share`
+                # makes the parts' losses add up to the step's
+                accelerator.backward(losses["total"] * (share * self.dealer.part_count))
             self.loss_names = list(losses)
-            self.parts.append((step, conversations, losses["total"].detach()))
+            self.unlogged_parts.append((step, indices, losses["total"].detach()))
             tokens += len(batch.tokens)
             sums = sums + torch.stack([loss.detach().float() for loss in losses.values()]) * share
-        # all processes have the same norm, and the log sums over them
+        # the log sums over processes, which all have the same norm
         norm = self._update().to(sums.device) / accelerator.num_processes
-        self.window.append((step, torch.cat([norm[None], sums.new_full((1,), tokens), sums])))
+        row = torch.cat([norm[None], sums.new_full((1,), tokens), sums])
+        self.unlogged_steps.append((step, row))
 
     @torch.no_grad()
-    def _count(self, batch: Batch) -> Tensor:
-        """Return the divisor of a batch that only the head's forward knows."""
-        # ZeRO-3 runs no forward without its backward
+    def _count_divisor(self, batch: Batch) -> Tensor:
+        """Return the divisor of a batch's loss for a head that `counts_by_forward`: only its forward knows it."""
+        # the engine of ZeRO-3 cannot run a forward that no backward follows
         head = self._whole_head() if self.deepspeed else self.model
         with self._autocast():
-            divisor: Tensor = head(batch.to(self.accelerator.device), self.target_head, count=True)[
-                "divisor"
-            ]
+            counted = head(batch.to(self.accelerator.device), self.target_head, count=True)
+        divisor: Tensor = counted["divisor"]
         return divisor
 
-    def _add_up(self, counts: Tensor) -> Tensor:
-        """Return counts summed over all processes."""
+    def _sum_over_processes(self, counts: Tensor) -> Tensor:
+        """Return counts summed over all processes, on the device."""
         return self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
 
     def _update(self) -> Tensor:
-        """Clip the gradients and, if they are finite, step; returns their norm."""
+        """Clip the gradients and, if they are finite, take the optimizer step. Return their norm before clipping."""
+        # the engine has clipped and stepped within the last backward
         if self.deepspeed:
-            # the engine has done that within backward
             return torch.tensor(float(self.model.get_global_grad_norm()))
         norm = gather(_clip_gradients(self._trainable_weights(), self.settings))
-        # a fused optimizer skips the update where this is 1, without a synchronisation with the host
+        # a fused optimizer skips the update where this tensor is 1, so that the host need not wait for the norm
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.prepared.step()
         self.prepared.zero_grad()
@@ -293,13 +305,17 @@ class _Run:
         self.accelerator.print(line, flush=True)
 
     def _log(self) -> None:
-        """Write means since the last log, and the conversations of steps whose gradients were not finite."""
-        if not self.window:
+        """Write a row of means over the steps since the last log, and report steps that were skipped.
+
+        A step is skipped if its gradients were not finite; it does not count in the means.
+        """
+        if not self.unlogged_steps:
             return
-        steps = [step for step, _ in self.window]
+        steps = [step for step, _ in self.unlogged_steps]
         last = steps[-1]
-        # the only wait for the device: norm, tokens and losses of each step, summed over all processes
-        sums = self.accelerator.reduce(torch.stack([row for _, row in self.window]), "sum").tolist()
+        # norm, tokens and losses of each step, summed over all processes: only here the host waits for the device
+        stacked = torch.stack([row for _, row in self.unlogged_steps])
+        sums = self.accelerator.reduce(stacked, "sum").tolist()
         tokens_per_second = sum(row[1] for row in sums) / (perf_counter() - self.log_time)
         rows = dict(zip(steps, sums, strict=True))
         skipped = sorted(step for step, row in rows.items() if not isfinite(row[0]))
@@ -319,18 +335,23 @@ class _Run:
                 memory_gb=memory_gb(),
                 **dict(zip(self.loss_names, losses, strict=True)),
             )
-        self.window = []
-        self.parts = []
+        self.unlogged_steps = []
+        self.unlogged_parts = []
         self.log_time = perf_counter()
 
     def _log_skipped(self, last: int, skipped: list[int]) -> None:
-        """Name the conversations of steps that were skipped, as far as their loss was not finite either."""
-        bad: list[int] = []
-        for step, conversations, loss in self.parts:
+        """Report skipped steps and the conversations to blame: those of parts whose loss was not finite either.
+
+        Args:
+            last: The step of the row that is written.
+            skipped: The steps whose gradients were not finite.
+        """
+        own_indices: list[int] = []
+        for step, part_indices, loss in self.unlogged_parts:
             if step in skipped and not loss.isfinite():
-                bad += conversations
-        # of every process
-        indices = list(chain.from_iterable(gather_object([bad])))
+                own_indices += part_indices
+        # those of all processes
+        indices = list(chain.from_iterable(gather_object([own_indices])))
         self.skipped += len(skipped)
         self.print(
             f"skipped steps {skipped}: their gradients are not finite; conversations {indices or 'not known'}"
@@ -342,6 +363,7 @@ class _Run:
             self.metrics.write(**row)
 
     def _decode(self, head: TrainableDrafter) -> Counts:
+        """Decode the held-out prompts with a head, if the run decodes; all processes must call it."""
         return decode_once(
             self.accelerator,
             self.decoding,
@@ -352,7 +374,7 @@ class _Run:
 
     @torch.no_grad()
     def _decode_start(self) -> None:
-        """Decode the held-out prompts with the head of `train.init`, as it is."""
+        """Decode the held-out prompts with the head of `train.init` before the first step, for `describe_gain`."""
         start = perf_counter()
         head = self._whole_head().eval()
         counts = self._decode(head)
@@ -364,14 +386,18 @@ class _Run:
 
     @torch.no_grad()
     def _validate(self, is_last: bool) -> None:
-        """Compute figures on the held-out conversations; save the head as the last and, if it is, as the best."""
-        # on-policy features look at its mode, though the whole head is validated
+        """Compute figures on the held-out conversations; save the head in `last/` and, if it is the best, in `head/`.
+
+        Args:
+            is_last: Whether no step follows, so that a full disk must be an error.
+        """
+        # on-policy features look at the mode of this head, although the one with whole weights is validated
         self.head.eval()
         head = self._whole_head().eval()
         metrics = self._compute_figures(head)
         start = perf_counter()
         counts = self._decode(head)
-        metrics |= {f"decoded_{name}": acceptance(rows) for name, rows in counts.items()}
+        metrics |= {f"decoded_{name}": acceptance_length(pairs) for name, pairs in counts.items()}
         is_best = self.choice.add(self.step, counts, metrics) or self.settings.choose == "last"
         if self.decoding and counts:
             self.decoding_seconds += perf_counter() - start
@@ -382,38 +408,43 @@ class _Run:
         elif "tree/tau" in metrics:
             self.print(f"step {self.step}: {describe_predicted(metrics, TREES)}")
         if self.accelerator.is_main_process:
+            # rows are named by the index of the step, self.step counts the steps done
             self._write(step=self.step - 1, validation=metrics)
             self._save(head, metrics, is_best=is_best, is_last=is_last)
+        # the others wait until the head is saved
         self.accelerator.wait_for_everyone()
         self.head.train()
 
     def _compute_figures(self, head: TrainableDrafter) -> dict[str, Any]:
-        """Return the figures of the held-out conversations, each process's share of them put together."""
+        """Return the validation figures of a head on the held-out conversations, {} if none are held out.
+
+        Each process computes a share of them, and all get the same figures.
+        """
         if not self.plan.validation:
             return {}
         sums = gather_object([self._sum_share(head)])
+        # a process without a share has no sums
         return figures(reduce(add_sums, [share for share in sums if share]))
 
     def _sum_share(self, head: TrainableDrafter) -> dict[str, Tensor]:
-        """Return this process's share of the sums over held-out conversations."""
+        """Return the validation sums of a head over this process's share of the held-out conversations."""
         accelerator = self.accelerator
         held_out = self.plan.validation
-        # as many conversations as a step's part, so that what trains on a GPU is validated there
-        size = ceil(self.settings.batch_size / self.dealer.count)
+        # batches as large as a part of a step, so that validation fits into the memory in which training fits
+        size = ceil(self.settings.batch_size / self.dealer.part_count)
         groups = [held_out[start : start + size] for start in range(0, len(held_out), size)]
         sums: dict[str, Tensor] = {}
         for first in range(0, len(groups), accelerator.num_processes):
-            # all processes read equally often, as a sharded target needs; who has no group left reads the last one
+            # All processes must read equally often, or a sharded target would wait for ever. A process without a group
+            # reads the last one, and does not use it.
             group_index = first + accelerator.process_index
             batch = self.dealer.load(groups[min(group_index, len(groups) - 1)], pin=self.pins)
             if group_index < len(groups):
+                batch = batch.to(accelerator.device)
                 with self._autocast():
-                    batch_sums = head.validate(
-                        batch.to(accelerator.device), self.target_head, TREES
-                    )
-                sums = add_sums(
-                    sums, {name: value.double().cpu() for name, value in batch_sums.items()}
-                )
+                    batch_sums = head.validate(batch, self.target_head, TREES)
+                on_host = {name: value.double().cpu() for name, value in batch_sums.items()}
+                sums = add_sums(sums, on_host)
         return sums
 
     def _autocast(self) -> torch.autocast:
@@ -424,7 +455,10 @@ class _Run:
     def _save(
         self, head: TrainableDrafter, metrics: dict[str, Any], *, is_best: bool, is_last: bool
     ) -> None:
-        """Save the head in its folders. A disk that refuses it ends the run only at the last step."""
+        """Save the head in `last/` and, with `is_best`, in `head/`.
+
+        A full disk is an error with `is_last`. Else it is only reported, as a later validation saves again.
+        """
         names = ["last"]
         if is_best:
             names.append("head")
@@ -438,10 +472,14 @@ class _Run:
             self.print(f"{fault}; training goes on")
 
     def _whole_head(self) -> TrainableDrafter:
-        """Return the head with its unsharded weights, on every process."""
+        """Return the head with whole weights, on every process: itself, or its copy if the weights are sharded.
+
+        All processes must call it together.
+        """
         if self.sharded:
             self.mirror.load_state_dict(self.head.state_dict())
         if self.deepspeed:
+            # ZeRO-3 gathers whole weights on the main process alone
             state = self.accelerator.get_state_dict(self.model)
             if self.accelerator.is_main_process:
                 self.mirror.load_state_dict(state)
@@ -450,7 +488,11 @@ class _Run:
         return self.mirror
 
     def _provenance(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the provenance of a head: code, versions, what the run has done, and the features' identity."""
+        """Return the provenance that is saved with a head: code, versions, the run so far, and the features' identity.
+
+        Args:
+            metrics: The figures of the validation after which it is saved.
+        """
         return {
             "commit": self.commit,
             "eagle": __version__,
@@ -467,7 +509,7 @@ class _Run:
         return run_identity(self.recipe, self.features.identity, self.accelerator.num_processes)
 
     def _checkpoint(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+        """Write a checkpoint to one of the run's two folders; a full disk costs the checkpoint, not the run."""
         state = {
             "step": self.step,
             "best": asdict(self.choice),
@@ -482,7 +524,7 @@ class _Run:
             self._write(step=self.step - 1, checkpoint_failed=fault)
 
     def resume(self) -> None:
-        """Load the newest complete checkpoint, if there is one."""
+        """Load the newest complete checkpoint, else that of the shorter run `train.stem`, if there is one."""
         state = self.checkpoints.load(self._identity())
         if state is not None:
             self.choice = Choice.parse(state["best"])
@@ -502,7 +544,10 @@ class _Run:
 
 
 def _clip_gradients(weights: Sequence[Tensor], settings: TrainSection) -> Tensor:
-    """Clip the gradients of these weights, whole or spread over processes, in place; returns their norm before."""
+    """Clip the gradients of these weights in place, by norm or by value, and return their norm before that.
+
+    The weights may be sharded; then the norm is sharded, too.
+    """
     if settings.clip_by == "norm":
         return torch.nn.utils.clip_grad_norm_(weights, settings.clip)
     norm = torch.nn.utils.get_total_norm(

@@ -31,7 +31,7 @@ from eagle.training.resume import Checkpoints, decisive_settings
 from eagle.training.trackers import TrackedMetrics
 from eagle.training.train import LOG_EVERY, TREES
 
-# training settings of heads alone, with the values that they must have
+# training settings that joint training does not have, with the defaults that they must keep
 UNUSED = {
     "shard_head": False,
     "compile": False,
@@ -53,13 +53,13 @@ def train_jointly(
     features: LiveFeatures,
     commit: str = "unknown",
 ) -> Path:
-    """Train the features' target with a head, or resume.
+    """Train the features' target together with a head, or resume the run in the same folder.
 
     Args:
         accelerator: As `eagle.training.launch` returns it.
         recipe: Its sections `train` and `joint` decide the run.
         head: The head that training starts from.
-        features: Of the target that is trained.
+        features: The conversations, and the target that is trained.
         commit: The code's, for the provenance.
 
     Returns:
@@ -74,6 +74,7 @@ def train_jointly(
             raise ValueError(
                 f"train.{name} is for heads alone, which are trained by recipes/train_eagle.py: leave it out"
             )
+    # such a target's states of a sequence would depend on the others of its batch
     if features.target.border < float("inf"):
         raise ValueError(
             "this target's rotary frequencies depend on the longest text of a batch: it is not trained"
@@ -88,6 +89,8 @@ def train_jointly(
 
 @dataclass
 class _JointRun:
+    """The state of one joint training run in one process."""
+
     accelerator: Accelerator
     recipe: Recipe
     settings: JointSection
@@ -96,10 +99,11 @@ class _JointRun:
     commit: str
 
     def __post_init__(self) -> None:
+        """Plan the steps, prepare model and optimizer, and load the newest checkpoint, if there is one."""
         accelerator = self.accelerator
-        self.section = self.recipe.train
+        self.section = self.recipe.train  # `settings` is the section `joint`
         self.out = Path(self.section.out)
-        # no drafter predicts the first two tokens
+        # no drafter predicts the first two tokens of a sequence
         slots = [int(self.features.mask(index)[2:].sum()) for index in range(len(self.features))]
         self.plan = Plan(slots, self.section)
         self.dealer = Dealer(
@@ -114,8 +118,8 @@ class _JointRun:
         self.joint = Joint(
             target.model, self.head.to(accelerator.device), target_head, self.settings
         ).train()
-        # adapters and vectors learn at `lr`, the heads' matrices at a multiple of it
-        groups = self.joint.groups(self.section.lr)
+        # adapters and the heads' vectors learn at `lr`, the heads' matrices at a multiple of it
+        groups = self.joint.parameter_groups(self.section.lr)
         self.trained = list(chain.from_iterable(group["params"] for group in groups))
         self.optimizer = torch.optim.AdamW(
             groups,
@@ -126,11 +130,12 @@ class _JointRun:
         )
         self.model, self.prepared = accelerator.prepare(self.joint, self.optimizer)
         self.checkpoints = Checkpoints(accelerator, self.out / "checkpoints", self.section.keep)
-        self.window: list[dict[str, Tensor]] = []  # of the steps since the last log
-        # how far the run is, which a checkpoint brings back
-        self.step = 0
-        self.skipped = 0
-        self.figures: dict[str, float] = {}
+        # by name, the losses and the gradient norm of each step since the last log
+        self.unlogged_steps: list[dict[str, Tensor]] = []
+        # how far the run is, which a checkpoint restores
+        self.step = 0  # steps that are done
+        self.skipped = 0  # of them, those whose gradients were not finite
+        self.figures: dict[str, float] = {}  # of the last validation
         state = self.checkpoints.load(self._identity())
         if state is not None:
             self.step = state["step"]
@@ -150,7 +155,7 @@ class _JointRun:
             self.step = step + 1
             validates = self._is_due(self.section.validate_every)
             checkpoints = self._is_due(self.section.checkpoint_every)
-            # before each checkpoint too, so that a run that goes on logs the same rows
+            # a checkpoint holds no unlogged steps: with a row before it, a resumed run logs the same rows
             if validates or checkpoints or self.step % LOG_EVERY == 0:
                 means = self._means()
                 if metrics:
@@ -165,7 +170,7 @@ class _JointRun:
             metrics.close()
 
     def _is_due(self, interval: int | None) -> bool:
-        """Return whether something is due after this step that is done every `interval` steps, or once an epoch."""
+        """Return whether this step is the last, or a multiple of `interval`, or without one the end of an epoch."""
         return (
             self.step == len(self.plan) or self.step % (interval or self.plan.steps_an_epoch) == 0
         )
@@ -175,6 +180,7 @@ class _JointRun:
         state = {
             "step": self.step,
             "skipped": self.skipped,
+            # every checkpoint has this key; joint training chooses no best head
             "best": 0,
             "figures": self.figures,
             "run": self._identity(),
@@ -189,55 +195,68 @@ class _JointRun:
         """Take one step: forward and backward of this process's parts of the batch, clip, update."""
         accelerator = self.accelerator
         lr = self.plan.lr(step)
+        # the two groups of `Joint.parameter_groups`
         for group, scale in zip(
             self.prepared.param_groups, (1.0, self.settings.head_lr), strict=True
         ):
             group["lr"] = lr * scale
-        parts = self.plan.parts(step, self.dealer.count)
+        parts = self.plan.parts(step, self.dealer.part_count)
         weights = self.plan.weights(step, parts)
-        # dropout is the same in a run that goes on
+        # a resumed run draws the same dropout
         torch.manual_seed(self.section.seed + step)
         divisors = self.dealer.divisors_of(step)
-        heads = heads_weight(self.settings, step, len(self.plan))
+        heads_factor = heads_weight(self.settings, step, len(self.plan))
         sums: dict[str, Tensor] = {}
         for i in range(accelerator.process_index, len(parts), accelerator.num_processes):
             examples = [self.features.examples[index] for index in parts[i]]
             part = StepPart(tuple(self.plan.seeds(step, parts[i])), divisors, weights[i])
             with accelerator.accumulate(self.model):
-                losses = self.model(examples, heads, part)
-                # processes are averaged over, accumulated parts too
+                losses = self.model(examples, heads_factor, part)
+                # DDP takes the mean over processes, and accelerate that over accumulated parts: undo both, as the
+                # parts' losses are shares that add up to the step's loss
                 accelerator.backward(losses["total"] * len(parts))
-            # double, as shares of many parts are added up
-            sums = add_sums(sums, {name: loss.detach().double() for name, loss in losses.items()})
+            # in double precision, as the shares of many parts are added up
+            part_losses = {name: loss.detach().double() for name, loss in losses.items()}
+            sums = add_sums(sums, part_losses)
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.section.clip)
-        # a fused optimizer skips the update where this is 1, without a synchronisation with the host
+        # a fused optimizer skips the update where this tensor is 1, so that the host need not wait for the norm
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.prepared.step()
         self.prepared.zero_grad()
-        # all processes have the same norm, and the log sums over them
-        self.window.append({**sums, "gradient_norm": norm.double() / accelerator.num_processes})
+        # the log sums over processes, which all have the same norm
+        self.unlogged_steps.append(
+            {**sums, "gradient_norm": norm.double() / accelerator.num_processes}
+        )
 
     def _means(self) -> dict[str, float]:
-        """Return the means since the last log, of steps with finite gradients."""
-        names = list(self.window[0])
-        rows = torch.stack([torch.stack(list(row.values())) for row in self.window])
+        """Return the mean losses and gradient norm since the last log, over steps whose gradients were finite.
+
+        It empties the list of unlogged steps, and counts the others as skipped.
+        """
+        names = list(self.unlogged_steps[0])
+        # [steps, names], summed over processes; the norm is the last column
+        rows = torch.stack([torch.stack(list(row.values())) for row in self.unlogged_steps])
         rows = self.accelerator.reduce(rows, "sum")
         finite = rows[rows[:, -1].isfinite()]
         self.skipped += len(rows) - len(finite)
-        self.window = []
+        self.unlogged_steps = []
         if not len(finite):
             return {}
         return dict(zip(names, finite.mean(0).tolist(), strict=True))
 
     def _validate(self) -> dict[str, float]:
-        """Return figures on the held-out conversations: the heads' acceptance, and the new target's KL from the old."""
+        """Return figures on the held-out conversations: the heads' acceptance, and KL(old target, new target).
+
+        Each process computes a share of them; all get the same figures, {} if none are held out.
+        """
         self.joint.eval()
         accelerator = self.accelerator
         sums: dict[str, Tensor] = {}
         for index in self.plan.validation[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.autocast():
                 text_sums = self.joint.validate([self.features.examples[index]], TREES)
-            sums = add_sums(sums, {name: value.double().cpu() for name, value in text_sums.items()})
+            on_host = {name: value.double().cpu() for name, value in text_sums.items()}
+            sums = add_sums(sums, on_host)
         self.joint.train()
         shares = [share for share in gather_object([sums]) if share]
         return figures(reduce(add_sums, shares)) if shares else {}
@@ -245,7 +264,7 @@ class _JointRun:
     def finish(self) -> None:
         """Write the new target, with the adapters merged, and the heads, whose recipe names it."""
         if self.accelerator.is_main_process:
-            # the heads come last: a folder with heads has their target
+            # the heads are written last, so that a folder with heads always has their target, too
             self._write_target(self.out / "target")
             section = self.recipe.target.model_copy(
                 update={"path": str(self.out / "target"), "revision": None, "adapter": None}
@@ -255,7 +274,7 @@ class _JointRun:
         self.accelerator.wait_for_everyone()
 
     def _write_target(self, folder: Path) -> None:
-        """Write the new target; the folder appears once it is whole."""
+        """Write the new target with its tokenizer. The folder gets its name only once it is complete."""
         temporary = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(temporary, ignore_errors=True)
         self.joint.merge().save_pretrained(temporary)
@@ -277,14 +296,13 @@ class _JointRun:
             "skipped_steps": self.skipped,
             "made_from": self.recipe.target.model_dump(),
             "joint": self.settings.model_dump(mode="json"),
-            "kl_from_the_old_target": self.figures.get(
-                "kl"
-            ),  # in nats a token, on the held-out conversations
+            # in nats a token, on the held-out conversations
+            "kl_from_the_old_target": self.figures.get("kl"),
             "validation": self.figures,
         }
 
     def _identity(self) -> dict[str, Any]:
-        """Return the identity of this run, which a continuation must share."""
+        """Return all settings and data that decide the result of this run. A run that resumes it has the same."""
         recipe = self.recipe.model_dump(mode="json")
         return {
             "processes": self.accelerator.num_processes,

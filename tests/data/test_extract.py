@@ -15,7 +15,13 @@ from torch import Tensor
 
 from eagle import Target
 from eagle.core.examples import Example
-from eagle.data.features import LiveFeatures, batch_slots, compute_rows, forecast, plan_extraction
+from eagle.data.features import (
+    LiveFeatures,
+    compute_rows,
+    forecast,
+    plan_extraction,
+    resolve_batch_tokens,
+)
 from eagle.data.identity import identity
 from eagle.data.shards import plan_shards
 from eagle.data.stored_rows import TapRoles, TextSizes, parts_of
@@ -101,11 +107,11 @@ def test_padding_and_neighbours_change_nothing(name: str) -> None:
 def test_one_sequence_at_a_time_where_batches_would_change_it() -> None:
     """A CPU is faster so; where rotary frequencies depend on the length nothing else is right."""
     target = Target(build("llama"))
-    assert batch_slots(target, None) == 1
-    assert batch_slots(target, 512) == 512
+    assert resolve_batch_tokens(target, None) == 1
+    assert resolve_batch_tokens(target, 512) == 512
     # the length from which on some models scale their rotary frequencies
     target.border = 64
-    assert batch_slots(target, 512) == 1
+    assert resolve_batch_tokens(target, 512) == 1
 
 
 def test_sequences_beyond_the_targets_positions_are_refused() -> None:

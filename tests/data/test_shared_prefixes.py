@@ -22,7 +22,13 @@ from data_prep.tokens import load_tokenizer, tokenize_data
 from eagle import Target
 from eagle.core.examples import Example
 from eagle.data import features as features_module
-from eagle.data.features import can_read_on, compute_rows, extract, forecast, read_on
+from eagle.data.features import (
+    can_reuse_prefixes,
+    compute_rows,
+    extract,
+    forecast,
+    read_reusing_prefixes,
+)
 from eagle.data.identity import tap_identity
 from eagle.data.shards import RowPlaces, StoredPlan, plan_shards
 from eagle.data.store import FeatureStore
@@ -148,10 +154,10 @@ def test_states_are_those_of_each_sequence_alone(name: str) -> None:
         for tokens in sequences
     ]
     # the kept slots of packed rows are checked for every family
-    if can_read_on(target):
+    if can_reuse_prefixes(target):
         lists = [tokens.tolist() for tokens in sequences]
         for states, alone in zip(
-            read_on(target, lists, shared, TAPS),
+            read_reusing_prefixes(target, lists, shared, TAPS),
             expected,
             strict=True,
         ):
@@ -182,7 +188,7 @@ def test_a_prefix_is_read_once() -> None:
     """The forwards over a conversation are of its new tokens only."""
     target = Target(build("llama"))
     # which tries the target first
-    assert can_read_on(target)
+    assert can_reuse_prefixes(target)
     num_read: list[int] = []
 
     def count_tokens(
@@ -197,7 +203,7 @@ def test_a_prefix_is_read_once() -> None:
         examples = make_examples(num_turns, (num_turns,))
         num_read.clear()
         lists = [example.tokens.tolist() for example in examples]
-        read_on(
+        read_reusing_prefixes(
             target,
             lists,
             [example.shared for example in examples],
@@ -261,7 +267,7 @@ def test_the_layout_changes_no_bit(
 ) -> None:
     """States that do not depend on the batch come back bit for bit; one shared token too many is seen."""
     # sequences are read whole, so only the layout differs
-    monkeypatch.setattr(features_module, "can_read_on", lambda _: False)
+    monkeypatch.setattr(features_module, "can_reuse_prefixes", lambda _: False)
     monkeypatch.setattr(target, "features", name_slots)
     examples = make_examples(4)
     faulty = [replace(each, shared=each.shared + bool(each.shared)) for each in examples]

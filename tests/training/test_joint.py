@@ -242,7 +242,7 @@ def test_matrices_of_heads_have_a_rate_of_their_own() -> None:
     """Adapters and biases have the recipe's."""
     pair = new_joint("kl", moved=False)
     pair.settings = pair.settings.model_copy(update={"head_lr": 4.0})
-    slow, fast = pair.groups(1e-3)
+    slow, fast = pair.parameter_groups(1e-3)
 
     assert slow["lr"] == 1e-3
     assert fast["lr"] == 4e-3

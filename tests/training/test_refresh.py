@@ -94,7 +94,7 @@ def test_a_step_is_what_it_says(kind: str, model: Any, monkeypatch: pytest.Monke
 
 def write(refresh: Refresh, target: Target) -> list[list[int]]:
     """Return the sequences that a step with the seed 9 would learn from."""
-    drafts = refresh._write(target, PROMPTS, 10, 9)
+    drafts = refresh._write_answers(target, PROMPTS, 10, 9)
     return [example.tokens.tolist() for example in drafts.written.values()]
 
 

@@ -263,7 +263,7 @@ def test_rows_that_are_told_twice_are_seen(
 
     with monkeypatch.context() as patch:
         # no row is known from before
-        patch.setattr(module, "_kind", lambda row: object())
+        patch.setattr(module, "_row_key", lambda row: object())
         patch.setattr(Trackers, "_make", make_forgetful)
         out = train_twice()
 
