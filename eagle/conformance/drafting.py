@@ -163,6 +163,7 @@ def check_begin(
     make: Make, target: Target, earlier: list[int], prompt: list[int], sampling: Sampling
 ) -> None:
     """Check that a drafter keeps nothing of an earlier sequence: it drafts a second one as a new drafter does."""
+    # an answer to another prompt comes first
     used = make()
     generate(target, used, earlier, max_new_tokens=8, stop=[])
     got = generate(target, used, prompt, sampling=sampling, max_new_tokens=16, stop=[])

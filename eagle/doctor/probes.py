@@ -262,6 +262,7 @@ def probe_norms(head: Any, wiring: Wiring, target: Target) -> ProbeFields:
         if gain.shape == width and name.endswith(".weight")
     ]
     norms = [name.removesuffix(".weight") for name in gains]
+    # all norms of the head's width have one shape, so that a conversion may mix them up
     for first, second in combinations(norms, 2):
         matches = [re.match(r"layers\.\d+\.", name) for name in (first, second)]
         blocks = {match[0] for match in matches if match}
