@@ -50,7 +50,7 @@ def generate(
             or a list of several of these.
         temperature: Of the sampling; 0, the default, takes the likeliest token.
         top_p: Sample from the likeliest tokens of this total probability.
-        top_k: Sample from so many of the likeliest tokens.
+        top_k: Sample from this many of the likeliest tokens.
         seed: Of the sampling.
         sampling: All settings of the sampling in its place; one for all prompts or one for each. With one for all,
             each prompt gets the next request number, so that each has its own noise.
@@ -120,7 +120,7 @@ def stream(
         >>> for new in stream(target, "ngram", "Count to ten."):  # doctest: +SKIP
         ...     print(new.text, end="")
     """
-    # its arguments are checked at the call, before the first token is asked for
+    # no generator itself, so that its arguments are checked at the call, before the first token is asked for
     shortcuts = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     return decode.stream(
         target,

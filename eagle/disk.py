@@ -165,6 +165,7 @@ def write_whole(path: str | Path, pieces: Iterable[bytes]) -> None:
     with replacing(path) as part, part.open("wb") as file:
         file.writelines(pieces)
         file.flush()
+        # a device or a pipe, which `replacing` lets write directly, cannot be flushed to a disk
         if part.is_file():
             os.fsync(file.fileno())
 

@@ -117,7 +117,8 @@ class Chat:
     def describe(self, answer: TimedTrace) -> str:
         """Return a line on the last answer: tokens per forward, speed, and the gain of drafts where both were timed.
 
-        The speed of this answer is compared with that of all answers of this session that were written the other way.
+        If it was drafted, its speed is compared with that of all plain answers of this session, else with that of all
+        drafted ones.
         """
         trace = answer.trace
         pace = Pace()
@@ -135,7 +136,7 @@ class Chat:
         return text
 
     def _compare(self, speed: float, other_speed: float | None) -> str:
-        """Return a phrase on drafts against plain decoding, once both were timed."""
+        """Return a phrase that compares an answer's speed with the other way of decoding, once both were timed."""
         if other_speed is None:
             return "; /plain answers without drafts, to compare" if self.drafts else ""
         if self.drafts:
@@ -268,4 +269,5 @@ def warm_up(chat: Chat) -> None:
         choose_threads(partial(generate, target, chat.drafters[False], prompt, max_new_tokens=2))
     for drafter in chat.drafters.values():
         generate(target, drafter, prompt, max_new_tokens=8)
+    # the first answer must not find a prefix of its prompt in the cache
     target.forget()

@@ -73,6 +73,7 @@ class Trial:
     """A method with a tiny target, and what its checks read of both."""
 
     def __init__(self, kind: str, folder: Path, device: torch.device | str = "cpu") -> None:
+        """Make the tiny target, and write its files below `folder`, from which exports are read back."""
         self.method = find_method(kind)
         self.name = DRAFTERS.registered_name(kind)
         self.folder = folder
@@ -168,6 +169,7 @@ class Trial:
             ("the loss depends on what is supervised", learning.check_supervised_counts),
             ("the loss follows the run's progress only where it says so", learning.check_progress),
         ):
+            # a default argument, as a lambda would see the loop's last check
             yield Check(about, lambda check=check: check(head, target, self.batch()))  # type: ignore[misc]
         yield Check(
             "validation adds up",
@@ -193,7 +195,7 @@ class Trial:
                 yield Check(about, partial(self._check_law, sampling, budget), is_slow=True)
 
     def _check_exports(self) -> str:
-        """Check every exporter; return which of them take the head."""
+        """Check the export to every engine; return a note on which engines take the head."""
         takers = []
         for engine in EXPORTERS:
             refusal = shipping.check_export(

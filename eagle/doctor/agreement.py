@@ -66,6 +66,7 @@ class Agreement:
     @property
     def own_state_ratio(self) -> float:
         """Tokens that later levels add from the head's own states, as a share of those from the target's states."""
+        # levels that read no drafted token have no states of the head's making
         if not self.recurrent:
             return 1.0
         # level 1 reads the target's states in both

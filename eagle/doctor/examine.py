@@ -117,7 +117,7 @@ def examine(
 
 
 def describe_prompts(count: int, file: str | None) -> str:
-    """Return whose prompts the target answered, as acceptance differs from one kind of prompts to another."""
+    """Return a note on whose prompts the target answered: acceptance differs from one kind of prompts to another."""
     if file is None:
         return (
             f"measured on the doctor's own {count} prompts, which may differ from your data: --prompts FILE takes "
@@ -293,7 +293,7 @@ def search_changes(wiring: Wiring, target: Target, texts: Batch) -> list[Effect]
 def try_changes(
     wiring: Wiring, probes: Sequence[Probe], texts: Batch, target: Target
 ) -> list[Effect]:
-    """Return the effect of every single change on these answers, best first."""
+    """Return the effect of each single change on the acceptance in these answers, best first."""
     reference = TargetProbs(texts, target.head)
     before = measure(wiring, texts, target.head, reference)
     effects = []

@@ -76,7 +76,7 @@ def list_missing(wiring: Wiring, target: Target) -> list[str]:
 
 
 def list_removals(wiring: Wiring) -> list[Probe]:
-    """Return the removal of each branch that adds to a residual stream."""
+    """Return a probe for each branch that adds to a residual stream, an attention or an MLP, which removes it."""
     probes = []
     for ending, branch in BRANCHES.items():
         for name in find_tensors(wiring.head, f"{ending}.weight"):

@@ -260,7 +260,7 @@ def decide(
     It is broken, made for another target, drafts badly from its own states, is healthy or under-trained.
 
     Args:
-        figures: The head's agreement as it is.
+        figures: The agreement of the unchanged head.
         faults: Repairs that raised agreement, each on top of the one before, or branches whose removal changed nothing.
         fatal: What `inspect` finds in the files, in its words: what names the target, rope apart, says that the head
             belongs to another one.

@@ -49,7 +49,10 @@ class Methods(dict[str, type[Any]]):
         return self.register(class_in(module, match["name"], place), place)
 
     def find_named(self, kind: str, folder: Path | None = None) -> type[Any] | None:
-        """Return the method of a name: this package's, or an installed one's outside of `folder`; None if unknown."""
+        """Return the method of a name, of this package or offered by an installed one; None if unknown.
+
+        Installed packages inside `folder`, which is a head's, are ignored.
+        """
         if kind in self:
             return self[kind]
         # a package in a head's folder, which may be on Python's path, would run code that nobody has trusted
@@ -161,11 +164,11 @@ class Methods(dict[str, type[Any]]):
         self.register(method, str(path))
 
     def _register_offer(self, point: EntryPoint) -> type[Any]:
-        """Register the method that an installed package offers."""
+        """Import the method that an installed package offers by an entry point, register it, and return it."""
         place = f"the package {_package_of(point)}, which offers {point.name!r} as {point.value}"
         try:
             method = point.load()
-        except Exception as error:  # whatever the package runs into
+        except Exception as error:  # importing a package may raise anything
             raise ValueError(
                 f"{place}, cannot be loaded: {error!r:.300}. Install it again, or ask its makers"
             ) from None

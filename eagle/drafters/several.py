@@ -27,6 +27,7 @@ class FirstOf(Drafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
+        """Take the drafters in the order in which they are asked; the list reads all that any of them reads."""
         if not drafters:
             raise ValueError(
                 "a list of drafters is empty: expected at least one, for none at all NoDrafter()"

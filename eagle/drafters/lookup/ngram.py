@@ -34,6 +34,15 @@ class NgramDrafter(Drafter):
         pick: Pick = "recent",
         branches: int = 1,
     ) -> None:
+        """Set how n-grams are matched and copied.
+
+        Args:
+            longest: The most tokens of an n-gram.
+            shortest: The fewest.
+            trust: How many tokens are copied for each token of a match.
+            pick: Which continuation comes first: the most recent one, or the most frequent of the latest few.
+            branches: The most continuations that are copied, each with another first token.
+        """
         if not 1 <= shortest <= longest:
             raise ValueError(
                 f"n-grams of {shortest}..{longest} tokens make no sense: expected 1 <= shortest <= longest"

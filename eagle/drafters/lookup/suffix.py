@@ -185,6 +185,13 @@ class SuffixDrafter(Drafter):
     """
 
     def __init__(self, longest: int = 32, trust: int = 3, remember: int = 0) -> None:
+        """Set how strings are matched, and how much is remembered.
+
+        Args:
+            longest: The most tokens of a match and its draft together.
+            trust: How many nodes are drafted for each token of a match.
+            remember: How many tokens of earlier answers are searched, too.
+        """
         if longest < 2:
             raise ValueError(
                 f"longest is {longest}, expected 2 or more: a matched token and one drafted behind it"
@@ -196,8 +203,8 @@ class SuffixDrafter(Drafter):
         self.longest = longest
         self.trust = trust
         self.remember = remember
-        self.memory: list[int] = []
-        self.earlier = Automaton(longest)
+        self.memory: list[int] = []  # the tokens of earlier answers
+        self.earlier = Automaton(longest)  # of these tokens
 
     def begin(self, noise: Noise | None = None) -> SuffixText:
         """Return the state for a new sequence."""

@@ -69,7 +69,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
 
     @classmethod
     def taps_for(cls, settings: EarlyExitAdapterSettings, target_config: Any) -> tuple[int, ...]:
-        """Return the output of the layers that draft, read in training; drafting computes it itself."""
+        """Return the tap of the drafting layers' output, which training reads; a draft computes it itself."""
         layers = exit_layer(settings.layers, target_config.num_hidden_layers)
         if layers == target_config.num_hidden_layers:
             raise ValueError(
@@ -116,7 +116,7 @@ class EarlyExitAdapter(ExitDrafter, TrainableDrafter):
         """Return [.., H], the LM head's input, from the last layer's output [.., H]."""
         state = state.to(self.norm.weight.dtype)
         if self.change is not None:
-            # states differ in size by token and layer; the network sees them at size 1
+            # x + rms(x) network(x / rms(x)), as states differ in size by token and layer
             size = state.float().square().mean(-1, keepdim=True).sqrt().to(state.dtype)
             state = state + size * self.change(state / size)
         normed: Tensor = self.norm(state)

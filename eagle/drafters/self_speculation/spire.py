@@ -265,6 +265,7 @@ class Spire(TrainableDrafter):
     ) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Return each level's states [S, H], and the target's LM head."""
         _, _, spans = text_slots(batch, batch.tokens.device)
+        # the spans of all supervised slots, which were made without the window
         _, states = self.unroll(batch, frozen, replace(spans, window=self.settings.window), levels)
         return [(state, frozen.logits) for state in states]
 
