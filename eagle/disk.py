@@ -186,10 +186,8 @@ def write_tensors(
                 torch.save(tensors, part)
             else:
                 save_file(tensors, part, metadata)
-        except (
-            SafetensorError,
-            RuntimeError,
-        ) as error:  # save_file and torch.save raise these on a full disk
+        # save_file and torch.save raise these on a full disk
+        except (SafetensorError, RuntimeError) as error:
             raise DiskError(
                 f"{path} cannot be written: {error}. Make room, or name a folder elsewhere"
             ) from error

@@ -267,10 +267,11 @@ def count_drafts(head: Any, target: Target, batch: Batch) -> tuple[list[int], li
         # what the target chooses after each token
         hidden = target.features(tokens[None], (-1,))[0, :, 0]
         choices = target.head.logits(hidden).argmax(-1)
-        for slot in range(2, len(tokens)):
-            if not is_supervised[slot]:
+        # the position of the first token that is drafted
+        for first in range(2, len(tokens)):
+            if not is_supervised[first]:
                 continue
-            root = slot - 1
+            root = first - 1
             sequence, update = begin_sequence(
                 head, target, tokens[:root].tolist(), Choose(Sampling())
             )
@@ -278,7 +279,7 @@ def count_drafts(head: Any, target: Target, batch: Batch) -> tuple[list[int], li
                 Committed(update.tokens, update.features, int(tokens[root])), budget
             )
             for level, guess in enumerate(chain.tokens[1:].tolist()):
-                position = slot + level  # of the token that is guessed
+                position = first + level  # of the token that is guessed
                 if position >= len(tokens) or not is_supervised[position]:
                     break
                 # choices[i] is the token after token i

@@ -381,6 +381,7 @@ class ModelState:
             requests = []
             for row in rows:
                 budget = budgets[row].within(depths[row])
+                # the cache holds the root now, so its length is the position of the root's children
                 requests.append(
                     DraftRequest(
                         updates[row].root, self.state.length(row), budget, self.noises[row]

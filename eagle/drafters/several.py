@@ -101,7 +101,7 @@ class SeveralState:
         self, updates: Mapping[int, Committed], budgets: Mapping[int, Budget]
     ) -> dict[int, DraftTree]:
         """Return each row's first tree with more than a root; a drafter that is not asked gets its updates later."""
-        # a drafter that is not asked now gets its updates later, so each is kept, reduced to what that drafter reads
+        # every drafter's updates are kept until it is asked, reduced to what it reads
         for index, drafter in enumerate(self.several.drafters):
             tap_indices = [self.several.taps.index(tap) for tap in drafter.taps]
             for row, update in updates.items():

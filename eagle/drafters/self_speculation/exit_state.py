@@ -135,6 +135,7 @@ class ExitState:
                 self.confirmed[row] += len(updates[row].tokens)
                 # drafted nodes are written after the sequence in the target's own cache, which may be full
                 budget = _fit_columns(budgets[row], self.target_rows.room(row))
+                # the root's position is the number of confirmed tokens, and its children's the next one
                 requests.append(
                     DraftRequest(
                         updates[row].root, self.confirmed[row] + 1, budget, self.noises[row]

@@ -167,6 +167,7 @@ class LookaheadText:
 
     def draft(self, budget: Budget) -> DraftTree:
         """Return a tree of the root's guesses, latest first, and of the window's columns, as far as the budget goes."""
+        # the first tokens of the columns are a chain after the root
         root, *top = [column[0] for column in self.columns]
         size = min(self.drafter.level - 1, budget.depth)
         count = min(budget.top_k, budget.nodes // max(size, 1))
@@ -180,6 +181,7 @@ class LookaheadText:
                 left -= len(column)
                 if left < 0 or i + len(column) - 1 > budget.depth:
                     break
+                # the other tokens of a column follow the chain up to its first token
                 paths.append(top[:i] + column[1:])
         tree = DraftTree.from_paths(root, paths)
         # columns that begin alike share nodes, which may then have too many children

@@ -216,6 +216,7 @@ class Spire(TrainableDrafter):
         slots, positions, _ = text_slots(batch, batch.tokens.device)
         features = batch.select_taps(self.taps).index_select(0, slots).to(self.mix.dtype)
         tables_at = position_tables(self.rotary, features, max(batch.lengths, default=0) + steps)
+        # keys and values [k, N, w] of the target's states, by block
         context = [
             (key.contiguous(), value)
             for key, value in self.project_memories(features, tables_at(positions))
